@@ -1,0 +1,53 @@
+# Two commands matter: `make demo` and `make test`. Everything else is a part of them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow unit check bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+$(BIN)/raytrain: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "raytrain_plus needs Python 3.10 or newer; this is " + sys.version.split()[0] + " (make PYTHON=python3.12 ...)")'
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "Python cannot make virtual environments: install the package python3-venv"; exit 1; }
+	@command -v g++ >/dev/null || command -v c++ >/dev/null || command -v clang++ >/dev/null || { echo "no C++ compiler: install the package g++ (Debian, Ubuntu) or gcc-c++ (Fedora)"; exit 1; }
+	@command -v cmake >/dev/null || { echo "no cmake: install the package cmake"; exit 1; }
+	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" || { echo "no Python.h: install the package python3-dev"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0 -c constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt "setuptools>=68,<81" wheel
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(VENV)/.horovod: $(BIN)/raytrain $(wildcard raytrain_plus/install/*.py)
+	$(BIN)/raytrain install-horovod
+	@touch $@
+
+setup: $(VENV)/.horovod  ## make .venv with everything in it, Horovod built
+
+demo: setup  ## train the byte GPT on the source of Python's standard library
+	$(BIN)/raytrain run jobs/byte_gpt.yaml --fresh
+
+unit: $(BIN)/raytrain  ## the pure tests, under a minute
+	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest tests/unit -m "not slow"
+
+check: $(BIN)/raytrain  ## ruff, mypy, import-linter
+	$(BIN)/ruff check raytrain_plus tests examples
+	$(BIN)/ruff format --check raytrain_plus tests examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup check  ## set up, check, and run every test but the slow ones
+	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m "not slow" --durations=15
+
+test-slow: setup  ## the large counts
+	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m slow --durations=15
+
+bench: setup  ## this platform beside a bare Horovod loop and torch DDP
+	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.steps
+
+clean:  ## remove what was made here
+	rm -rf $(VENV) runs data build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""raytrain_plus: elastic PyTorch training on Ray."""

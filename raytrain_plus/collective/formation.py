@@ -1,0 +1,25 @@
+"""What a member needs to know to join a world. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formation:
+    """One member's invitation to one world."""
+
+    generation: int
+    """The view the world belongs to."""
+    name: str
+    """Tells this world from the others of its generation."""
+    rank: int
+    """The member's place, 0 to size - 1."""
+    size: int
+    """How many members the world has."""
+    address: str
+    """The address of this member's own node, on which it listens and connects."""
+    server: tuple[str, int]
+    """Where the members find each other: the rendezvous server, or the torch store."""
+    timeout_s: float
+    """Limit of the forming, and of any single collective."""

@@ -1,0 +1,44 @@
+"""Which applied steps are committed, and what is told of them. Pure.
+
+Step s is committed when every member of the generation has reported it applied, or when any member has applied a later
+one: its sums could not be complete unless all had entered that step, and so had applied s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+
+class _Step(Protocol):
+    @property
+    def step(self) -> int: ...
+
+
+Record = TypeVar("Record", bound=_Step)
+
+
+class Commits(Generic[Record]):
+    """Turns the members' reports, in any order, into each committed step once and in order."""
+
+    def __init__(self, members: Iterable[str], first_step: int) -> None:
+        self._applied = dict.fromkeys(members, first_step - 1)
+        self._records: dict[int, Record] = {}
+        self.next_step = first_step
+        """The lowest step that is not committed."""
+
+    def report(self, member: str, records: Sequence[Record]) -> list[Record]:
+        """Takes one member's newly applied steps; the records of the steps that this commits, in order.
+
+        Where several members report a step, the record that came last stands: it is the one that completed it.
+        """
+        for record in records:
+            self._applied[member] = max(self._applied[member], record.step)
+            if record.step >= self.next_step:
+                self._records[record.step] = record
+        proven = max(min(self._applied.values()), max(self._applied.values()) - 1)
+        committed = []
+        while self.next_step <= proven and self.next_step in self._records:
+            committed.append(self._records.pop(self.next_step))
+            self.next_step += 1
+        return committed

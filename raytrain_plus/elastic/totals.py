@@ -1,0 +1,88 @@
+"""What a run adds up to, from its committed steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from raytrain_plus.result import Result
+
+WARM_UP_S = 1.0
+"""Steps of a run's first second are left out of its data wait: files open and streams start then."""
+
+
+class _Record(Protocol):
+    @property
+    def step(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def waited_s(self) -> float: ...
+    @property
+    def time(self) -> float: ...
+
+
+class Totals:
+    """Running sums over the committed steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.samples = 0
+        self.loss: float | None = None
+        self.first_time: float | None = None
+        self.last_time = 0.0
+        self._warm_s = 0.0
+        self._warm_waited_s = 0.0
+        self._begin: float | None = None
+
+    def add(self, record: _Record) -> None:
+        """Counts one committed step; they come in order."""
+        self.steps = record.step + 1
+        self.samples += record.rows
+        self.loss = record.loss
+        self.last_time = record.time
+        if self.first_time is None or self._begin is None:
+            self.first_time = record.time
+            self._begin = record.time - record.seconds
+        if record.time - self._begin > WARM_UP_S:
+            self._warm_s += record.seconds
+            self._warm_waited_s += record.waited_s
+
+    @property
+    def data_wait(self) -> float:
+        """Share of the steps' time spent waiting for data, warm-up left out; 0 where there was nothing else."""
+        return self._warm_waited_s / self._warm_s if self._warm_s else 0.0
+
+    def result(
+        self,
+        *,
+        name: str,
+        status: str,
+        path: Path,
+        metrics: Mapping[str, float],
+        state_sha256: str | None,
+        error: str | None,
+        show: str | None,
+        began: float,
+    ) -> Result:
+        """The run's result; `began` is when Ray was there, in Unix seconds."""
+        return Result(
+            name=name,
+            status=status,
+            exit_code=0 if status == "finished" else 1,
+            path=path,
+            steps=self.steps,
+            samples=self.samples,
+            metrics={**metrics, **({} if self.loss is None else {"train_loss": self.loss})},
+            state_sha256=state_sha256,
+            data_wait=self.data_wait,
+            setup_s=None if self.first_time is None else self.first_time - began,
+            seconds=0.0 if self.first_time is None else self.last_time - self.first_time,
+            error=error,
+            show=show,
+        )

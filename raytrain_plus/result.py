@@ -1,0 +1,65 @@
+"""What a run comes back with, in Python and as `result.json`. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """The end of a run."""
+
+    name: str
+    status: str
+    """`finished`, `stopped` (by a signal, at a step boundary) or `failed`."""
+    exit_code: int
+    """0 finished, 1 failed, 130 and 143 stopped by SIGINT and SIGTERM."""
+    path: Path
+    """The run's folder."""
+    steps: int
+    """Committed steps."""
+    samples: int
+    """Rows in the committed steps."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last evaluation's figures, and `train_loss`, the last committed step's."""
+    state_sha256: str | None = None
+    """Hash of parameters, persistent buffers and optimizer state at the end."""
+    recoveries: int = 0
+    """Workers' losses that the run recovered from."""
+    stall_s: float = 0.0
+    """Seconds that those cost, together."""
+    goodput: float = 1.0
+    """1 - (stalled + recomputed) / time after the first step."""
+    data_wait: float = 0.0
+    """Share of step time spent waiting for data, the first second left out."""
+    setup_s: float | None = None
+    """Seconds from Ray being there to the first step made."""
+    seconds: float = 0.0
+    """From the first step made to the last."""
+    error: str | None = None
+    """What ended a failed run."""
+    show: str | None = None
+    """What the task had to show."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return {**asdict(self), "path": str(self.path), "metrics": dict(self.metrics)}
+
+    def save(self) -> None:
+        """Writes `result.json` into the run's folder, whole or not at all."""
+        part = self.path / "result.json.part"
+        part.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        part.replace(self.path / "result.json")
+
+    @classmethod
+    def load(cls, folder: Path) -> Result | None:
+        """The result in a run's folder, or None where the run has not ended."""
+        file = folder / "result.json"
+        if not file.exists():
+            return None
+        values = json.loads(file.read_text())
+        return cls(**{**values, "path": folder})

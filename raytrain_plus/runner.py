@@ -1,0 +1,271 @@
+"""From a job to its result: checks what can be checked here, finds or starts Ray, starts the controller, follows it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import cloudpickle
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytrain_plus.data.prepare import prepare
+from raytrain_plus.data.source import Index, check_enough, index
+from raytrain_plus.data.line import Line
+from raytrain_plus.elastic.controller import Closing, Controller, Order
+from raytrain_plus.elastic.policy import room_for, useful_size
+from raytrain_plus.errors import DataError, InputError, RunError, TaskError
+from raytrain_plus.install.state import horovod_state
+from raytrain_plus.job import Job
+from raytrain_plus.observe.progress import View, view_for
+from raytrain_plus.result import Result
+from raytrain_plus.runfolder import check_writable, earlier_result
+from raytrain_plus.taskfile import load_function, load_task
+from raytrain_plus.workers.plan import Plan
+
+FOLLOW_S = 0.25
+"""Longest wait for news of the run: bounds how soon a signal is heard, too."""
+
+
+def run(
+    job: Job,
+    *,
+    address: str | None = None,
+    fresh: bool = False,
+    view: View | None = None,
+    quiet: bool = False,
+    roots: Sequence[Path] = (),
+) -> Result:
+    """Runs `job` to its end and returns its result; a run that failed is a result too, with its error in words.
+
+    `address` names a Ray cluster to join (else RAY_ADDRESS, else a connection that is already there, else one of our
+    own is started for this run); `fresh` moves an earlier run of this name aside; `view` is told of everything, unless
+    `quiet`. `roots` are folders to import the task from, beside the working directory. Raises `InputError` where the
+    job, its data or its task is wrong: before a folder is made.
+    """
+    view = None if quiet else view or view_for(sys.stdout)
+    storage = Path(job.storage).absolute()
+    check_writable(storage)
+    folder = storage / job.name
+    done = earlier_result(folder, job, fresh)
+    if done is not None:
+        if view is not None:
+            view.finish(done)
+        return done
+    search = [Path.cwd(), *roots]
+    collective = choose_collective(job.collective, job.workers.min)
+    pickled = _task_to_send(job, search)
+    seen, held_out = _look_at_data(job, search)
+    with _connected(job, address) as began:
+        order = Order(
+            plan=Plan(
+                job=job if pickled is None else replace(job, task=_spelled(job.task)),
+                pickled_task=pickled,
+                roots=tuple(str(root.absolute()) for root in search),
+                steps=Line.of(job, seen).steps,
+                index=seen,
+                held_out=held_out,
+            ),
+            workers=_size(job),
+            collective=collective,
+            folder=folder,
+            job_yaml=job.to_yaml(),
+            versions=_versions(),
+            began=began,
+        )
+        return _follow(order, view)
+
+
+def choose_collective(wanted: str, workers: int) -> str:
+    """`horovod` or `torch`. Raises `InputError` where Horovod was named and is not really built."""
+    if wanted == "torch":
+        return "torch"
+    state = horovod_state()
+    if state.usable:
+        return "horovod"
+    if wanted == "horovod":
+        raise InputError(f"Horovod cannot be used: {state.reason}", where="collective: horovod", remedy=state.remedy)
+    return "torch"
+
+
+def _spelled(task: str | type) -> str:
+    return task if isinstance(task, str) else f"{task.__module__}:{task.__qualname__}"
+
+
+def _task_to_send(job: Job, roots: Sequence[Path]) -> bytes | None:
+    """None for a task that workers import by name; the class by value where Python code handed it over."""
+    if isinstance(job.task, str):
+        load_task(job.task, roots)
+        return None
+    module = sys.modules[job.task.__module__]
+    named = module.__name__ != "__main__"
+    try:
+        if named:
+            cloudpickle.register_pickle_by_value(module)
+        return cloudpickle.dumps(job.task)
+    except Exception as error:
+        raise TaskError(
+            f"{job.task.__qualname__} cannot be sent to a worker: {type(error).__name__}: {error}",
+            where=f"task: {_spelled(job.task)}",
+            remedy="keep locks, files, connections and loaded models out of module globals and class attributes; "
+            "make them in the task's methods",
+        ) from error
+    finally:
+        if named:
+            with contextlib.suppress(ValueError):
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def _look_at_data(job: Job, roots: Sequence[Path]) -> tuple[Index, Index | None]:
+    for name in (job.data.prepare, job.data.transform):
+        if name is not None:
+            load_function(name, roots)
+    prepare(job.data.prepare, job.data.path, roots)
+    seen = index(job.data.path)
+    check_enough(seen, job.data.shards)
+    if job.evaluate is None:
+        return seen, None
+    prepare(job.data.prepare, job.evaluate.path, roots)
+    held_out = index(job.evaluate.path)
+    if not held_out.schema.equals(seen.schema):
+        names = sorted(set(held_out.schema.names) ^ set(seen.schema.names)) or ["of another type"]
+        raise DataError(
+            f"the held-out data has other columns than the training data: {', '.join(names)}",
+            where=f"evaluate.path: {job.evaluate.path}",
+            expected=f"the columns of {job.data.path}: {', '.join(seen.schema.names)}",
+        )
+    return seen, held_out
+
+
+@contextlib.contextmanager
+def _connected(job: Job, address: str | None) -> Iterator[float]:
+    """A Ray to run on; yields the moment at which it was there. One that we start ends with the run."""
+    if ray.is_initialized():
+        yield time.time()
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
+    largest = job.workers.max or job.workers.min
+    try:
+        if address:
+            ray.init(address=address, logging_level=logging.WARNING)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=max(1, math.ceil(largest * job.workers.cpus)),
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+            )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"no Ray cluster answers: {str(error).splitlines()[0]}",
+            where=f"address: {address or 'local'}",
+            remedy="check the address, or leave it out to start Ray on this machine",
+        ) from error
+    try:
+        yield time.time()
+    finally:
+        ray.shutdown()
+
+
+def _size(job: Job) -> int:
+    """How many workers to start. Raises `InputError` where the cluster is too small for `workers.min`."""
+    need = {"CPU": job.workers.cpus, "GPU": job.workers.gpus}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = room_for(nodes, need)
+    size = useful_size(room, job.workers.min, job.workers.max or job.workers.min, job.data.shards)
+    if size == 0:
+        has = "; ".join(
+            f"{node.get('CPU', 0):g} CPU, {node.get('GPU', 0):g} GPU" for node in nodes
+        )
+        raise InputError(
+            f"the cluster has room for {room} workers of {need['CPU']:g} CPU and {need['GPU']:g} GPU each",
+            where=f"workers.min: {job.workers.min}",
+            expected=f"room for {job.workers.min}; its {len(nodes)} nodes have: {has}",
+            remedy="lower workers.min or what a worker needs, or add nodes",
+        )
+    return size
+
+
+def _versions() -> dict[str, str]:
+    names = ("raytrain-plus", "ray", "torch", "pyarrow", "numpy")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+def _follow(order: Order, view: View | None) -> Result:
+    """Starts the controller on this node and follows it to the end."""
+    here = ray.get_runtime_context().get_node_id()
+    controller = (
+        ray.remote(Controller)
+        .options(num_cpus=0, max_concurrency=16, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
+        .remote()
+    )
+    closing_ref = controller.run.remote(order)
+    cursor = 0
+    with _Signals() as signals:
+        try:
+            ended = False
+            while not ended:
+                ended = bool(ray.wait([closing_ref], timeout=0)[0])
+                events = ray.get(controller.follow.remote(cursor, 0.0 if ended else FOLLOW_S))
+                cursor += len(events)
+                if view is not None:
+                    for event in events:
+                        view.event(event)
+                if signals.new():
+                    controller.stop.remote()
+            closing: Closing = ray.get(closing_ref)
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayActorError as error:
+            raise RunError(f"the controller died: {str(error).splitlines()[0]}") from error
+        finally:
+            ray.kill(controller)
+        result = replace(closing.result, exit_code=signals.exit_code) if closing.result.status == "stopped" else closing.result
+    if view is not None:
+        view.finish(result)
+    return result
+
+
+class _Signals:
+    """SIGINT and SIGTERM become wishes to stop, while this is open; the second one interrupts at once."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._told = 0
+        self.exit_code = 130
+        self._before: dict[int, Any] = {}
+
+    def new(self) -> bool:
+        """Whether a signal came since the last call."""
+        told, self._told = self._told, self._count
+        return told != self._count
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._heard)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        self.exit_code = 128 + number
+        self._count += 1
+        if self._count > 1:
+            raise KeyboardInterrupt

@@ -1,0 +1,56 @@
+"""The training state as named tensors, and its hash.
+
+Names: `param/<name>`, `buffer/<name>` (persistent ones), `optim/<parameter>/<key>`. Tied parameters appear once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+
+def named_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the state by name, on its own device; scalars as float64."""
+    state = dict(_model_state(module))
+    names = {id(parameter): name for name, parameter in parameters}
+    for parameter, values in optimizer.state.items():
+        name = names[id(parameter)]
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                state[f"optim/{name}/{key}"] = value.detach()
+            elif isinstance(value, (int, float)):
+                state[f"optim/{name}/{key}"] = torch.tensor(float(value), dtype=torch.float64)
+    return state
+
+
+def _model_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in module.named_parameters():
+        yield f"param/{name}", parameter.detach()
+    persistent = module.state_dict().keys()
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            yield f"buffer/{name}", buffer.detach()
+
+
+def state_sha256(state: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over the sorted names: name NUL dtype NUL shape NUL little-endian bytes; zero-dimensional ones as float64."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].cpu().contiguous()
+        if tensor.dim() == 0:
+            tensor = tensor.to(torch.float64)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape = ",".join(str(length) for length in tensor.shape)
+        digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def model_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's own tensors, as its `load_state_dict` takes them, tied ones once, on the CPU."""
+    return {name.partition("/")[2]: tensor.cpu().contiguous() for name, tensor in _model_state(module)}

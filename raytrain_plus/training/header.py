@@ -1,0 +1,73 @@
+"""The header: what all workers must know of a step beside its gradients, as one int64 vector summed once a step.
+
+    shard 0                shard 1            ...   flags
+    rows | weight | loss   rows | weight | loss     stop wishes
+
+Each shard's slots have one writer and everyone else adds zero, so a sum hands the writer's bits to all unchanged, and
+every worker computes the same loss, in shard order, whatever the ring did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+_SLOTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """What one shard says of its part of a step."""
+
+    rows: int
+    """Rows that went through the forward pass."""
+    weight: float
+    """Their weight: as many as the rows, unless the task's loss says otherwise."""
+    loss: float
+    """Sum of loss times weight over the shard's microbatches."""
+
+
+def size(shards: int) -> int:
+    """Length of the header of a job with `shards` shards."""
+    return shards * _SLOTS + 1
+
+
+def encode(reports: dict[int, ShardReport], shards: int, wishes_stop: bool) -> npt.NDArray[np.int64]:
+    """The header of a worker that hosts the shards in `reports`."""
+    header = np.zeros(size(shards), dtype=np.int64)
+    for shard, report in reports.items():
+        at = shard * _SLOTS
+        header[at] = report.rows
+        header[at + 1 : at + 3] = np.array([report.weight, report.loss], dtype=np.float64).view(np.int64)
+    header[-1] = int(wishes_stop)
+    return header
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """The step, as every worker sees it after the header's sum."""
+
+    rows: int
+    weight: float
+    loss: float
+    """Mean over all weight, summed in shard order: the same bits on every worker."""
+    bad_shards: tuple[int, ...]
+    """Shards whose loss or weight is not finite."""
+    stop: bool
+    """Somebody wishes to stop at this boundary."""
+
+
+def decode(header: npt.NDArray[np.int64]) -> StepTotals:
+    """Reads a summed header."""
+    slots = header[:-1].reshape(-1, _SLOTS)
+    values = np.ascontiguousarray(slots[:, 1:]).view(np.float64)
+    rows = weight = loss = 0.0
+    for shard_rows, (shard_weight, shard_loss) in zip(slots[:, 0], values, strict=True):
+        rows += int(shard_rows)
+        weight += float(shard_weight)
+        loss += float(shard_loss)
+    bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+    mean = loss / weight if weight else float("nan")
+    return StepTotals(int(rows), weight, mean, tuple(int(shard) for shard in bad), bool(header[-1]))

@@ -1,0 +1,67 @@
+"""The model as the platform holds it: built under its random keys, with its layers' names and its device."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain_plus.errors import TaskError
+from raytrain_plus.task import Task
+from raytrain_plus.training.randomness import random_key, set_random_key
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model and the names of its layers, in order (none where the task did not say them)."""
+
+    module: nn.Module
+    layers: tuple[str, ...]
+
+
+def build_model(task: Task, seed: int, device: torch.device) -> Built:
+    """Builds the task's model on `device`, each layer under the key (seed, 'init', layer name).
+
+    A task that does not say its layers is built whole under the empty layer name. Values are drawn on the CPU, so they
+    do not depend on the device. Raises `TaskError` where what comes back is no module.
+    """
+    layers = task.layers()
+    if layers is None:
+        set_random_key(random_key(seed, "init", ""))
+        module = task.model()
+        names: tuple[str, ...] = ()
+    else:
+        parts: OrderedDict[str, nn.Module] = OrderedDict()
+        for name, build in layers.items():
+            set_random_key(random_key(seed, "init", name))
+            parts[name] = build()
+            _check_module(parts[name], f"layers()['{name}']")
+        module = nn.Sequential(parts)
+        names = tuple(parts)
+    _check_module(module, "model()")
+    return Built(module.to(device), names)
+
+
+def _check_module(value: Any, source: str) -> None:
+    if not isinstance(value, nn.Module):
+        raise TaskError(f"{source} returned {type(value).__name__}", expected="a torch.nn.Module")
+    if source == "model()" and not any(parameter.requires_grad for parameter in value.parameters()):
+        raise TaskError("the model has no parameter to train", expected="at least one that requires a gradient")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """`batch` with every tensor in it (dicts, lists and tuples searched) on `device`; the very same on the CPU."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

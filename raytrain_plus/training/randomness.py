@@ -1,0 +1,73 @@
+"""Random numbers as a function of the job: every use has a key, whoever computes it.
+
+A key is made of named parts and turned into 64 bits by BLAKE2b, so that anyone can recompute it:
+
+    random_key(7, "init", "head")         initial values of the layer `head` under seed 7
+    random_key(7, 120, 3, 0, "head", 0)   step 120, shard 3, microbatch 0, layer `head`, its first use there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def random_key(*parts: int | str) -> int:
+    """The first eight bytes, little-endian, of BLAKE2b over the parts joined by '/'. Between 0 and 2^64 - 1."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def set_random_key(key: int) -> None:
+    """Seeds torch (every device in use), NumPy's legacy generator (the low 32 bits) and Python's from one key."""
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    random.seed(key)
+
+
+class LayerKeys:
+    """Sets a layer's own key before each of its forwards, so that a cut between layers changes no random number.
+
+    Models that do not say their layers get one key a microbatch, with an empty layer name.
+    """
+
+    def __init__(self, model: nn.Module, layers: tuple[str, ...], seed: int) -> None:
+        self._model = model
+        self._layers = layers
+        self._seed = seed
+
+    @contextlib.contextmanager
+    def microbatch(self, step: int | str, shard: int, microbatch: int) -> Iterator[None]:
+        """Keys everything drawn inside: (seed, step, shard, microbatch, layer, use)."""
+        prefix = (self._seed, step, shard, microbatch)
+        set_random_key(random_key(*prefix, "", 0))
+        handles = [
+            self._model.get_submodule(name).register_forward_pre_hook(_Keyed(prefix, name)) for name in self._layers
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Keyed:
+    """A forward hook that counts the uses of its layer within one microbatch."""
+
+    def __init__(self, prefix: tuple[int | str, ...], name: str) -> None:
+        self._prefix = prefix
+        self._name = name
+        self._use = 0
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        set_random_key(random_key(*self._prefix, self._name, self._use))
+        self._use += 1

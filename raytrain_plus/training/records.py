@@ -1,0 +1,28 @@
+"""What a worker tells the controller while it trains. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """What the controller is told of an applied step."""
+
+    step: int
+    rows: int
+    loss: float
+    seconds: float
+    waited_s: float
+    """Of `seconds`, how long the data was waited for."""
+    time: float
+    """Unix seconds by this worker's clock."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """Held-out figures of the state after `step` (-1: before any)."""
+
+    step: int
+    metrics: Mapping[str, float]

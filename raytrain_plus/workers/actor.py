@@ -1,0 +1,18 @@
+"""A worker's Ray actor. Kept apart from the worker, so that who only starts it does not load torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class WorkerActor:
+    """Loads the worker in the process where it lives, and passes calls on to it."""
+
+    def __init__(self, name: str) -> None:
+        from raytrain_plus.workers.worker import Worker
+
+        self._worker = Worker(name)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Calls the worker's `method`."""
+        return getattr(self._worker, method)(*arguments)

@@ -1,0 +1,60 @@
+"""Buckets: filled last parameter first, submitted in order, complete also where a parameter took no part."""
+
+import pytest
+import torch
+from torch import nn
+
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.errors import TrainingError
+from raytrain_plus.parallel.data import Gradients, plan_buckets, square_norm
+
+
+class Recording(SoloWorld):
+    def __init__(self) -> None:
+        self.submitted: list[tuple[str, torch.Tensor]] = []
+
+    def reduce(self, tensor, name, operation="sum"):  # type: ignore[no-untyped-def]
+        self.submitted.append((name, tensor.clone()))
+        return super().reduce(tensor, name, operation)
+
+
+def parameters(*sizes: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.arange(size, dtype=torch.float32)) for size in sizes]
+
+
+def test_buckets_run_from_the_last_parameter_and_split_by_size_and_dtype() -> None:
+    values = [*parameters(4, 4, 4), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
+    assert [[v.numel() for v in group] for group in plan_buckets(values, 32)] == [[1], [4, 4], [4]]
+    assert [[v.numel() for v in group] for group in plan_buckets(parameters(100), 8)] == [[100]]
+
+
+def test_gradients_are_whole_when_submitted_and_in_order() -> None:
+    first, second, unused = parameters(3, 2, 5)
+    gradients = Gradients([first, second, unused], bucket_bytes=8)
+    world = Recording()
+    (first.sum() + 2 * second.sum()).backward()
+    gradients.reduce_during(lambda: (first.sum() * 3 + second.sum()).backward(), world)
+    assert [name for name, _ in world.submitted] == ["gradients.0", "gradients.1", "gradients.2"]
+    assert [value.tolist() for _, value in world.submitted] == [[0.0] * 5, [3.0] * 2, [4.0] * 3]
+    gradients.scale(0.5)
+    assert first.grad is not None
+    assert first.grad.tolist() == [2.0] * 3
+    gradients.zero()
+    assert first.grad.tolist() == [0.0] * 3
+
+
+def test_a_replaced_gradient_is_refused() -> None:
+    (value,) = parameters(3)
+    gradients = Gradients([value])
+
+    def backward() -> None:
+        value.grad = None
+        value.sum().backward()
+
+    with pytest.raises(TrainingError, match="replaced"):
+        gradients.reduce_during(backward, SoloWorld())
+
+
+def test_square_norm_is_float64_and_in_name_order() -> None:
+    named = [("b", torch.full((10,), 1e20)), ("a", torch.ones(4))]
+    assert square_norm(named) == pytest.approx(1e41)
