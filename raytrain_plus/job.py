@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from raytrain_plus.errors import InputError, JobError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,3 +133,249 @@ class Job:
 
     storage: str = "runs"
     """The folder in which the run's folder is made."""
+
+    def __post_init__(self) -> None:
+        values = dict(flatten(self))
+        problems = [problem for key, value in values.items() if (problem := check_type(key, value)) is not None]
+        wrong = {problem.where for problem in problems}
+        problems += check_values({key: value for key, value in values.items() if key not in wrong})
+        if problems:
+            raise JobError(problems)
+
+    def to_yaml(self) -> str:
+        """The job with every setting spelled out; loads back equal. A task given as a class is named `module:Class`."""
+        values = _plain(self)
+        if not isinstance(self.task, str):
+            values["task"] = f"{self.task.__module__}:{self.task.__qualname__}"
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+    def same_as(self, resolved: Path) -> list[str]:
+        """The keys in which this job differs from the one whose `job.yaml` is given, of those that make a job the same."""
+        mine, theirs = yaml.safe_load(self.to_yaml()), yaml.safe_load(resolved.read_text())
+        return [key for key in _SAME if _at(mine, key) != _at(theirs, key)]
+
+
+_SAME = (
+    "task",
+    "args",
+    "seed",
+    *(f"data.{name}" for name in ("path", "batch_size", "shards", "shuffle", "transform", "granule")),
+    "steps",
+    "epochs",
+    "workers.threads",
+    "parallel.microbatches",
+    "clip_norm",
+)
+"""What makes two jobs the same: all that the result depends on."""
+
+
+def fields_of(cls: type) -> dict[str, tuple[Any, bool]]:
+    """The settings of one level: name -> (type, whether it must be given)."""
+    hints = get_type_hints(cls)
+    return {
+        entry.name: (hints[entry.name], entry.default is MISSING and entry.default_factory is MISSING)
+        for entry in dataclasses.fields(cls)
+    }
+
+
+def nested(hint: Any) -> type | None:
+    """The dataclass that a setting holds, if it holds one."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
+
+
+def flatten(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting by its dotted key; groups that are not given are left out."""
+    for entry in dataclasses.fields(settings):
+        value = getattr(settings, entry.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from flatten(value, f"{prefix}{entry.name}.")
+        else:
+            yield f"{prefix}{entry.name}", value
+
+
+def hint_of(key: str) -> Any:
+    """The type of a dotted key; raises KeyError where there is no such setting."""
+    cls: type | None = Job
+    hint: Any = Job
+    for part in key.split("."):
+        if cls is None:
+            raise KeyError(key)
+        hint = fields_of(cls)[part][0]
+        cls = nested(hint)
+    return hint
+
+
+def check_type(key: str, value: Any) -> InputError | None:
+    """What is wrong with the type of one setting, if anything."""
+    hint = hint_of(key)
+    if nested(hint) is not None:
+        return None if value is None and type(None) in get_args(hint) else _wrong_type(key, value, "a group of settings")
+    if _fits(value, hint):
+        return None
+    return _wrong_type(key, value, spell_type(hint))
+
+
+def _wrong_type(key: str, value: Any, expected: str) -> InputError:
+    got = f"{value!r}" if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"
+    return InputError(f"{got} is not allowed", where=key, expected=expected)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def spell_type(hint: Any) -> str:
+    """A setting's type in words."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(spell_type(option) for option in get_args(hint))
+    if origin is Literal:
+        return "one of " + ", ".join(str(option) for option in get_args(hint))
+    if origin is Mapping:
+        return "a mapping with words as keys"
+    return {float: "a number", int: "a whole number", str: "text", type(None): "nothing", type: "a class"}[hint]
+
+
+def check_values(values: Mapping[str, Any]) -> list[InputError]:
+    """What is wrong with settings whose types are right; those that are missing or wrong already are not held against others."""
+    problems = []
+    for keys, check in _CHECKS:
+        if all(key in values for key in keys):
+            problem = check(*(values[key] for key in keys))
+            if problem is not None:
+                problems.append(InputError(problem[0], where=keys[0], expected=problem[1], remedy=problem[2]))
+    return problems
+
+
+_Problem = tuple[str, str, str] | None
+
+
+def _name(name: str) -> _Problem:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
+        return None
+    why = "has a path in it" if "/" in name or "\\" in name else "is no name"
+    return f"{name!r} {why}", "letters, digits, '.', '_' and '-', a letter or digit first", "the folder goes into `storage`"
+
+
+def _at_least(lowest: float) -> Callable[[float | None], _Problem]:
+    def check(value: float | None) -> _Problem:
+        if value is None or (math.isfinite(value) and value >= lowest):
+            return None
+        return f"{value} is not allowed", f"{lowest:g} or more", ""
+
+    return check
+
+
+def _above_zero(value: float | None) -> _Problem:
+    if value is None or (math.isfinite(value) and value > 0):
+        return None
+    return f"{value} is not allowed", "a number above 0", ""
+
+
+def _batch(batch_size: int, shards: int) -> _Problem:
+    if shards < 1 or batch_size < 1 or batch_size % shards == 0:
+        return None
+    below = batch_size // shards * shards
+    nearest = " or ".join(str(value) for value in (below, below + shards) if value)
+    return f"{batch_size} is no multiple of data.shards = {shards}", f"{nearest}, say", "every shard gives every step as many rows"
+
+
+def _microbatches(microbatches: int, batch_size: int, shards: int) -> _Problem:
+    if min(microbatches, batch_size, shards) < 1 or batch_size % shards or batch_size // shards % microbatches == 0:
+        return None
+    rows = batch_size // shards
+    return f"{microbatches} does not divide the {rows} rows that a shard gives to a step", f"a divisor of {rows}", ""
+
+
+def _length(steps: int | None, epochs: int | None) -> _Problem:
+    if (steps is None) != (epochs is None):
+        return None
+    given = "neither `steps` nor `epochs` is given" if steps is None else "both `steps` and `epochs` are given"
+    return given, "exactly one of them", ""
+
+
+def _sizes(maximum: int | None, minimum: int) -> _Problem:
+    if maximum is None or maximum >= minimum:
+        return None
+    return f"{maximum} is less than workers.min = {minimum}", f"{minimum} or more", ""
+
+
+def _shard_room(minimum: int, shards: int) -> _Problem:
+    if minimum <= shards:
+        return None
+    return f"{minimum} workers for data.shards = {shards}: some would have nothing to do", f"at most {shards}", "raise data.shards"
+
+
+def _gpus(gpus: float) -> _Problem:
+    return None if gpus in (0, 1) else (f"{gpus:g} is not allowed", "0 or 1: a worker trains on one device", "")
+
+
+def _reference(spec: str | type | None) -> _Problem:
+    if not isinstance(spec, str) or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", spec):
+        return None
+    return f"{spec!r} names nothing that can be imported", "module:name, as in examples.digits:Digits", ""
+
+
+def _folder(storage: str) -> _Problem:
+    if "://" not in storage:
+        return None
+    return f"{storage!r} is no folder", "a path on this machine, or on a file system that it shares", ""
+
+
+_CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
+    (("name",), _name),
+    (("task",), _reference),
+    (("data.batch_size",), _at_least(1)),
+    (("data.shards",), _at_least(1)),
+    (("data.batch_size", "data.shards"), _batch),
+    (("data.prepare",), _reference),
+    (("data.transform",), _reference),
+    (("data.granule",), _at_least(1)),
+    (("data.cache_mb",), _at_least(0)),
+    (("steps",), _at_least(1)),
+    (("epochs",), _at_least(1)),
+    (("steps", "epochs"), _length),
+    (("workers.min",), _at_least(1)),
+    (("workers.max", "workers.min"), _sizes),
+    (("workers.min", "data.shards"), _shard_room),
+    (("workers.cpus",), _at_least(0)),
+    (("workers.gpus",), _gpus),
+    (("workers.threads",), _at_least(1)),
+    (("parallel.microbatches",), _at_least(1)),
+    (("parallel.microbatches", "data.batch_size", "data.shards"), _microbatches),
+    (("clip_norm",), _above_zero),
+    (("elastic.hang_timeout_s",), _above_zero),
+    (("elastic.wait_s",), _above_zero),
+    (("elastic.stop_grace_s",), _above_zero),
+    (("evaluate.every_steps",), _at_least(1)),
+    (("storage",), _folder),
+)
+"""(keys, check of their values); the first key is the one at fault."""
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return values

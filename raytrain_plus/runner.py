@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.source import Index, check_enough, index
-from raytrain_plus.data.line import Line
+from raytrain_plus.data.of_job import line_of
 from raytrain_plus.elastic.controller import Closing, Controller, Order
 from raytrain_plus.elastic.policy import room_for, useful_size
 from raytrain_plus.errors import DataError, InputError, RunError, TaskError
@@ -76,7 +76,7 @@ def run(
                 job=job if pickled is None else replace(job, task=_spelled(job.task)),
                 pickled_task=pickled,
                 roots=tuple(str(root.absolute()) for root in search),
-                steps=Line.of(job, seen).steps,
+                steps=line_of(job, seen).steps,
                 index=seen,
                 held_out=held_out,
             ),

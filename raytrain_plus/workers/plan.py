@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from raytrain_plus.data.source import Index
 from raytrain_plus.job import Job
@@ -53,7 +52,6 @@ class Ended:
 
     stopped: bool
     state_sha256: str
-    setup: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,11 +6,12 @@ work to it and wait, or set a flag that it looks at.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,11 +26,14 @@ from raytrain_plus.collective.horovod import HorovodWorld
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.torch import TorchWorld, open_store
 from raytrain_plus.collective.world import World
+from raytrain_plus.data.granule import Rows, Transform
 from raytrain_plus.data.line import Line
+from raytrain_plus.data.of_job import evaluation_line, line_of
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.reader import Batches, held_out
-from raytrain_plus.data.source import index
-from raytrain_plus.errors import DataError, RaytrainError, TrainingError
+from raytrain_plus.data.source import Index, index
+from raytrain_plus.errors import DataError, RaytrainError, TaskError, TrainingError
+from raytrain_plus.job import Job
 from raytrain_plus.state.named import model_tensors, named_state, state_sha256
 from raytrain_plus.taskfile import build_task, load_function, load_task, trim_traceback
 from raytrain_plus.training.loop import Evaluation, Limits, train
@@ -146,11 +150,20 @@ class Worker:
             _same_data(job.evaluate.path, job.data.prepare, roots, plan.held_out.fingerprint)
         task = build_task(cls, job.args)
         device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
-        built = build_model(task, job.seed, device)
+        try:
+            built = build_model(task, job.seed, device)
+            self._stepper = Stepper(
+                task, built, seed=job.seed, shards=job.data.shards, clip_norm=job.clip_norm, device=device
+            )
+        except TaskError:
+            raise
+        except Exception as error:
+            raise TaskError(
+                f"{cls.__name__} cannot be built: {type(error).__name__}: {error}",
+                where=f"task: {job.task}",
+                user_traceback=trim_traceback(error),
+            ) from None
         self._plan = plan
-        self._stepper = Stepper(
-            task, built, seed=job.seed, shards=job.data.shards, clip_norm=job.clip_norm, device=device
-        )
         parameters = sum(value.numel() for _, value in self._stepper.named)
         return Ready(parameters=parameters, seconds=time.monotonic() - start)
 
@@ -159,25 +172,17 @@ class Worker:
         plan, job, stepper = self._plan, self._plan.job, self._stepper
         roots = [Path(root) for root in plan.roots]
         transform = load_function(job.data.transform, roots) if job.data.transform else None
-        line = Line(
-            unit_rows=plan.index.unit_rows,
-            shards=job.data.shards,
-            batch_size=job.data.batch_size,
-            seed=job.seed,
-            shuffle=job.data.shuffle,
-            epochs=job.epochs,
-            steps=job.steps,
-        )
+        rows = _rows(plan.index, line_of(job, plan.index), job, transform)
+        held_out_rows = plan.held_out and _rows(plan.held_out, evaluation_line(job, plan.held_out), job, transform)
+        node = ray.get_runtime_context().get_node_id()
         feed = Batches(
-            line,
-            plan.index,
+            rows,
             shards=hosted,
             first_step=first_step,
             microbatches=job.parallel.microbatches,
             collate=stepper.task.collate,
-            transform=transform,
-            granule=job.data.granule,
             cache_mb=job.data.cache_mb,
+            make_stream=functools.partial(open_stream, node=node, roots=plan.roots),
         )
         reporter = Reporter(lambda records: controller.report.remote(self._name, generation, records))
         with feed, reporter:
@@ -189,18 +194,23 @@ class Worker:
                 shards=job.data.shards,
                 first_step=first_step,
                 steps=plan.steps,
-                evaluation=self._evaluation(line),
+                evaluation=self._evaluation(job, held_out_rows),
                 limits=Limits(hang_timeout_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S),
                 tell=reporter.tell,
                 wishes_stop=self._stop.is_set,
                 interrupted=self._interrupt.is_set,
             )
         state = named_state(stepper.module, stepper.optimizer, stepper.named)
-        return Ended(stopped=stopped, state_sha256=state_sha256(state), setup={})
+        return Ended(stopped=stopped, state_sha256=state_sha256(state))
 
-    def _evaluation(self, line: Line) -> Evaluation | None:
-        assert self._plan is not None and self._stepper is not None
-        return None
+    def _evaluation(self, job: Job, rows: Rows | None) -> Evaluation | None:
+        if job.evaluate is None or rows is None or self._stepper is None:
+            return None
+        size = job.data.batch_size // job.data.shards // job.parallel.microbatches
+        collate = self._stepper.task.collate
+        return Evaluation(
+            every_steps=job.evaluate.every_steps, batches=lambda shard: held_out(rows, shard, size, collate)
+        )
 
     def _export(self) -> Export:
         assert self._stepper is not None
@@ -210,6 +220,17 @@ class Worker:
         with torch.no_grad():
             show = self._stepper.task.show(module)
         return Export(model=model, show=show)
+
+
+def _rows(seen: Index, line: Line, job: Job, transform: Transform | None) -> Rows:
+    return Rows(index=seen, line=line, seed=job.seed, transform=transform, granule=job.data.granule)
+
+
+def open_stream(*arguments: Any, **settings: Any) -> Any:
+    """A Ray Data stream; Ray Data is loaded here, when the first one is wanted, because that takes a second."""
+    from raytrain_plus.data.stream import Stream
+
+    return Stream(*arguments, **settings)
 
 
 def _same_data(path: str, spec: str | None, roots: list[Path], fingerprint: str) -> None:

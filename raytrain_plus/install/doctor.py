@@ -1,0 +1,94 @@
+"""What is there, what is missing, and the command that mends it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from raytrain_plus.install.horovod import missing_tools
+from raytrain_plus.install.state import probe
+
+Status = Literal["PASS", "WARN", "FAIL"]
+
+_NEEDED = {"ray": (2, 55), "torch": (2, 10), "pyarrow": (17, 0), "numpy": (1, 26)}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing looked at."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+    """The command that mends it; empty where nothing is wrong."""
+
+
+def checks() -> list[Check]:
+    """Looks at everything; takes a few seconds, changes nothing."""
+    return [_python(), *_packages(), *_horovod(), *_machine()]
+
+
+def _python() -> Check:
+    text = platform.python_version()
+    if sys.version_info < (3, 10):
+        return Check("Python", "FAIL", f"{text}; 3.10 or newer is needed", "make PYTHON=python3.12 setup")
+    return Check("Python", "PASS", text)
+
+
+def _packages() -> Iterator[Check]:
+    for name, floor in _NEEDED.items():
+        wanted = ".".join(map(str, floor))
+        try:
+            text = version(name)
+        except PackageNotFoundError:
+            yield Check(name, "FAIL", "not installed", f"pip install '{name}>={wanted}'")
+            continue
+        digits = tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+        if digits < floor:
+            yield Check(name, "FAIL", f"{text}; {wanted} or newer is needed", f"pip install '{name}>={wanted}'")
+        else:
+            yield Check(name, "PASS", text)
+
+
+def _horovod() -> Iterator[Check]:
+    state = probe()
+    if state.usable:
+        yield Check("Horovod", "PASS", state.reason)
+        return
+    yield Check("Horovod", "WARN", f"{state.reason}; `collective: auto` takes torch.distributed instead", state.remedy)
+    for problem in missing_tools():
+        yield Check("to build Horovod", "WARN", problem.what, problem.remedy)
+
+
+def _machine() -> Iterator[Check]:
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
+    yield (
+        Check("disk", "PASS", f"{free:.0f} GiB free here")
+        if free > 2
+        else Check("disk", "WARN", f"{free:.1f} GiB free here", "free some space, or --set storage=...")
+    )
+    shared = Path("/dev/shm")
+    if shared.exists():
+        size = shutil.disk_usage(shared).total / 2**30
+        yield (
+            Check("shared memory", "PASS", f"{size:.1f} GiB")
+            if size > 1
+            else Check("shared memory", "WARN", f"{size:.2f} GiB; Ray's object store goes to disk", "docker run --shm-size=2g")
+        )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield (
+        Check("open files", "PASS", f"{soft}")
+        if soft >= 4096
+        else Check("open files", "WARN", f"limit {soft}; Ray wants more", "ulimit -n 65536")
+    )
+    yield Check("processors", "PASS", f"{os.cpu_count()} on {socket.gethostname()}")

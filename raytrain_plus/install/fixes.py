@@ -1,0 +1,232 @@
+"""What must change in Horovod 0.28.1's source: small named edits, each with its reason, each checked to still apply."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytrain_plus.errors import RunError
+
+HOROVOD_VERSION = "0.28.1"
+
+_PAIR = "third_party/gloo/gloo/transport/tcp/pair.cc"
+_OPERATIONS = "horovod/common/operations.cc"
+_STORE = "horovod/common/gloo/http_store.cc"
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Replaces `old`, which must stand exactly once in `file`, by `new`."""
+
+    name: str
+    file: str
+    reason: str
+    old: str
+    new: str
+
+    def apply(self, source: Path) -> None:
+        """Edits the file under `source`. Raises `RunError` where `old` is not there exactly once."""
+        path = source / self.file
+        text = path.read_text() if path.exists() else ""
+        count = text.count(self.old)
+        if count != 1:
+            raise RunError(
+                f"the fix '{self.name}' does not apply to Horovod's {self.file}: "
+                f"what it replaces stands there {count} times instead of once"
+            )
+        path.write_text(text.replace(self.old, self.new))
+
+
+def apply_all(source: Path, edits: Sequence[Edit]) -> None:
+    """Applies `edits` to an unpacked source package."""
+    for edit in edits:
+        edit.apply(source)
+
+
+def digest(edits: Sequence[Edit]) -> str:
+    """Eight hex digits that change with any edit: the fix version of a wheel."""
+    text = "\0".join(f"{edit.file}\0{edit.old}\0{edit.new}" for edit in edits)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+EDITS: tuple[Edit, ...] = (
+    Edit(
+        name="c++17",
+        file="CMakeLists.txt",
+        reason="torch's headers need C++17 since torch 2.1",
+        old="set(CMAKE_CXX_STANDARD 14)",
+        new="set(CMAKE_CXX_STANDARD 17)",
+    ),
+    Edit(
+        name="c++17-torch",
+        file="horovod/torch/CMakeLists.txt",
+        reason="torch's headers need C++17 since torch 2.1",
+        old="    set(CMAKE_CXX_STANDARD 14)",
+        new="    set(CMAKE_CXX_STANDARD 17)",
+    ),
+    Edit(
+        name="device-thread-does-not-throw",
+        file=_PAIR,
+        reason="a message that is out of step (the peer died, or another world reused its port) throws on the device "
+        "thread, where nobody catches it, and the process aborts; make it an error of this connection",
+        old="""  if (state_ == CONNECTED) {
+    handleReadWrite(events);
+    return;
+  }
+
+  if (state_ == LISTENING) {
+    handleListening();
+    return;
+  }
+
+  if (state_ == CONNECTING) {
+    handleConnecting();
+    return;
+  }
+
+  GLOO_ENFORCE(false, "Unexpected state: ", state_);
+""",
+        new="""  try {
+    if (state_ == CONNECTED) {
+      handleReadWrite(events);
+      return;
+    }
+
+    if (state_ == LISTENING) {
+      handleListening();
+      return;
+    }
+
+    if (state_ == CONNECTING) {
+      handleConnecting();
+      return;
+    }
+
+    GLOO_ENFORCE(false, "Unexpected state: ", state_);
+  } catch (const std::exception& error) {
+    if (ex_ == nullptr) {
+      signalException(GLOO_ERROR_MSG("Connection failed ", peer_.str(), ": ", error.what()));
+    }
+  }
+""",
+    ),
+    Edit(
+        name="tell-sends-and-the-receive-in-progress",
+        file=_PAIR,
+        reason="an error on a connection is told to pending operations, but not to a queued send of an unbound buffer "
+        "nor to the receive in progress, which is pending no more: their waiters wait for the timeout",
+        old="""  for (auto& op : tx_) {
+    if (op.buf != nullptr) {
+      op.buf->signalException(ex);
+    }
+  }
+""",
+        new="""  for (auto& op : tx_) {
+    if (op.buf != nullptr) {
+      op.buf->signalException(ex);
+    }
+    if (op.ubuf) {
+      NonOwningPtr<UnboundBuffer> buf(op.ubuf);
+      if (buf) {
+        buf->signalException(ex);
+      }
+    }
+  }
+
+  // The receive in progress.
+  if (rx_.ubuf) {
+    NonOwningPtr<UnboundBuffer> buf(rx_.ubuf);
+    if (buf) {
+      buf->signalException(ex);
+    }
+  }
+""",
+    ),
+    Edit(
+        name="tell-a-send-that-failed-at-once",
+        file=_PAIR,
+        reason="a send that the device thread starts and that fails before it is queued is in no list any more",
+        old="""  // Write may have resulted in an error.
+  throwIfException();
+""",
+        new="""  // Write may have resulted in an error.
+  if (ex_ != nullptr && op.ubuf) {
+    NonOwningPtr<UnboundBuffer> buf(op.ubuf);
+    if (buf) {
+      buf->signalException(ex_);
+    }
+  }
+  throwIfException();
+""",
+    ),
+    Edit(
+        name="catch-a-failed-formation",
+        file=_OPERATIONS,
+        reason="a peer that never comes, or dies while the world forms, throws on the background thread and the "
+        "process aborts; fail the initialisation instead",
+        old="""    global_gloo_context.Initialize(ParseGlooIface());
+  }
+  if (state.control_operation == LibType::GLOO) {
+    // Initializes global controller
+    state.process_set_table.Initialize(global_gloo_context);
+  }
+""",
+        new="""    try {
+      global_gloo_context.Initialize(ParseGlooIface());
+      if (state.control_operation == LibType::GLOO) {
+        // Initializes global controller
+        state.process_set_table.Initialize(global_gloo_context);
+      }
+    } catch (const std::exception& ex) {
+      LOG(ERROR) << "Horovod could not be initialized: " << ex.what();
+      state.process_set_table.Get(0).Finalize(SHUT_DOWN_ERROR);
+      global_gloo_context.Finalize();
+      state.initialization_failed = true;
+      return;
+    }
+  }
+""",
+    ),
+    Edit(
+        name="forget-a-failed-formation",
+        file=_OPERATIONS,
+        reason="the flag of a failed initialisation stays set, so that the next one in the process fails as well",
+        old="""    horovod_global.shut_down = false;
+    horovod_global.initialization_done = false;
+""",
+        new="""    horovod_global.shut_down = false;
+    horovod_global.initialization_done = false;
+    horovod_global.initialization_failed = false;
+""",
+    ),
+    Edit(
+        name="gone-ends-the-wait",
+        file=_STORE,
+        reason="a missing key is polled until the timeout; status 410 says that the world will not form, at once",
+        old="""  for (int retry_cnt = 0; retry_cnt < MAX_RETRY_TIMES; ++retry_cnt) {
+    try {
+      http::Response response = request.send(method, body);
+      if (response.status != HTTP_OK""",
+        new="""  for (int retry_cnt = 0; retry_cnt < MAX_RETRY_TIMES; ++retry_cnt) {
+    bool gone = false;
+    try {
+      http::Response response = request.send(method, body);
+      gone = response.status == 410;
+      if (response.status != HTTP_OK""",
+    ),
+    Edit(
+        name="gone-throws",
+        file=_STORE,
+        reason="the other half of 'gone-ends-the-wait': outside the block that catches and retries",
+        old="""    // sleep for 500ms before another try.
+""",
+        new="""    if (gone) {
+      throw std::runtime_error("the formation of this world was cancelled");
+    }
+
+    // sleep for 500ms before another try.
+""",
+    ),
+)

@@ -1,0 +1,169 @@
+"""Builds Horovod against the torch that is installed, and keeps the wheel.
+
+    check the tools -> fetch the source package with pip -> apply `fixes` -> build one wheel -> install -> prove
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import platformdirs
+
+from raytrain_plus.errors import InputError, RunError
+from raytrain_plus.install.fixes import EDITS, HOROVOD_VERSION, apply_all, digest
+from raytrain_plus.install.prove import prove
+from raytrain_plus.install.state import fixed_version
+
+BUILD_S = 3600.0
+"""Limit of the build."""
+FETCH_S = 600.0
+"""Limit of a download."""
+
+BUILD_PACKAGES = ("setuptools", "wheel", "packaging", "cffi")
+
+
+def install_horovod(say: Callable[[str], None]) -> Path:
+    """Installs a Horovod that works, from the cache or newly built; where its wheel is kept.
+
+    `say` is told each stage in a line. Raises `InputError` where a tool is missing, `RunError` where a stage fails.
+    """
+    torch = _torch_version()
+    kept = wheel_folder(torch)
+    wheel = next(iter(sorted(kept.glob("horovod-*.whl"))), None)
+    if wheel is None:
+        for problem in missing_tools():
+            raise problem
+        say(f"building Horovod {HOROVOD_VERSION} for Python {platform.python_version()} and torch {torch}; about 2 minutes")
+        start = time.monotonic()
+        wheel = _build(kept, say)
+        say(f"built in {time.monotonic() - start:.0f} s; kept in {wheel}")
+    else:
+        say(f"taking {wheel}")
+    _pip(["install", "--no-deps", "--force-reinstall", str(wheel)], FETCH_S, "installing the wheel")
+    # What Horovod's Python part imports; the wheel is installed without its wider, older requirements.
+    _pip(["install", "cloudpickle", "psutil", "pyyaml", "packaging", "cffi"], FETCH_S, "installing what it imports")
+    prove()
+    say("two processes summed a tensor through it: it works")
+    return wheel
+
+
+def wheel_folder(torch: str) -> Path:
+    """Where the wheel for this Python, machine, torch and set of fixes is kept."""
+    tag = f"{sys.implementation.cache_tag}-{platform.machine()}-torch{torch}-{digest(EDITS)}"
+    return platformdirs.user_cache_path("raytrain_plus") / "horovod" / tag
+
+
+def missing_tools() -> list[InputError]:
+    """What the build needs and this machine lacks, each with the package that brings it."""
+    compilers = [os.environ.get("CXX", ""), "g++", "c++", "clang++"]
+    missing = []
+    if not any(name and shutil.which(name) for name in compilers):
+        missing.append(InputError("there is no C++ compiler", remedy="apt-get install g++ (Fedora: dnf install gcc-c++)"))
+    if not shutil.which("cmake"):
+        missing.append(InputError("there is no cmake", remedy="apt-get install cmake (Fedora: dnf install cmake)"))
+    if not shutil.which("make"):
+        missing.append(InputError("there is no make", remedy="apt-get install make"))
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        missing.append(InputError("Python's headers are missing", remedy="apt-get install python3-dev"))
+    for name in BUILD_PACKAGES:
+        try:
+            version(name)
+        except PackageNotFoundError:
+            missing.append(
+                InputError(f"the Python package {name} is missing", remedy="pip install 'raytrain-plus[horovod]'")
+            )
+    return missing
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        raise InputError("torch is not installed, and Horovod is built against it", remedy="pip install torch") from None
+
+
+def _build(kept: Path, say: Callable[[str], None]) -> Path:
+    with tempfile.TemporaryDirectory(prefix="raytrain-horovod-") as name:
+        work = Path(name)
+        say("fetching its source")
+        _pip(
+            ["download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", name, f"horovod=={HOROVOD_VERSION}"],
+            FETCH_S,
+            "fetching Horovod's source",
+        )
+        archive = next(work.glob("horovod-*.tar.gz"))
+        with tarfile.open(archive) as tar:
+            if sys.version_info >= (3, 12):
+                tar.extractall(work, filter="data")
+            else:
+                tar.extractall(work)
+        source = work / archive.name.removesuffix(".tar.gz")
+        apply_all(source, EDITS)
+        package = source / "horovod" / "__init__.py"
+        package.write_text(package.read_text().replace(f"'{HOROVOD_VERSION}'", f"'{fixed_version()}'"))
+        say(f"applied {len(EDITS)} fixes; compiling")
+        _pip(
+            ["wheel", "--no-deps", "--no-build-isolation", "-w", str(work / "wheel"), str(source)],
+            BUILD_S,
+            "building Horovod",
+            _build_environment(),
+        )
+        made = next((work / "wheel").glob("horovod-*.whl"))
+        kept.mkdir(parents=True, exist_ok=True)
+        # Renamed into place, so that a build that is killed here leaves no half wheel in the cache.
+        part = kept / f".{made.name}.{os.getpid()}"
+        shutil.copyfile(made, part)
+        return part.rename(kept / made.name)
+
+
+def _build_environment() -> dict[str, str]:
+    environment = {
+        **os.environ,
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITHOUT_MPI": "1",
+        "MAKEFLAGS": f"-j{os.cpu_count() or 1}",
+        # Headers that newer compilers no longer include by themselves; and a floor that cmake 4 insists on.
+        "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} -include cstdint".strip(),
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    }
+    if _torch_has_cuda() and shutil.which("nvcc"):
+        environment["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+    else:
+        environment["HOROVOD_WITHOUT_GPU"] = "1"
+    return environment
+
+
+def _torch_has_cuda() -> bool:
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.version.cuda or '')"], capture_output=True, text=True, timeout=120
+    )
+    return bool(done.stdout.strip())
+
+
+def _pip(arguments: Sequence[str], timeout_s: float, what: str, environment: dict[str, str] | None = None) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, env=environment
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"{what} took more than {timeout_s:g} s") from error
+    if done.returncode:
+        errors = [line for line in done.stdout.splitlines() if "error" in line.lower()]
+        tail = "\n".join((errors or done.stdout.splitlines())[-15:])
+        raise RunError(f"{what} failed (pip exited with {done.returncode}); the last it said:\n{tail}")
