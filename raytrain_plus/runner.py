@@ -208,6 +208,8 @@ def _versions() -> dict[str, str]:
 def _follow(order: Order, view: View | None) -> Result:
     """Starts the controller on this node and follows it to the end."""
     here = ray.get_runtime_context().get_node_id()
+    if view is not None:
+        view.start(order.plan.job.name, order.plan.steps)
     controller = (
         ray.remote(Controller)
         .options(num_cpus=0, max_concurrency=16, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
@@ -234,6 +236,8 @@ def _follow(order: Order, view: View | None) -> Result:
             raise RunError(f"the controller died: {str(error).splitlines()[0]}") from error
         finally:
             ray.kill(controller)
+            if view is not None:
+                view.close()
         result = replace(closing.result, exit_code=signals.exit_code) if closing.result.status == "stopped" else closing.result
     if view is not None:
         view.finish(result)

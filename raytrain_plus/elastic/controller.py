@@ -173,7 +173,7 @@ class Controller:
         try:
             self._form(order, view, places)
             self._announce(order, view, places, ready)
-            ended = self._follow_workers(view, order)
+            ended = self._follow_workers(view, order, places)
             digests = {name: end.state_sha256 for name, end in ended.items()}
             if len(set(digests.values())) > 1:
                 raise RunError(f"the workers' states differ at the end: {digests}; please report this")
@@ -263,7 +263,7 @@ class Controller:
                 collective=order.collective if len(members) > 1 else "none (one worker)",
             )
 
-    def _follow_workers(self, view: View, order: Order) -> dict[str, Ended]:
+    def _follow_workers(self, view: View, order: Order, places: Mapping[str, Place]) -> dict[str, Ended]:
         """Waits for the members to train to the end; the first failure that is no echo of another ends the run."""
         assert self._pool is not None
         me = ray.get_runtime_context().current_actor
@@ -293,7 +293,7 @@ class Controller:
                         echo = error
                         deadline = deadline or time.monotonic() + 10.0
                 except WorkerLost as error:
-                    self._lost(name, str(error))
+                    self._lost(places[name], str(error))
                     self._pool.tell("interrupt")
                     raise
                 except RaytrainError:
@@ -307,9 +307,9 @@ class Controller:
             raise WaitExpired(f"{', '.join(sorted(pending.values()))} did not come to a step boundary in time to stop")
         return ended
 
-    def _lost(self, worker: str, cause: str) -> None:
+    def _lost(self, place: Place, cause: str) -> None:
         with self._news:
-            self._tell("worker_lost", worker=worker, cause=cause)
+            self._tell("worker_lost", worker=place.worker, pid=place.pid, node=place.node, cause=cause)
 
     def _finish(self, status: str, error: str | None, sha: str | None) -> None:
         with self._news:
@@ -325,7 +325,7 @@ class Controller:
     def _tell(self, kind: str, *, time_s: float | None = None, **fields: Any) -> None:
         """Writes one event; the caller holds the lock."""
         assert self._log is not None and self._scalars is not None
-        event = self._log.write(kind, generation=self._generation, time=time_s, **fields)
+        event = self._log.write(kind, generation=self._generation, time=time_s, fields=fields)
         self._scalars.add(event)
         self._events.append(event)
         self._news.notify_all()

@@ -1,0 +1,5 @@
+"""`python -m raytrain_plus` is `raytrain`."""
+
+from raytrain_plus.cli import main
+
+main()

@@ -1,0 +1,128 @@
+"""The verbs of `raytrain`. Each loads what it needs itself, so that `raytrain --help` is quick."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import click
+
+from raytrain_plus.errors import InputError, RaytrainError
+
+_EPILOG = "Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 130 and 143 stopped by a signal."
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG)
+@click.version_option(version("raytrain-plus"), prog_name="raytrain")
+def cli() -> None:
+    """Elastic PyTorch training on Ray: machines come and go, the training does not notice."""
+
+
+_job = click.argument("job")
+_set = click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override a setting of the job file.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else there.")
+
+
+@cli.command()
+@_job
+@_set
+@click.option("--address", help="Ray cluster to join; else RAY_ADDRESS, else one is started here for this run.")
+@click.option("--fresh", is_flag=True, help="Move an earlier run of this name aside and start over.")
+@_json
+def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, as_json: bool) -> int:
+    """Run the job in the file JOB to its end."""
+    from raytrain_plus.jobfile import load_job
+
+    loaded, roots = load_job(job, overrides)
+    from raytrain_plus.runner import run as run_job
+
+    result = run_job(loaded, address=address, fresh=fresh, quiet=as_json, roots=roots)
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+        if result.error:
+            click.echo(result.error, err=True)
+    return result.exit_code
+
+
+@cli.command()
+@_job
+@_set
+@_json
+def validate(job: str, overrides: Sequence[str], as_json: bool) -> int:
+    """Check the job in the file JOB, its task and its data, without running it."""
+    from raytrain_plus.jobfile import load_job
+
+    loaded, roots = load_job(job, overrides)
+    from raytrain_plus.validate import validate_job
+
+    report = validate_job(loaded, roots)
+    click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
+    return 0
+
+
+@cli.command()
+@_json
+def doctor(as_json: bool) -> int:
+    """Say what is here, what is missing, and the command that mends it."""
+    from raytrain_plus.install.doctor import checks
+
+    found = checks()
+    if as_json:
+        click.echo(json.dumps({"checks": [{name: getattr(check, name) for name in check.__slots__} for check in found]}))
+    else:
+        for check in found:
+            click.echo(f"{check.status}  {check.name}: {check.detail}")
+            if check.remedy:
+                click.echo(f"      mend it with: {check.remedy}")
+    return int(any(check.status == "FAIL" for check in found))
+
+
+@cli.command("install-horovod")
+def install_horovod() -> int:
+    """Build Horovod against the torch that is installed, install it, and prove that it works."""
+    from raytrain_plus.install.horovod import install_horovod
+
+    install_horovod(lambda line: click.echo(line))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command `raytrain`; ends the process with one of the exit codes that the help names."""
+    sys.exit(_guarded(lambda: cli.main(args=arguments and list(arguments), standalone_mode=False)))
+
+
+def _guarded(call: Callable[[], Any]) -> int:
+    """Runs a verb; errors become words on stderr and an exit code."""
+    try:
+        code = call()
+    except InputError as error:
+        return _say(str(error), 2)
+    except RaytrainError as error:
+        return _say(str(error), 1)
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        return _say("interrupted", 130)
+    except Exception:
+        return _say(f"{traceback.format_exc()}\n{_report_request()}", 1)
+    return code if isinstance(code, int) else 0
+
+
+def _say(text: str, code: int) -> int:
+    click.echo(text, err=True)
+    return code
+
+
+def _report_request() -> str:
+    names = ("raytrain-plus", "ray", "torch", "pyarrow")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    return (
+        "This is a fault of raytrain_plus, not of your job. Please report it with the lines above and these:\n"
+        f"  Python {platform.python_version()} on {platform.platform()}; {versions}"
+    )

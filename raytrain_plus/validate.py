@@ -1,0 +1,93 @@
+"""What can be said of a job without running it: its sizes, its data, whether its task can be imported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from raytrain_plus.data.line import read_factor
+from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.source import check_enough, index
+from raytrain_plus.job import Job
+from raytrain_plus.taskfile import load_function, load_task
+
+FACTOR_WARNING = 2.0
+"""Above it, row groups are much longer than a shard's span, and most of what is read is read in vain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One number of workers."""
+
+    workers: int
+    shards: int
+    """Shards of the cell that hosts most; a step takes as long as they take."""
+    efficiency: float
+    """Share of the workers' time that is used: shards / (workers x shards of the fullest)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `raytrain validate` says."""
+
+    name: str
+    sizes: tuple[Size, ...]
+    rows: int | None
+    """None where the data is still to be prepared."""
+    units: int | None
+    steps: int | None
+    read_factor: float | None
+    """How many times over a row group is read in an epoch."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        said = [f"{self.name}: the job is sound"]
+        if self.rows is None:
+            said.append("  data: will be prepared by data.prepare when the job runs")
+        else:
+            said.append(f"  data: {self.rows:,} rows in {self.units:,} row groups, {self.steps:,} steps")
+            assert self.read_factor is not None
+            said.append(f"  a row group is read by {self.read_factor:.2f} shards in an epoch, on average")
+            if self.read_factor > FACTOR_WARNING:
+                said.append("  warning: that is much; write smaller row groups, or use fewer data.shards")
+        for size in self.sizes:
+            said.append(
+                f"  {size.workers} worker{'s' * (size.workers != 1)}: {size.shards} shards on the fullest, "
+                f"{100 * size.efficiency:.0f} % efficiency"
+            )
+        return said
+
+
+def sizes_of(job: Job) -> tuple[Size, ...]:
+    """Each number of workers from min to max."""
+    shards = job.data.shards
+    found = []
+    for workers in range(job.workers.min, (job.workers.max or job.workers.min) + 1):
+        fullest = math.ceil(shards / workers)
+        found.append(Size(workers, fullest, shards / (workers * fullest)))
+    return tuple(found)
+
+
+def validate_job(job: Job, roots: Sequence[Path]) -> Report:
+    """Imports what the job names and looks at its data, if it is there. Raises `InputError` where something is wrong."""
+    search = [Path.cwd(), *roots]
+    if isinstance(job.task, str):
+        load_task(job.task, search)
+    for name in (job.data.prepare, job.data.transform):
+        if name is not None:
+            load_function(name, search)
+    sizes = sizes_of(job)
+    if job.data.prepare is not None and not Path(job.data.path).exists():
+        return Report(job.name, sizes, None, None, None, None)
+    seen = index(job.data.path)
+    check_enough(seen, job.data.shards)
+    line = line_of(job, seen)
+    units = len(seen.unit_rows)
+    return Report(job.name, sizes, seen.rows, units, line.steps, read_factor(line, units))
