@@ -84,7 +84,7 @@ class ByteGPT(Task):
         dropout: float = 0.1,
         lr: float = 2e-3,
         warmup: int = 20,
-        decay_steps: int = 400,
+        decay_steps: int = 300,
     ) -> None:
         self.width, self.depth, self.heads, self.dropout = width, depth, heads, dropout
         self.lr, self.warmup, self.decay_steps = lr, warmup, decay_steps

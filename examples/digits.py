@@ -7,7 +7,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
@@ -43,6 +42,8 @@ class Digits(Task):
 
 def prepare(folder: Path, name: str) -> None:
     """Writes the split `name` into `folder`: every fifth image is held out, the others are for training."""
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     held_out = torch.arange(len(labels)) % 5 == 0
     chosen = (held_out if name == "held_out" else ~held_out).numpy()

@@ -167,7 +167,7 @@ def _connected(job: Job, address: str | None) -> Iterator[float]:
                 address="local",
                 num_cpus=max(1, math.ceil(largest * job.workers.cpus)),
                 include_dashboard=False,
-                logging_level=logging.WARNING,
+                logging_level=logging.ERROR,
             )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(

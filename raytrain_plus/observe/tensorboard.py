@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from tensorboardX import SummaryWriter
+from typing import Any
 
 from raytrain_plus.observe.events import Event
 
@@ -13,7 +12,8 @@ class Scalars:
     """Writes loss, samples/s, workers and evaluation figures as the events tell them."""
 
     def __init__(self, folder: Path) -> None:
-        self._writer = SummaryWriter(str(folder), flush_secs=5)
+        self._folder = folder
+        self._writer: Any = None
         self._step = 0
 
     def add(self, event: Event) -> None:
@@ -31,8 +31,14 @@ class Scalars:
                 self._scalar(f"evaluation/{name}", value, event)
 
     def _scalar(self, name: str, value: float, event: Event) -> None:
+        if self._writer is None:
+            # Loaded with the first figure: it brings torch along, and the workers are not to wait for that.
+            from tensorboardX import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), flush_secs=5)
         self._writer.add_scalar(name, value, self._step, walltime=event["time"])
 
     def close(self) -> None:
         """Writes what is left."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
