@@ -1,0 +1,35 @@
+"""Shared by tests that start processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+TASKS = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Every process that a test started is gone when it ends."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    yield
+    if ray.is_initialized():
+        return
+    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    gone, alive = psutil.wait_procs(left, timeout=10)
+    names = [" ".join(process.cmdline())[:120] for process in alive if process.is_running()]
+    for process in alive:
+        process.kill()
+    assert not names
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray of four logical CPUs, shared by the tests of a module."""
+    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()

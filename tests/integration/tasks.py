@@ -1,0 +1,102 @@
+"""Tasks and data that the real runs of these tests train on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from raytrain_plus import Task
+
+
+class Net(Task):
+    """BatchNorm and dropout, so that buffers and random keys matter; layers named, so that keys are per layer."""
+
+    def __init__(self, named: bool = True, explode_at: float | None = None) -> None:
+        self.named = named
+        self.explode_at = explode_at
+
+    def parts(self) -> dict[str, Any]:
+        return {
+            # No bias in front of BatchNorm: its gradient would be nothing but rounding, which AdamW blows up to full
+            # steps, and evaluation would show them.
+            "first": lambda: nn.Linear(6, 16, bias=False),
+            "norm": lambda: nn.BatchNorm1d(16),
+            "drop": lambda: nn.Dropout(0.3),
+            "last": lambda: nn.Sequential(nn.ReLU(), nn.Linear(16, 3)),
+        }
+
+    def layers(self) -> dict[str, Any] | None:
+        return self.parts() if self.named else None
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(build() for build in self.parts().values()))
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])
+        if self.explode_at is not None and bool((batch["x"][:, 0] > self.explode_at).any()):
+            return loss * float("nan")
+        return loss
+
+
+class Raises(Net):
+    """Fails as users' code does."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        if where == "init":
+            raise ValueError("no such width")
+
+    def layers(self) -> dict[str, Any] | None:
+        if self.where == "layers":
+            raise ZeroDivisionError("in layers")
+        return super().layers()
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.where == "loss":
+            raise KeyError("label")
+        return super().loss(model, batch)
+
+
+class Sleeps(Net):
+    """Takes its time, so that it can be interrupted."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        import time
+
+        time.sleep(0.05)
+        return super().loss(model, batch)
+
+
+def noisy(table: pa.Table, rng: np.random.Generator) -> pa.Table:
+    """A random augmentation."""
+    x = np.stack(table.column("x").to_numpy(zero_copy_only=False))
+    x = x + rng.normal(size=x.shape).astype("float32") * 0.1
+    column = pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), x.shape[1])
+    return table.set_column(table.schema.get_field_index("x"), "x", column)
+
+
+def write_data(folder: Path, rows: int = 500, files: int = 3, group: int = 20, seed: int = 0) -> Path:
+    """Gaussian blobs of three classes."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    labels = rng.integers(0, 3, rows)
+    points = (rng.normal(size=(rows, 6)) + labels[:, None]).astype("float32")
+    for number, chosen in enumerate(np.array_split(np.arange(rows), files)):
+        x = pa.FixedSizeListArray.from_arrays(pa.array(points[chosen].reshape(-1)), 6)
+        table = pa.table({"x": x, "y": pa.array(labels[chosen], pa.int64())})
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=group)
+    return folder

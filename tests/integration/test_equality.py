@@ -1,0 +1,155 @@
+"""Training is a function of the job, not of the cluster: the same losses for any number of workers, and in plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+
+from raytrain_plus import Data, Evaluate, Job, Parallel, Workers, run
+from raytrain_plus.data.granule import Rows
+from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.source import index
+from raytrain_plus.observe.events import read_events
+from raytrain_plus.training.randomness import random_key, set_random_key
+from tests.integration.conftest import TASKS
+from tests.integration.tasks import Net, noisy, write_data
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("cluster")]
+
+STEPS = 50
+
+
+def job(tmp_path: Path, **changes: Any) -> Job:
+    settings: dict[str, Any] = {
+        "name": "run",
+        "task": "tasks:Net",
+        "seed": 11,
+        "data": Data(path=str(tmp_path / "data"), batch_size=48, shards=8, cache_mb=0),
+        "steps": STEPS,
+        "clip_norm": 1.0,
+        "storage": str(tmp_path / "runs"),
+    }
+    return Job(**{**settings, **changes})
+
+
+def losses(job: Job) -> list[float]:
+    result = run(job, fresh=True, quiet=True, roots=[TASKS])
+    assert result.status == "finished", result.error
+    return [event["loss"] for event in read_events(result.path / "events.ndjson") if event["kind"] == "step_committed"]
+
+
+def plain_losses(job: Job, named: bool, transform: Any = None) -> list[float]:
+    """The same training as a loop that anybody could write, from what DESIGN and the docstrings document."""
+    task = Net(named)
+    seen = index(job.data.path)
+    line = line_of(job, seen)
+    rows = Rows(index=seen, line=line, seed=job.seed, transform=transform, granule=job.data.granule)
+    if named:
+        model = nn.Sequential()
+        for name, build in task.parts().items():
+            set_random_key(random_key(job.seed, "init", name))
+            model.add_module(name, build())
+    else:
+        set_random_key(random_key(job.seed, "init", ""))
+        model = task.model()
+    optimizer = task.optimizer(model.parameters())
+    scheduler = task.scheduler(optimizer)
+    told = []
+    m = job.parallel.microbatches
+    for step in range(line.steps):
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        means = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in before.items()}
+        counted, total = 0, 0.0
+        optimizer.zero_grad()
+        for shard in range(job.data.shards):
+            for name, value in model.named_buffers():
+                value.copy_(before[name])
+            table = pa.concat_tables([rows.read(piece) for piece in line.pieces(shard, step)])
+            size = line.per_shard // m
+            starts = [start for start in range(0, table.num_rows, size) if start == 0 or table.num_rows - start > 1]
+            for number, start in enumerate(starts):
+                end = [*starts, table.num_rows][number + 1]
+                batch = task.collate(table.slice(start, end - start))
+                x = batch["x"]
+                if named:
+                    for name, layer in model.named_children():
+                        set_random_key(random_key(job.seed, step, shard, number, name, 0))
+                        x = layer(x)
+                else:
+                    set_random_key(random_key(job.seed, step, shard, number, "", 0))
+                    x = model(x)
+                loss = nn.functional.cross_entropy(x, batch["y"])
+                (loss * len(x)).backward()
+                total += loss.item() * len(x)
+            counted += table.num_rows
+            for name, value in model.named_buffers():
+                means[name] += value.double() * table.num_rows
+        for name, value in model.named_buffers():
+            value.copy_(means[name] / counted)  # every shard counts its batches alike, so the mean is the maximum
+        for parameter in model.parameters():
+            parameter.grad /= counted
+        nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+        optimizer.step()
+        scheduler.step()
+        told.append(total / counted)
+    return told
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["layers", "model"])
+def test_losses_are_those_of_a_plain_loop_for_any_number_of_workers(tmp_path: Path, named: bool) -> None:
+    write_data(tmp_path / "data")
+    base = job(tmp_path, args={"named": named}, parallel=Parallel(microbatches=2))
+    expected = plain_losses(base, named)
+    assert expected[-1] < 0.7 * expected[0]
+    for workers in (1, 2, 3, 4) if named else (3,):
+        got = losses(replace(base, name=f"on-{workers}", workers=Workers(min=workers)))
+        np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=f"{workers} workers")
+
+
+def test_torch_collective_short_last_step_and_augmentation(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    data = Data(path=str(tmp_path / "data"), batch_size=48, shards=8, transform="tasks:noisy", granule=7, cache_mb=0)
+    base = job(tmp_path, data=data, steps=None, epochs=3, collective="torch", workers=Workers(min=3))
+    got = losses(base)
+    np.testing.assert_allclose(got, plain_losses(base, True, noisy), rtol=1e-5)
+    events = list(read_events(tmp_path / "runs" / "run" / "events.ndjson"))
+    assert sum(event["samples"] for event in events if event["kind"] == "step_committed") == 3 * 517
+    assert next(event for event in events if event["kind"] == "view_formed")["collective"] == "torch"
+
+
+def test_evaluation_is_an_exact_mean_over_rows_whatever_the_workers(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    write_data(tmp_path / "held_out", rows=101, files=2, group=9, seed=1)
+    figures = []
+    for workers in (1, 3):
+        held_out = Evaluate(path=str(tmp_path / "held_out"), every_steps=4)
+        base = job(tmp_path, name=f"on-{workers}", steps=10, workers=Workers(min=workers), evaluate=held_out)
+        result = run(base, fresh=True, quiet=True, roots=[TASKS])
+        told = [event for event in read_events(result.path / "events.ndjson") if event["kind"] == "evaluated"]
+        assert [event["step"] for event in told] == [-1, 3, 7, 9]
+        figures.append([event["metrics"]["loss"] for event in told])
+        assert result.metrics["loss"] == figures[-1][-1]
+    # Before any step the state has the same bits everywhere, and so has the figure.
+    assert figures[0][0] == figures[1][0]
+    np.testing.assert_allclose(figures[0], figures[1], rtol=1e-5)
+    task = Net()
+    model = nn.Sequential()
+    for name, build in task.parts().items():
+        set_random_key(random_key(11, "init", name))
+        model.add_module(name, build())
+    model.eval()
+    seen = index(tmp_path / "held_out")
+    rows = Rows(index=seen, line=line_of(replace(base, steps=None, epochs=1, data=replace(base.data, shuffle="none")), seen), seed=0, transform=None, granule=8)
+    batch = task.collate(pa.concat_tables([rows.read(piece) for piece in rows.line.pieces_between(0, 0, 1)]))
+    assert batch["x"].shape == (1, 6)
+    whole = pa.concat_tables([rows.read(piece) for shard in range(8) for piece in rows.line.pieces_between(shard, 0, rows.line.span(shard, 0)[1])])
+    with torch.no_grad():
+        expected = float(task.loss(model, task.collate(whole)))
+    assert figures[0][0] == pytest.approx(expected, rel=1e-6)

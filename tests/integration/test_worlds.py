@@ -1,0 +1,222 @@
+"""Worlds of real processes, without Ray: one contract for all of them, and what Horovod's fixes promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_plus.collective.rendezvous import RendezvousServer
+
+pytestmark = pytest.mark.timeout(120)
+
+MEMBER = Path(__file__).parent / "world_member.py"
+
+
+class Member:
+    """A process that obeys lines on its standard input and answers each with one JSON line."""
+
+    def __init__(self, kind: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(MEMBER), kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def tell(self, **order: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            return {"died": self.process.wait(10)}
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        self.tell(**order)
+        return self.hear()
+
+
+@contextmanager
+def members(count: int, kind: str) -> Iterator[list[Member]]:
+    started = [Member(kind) for _ in range(count)]
+    try:
+        for member in started:
+            assert member.hear() == {"up": True}
+        yield started
+    finally:
+        for member in started:
+            member.process.kill()
+            member.process.wait(10)
+            for pipe in (member.process.stdin, member.process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+
+@contextmanager
+def server(size: int) -> Iterator[tuple[RendezvousServer, int]]:
+    rendezvous = RendezvousServer("127.0.0.1", size=size, peers=["127.0.0.1"])
+    port = rendezvous.start()
+    try:
+        yield rendezvous, port
+    finally:
+        rendezvous.close()
+
+
+def formation(rank: int, size: int, port: int, generation: int = 0) -> dict[str, Any]:
+    return {
+        "generation": generation,
+        "name": f"g{generation}",
+        "rank": rank,
+        "size": size,
+        "address": "127.0.0.1",
+        "server": ["127.0.0.1", port],
+        "timeout_s": 20,
+    }
+
+
+def form(group: list[Member], port: int, generation: int = 0) -> list[dict[str, Any]]:
+    for rank, member in enumerate(group):
+        member.tell(do="form", formation=formation(rank, len(group), port, generation))
+    return [member.hear() for member in group]
+
+
+@contextmanager
+def store_port(kind: str, group: list[Member]) -> Iterator[int]:
+    """Where the members find each other: our rendezvous for Horovod, the first member's store for torch."""
+    if kind == "torch":
+        yield group[0].ask(do="open_store")["port"]
+    else:
+        with server(len(group)) as (_, port):
+            yield port
+
+
+@pytest.mark.parametrize("kind", ["horovod", "torch"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_contract(kind: str, size: int) -> None:
+    with members(size, kind) as group:
+        for generation in range(2):  # a process can join one world after the other
+            with store_port(kind, group) as port:
+                assert form(group, port, generation) == [{"rank": rank, "size": size} for rank in range(size)]
+            for operation, expected in (("sum", sum(range(1, size + 1))), ("max", size)):
+                for dtype in ("float32", "float64", "int64"):
+                    for member in group:
+                        member.tell(do="reduce", dtype=dtype, operation=operation, length=1000)
+                    assert [member.hear() for member in group] == [{"value": expected}] * size, (operation, dtype)
+            for member in group:
+                member.tell(do="close")
+            assert [member.hear() for member in group] == [{"closed": True}] * size
+
+
+@pytest.mark.parametrize("kind", ["horovod", "torch"])
+def test_int64_sums_keep_every_bit(kind: str) -> None:
+    with members(2, kind) as group, store_port(kind, group) as port:
+        form(group, port)
+        for member in group:
+            member.tell(do="bits")
+        # One writer, 2^62 + 1 and a float's bits: they come out as they went in.
+        assert [member.hear() for member in group] == [{"same": True}] * 2
+
+
+def test_an_absent_peer_is_given_up_at_once_when_the_formation_is_cancelled() -> None:
+    with members(2, "horovod") as group:
+        with server(3) as (rendezvous, port):
+            for rank, member in enumerate(group):
+                member.tell(do="form", formation=formation(rank, 3, port))
+            time.sleep(0.5)
+            start = time.monotonic()
+            rendezvous.cancel()
+            answers = [member.hear() for member in group]
+            assert time.monotonic() - start < 1.0
+        assert all("did not form" in answer["interrupted"] for answer in answers)
+        with server(2) as (_, port):
+            assert form(group, port, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
+        assert reduced(group) == [{"value": 3}, {"value": 3}]
+
+
+def test_a_peer_killed_in_mid_mesh_aborts_nobody() -> None:
+    with members(3, "horovod") as group:
+        with server(3) as (rendezvous, port):
+            for rank in (0, 2):
+                group[rank].tell(do="form", formation=formation(rank, 3, port))
+            deadline = time.monotonic() + 10
+            while 2 not in rendezvous.published() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            # It has published where it listens; the others will try to connect to it.
+            group[2].process.kill()
+            group[1].tell(do="form", formation=formation(1, 3, port))
+            time.sleep(0.3)
+            start = time.monotonic()
+            rendezvous.cancel()
+            listening = [address for addresses in rendezvous.published().values() for address in addresses]
+            for rank in (0, 1):
+                group[rank].tell(do="cut", listening=listening)
+            answers = [group[rank].hear() for rank in (0, 1)]
+            assert time.monotonic() - start < 2.0
+        assert all("did not form" in answer.get("interrupted", "") for answer in answers), answers
+        survivors = group[:2]
+        with server(2) as (_, port):
+            assert form(survivors, port, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
+        assert reduced(survivors) == [{"value": 3}, {"value": 3}]
+
+
+def reduced(group: list[Member]) -> list[dict[str, Any]]:
+    for member in group:
+        member.tell(do="reduce", dtype="float32", operation="sum", length=1000)
+    return [member.hear() for member in group]
+
+
+def kill_in_all_reduce(rounds: int) -> dict[str, int]:
+    """Kills one of three in mid-reduction, `rounds` times; how many survivors left in time, were late, or died."""
+    counted = {"out": 0, "late": 0, "died": 0, "formed anew": 0}
+    slowest = 0.0
+    for number in range(rounds):
+        with members(3, "horovod") as group, server(3) as (rendezvous, port):
+            assert all("rank" in answer for answer in form(group, port))
+            listening = [address for addresses in rendezvous.published().values() for address in addresses]
+            for member in group:
+                member.tell(do="reduce_forever", length=200_000 + 1000 * (number % 7))
+            time.sleep(0.2 + 0.013 * (number % 11))
+            victim = number % 3
+            os.kill(group[victim].process.pid, signal.SIGKILL)
+            start = time.monotonic()
+            survivors = [member for rank, member in enumerate(group) if rank != victim]
+            for member in survivors:
+                member.tell(do="cut", listening=listening)
+            for member in survivors:
+                answer = member.hear()
+                took = time.monotonic() - start
+                slowest = max(slowest, took)
+                key = "died" if "died" in answer else "out" if took < 0.3 and "interrupted" in answer else "late"
+                counted[key] += 1
+            if all(member.process.poll() is None for member in survivors):
+                with server(2) as (_, anew):
+                    answers = form(survivors, anew, generation=1)
+                counted["formed anew"] += all("rank" in answer for answer in answers) and reduced(survivors) == [{"value": 3}] * 2
+    print(f"{rounds} kills of one in three: {counted}, slowest survivor out after {slowest:.3f} s")
+    return counted
+
+
+def test_a_peer_killed_in_an_all_reduce_lets_the_others_go() -> None:
+    assert kill_in_all_reduce(2) == {"out": 4, "late": 0, "died": 0, "formed anew": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fifty_peers_killed_in_an_all_reduce() -> None:
+    assert kill_in_all_reduce(50) == {"out": 100, "late": 0, "died": 0, "formed anew": 50}

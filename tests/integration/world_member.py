@@ -1,0 +1,94 @@
+"""One member of a world, told what to do by lines of JSON on standard input. Not a test itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from raytrain_plus.collective.formation import Formation
+from raytrain_plus.collective.horovod import HorovodWorld
+from raytrain_plus.collective.interrupt import cut
+from raytrain_plus.collective.torch import TorchWorld, open_store
+from raytrain_plus.collective.world import wait
+from raytrain_plus.errors import Interrupted
+
+KIND = sys.argv[1]
+
+
+class Member:
+    """Holds the world; collectives run on one thread, so that orders can come meanwhile."""
+
+    def __init__(self) -> None:
+        self.world: Any = None
+        self.store: Any = None
+
+    def open_store(self, order: dict[str, Any]) -> dict[str, Any]:
+        self.store, port = open_store("127.0.0.1", 20)
+        return {"port": port}
+
+    def form(self, order: dict[str, Any]) -> dict[str, Any]:
+        formation = Formation(**{**order["formation"], "server": tuple(order["formation"]["server"])})
+        if self.world is not None:
+            self.world.close()
+            self.world = None
+        self.world = HorovodWorld(formation) if KIND == "horovod" else TorchWorld(formation, self.store)
+        self.store = None
+        return {"rank": self.world.rank, "size": self.world.size}
+
+    def reduce(self, order: dict[str, Any]) -> dict[str, Any]:
+        tensor = torch.full((order["length"],), self.world.rank + 1).to(getattr(torch, order["dtype"]))
+        wait(self.world.reduce(tensor, f"{order['dtype']}.{order['operation']}", order["operation"]), "a test", 20)
+        assert (tensor == tensor[0]).all()
+        return {"value": tensor[0].item()}
+
+    def bits(self, order: dict[str, Any]) -> dict[str, Any]:
+        written = np.array([2**62 + 1, np.float64(0.1).view(np.int64), np.float64("nan").view(np.int64)], dtype=np.int64)
+        tensor = torch.from_numpy(written.copy() if self.world.rank == 1 else np.zeros(3, dtype=np.int64))
+        wait(self.world.reduce(tensor, "bits"), "a test", 20)
+        return {"same": bool((tensor.numpy() == written).all())}
+
+    def reduce_forever(self, order: dict[str, Any]) -> dict[str, Any]:
+        while True:
+            wait(self.world.reduce(torch.ones(order["length"]), "forever"), "a test", 20)
+
+    def close(self, order: dict[str, Any]) -> dict[str, Any]:
+        self.world.close()
+        self.world = None
+        return {"closed": True}
+
+
+def main() -> None:
+    member = Member()
+    printing = threading.Lock()
+
+    def say(answer: dict[str, Any]) -> None:
+        with printing:
+            print(json.dumps(answer), flush=True)
+
+    def told(future: Future[dict[str, Any]]) -> None:
+        error = future.exception()
+        if isinstance(error, Interrupted):
+            say({"interrupted": str(error)})
+        elif error is not None:
+            say({"error": f"{type(error).__name__}: {error}"})
+        else:
+            say(future.result())
+
+    say({"up": True})
+    with ThreadPoolExecutor(1) as pool:
+        for line in sys.stdin:
+            order = json.loads(line)
+            if order["do"] == "cut":
+                cut([(address, port) for address, port in order["listening"]])
+            else:
+                pool.submit(getattr(member, order["do"]), order).add_done_callback(told)
+
+
+if __name__ == "__main__":
+    main()
