@@ -1,0 +1,71 @@
+"""Finding what a job names, and saying whose fault it is if not."""
+
+from pathlib import Path
+
+import pytest
+
+from raytrain_plus.errors import TaskError
+from raytrain_plus.taskfile import build_task, load_function, load_task
+
+
+def write(tmp_path: Path, name: str, text: str) -> str:
+    (tmp_path / f"{name}.py").write_text(text)
+    return name
+
+
+def failure(spec: str, tmp_path: Path) -> str:
+    with pytest.raises(TaskError) as caught:
+        load_task(spec, [tmp_path])
+    return str(caught.value)
+
+
+def test_a_task_is_found_beside_the_job(tmp_path: Path) -> None:
+    write(tmp_path, "found_task", "from raytrain_plus import Task\nclass Mine(Task):\n    def __init__(self, width=1): self.width = width\n")
+    cls = load_task("found_task:Mine", [tmp_path])
+    assert build_task(cls, {"width": 3}).width == 3  # type: ignore[attr-defined]
+    with pytest.raises(TaskError, match=r"unexpected keyword argument 'depth'[\s\S]*given: depth"):
+        build_task(cls, {"depth": 3})
+
+
+def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    text = failure("nowhere_at_all:Mine", tmp_path)
+    assert "there is no module 'nowhere_at_all'" in text
+    assert str(tmp_path) in text
+
+
+def test_a_missing_class_suggests_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path, "near_task", "from raytrain_plus import Task\nclass Digits(Task): pass\n")
+    assert "did you mean 'Digits'?" in failure("near_task:Digit", tmp_path)
+
+
+def test_something_else_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "odd_task", "class Mine: pass\n")
+    text = failure("odd_task:Mine", tmp_path)
+    assert "is the class Mine" in text
+    assert "derived from raytrain_plus.Task" in text
+
+
+def test_a_module_that_raises_shows_the_users_frames_alone(tmp_path: Path) -> None:
+    write(tmp_path, "raising_task", "def deep():\n    return 1 / 0\ndeep()\n")
+    text = failure("raising_task:Mine", tmp_path)
+    assert "return 1 / 0" in text
+    assert "ZeroDivisionError: division by zero" in text
+    assert "importlib" not in text
+    assert "taskfile.py" not in text
+
+
+def test_a_syntax_error_is_placed(tmp_path: Path) -> None:
+    write(tmp_path, "broken_task", "x = 1\nclass (\n")
+    assert "broken_task.py\", line 2" in failure("broken_task:Mine", tmp_path)
+
+
+def test_a_module_that_imports_what_is_missing_is_the_users(tmp_path: Path) -> None:
+    write(tmp_path, "needing_task", "import surely_not_installed\n")
+    assert "No module named 'surely_not_installed'" in failure("needing_task:Mine", tmp_path)
+
+
+def test_load_function(tmp_path: Path) -> None:
+    write(tmp_path, "function_task", "def f(): return 7\nx = 1\n")
+    assert load_function("function_task:f", [tmp_path])() == 7
+    with pytest.raises(TaskError, match="is a int"):
+        load_function("function_task:x", [tmp_path])
