@@ -62,6 +62,8 @@ class PlainView:
     def finish(self, result: Result) -> None:
         for line in summary(result, self._standing):
             self._say(line)
+        if result.error:
+            print(result.error, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         self._stream.flush()
@@ -98,6 +100,8 @@ class TerminalView:
         self.close()
         for line in summary(result, self._standing):
             self._console.print(line, markup=False, soft_wrap=True)
+        if result.error:
+            print(result.error, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._live is not None:
@@ -137,7 +141,7 @@ class NotebookView:
             self._draw([*self._lines, self._standing.line()])
 
     def finish(self, result: Result) -> None:
-        self._lines += summary(result, self._standing)
+        self._lines += [*summary(result, self._standing), *(result.error or "").splitlines()]
         self._draw(self._lines)
 
     def close(self) -> None:

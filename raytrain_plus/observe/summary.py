@@ -22,8 +22,6 @@ def summary(result: Result, standing: Standing | None) -> list[str]:
         f"  events   {result.path / 'events.ndjson'}",
         f"  curves   tensorboard --logdir {result.path / 'tensorboard'}",
     ]
-    if result.error:
-        lines += ["", *result.error.splitlines()]
     return [line for number, line in enumerate(lines) if line or (number and lines[number - 1])]
 
 

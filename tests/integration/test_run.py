@@ -1,0 +1,276 @@
+"""Runs as a user starts them: by the command, in processes of their own, good and bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_plus.observe.events import read_events
+from tests.integration.conftest import TASKS
+from tests.integration.tasks import write_data
+
+pytestmark = pytest.mark.timeout(180)
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def write_job(tmp_path: Path, **changes: Any) -> Path:
+    job = {
+        "task": "tasks:Net",
+        "data": {"path": str(tmp_path / "data"), "batch_size": 48, "shards": 8},
+        "steps": 8,
+        "workers": {"min": 2},
+        "storage": str(tmp_path / "runs"),
+        **changes,
+    }
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps(job))
+    return file
+
+
+def command(*arguments: str | Path, cwd: Path = TASKS, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "raytrain_plus", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment},
+    )
+
+
+def raytrain(*arguments: str | Path, cwd: Path = TASKS, **environment: str) -> tuple[int, str, str]:
+    process = command(*arguments, cwd=cwd, **environment)
+    out, err = process.communicate(timeout=150)
+    return process.returncode, out, err
+
+
+def test_digits_learn(tmp_path: Path) -> None:
+    paths = [f"data.path={tmp_path}/digits/train", f"evaluate.path={tmp_path}/digits/held_out", f"storage={tmp_path}/runs"]
+    overrides = [word for path in paths for word in ("--set", path)]
+    code, out, err = raytrain("run", "jobs/digits.yaml", *overrides, cwd=REPOSITORY)
+    assert code == 0, err
+    assert "collective: horovod" in out
+    assert "untrained ->" in out
+    result = json.loads((tmp_path / "runs" / "digits" / "result.json").read_text())
+    assert result["metrics"]["accuracy"] > 0.95
+    assert result["samples"] == 20 * 1437
+    assert result["data_wait"] < 0.05
+    assert (tmp_path / "runs" / "digits" / "model.safetensors").stat().st_size > 10_000
+    assert list((tmp_path / "runs" / "digits" / "tensorboard").iterdir())
+    # Running it again changes nothing; another job of this name is refused.
+    code, out, err = raytrain("run", "jobs/digits.yaml", *overrides, cwd=REPOSITORY)
+    assert (code, "digits finished: 300 steps" in out) == (0, True), err
+    code, _, err = raytrain("run", "jobs/digits.yaml", *overrides, "--set", "seed=5", cwd=REPOSITORY)
+    assert (code, "they differ in seed" in err) == (2, True), err
+
+
+def test_byte_gpt_trains_and_writes_json(tmp_path: Path) -> None:
+    paths = [f"data.path={tmp_path}/text/train", f"evaluate.path={tmp_path}/text/held_out", f"storage={tmp_path}/runs"]
+    overrides = [word for path in [*paths, "steps=6", "evaluate.every_steps=6"] for word in ("--set", path)]
+    code, out, err = raytrain("run", "jobs/byte_gpt.yaml", *overrides, "--json", cwd=REPOSITORY)
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["status"], result["steps"], result["samples"]) == ("finished", 6, 288)
+    assert result["metrics"]["loss"] < 5.4
+    assert result["show"].startswith("def ")
+    events = list(read_events(Path(result["path"]) / "events.ndjson"))
+    assert [event["kind"] for event in events[:3]] == ["run_started", "view_formed", "evaluated"]
+    assert [event["step"] for event in events if event["kind"] == "step_committed"] == list(range(6))
+    assert events[-1]["kind"] == "run_finished"
+    assert events[-1]["state_sha256"] == result["state_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"task": "tasks:Nett"}, ["did you mean 'Net'?"]),
+        ({"task": "no_tasks:Net"}, ["there is no module 'no_tasks'"]),
+        ({"data": {"path": "nowhere", "batch_size": 48}}, ["nowhere: there is no such file or folder"]),
+        ({"steps": None}, ["neither `steps` nor `epochs`"]),
+        ({"data": {"path": "DATA", "batch_size": 996, "shards": 498}}, ["400 rows are fewer than data.shards = 498"]),
+        ({"storage": "/proc/nowhere"}, ["storage: /proc/nowhere: the storage folder cannot be written"]),
+    ],
+    ids=["class", "module", "data", "length", "rows", "storage"],
+)
+def test_bad_input_is_told_before_ray_starts(tmp_path: Path, changes: dict[str, Any], expected: list[str]) -> None:
+    write_data(tmp_path / "data", rows=400)
+    text = json.dumps(changes).replace("DATA", str(tmp_path / "data"))
+    start = time.monotonic()
+    code, out, err = raytrain("run", write_job(tmp_path, **json.loads(text)))
+    assert code == 2, err
+    assert all(part in err for part in expected), err
+    assert "Traceback" not in err
+    assert out == ""
+    assert time.monotonic() - start < 15
+    assert not (tmp_path / "runs" / "job").exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "expected"),
+    [
+        ("init", 2, ["Raises(...) raised ValueError: no such width", 'raise ValueError("no such width")']),
+        ("layers", 2, ["Raises cannot be built: ZeroDivisionError: in layers", "tasks.py"]),
+        ("loss", 1, ["the task raised KeyError: 'label'", 'raise KeyError("label")']),
+    ],
+)
+def test_what_the_task_raises_is_shown_in_the_users_frames(tmp_path: Path, where: str, code: int, expected: list[str]) -> None:
+    write_data(tmp_path / "data")
+    got, _, err = raytrain("run", write_job(tmp_path, task="tasks:Raises", args={"where": where}), "--json")
+    assert got == code, err
+    assert all(part in err for part in expected), err
+    assert "training/step.py" not in err
+    assert "ray/" not in err
+    assert (tmp_path / "runs" / "job").exists() == (code == 1)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_shard(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    code, out, err = raytrain("run", write_job(tmp_path, args={"explode_at": 4.0}, steps=40), "--json")
+    assert code == 1
+    result = json.loads(out)
+    assert result["error"].startswith(f"the loss of step {result['steps']} is not finite in shard")
+    assert "not finite" in err
+    assert "Traceback" not in err
+
+
+def test_too_small_a_cluster_says_what_it_has(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    script = (
+        "import ray, sys\nfrom raytrain_plus import InputError, run\nfrom raytrain_plus.jobfile import load_job\n"
+        "ray.init(address='local', num_cpus=2, include_dashboard=False, logging_level='ERROR')\n"
+        "job, roots = load_job(sys.argv[1], ['workers.min=3'])\n"
+        "try: run(job, quiet=True, roots=roots)\n"
+        "except InputError as error: print(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{TASKS}"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(write_job(tmp_path))], capture_output=True, text=True, timeout=100, env=environment
+    )
+    assert "workers.min: 3: the cluster has room for 2 workers of 1 CPU" in done.stdout, done.stderr
+    assert "its 1 nodes have: 2 CPU" in done.stdout
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None:
+    write_data(tmp_path / "data")
+    process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=500))
+    events = tmp_path / "runs" / "job" / "events.ndjson"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (events.exists() and "step_committed" in events.read_text()):
+        time.sleep(0.1)
+    process.send_signal(number)
+    start = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert time.monotonic() - start < 10
+    assert "job stopped" in out
+    result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
+    assert 0 < result["steps"] < 500
+    assert (tmp_path / "runs" / "job" / "model.safetensors").exists()
+    # An unfinished run is refused until it is moved aside.
+    code, _, err = raytrain("run", write_job(tmp_path))
+    assert (code, "a run of this name is there already (stopped)" in err) == (2, True), err
+
+
+def test_a_driver_that_dies_takes_the_run_with_it(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=5000))
+    events = tmp_path / "runs" / "job" / "events.ndjson"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (events.exists() and "step_committed" in events.read_text()):
+        time.sleep(0.1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    ours = [entry for entry in family if any(word in " ".join(entry.cmdline()) for word in ("Controller", "WorkerActor"))]
+    assert len(ours) >= 3
+    process.kill()
+    process.communicate(timeout=10)
+    _, alive = psutil.wait_procs(ours, timeout=10)
+    # Ray's own agents look for their raylet every few seconds.
+    _, late = psutil.wait_procs(family, timeout=30)
+    for entry in late:
+        entry.kill()
+    assert not alive
+    assert not late
+
+
+def test_a_lost_worker_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=5000))
+    events = tmp_path / "runs" / "job" / "events.ndjson"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (events.exists() and "step_committed" in events.read_text()):
+        time.sleep(0.1)
+    view = next(event for event in read_events(events) if event["kind"] == "view_formed")
+    os.kill(view["members"][1]["pid"], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    lost = next(event for event in read_events(events) if event["kind"] == "worker_lost")
+    assert lost["pid"] == view["members"][1]["pid"]
+    assert "worker-1 died" in err
+
+
+def test_a_corrupt_file_is_told_with_its_name(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    (tmp_path / "data" / "9.parquet").write_bytes(b"PAR1 and then nothing")
+    code, _, err = raytrain("run", write_job(tmp_path))
+    assert (code, "9.parquet: is no readable Parquet file" in err) == (2, True), err
+
+
+def test_schemas_that_differ_are_told_with_file_and_column(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    pq.write_table(pa.table({"x": [1.0], "y": [1]}), tmp_path / "data" / "9.parquet")
+    code, _, err = raytrain("validate", write_job(tmp_path))
+    assert (code, "9.parquet: column 'x' is double" in err) == (2, True), err
+
+
+def test_validate_shows_the_sizes(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    code, out, err = raytrain("validate", write_job(tmp_path), "--set", "workers={min: 2, max: 3}")
+    assert code == 0, err
+    assert "500 rows in 27 row groups, 8 steps" in out
+    assert "3 workers: 3 shards on the fullest, 89 % efficiency" in out
+
+
+def test_horovod_named_but_not_built_is_told_before_any_actor_starts(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    # A stock build, as pip would show it.
+    stub = tmp_path / "site" / "horovod-0.28.1.dist-info"
+    stub.mkdir(parents=True)
+    (stub / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    path = f"{tmp_path / 'site'}:{REPOSITORY}"
+    code, _, err = raytrain("run", write_job(tmp_path, collective="horovod"), PYTHONPATH=path)
+    assert code == 2, err
+    assert "collective: horovod: Horovod cannot be used: the installed build 0.28.1 lacks fixes" in err
+    assert "raytrain install-horovod" in err
+
+
+def test_with_token_authentication_on(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    token = tmp_path / "token"
+    token.write_text("a-token-of-this-test-alone")
+    token.chmod(0o600)
+    code, out, err = raytrain(
+        "run", write_job(tmp_path), "--json", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token)
+    )
+    assert code == 0, err
+    assert json.loads(out)["steps"] == 8
+
+
+def test_doctor(tmp_path: Path) -> None:
+    code, out, _ = raytrain("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(out)["checks"]}
+    assert code == 0
+    assert checks["Horovod"]["status"] == "PASS"
+    assert checks["torch"]["status"] == "PASS"
