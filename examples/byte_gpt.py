@@ -55,7 +55,9 @@ class Block(nn.Module):
         rows, length, width = x.shape
         split = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.rate if self.training else 0.0)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.rate if self.training else 0.0
+        )
         x = x + self.dropout(self.mix(attended.transpose(1, 2).reshape(rows, length, width)))
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
@@ -138,9 +140,7 @@ def prepare(folder: Path, name: str) -> None:
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-    sources = sorted(
-        path for path in library.rglob("*.py") if not skipped & set(path.relative_to(library).parts)
-    )
+    sources = sorted(path for path in library.rglob("*.py") if not skipped & set(path.relative_to(library).parts))
     windows = []
     for source in sources:
         key = hashlib.sha256(source.relative_to(library).as_posix().encode()).digest()[0]

@@ -73,7 +73,9 @@ def doctor(as_json: bool) -> int:
 
     found = checks()
     if as_json:
-        click.echo(json.dumps({"checks": [{name: getattr(check, name) for name in check.__slots__} for check in found]}))
+        click.echo(
+            json.dumps({"checks": [{name: getattr(check, name) for name in check.__slots__} for check in found]})
+        )
     else:
         for check in found:
             click.echo(f"{check.status}  {check.name}: {check.detail}")

@@ -210,7 +210,9 @@ def check_type(key: str, value: Any) -> InputError | None:
     """What is wrong with the type of one setting, if anything."""
     hint = hint_of(key)
     if nested(hint) is not None:
-        return None if value is None and type(None) in get_args(hint) else _wrong_type(key, value, "a group of settings")
+        return (
+            None if value is None and type(None) in get_args(hint) else _wrong_type(key, value, "a group of settings")
+        )
     if _fits(value, hint):
         return None
     return _wrong_type(key, value, spell_type(hint))
@@ -266,7 +268,11 @@ def _name(name: str) -> _Problem:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
         return None
     why = "has a path in it" if "/" in name or "\\" in name else "is no name"
-    return f"{name!r} {why}", "letters, digits, '.', '_' and '-', a letter or digit first", "the folder goes into `storage`"
+    return (
+        f"{name!r} {why}",
+        "letters, digits, '.', '_' and '-', a letter or digit first",
+        "the folder goes into `storage`",
+    )
 
 
 def _at_least(lowest: float) -> Callable[[float | None], _Problem]:
@@ -289,7 +295,11 @@ def _batch(batch_size: int, shards: int) -> _Problem:
         return None
     below = batch_size // shards * shards
     nearest = " or ".join(str(value) for value in (below, below + shards) if value)
-    return f"{batch_size} is no multiple of data.shards = {shards}", f"{nearest}, say", "every shard gives every step as many rows"
+    return (
+        f"{batch_size} is no multiple of data.shards = {shards}",
+        f"{nearest}, say",
+        "every shard gives every step as many rows",
+    )
 
 
 def _microbatches(microbatches: int, batch_size: int, shards: int) -> _Problem:
@@ -315,7 +325,11 @@ def _sizes(maximum: int | None, minimum: int) -> _Problem:
 def _shard_room(minimum: int, shards: int) -> _Problem:
     if minimum <= shards:
         return None
-    return f"{minimum} workers for data.shards = {shards}: some would have nothing to do", f"at most {shards}", "raise data.shards"
+    return (
+        f"{minimum} workers for data.shards = {shards}: some would have nothing to do",
+        f"at most {shards}",
+        "raise data.shards",
+    )
 
 
 def _gpus(gpus: float) -> _Problem:

@@ -153,7 +153,9 @@ class _Reading:
         key, equals, spelled = text.partition("=")
         where = f"--set {text}"
         if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key):
-            self.problems.append(InputError("is no override", where=where, expected="key=value, as in data.batch_size=128"))
+            self.problems.append(
+                InputError("is no override", where=where, expected="key=value, as in data.batch_size=128")
+            )
             return
         try:
             node = yaml.compose(spelled, Loader=_Loader)

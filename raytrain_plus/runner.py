@@ -23,9 +23,9 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.source import Index, check_enough, index
-from raytrain_plus.data.of_job import line_of
 from raytrain_plus.elastic.controller import Closing, Controller, Order
 from raytrain_plus.elastic.policy import room_for, useful_size
 from raytrain_plus.errors import DataError, InputError, RunError, TaskError
@@ -188,9 +188,7 @@ def _size(job: Job) -> int:
     room = room_for(nodes, need)
     size = useful_size(room, job.workers.min, job.workers.max or job.workers.min, job.data.shards)
     if size == 0:
-        has = "; ".join(
-            f"{node.get('CPU', 0):g} CPU, {node.get('GPU', 0):g} GPU" for node in nodes
-        )
+        has = "; ".join(f"{node.get('CPU', 0):g} CPU, {node.get('GPU', 0):g} GPU" for node in nodes)
         raise InputError(
             f"the cluster has room for {room} workers of {need['CPU']:g} CPU and {need['GPU']:g} GPU each",
             where=f"workers.min: {job.workers.min}",
@@ -238,7 +236,11 @@ def _follow(order: Order, view: View | None) -> Result:
             ray.kill(controller)
             if view is not None:
                 view.close()
-        result = replace(closing.result, exit_code=signals.exit_code) if closing.result.status == "stopped" else closing.result
+        result = (
+            replace(closing.result, exit_code=signals.exit_code)
+            if closing.result.status == "stopped"
+            else closing.result
+        )
     if view is not None:
         view.finish(result)
     return result

@@ -1,11 +1,11 @@
 """What a user writes: the model, the optimizer, the loss. No Ray, no Horovod, no rank.
 
-    class Digits(Task):
-        def model(self):
-            return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+class Digits(Task):
+    def model(self):
+        return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
-        def loss(self, model, batch):
-            return F.cross_entropy(model(batch["pixels"]), batch["label"])
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch["pixels"]), batch["label"])
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, Literal
 import pyarrow as pa
 import torch
 from torch import nn
-
 
 BufferRule = Literal["mean", "first", "max", "refuse"]
 
@@ -89,7 +88,9 @@ def column_tensor(table: pa.Table, name: str) -> torch.Tensor:
     if isinstance(column, pa.ChunkedArray):
         column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     shape = [len(column)]
-    while pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type):
+    while (
+        pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type)
+    ):
         values = column.flatten()
         if len(column) and len(values) % len(column):
             raise TypeError(f"column '{name}' holds lists of different lengths: override Task.collate to pad them")

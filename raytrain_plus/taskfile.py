@@ -50,7 +50,9 @@ def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
 def trim_traceback(error: BaseException) -> str:
     """The traceback of `error` with the user's own frames alone: those of this package and of libraries are left out."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    lines = ["Traceback (your code only):", *(line.rstrip() for line in traceback.format_list(frames))] if frames else []
+    lines = (
+        ["Traceback (your code only):", *(line.rstrip() for line in traceback.format_list(frames))] if frames else []
+    )
     if isinstance(error, SyntaxError):
         lines = [f'  File "{error.filename}", line {error.lineno}', f"    {(error.text or '').strip()}"]
     return "\n".join([*lines, f"{type(error).__name__}: {error}"])

@@ -31,7 +31,9 @@ class HorovodWorld:
             hvd.init()
         except Exception as error:
             hvd.shutdown()
-            raise Interrupted(f"world {formation.name} of generation {formation.generation} did not form: {error}") from error
+            raise Interrupted(
+                f"world {formation.name} of generation {formation.generation} did not form: {error}"
+            ) from error
 
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
         """Starts an in-place ring all-reduce."""

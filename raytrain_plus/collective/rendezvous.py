@@ -28,7 +28,9 @@ REQUEST_S = 5.0
 CLOSE_S = 5.0
 """Limit of closing."""
 
-_PATH = re.compile(r"/((?:global|local_[\w.-]{1,128}|cross_\d{1,6})(?:_process_set_hash_\w{1,20})?)/((?:rank_)?\d{1,6})")
+_PATH = re.compile(
+    r"/((?:global|local_[\w.-]{1,128}|cross_\d{1,6})(?:_process_set_hash_\w{1,20})?)/((?:rank_)?\d{1,6})"
+)
 _ADDRESS_BYTES = 136  # gloo's tcp Address: a sockaddr_storage and a sequence number
 
 

@@ -48,7 +48,9 @@ class TorchWorld:
             self._store = store
             self._group = dist.ProcessGroupGloo(prefix, formation.rank, formation.size, options)
         except Exception as error:
-            raise Interrupted(f"world {formation.name} of generation {formation.generation} did not form: {error}") from error
+            raise Interrupted(
+                f"world {formation.name} of generation {formation.generation} did not form: {error}"
+            ) from error
 
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
         """Starts an in-place all-reduce. Members submit in the same order; `name` is for the reader."""

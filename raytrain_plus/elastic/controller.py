@@ -144,9 +144,7 @@ class Controller:
             # On one machine the clocks are one; between machines this is right to the length of the call.
             offset = (asked + answered) / 2 - place.clock_s
             self._clock_offsets[name] = offset if abs(offset) > answered - asked else 0.0
-        ready = self._pool.each(
-            "building the task", PREPARE_S, "prepare", {name: (order.plan,) for name in names}
-        )
+        ready = self._pool.each("building the task", PREPARE_S, "prepare", dict.fromkeys(names, (order.plan,)))
         return places, ready
 
     def _open(self, order: Order) -> None:
@@ -239,9 +237,7 @@ class Controller:
             if server is not None:
                 server.close()
 
-    def _announce(
-        self, order: Order, view: View, places: Mapping[str, Place], ready: Mapping[str, Ready]
-    ) -> None:
+    def _announce(self, order: Order, view: View, places: Mapping[str, Place], ready: Mapping[str, Ready]) -> None:
         members = [
             {
                 "worker": member.worker,

@@ -83,7 +83,9 @@ def _machine() -> Iterator[Check]:
         yield (
             Check("shared memory", "PASS", f"{size:.1f} GiB")
             if size > 1
-            else Check("shared memory", "WARN", f"{size:.2f} GiB; Ray's object store goes to disk", "docker run --shm-size=2g")
+            else Check(
+                "shared memory", "WARN", f"{size:.2f} GiB; Ray's object store goes to disk", "docker run --shm-size=2g"
+            )
         )
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield (

@@ -1,6 +1,6 @@
 """Builds Horovod against the torch that is installed, and keeps the wheel.
 
-    check the tools -> fetch the source package with pip -> apply `fixes` -> build one wheel -> install -> prove
+check the tools -> fetch the source package with pip -> apply `fixes` -> build one wheel -> install -> prove
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def install_horovod(say: Callable[[str], None]) -> Path:
     if wheel is None:
         for problem in missing_tools():
             raise problem
-        say(f"building Horovod {HOROVOD_VERSION} for Python {platform.python_version()} and torch {torch}; about 2 minutes")
+        say(
+            f"building Horovod {HOROVOD_VERSION} for Python {platform.python_version()} and torch {torch}; about 2 minutes"
+        )
         start = time.monotonic()
         wheel = _build(kept, say)
         say(f"built in {time.monotonic() - start:.0f} s; kept in {wheel}")
@@ -69,7 +71,9 @@ def missing_tools() -> list[InputError]:
     compilers = [os.environ.get("CXX", ""), "g++", "c++", "clang++"]
     missing = []
     if not any(name and shutil.which(name) for name in compilers):
-        missing.append(InputError("there is no C++ compiler", remedy="apt-get install g++ (Fedora: dnf install gcc-c++)"))
+        missing.append(
+            InputError("there is no C++ compiler", remedy="apt-get install g++ (Fedora: dnf install gcc-c++)")
+        )
     if not shutil.which("cmake"):
         missing.append(InputError("there is no cmake", remedy="apt-get install cmake (Fedora: dnf install cmake)"))
     if not shutil.which("make"):
@@ -90,7 +94,9 @@ def _torch_version() -> str:
     try:
         return version("torch")
     except PackageNotFoundError:
-        raise InputError("torch is not installed, and Horovod is built against it", remedy="pip install torch") from None
+        raise InputError(
+            "torch is not installed, and Horovod is built against it", remedy="pip install torch"
+        ) from None
 
 
 def _build(kept: Path, say: Callable[[str], None]) -> Path:
@@ -98,7 +104,16 @@ def _build(kept: Path, say: Callable[[str], None]) -> Path:
         work = Path(name)
         say("fetching its source")
         _pip(
-            ["download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", name, f"horovod=={HOROVOD_VERSION}"],
+            [
+                "download",
+                "--no-deps",
+                "--no-binary",
+                ":all:",
+                "--no-build-isolation",
+                "-d",
+                name,
+                f"horovod=={HOROVOD_VERSION}",
+            ],
             FETCH_S,
             "fetching Horovod's source",
         )
@@ -150,7 +165,10 @@ def _build_environment() -> dict[str, str]:
 
 def _torch_has_cuda() -> bool:
     done = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.version.cuda or '')"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", "import torch; print(torch.version.cuda or '')"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     return bool(done.stdout.strip())
 

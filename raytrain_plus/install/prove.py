@@ -31,7 +31,10 @@ def prove() -> None:
     port = server.start()
     members = [
         subprocess.Popen(
-            [sys.executable, "-c", _MEMBER, str(rank), str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, "-c", _MEMBER, str(rank), str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
     ]

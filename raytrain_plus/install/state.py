@@ -44,7 +44,9 @@ def horovod_state() -> HorovodState:
         return HorovodState(False, "it is not installed", REMEDY)
     if installed != fixed_version():
         return HorovodState(
-            False, f"the installed build {installed} lacks fixes without which a lost worker takes the others along", REMEDY
+            False,
+            f"the installed build {installed} lacks fixes without which a lost worker takes the others along",
+            REMEDY,
         )
     return HorovodState(True, installed, "")
 
@@ -64,4 +66,6 @@ def probe() -> HorovodState:
     built = json.loads(done.stdout)
     if not built["gloo"]:
         return HorovodState(False, "it was built without Gloo", REMEDY)
-    return HorovodState(True, f"{state.reason}, for torch {built['torch']}, NCCL {'on' if built['nccl'] else 'off'}", "")
+    return HorovodState(
+        True, f"{state.reason}, for torch {built['torch']}, NCCL {'on' if built['nccl'] else 'off'}", ""
+    )

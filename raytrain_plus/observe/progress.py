@@ -111,7 +111,8 @@ class TerminalView:
     def _picture(self) -> Table:
         grid = Table.grid(padding=(0, 1))
         grid.add_row(
-            ProgressBar(total=max(1, self._standing.total), completed=self._standing.step, width=20), self._standing.line()
+            ProgressBar(total=max(1, self._standing.total), completed=self._standing.step, width=20),
+            self._standing.line(),
         )
         return grid
 

@@ -67,7 +67,9 @@ class Gradients:
         finally:
             self._submit = None
         if any(parameter.grad is not view for parameter, view in self._views):
-            raise TrainingError("the task replaced a parameter's .grad (zero_grad, perhaps): the platform owns gradients")
+            raise TrainingError(
+                "the task replaced a parameter's .grad (zero_grad, perhaps): the platform owns gradients"
+            )
         return works
 
     def scale(self, factor: float) -> None:
@@ -110,4 +112,7 @@ def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
 
 def square_norm(named: Sequence[tuple[str, torch.Tensor]]) -> float:
     """The sum of squares over all tensors: each tensor's in float64, added in name order."""
-    return sum(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 for _, tensor in sorted(named, key=lambda pair: pair[0]))
+    return sum(
+        float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+        for _, tensor in sorted(named, key=lambda pair: pair[0])
+    )

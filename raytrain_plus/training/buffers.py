@@ -54,7 +54,9 @@ class Buffers:
                 elif rule == "max":
                     torch.maximum(self._sums[name], buffer.reshape(-1).to(torch.int64), out=self._sums[name])
                 elif rule == "refuse" and not torch.equal(buffer, self._committed[name]):
-                    raise TrainingError(f"the buffer '{name}' changed in a forward pass, which its rule 'refuse' forbids")
+                    raise TrainingError(
+                        f"the buffer '{name}' changed in a forward pass, which its rule 'refuse' forbids"
+                    )
 
     def to_reduce(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(float64 vector to be summed, int64 vector whose maximum is wanted) over workers; None where empty."""
@@ -85,7 +87,9 @@ def _rule(task: Task, name: str, buffer: torch.Tensor) -> BufferRule:
     default: BufferRule = "mean" if buffer.is_floating_point() else "max"
     rule = task.buffer_rule(name) or default
     if rule == "max" and buffer.is_floating_point():
-        raise TaskError(f"buffer_rule('{name}') says 'max' for a floating buffer", expected="'mean', 'first' or 'refuse'")
+        raise TaskError(
+            f"buffer_rule('{name}') says 'max' for a floating buffer", expected="'mean', 'first' or 'refuse'"
+        )
     if rule == "mean" and not buffer.is_floating_point():
         raise TaskError(f"buffer_rule('{name}') says 'mean' for {buffer.dtype}", expected="'max', 'first' or 'refuse'")
     return rule

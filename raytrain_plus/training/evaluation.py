@@ -61,7 +61,9 @@ def evaluate(
 
 def _checked(figures: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(figures, Mapping):
-        raise TrainingError(f"evaluate returned {type(figures).__name__}; expected a dict of name -> mean over the batch")
+        raise TrainingError(
+            f"evaluate returned {type(figures).__name__}; expected a dict of name -> mean over the batch"
+        )
     try:
         return {str(name): float(value) for name, value in figures.items()}
     except (TypeError, ValueError, RuntimeError) as error:

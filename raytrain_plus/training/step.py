@@ -1,9 +1,9 @@
 """One step is one transaction: everything is summed first, and only then does anything change.
 
-    each hosted shard, in order
-        committed buffers back -> each microbatch: keys set, forward, weighted backward
-    last backward of all:  header submitted -> backward, buckets submitted as they fill
-    all sums there -> checked -> divided by the weight -> clipped -> optimizer, scheduler, buffers    = applied
+each hosted shard, in order
+    committed buffers back -> each microbatch: keys set, forward, weighted backward
+last backward of all:  header submitted -> backward, buckets submitted as they fill
+all sums there -> checked -> divided by the weight -> clipped -> optimizer, scheduler, buffers    = applied
 """
 
 from __future__ import annotations

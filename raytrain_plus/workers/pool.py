@@ -71,7 +71,9 @@ class Pool:
         """Starts a worker's method; the reference of its answer, to be taken with `get`."""
         return self.handles[name].actor.call.remote(method, *arguments)
 
-    def each(self, what: str, timeout_s: float, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    def each(
+        self, what: str, timeout_s: float, method: str, arguments: Mapping[str, tuple[Any, ...]]
+    ) -> dict[str, Any]:
         """Calls `method` with its own arguments on each worker named, at once; the answers by name.
 
         The first error is raised as soon as it is there, as itself; `WaitExpired` says that `what` took too long.

@@ -146,10 +146,22 @@ def test_evaluation_is_an_exact_mean_over_rows_whatever_the_workers(tmp_path: Pa
         model.add_module(name, build())
     model.eval()
     seen = index(tmp_path / "held_out")
-    rows = Rows(index=seen, line=line_of(replace(base, steps=None, epochs=1, data=replace(base.data, shuffle="none")), seen), seed=0, transform=None, granule=8)
+    rows = Rows(
+        index=seen,
+        line=line_of(replace(base, steps=None, epochs=1, data=replace(base.data, shuffle="none")), seen),
+        seed=0,
+        transform=None,
+        granule=8,
+    )
     batch = task.collate(pa.concat_tables([rows.read(piece) for piece in rows.line.pieces_between(0, 0, 1)]))
     assert batch["x"].shape == (1, 6)
-    whole = pa.concat_tables([rows.read(piece) for shard in range(8) for piece in rows.line.pieces_between(shard, 0, rows.line.span(shard, 0)[1])])
+    whole = pa.concat_tables(
+        [
+            rows.read(piece)
+            for shard in range(8)
+            for piece in rows.line.pieces_between(shard, 0, rows.line.span(shard, 0)[1])
+        ]
+    )
     with torch.no_grad():
         expected = float(task.loss(model, task.collate(whole)))
     assert figures[0][0] == pytest.approx(expected, rel=1e-6)

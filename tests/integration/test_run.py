@@ -57,7 +57,11 @@ def raytrain(*arguments: str | Path, cwd: Path = TASKS, **environment: str) -> t
 
 
 def test_digits_learn(tmp_path: Path) -> None:
-    paths = [f"data.path={tmp_path}/digits/train", f"evaluate.path={tmp_path}/digits/held_out", f"storage={tmp_path}/runs"]
+    paths = [
+        f"data.path={tmp_path}/digits/train",
+        f"evaluate.path={tmp_path}/digits/held_out",
+        f"storage={tmp_path}/runs",
+    ]
     overrides = [word for path in paths for word in ("--set", path)]
     code, out, err = raytrain("run", "jobs/digits.yaml", *overrides, cwd=REPOSITORY)
     assert code == 0, err
@@ -125,7 +129,9 @@ def test_bad_input_is_told_before_ray_starts(tmp_path: Path, changes: dict[str, 
         ("loss", 1, ["the task raised KeyError: 'label'", 'raise KeyError("label")']),
     ],
 )
-def test_what_the_task_raises_is_shown_in_the_users_frames(tmp_path: Path, where: str, code: int, expected: list[str]) -> None:
+def test_what_the_task_raises_is_shown_in_the_users_frames(
+    tmp_path: Path, where: str, code: int, expected: list[str]
+) -> None:
     write_data(tmp_path / "data")
     got, _, err = raytrain("run", write_job(tmp_path, task="tasks:Raises", args={"where": where}), "--json")
     assert got == code, err
@@ -156,7 +162,11 @@ def test_too_small_a_cluster_says_what_it_has(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{TASKS}"}
     done = subprocess.run(
-        [sys.executable, "-c", script, str(write_job(tmp_path))], capture_output=True, text=True, timeout=100, env=environment
+        [sys.executable, "-c", script, str(write_job(tmp_path))],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
     )
     assert "workers.min: 3: the cluster has room for 2 workers of 1 CPU" in done.stdout, done.stderr
     assert "its 1 nodes have: 2 CPU" in done.stdout
@@ -192,17 +202,20 @@ def test_a_driver_that_dies_takes_the_run_with_it(tmp_path: Path) -> None:
     while time.monotonic() < deadline and not (events.exists() and "step_committed" in events.read_text()):
         time.sleep(0.1)
     family = psutil.Process(process.pid).children(recursive=True)
-    ours = [entry for entry in family if any(word in " ".join(entry.cmdline()) for word in ("Controller", "WorkerActor"))]
+    ours = [
+        entry for entry in family if any(word in " ".join(entry.cmdline()) for word in ("Controller", "WorkerActor"))
+    ]
     assert len(ours) >= 3
     process.kill()
     process.communicate(timeout=10)
     _, alive = psutil.wait_procs(ours, timeout=10)
-    # Ray's own agents look for their raylet every few seconds.
-    _, late = psutil.wait_procs(family, timeout=30)
+    # Two agents of Ray's own outlive a driver of a local cluster that is killed, by about a minute, with and without us.
+    _, late = psutil.wait_procs(family, timeout=5)
+    names = {entry.name() for entry in late if entry.status() != "zombie"}
     for entry in late:
         entry.kill()
     assert not alive
-    assert not late
+    assert names <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 
 
 def test_a_lost_worker_ends_the_run_with_its_name(tmp_path: Path) -> None:

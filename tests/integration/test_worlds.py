@@ -207,7 +207,9 @@ def kill_in_all_reduce(rounds: int) -> dict[str, int]:
             if all(member.process.poll() is None for member in survivors):
                 with server(2) as (_, anew):
                     answers = form(survivors, anew, generation=1)
-                counted["formed anew"] += all("rank" in answer for answer in answers) and reduced(survivors) == [{"value": 3}] * 2
+                counted["formed anew"] += (
+                    all("rank" in answer for answer in answers) and reduced(survivors) == [{"value": 3}] * 2
+                )
     print(f"{rounds} kills of one in three: {counted}, slowest survivor out after {slowest:.3f} s")
     return counted
 

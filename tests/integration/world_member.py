@@ -48,7 +48,9 @@ class Member:
         return {"value": tensor[0].item()}
 
     def bits(self, order: dict[str, Any]) -> dict[str, Any]:
-        written = np.array([2**62 + 1, np.float64(0.1).view(np.int64), np.float64("nan").view(np.int64)], dtype=np.int64)
+        written = np.array(
+            [2**62 + 1, np.float64(0.1).view(np.int64), np.float64("nan").view(np.int64)], dtype=np.int64
+        )
         tensor = torch.from_numpy(written.copy() if self.world.rank == 1 else np.zeros(3, dtype=np.int64))
         wait(self.world.reduce(tensor, "bits"), "a test", 20)
         return {"same": bool((tensor.numpy() == written).all())}

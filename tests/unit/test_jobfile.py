@@ -41,7 +41,11 @@ def test_a_good_job(tmp_path: Path) -> None:
         (GOOD + "data: {path: x}\n", [], "/job.yaml:4:1 data: is given twice, first in line 2"),
         (GOOD.replace("96", "ninety"), [], "/job.yaml:2:27 data.batch_size: 'ninety' is not allowed"),
         (GOOD.replace("96", "true"), [], "data.batch_size: True is not allowed"),
-        (GOOD.replace("96", "100"), [], "data.batch_size: 100 is no multiple of data.shards = 12\n  expected: 96 or 108"),
+        (
+            GOOD.replace("96", "100"),
+            [],
+            "data.batch_size: 100 is no multiple of data.shards = 12\n  expected: 96 or 108",
+        ),
         (GOOD + "epochs: 3\n", [], "steps: both `steps` and `epochs` are given"),
         (GOOD.replace("steps: 10\n", ""), [], "steps: neither `steps` nor `epochs` is given"),
         (GOOD.replace("task: examples.digits:Digits\n", ""), [], "/job.yaml task: is missing"),
@@ -83,7 +87,15 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
 
 
 def test_overrides_reach_into_groups(tmp_path: Path) -> None:
-    job = load(tmp_path, GOOD, "data.batch_size=24", "workers.min=2", "args={width: 3}", "evaluate.path=x", "evaluate.every_steps=5")
+    job = load(
+        tmp_path,
+        GOOD,
+        "data.batch_size=24",
+        "workers.min=2",
+        "args={width: 3}",
+        "evaluate.path=x",
+        "evaluate.every_steps=5",
+    )
     assert (job.data.batch_size, job.workers.min, job.args) == (24, 2, {"width": 3})
     assert job.evaluate is not None
     assert job.evaluate.every_steps == 5
@@ -105,7 +117,10 @@ def test_a_folder_and_binary_are_refused(tmp_path: Path) -> None:
 
 def test_an_alias_bomb_is_refused_quickly(tmp_path: Path) -> None:
     lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)]
+    lines += [
+        f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}]"
+        for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    ]
     assert any("too large" in problem for problem in problems(tmp_path, "\n".join(lines)))
 
 

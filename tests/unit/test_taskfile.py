@@ -20,7 +20,11 @@ def failure(spec: str, tmp_path: Path) -> str:
 
 
 def test_a_task_is_found_beside_the_job(tmp_path: Path) -> None:
-    write(tmp_path, "found_task", "from raytrain_plus import Task\nclass Mine(Task):\n    def __init__(self, width=1): self.width = width\n")
+    write(
+        tmp_path,
+        "found_task",
+        "from raytrain_plus import Task\nclass Mine(Task):\n    def __init__(self, width=1): self.width = width\n",
+    )
     cls = load_task("found_task:Mine", [tmp_path])
     assert build_task(cls, {"width": 3}).width == 3  # type: ignore[attr-defined]
     with pytest.raises(TaskError, match=r"unexpected keyword argument 'depth'[\s\S]*given: depth"):
@@ -56,7 +60,7 @@ def test_a_module_that_raises_shows_the_users_frames_alone(tmp_path: Path) -> No
 
 def test_a_syntax_error_is_placed(tmp_path: Path) -> None:
     write(tmp_path, "broken_task", "x = 1\nclass (\n")
-    assert "broken_task.py\", line 2" in failure("broken_task:Mine", tmp_path)
+    assert 'broken_task.py", line 2' in failure("broken_task:Mine", tmp_path)
 
 
 def test_a_module_that_imports_what_is_missing_is_the_users(tmp_path: Path) -> None:

@@ -85,7 +85,9 @@ def test_published_addresses_are_understood(served: Served) -> None:
     server, client = served
 
     def address(port: int) -> bytes:
-        return (struct.pack("<H", 2) + struct.pack(">H", port) + bytes([10, 0, 0, 7])).ljust(128, b"\0") + struct.pack("<q", -1)
+        return (struct.pack("<H", 2) + struct.pack(">H", port) + bytes([10, 0, 0, 7])).ljust(128, b"\0") + struct.pack(
+            "<q", -1
+        )
 
     ask(client, "PUT", "/global/1", address(4242) + address(4243))
     ask(client, "PUT", "/global_process_set_hash_7d48533536350577/1", address(4244))
