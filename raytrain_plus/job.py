@@ -22,7 +22,10 @@ class Data:
     """A Parquet file or a folder of them (searched recursively). Relative paths start at the working directory."""
 
     prepare: str | None = None
-    """`module:function(path)` that writes the data where `path` is missing: once per node, the same bytes everywhere."""
+    """`module:function` that writes the data where `path` is missing, called as function(folder, name).
+
+    `folder` is empty and becomes `path`, `name` is its last part; once per node, the same bytes everywhere.
+    """
 
     batch_size: int
     """Rows in the global batch of one step: a multiple of `shards`."""
@@ -150,7 +153,7 @@ class Job:
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
     def same_as(self, resolved: Path) -> list[str]:
-        """The keys in which this job differs from the one whose `job.yaml` is given, of those that make a job the same."""
+        """The keys in which this job differs from the one in a `job.yaml`, of those that make a job the same."""
         mine, theirs = yaml.safe_load(self.to_yaml()), yaml.safe_load(resolved.read_text())
         return [key for key in _SAME if _at(mine, key) != _at(theirs, key)]
 
@@ -251,7 +254,7 @@ def spell_type(hint: Any) -> str:
 
 
 def check_values(values: Mapping[str, Any]) -> list[InputError]:
-    """What is wrong with settings whose types are right; those that are missing or wrong already are not held against others."""
+    """What is wrong with settings whose types are right; a check whose settings are not all there is left out."""
     problems = []
     for keys, check in _CHECKS:
         if all(key in values for key in keys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -229,10 +230,10 @@ def _check_level(cls: type, values: Mapping[str, Any], prefix: str, good: dict[s
 
 
 def _default(cls: type, name: str) -> Any:
-    import dataclasses
-
     entry = next(entry for entry in dataclasses.fields(cls) if entry.name == name)
-    return entry.default if entry.default is not dataclasses.MISSING else entry.default_factory()  # type: ignore[misc]
+    if entry.default_factory is not dataclasses.MISSING:
+        return entry.default_factory()
+    return entry.default
 
 
 def _meaning(cls: type, name: str) -> str:

@@ -1,4 +1,4 @@
-"""A run's folder: whether a job may use it (DESIGN's rule for a name that exists), and the lease of who does. Pure of Ray."""
+"""A run's folder: whether a job may use it, and the lease of who does."""
 
 from __future__ import annotations
 

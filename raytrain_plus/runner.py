@@ -116,7 +116,8 @@ def _task_to_send(job: Job, roots: Sequence[Path]) -> bytes | None:
     try:
         if named:
             cloudpickle.register_pickle_by_value(module)
-        return cloudpickle.dumps(job.task)
+        pickled: bytes = cloudpickle.dumps(job.task)
+        return pickled
     except Exception as error:
         raise TaskError(
             f"{job.task.__qualname__} cannot be sent to a worker: {type(error).__name__}: {error}",
@@ -208,7 +209,7 @@ def _follow(order: Order, view: View | None) -> Result:
     here = ray.get_runtime_context().get_node_id()
     if view is not None:
         view.start(order.plan.job.name, order.plan.steps)
-    controller = (
+    controller: Any = (
         ray.remote(Controller)
         .options(num_cpus=0, max_concurrency=16, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
         .remote()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
 
 
 def trim_traceback(error: BaseException) -> str:
-    """The traceback of `error` with the user's own frames alone: those of this package and of libraries are left out."""
+    """The traceback of `error` with the user's own frames alone, without this package's and those of libraries."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     lines = (
         ["Traceback (your code only):", *(line.rstrip() for line in traceback.format_list(frames))] if frames else []
@@ -65,21 +64,23 @@ def _is_users(filename: str) -> bool:
 
 def _load(spec: str, roots: Sequence[Path], what: str) -> Any:
     module_name, _, name = spec.partition(":")
-    with _first_on_path(roots):
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-                searched = ", ".join(str(root) for root in roots)
-                raise TaskError(
-                    f"there is no module '{error.name}'",
-                    where=f"{what}: {spec}",
-                    expected=f"module:name, importable from {searched}",
-                    remedy="run from the folder that holds it, or correct the name",
-                ) from None
-            raise _raised(error, module_name, what, spec) from None
-        except Exception as error:
-            raise _raised(error, module_name, what, spec) from None
+    # In front of the search path, and left there, as running a script does with its folder.
+    sys.path[:0] = [text for root in roots if (text := str(root.absolute())) not in sys.path]
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            searched = ", ".join(str(root) for root in roots)
+            raise TaskError(
+                f"there is no module '{error.name}'",
+                where=f"{what}: {spec}",
+                expected=f"module:name, importable from {searched}",
+                remedy="run from the folder that holds it, or correct the name",
+            ) from None
+        raise _raised(error, module_name, what, spec) from None
+    except Exception as error:
+        raise _raised(error, module_name, what, spec) from None
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
@@ -99,14 +100,6 @@ def _raised(error: Exception, module: str, what: str, spec: str) -> TaskError:
         where=f"{what}: {spec}",
         user_traceback=trim_traceback(error),
     )
-
-
-@contextlib.contextmanager
-def _first_on_path(roots: Sequence[Path]) -> Iterator[None]:
-    """Puts `roots` in front of the search path and leaves them there, as running a script does with its folder."""
-    sys.path[:0] = [text for root in roots if (text := str(root.absolute())) not in sys.path]
-    importlib.invalidate_caches()
-    yield
 
 
 def _spell(value: Any) -> str:

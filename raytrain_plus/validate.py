@@ -76,7 +76,7 @@ def sizes_of(job: Job) -> tuple[Size, ...]:
 
 
 def validate_job(job: Job, roots: Sequence[Path]) -> Report:
-    """Imports what the job names and looks at its data, if it is there. Raises `InputError` where something is wrong."""
+    """Imports what the job names and looks at its data, if it is there. Raises `InputError` for what is wrong."""
     search = [Path.cwd(), *roots]
     if isinstance(job.task, str):
         load_task(job.task, search)

@@ -1,5 +1,8 @@
 """A world on torch.distributed's Gloo: what `collective: auto` takes where Horovod is not built."""
 
+# torch ships no complete annotations for what its C++ side exports.
+# mypy: disable-error-code="attr-defined,name-defined,assignment"
+
 from __future__ import annotations
 
 import socket
@@ -34,7 +37,7 @@ class TorchWorld:
     """A Gloo process group of its own, never torch's default one."""
 
     def __init__(self, formation: Formation, store: dist.TCPStore | None = None) -> None:
-        """Joins the world; `store` is given to the member that opened it. Raises `Interrupted` where one does not come."""
+        """Joins the world; `store` is for the member that opened it. Raises `Interrupted` where one does not come."""
         self.rank = formation.rank
         self.size = formation.size
         timeout = timedelta(seconds=formation.timeout_s)

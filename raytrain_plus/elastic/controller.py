@@ -118,11 +118,11 @@ class Controller:
                     loss=record.loss,
                     seconds=record.seconds,
                 )
-            for record in records:
-                if isinstance(record, Evaluated) and record.step not in self._evaluated:
-                    self._evaluated.add(record.step)
-                    self._metrics = dict(record.metrics)
-                    self._tell("evaluated", step=record.step, metrics=dict(record.metrics))
+            for told in records:
+                if isinstance(told, Evaluated) and told.step not in self._evaluated:
+                    self._evaluated.add(told.step)
+                    self._metrics = dict(told.metrics)
+                    self._tell("evaluated", step=told.step, metrics=dict(told.metrics))
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
@@ -320,7 +320,8 @@ class Controller:
 
     def _tell(self, kind: str, *, time_s: float | None = None, **fields: Any) -> None:
         """Writes one event; the caller holds the lock."""
-        assert self._log is not None and self._scalars is not None
+        assert self._log is not None
+        assert self._scalars is not None
         event = self._log.write(kind, generation=self._generation, time=time_s, fields=fields)
         self._scalars.add(event)
         self._events.append(event)

@@ -45,7 +45,7 @@ def install_horovod(say: Callable[[str], None]) -> Path:
         for problem in missing_tools():
             raise problem
         say(
-            f"building Horovod {HOROVOD_VERSION} for Python {platform.python_version()} and torch {torch}; about 2 minutes"
+            f"building Horovod {HOROVOD_VERSION} for Python {platform.python_version()}, torch {torch}; about 2 minutes"
         )
         start = time.monotonic()
         wheel = _build(kept, say)

@@ -90,7 +90,7 @@ class Gradients:
 
 
 def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Groups parameters, last first, into runs of one dtype and device of at most `bucket_bytes` (one parameter at least)."""
+    """Groups parameters, last first, into runs of one dtype and device of at most `bucket_bytes`, or one parameter."""
     groups: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in reversed(parameters):

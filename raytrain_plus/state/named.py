@@ -38,7 +38,7 @@ def _model_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def state_sha256(state: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over the sorted names: name NUL dtype NUL shape NUL little-endian bytes; zero-dimensional ones as float64."""
+    """SHA-256 over the sorted names: name NUL dtype NUL shape NUL little-endian bytes; scalars as float64."""
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].cpu().contiguous()

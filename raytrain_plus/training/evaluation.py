@@ -1,4 +1,4 @@
-"""Held-out evaluation: every row once, divided over shards, an exact mean over rows, a function of the committed state."""
+"""Held-out evaluation: every row once, divided over shards; an exact mean over rows, a function of the state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from raytrain_plus.collective.world import World, wait
+from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.training.model import to_device
-from raytrain_plus.training.step import Microbatch, Stepper
+from raytrain_plus.training.step import Stepper
 
 ShardBatches = Callable[[int], Iterable[Microbatch]]
 """The microbatches of one shard's span of the held-out rows, in order."""

@@ -6,21 +6,15 @@ Nobody is asked anything: what happens after a step is a function of the step's 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from raytrain_plus.collective.world import World
+from raytrain_plus.data.reader import StepBatches
 from raytrain_plus.training.evaluation import ShardBatches, evaluate
 from raytrain_plus.training.records import Evaluated, StepRecord
-from raytrain_plus.training.step import Microbatch, Stepper
-
-
-class StepBatches(Protocol):
-    """One step's microbatches by hosted shard, and how long the caller waited for them."""
-
-    shards: Mapping[int, Sequence[Microbatch]]
-    waited_s: float
+from raytrain_plus.training.step import Stepper
 
 
 class Feed(Protocol):

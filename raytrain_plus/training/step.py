@@ -12,12 +12,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from raytrain_plus.collective.world import Work, World, wait
+from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.data import Gradients, square_norm
 from raytrain_plus.task import Task
@@ -25,13 +25,6 @@ from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.model import Built, to_device
 from raytrain_plus.training.randomness import LayerKeys
-
-
-class Microbatch(Protocol):
-    """What one forward pass takes: a collated batch and how many rows it holds."""
-
-    batch: Any
-    rows: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -144,6 +144,7 @@ class Worker:
         if plan.pickled_task is not None:
             cls = cloudpickle.loads(plan.pickled_task)
         else:
+            assert isinstance(job.task, str), "a class travels pickled"
             cls = load_task(job.task, roots)
         _same_data(job.data.path, job.data.prepare, roots, plan.index.fingerprint)
         if job.evaluate is not None and plan.held_out is not None:
@@ -168,12 +169,18 @@ class Worker:
         return Ready(parameters=parameters, seconds=time.monotonic() - start)
 
     def _train(self, controller: Any, generation: int, hosted: tuple[int, ...], first_step: int) -> Ended:
-        assert self._plan is not None and self._stepper is not None and self._world is not None
+        assert self._plan is not None
+        assert self._stepper is not None
+        assert self._world is not None
         plan, job, stepper = self._plan, self._plan.job, self._stepper
         roots = [Path(root) for root in plan.roots]
         transform = load_function(job.data.transform, roots) if job.data.transform else None
         rows = _rows(plan.index, line_of(job, plan.index), job, transform)
-        held_out_rows = plan.held_out and _rows(plan.held_out, evaluation_line(job, plan.held_out), job, transform)
+        held_out_rows = (
+            _rows(plan.held_out, evaluation_line(job, plan.held_out), job, transform)
+            if plan.held_out is not None
+            else None
+        )
         node = ray.get_runtime_context().get_node_id()
         feed = Batches(
             rows,

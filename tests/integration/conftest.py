@@ -20,7 +20,7 @@ def nothing_is_left() -> Iterator[None]:
     if ray.is_initialized():
         return
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    gone, alive = psutil.wait_procs(left, timeout=10)
+    _, alive = psutil.wait_procs(left, timeout=10)
     names = [" ".join(process.cmdline())[:120] for process in alive if process.is_running()]
     for process in alive:
         process.kill()

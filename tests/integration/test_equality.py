@@ -1,4 +1,4 @@
-"""Training is a function of the job, not of the cluster: the same losses for any number of workers, and in plain PyTorch."""
+"""Training is a function of the job, not of the cluster: the same losses on any number of workers and in a plain loop."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_a_driver_that_dies_takes_the_run_with_it(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=10)
     _, alive = psutil.wait_procs(ours, timeout=10)
-    # Two agents of Ray's own outlive a driver of a local cluster that is killed, by about a minute, with and without us.
+    # Two agents of Ray's own outlive the killed driver of a local cluster by about a minute, with and without us.
     _, late = psutil.wait_procs(family, timeout=5)
     names = {entry.name() for entry in late if entry.status() != "zombie"}
     for entry in late:

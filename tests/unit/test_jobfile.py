@@ -1,5 +1,6 @@
 """Job files: every mistake is found, placed and explained; nothing but a Job or a JobError comes out."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -158,9 +159,5 @@ def test_mutated_files_give_a_job_or_a_job_error(tmp_path_factory: pytest.TempPa
         text = text[:at] + data.draw(st.text(st.characters(codec="utf-8"), max_size=5)) + text[at + cut :]
     file = tmp_path_factory.mktemp("fuzz") / "job.yaml"
     file.write_text(text, encoding="utf-8", newline="")
-    try:
-        job, _ = load_job(file)
-    except JobError as error:
-        assert str(error)
-    else:
-        assert isinstance(job, Job)
+    with contextlib.suppress(JobError):
+        assert isinstance(load_job(file)[0], Job)

@@ -18,7 +18,7 @@ def test_an_edit_applies_once_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "a.cc").write_text("an old thing")
     apply_all(tmp_path, [edit])
     assert (tmp_path / "a.cc").read_text() == "an new thing"
-    with pytest.raises(RunError, match="the fix 'e' does not apply to Horovod's a.cc: .* 0 times"):
+    with pytest.raises(RunError, match=r"the fix 'e' does not apply to Horovod's a\.cc: .* 0 times"):
         edit.apply(tmp_path)
     (tmp_path / "a.cc").write_text("old old")
     with pytest.raises(RunError, match="2 times"):
