@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable
+from typing import Protocol, TextIO
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from raytrain_plus.observe.events import Event
-from raytrain_plus.observe.standing import Standing, told
+from raytrain_plus.observe.standing import Standing, plural, told
 from raytrain_plus.observe.summary import summary
 from raytrain_plus.result import Result
 
@@ -20,6 +24,10 @@ PLAIN_S = 5.0
 """Seconds between two plain lines."""
 LIVE_S = 0.2
 """Seconds between two redraws."""
+BAR = range(8, 41)
+"""Widths that a bar may have; where there is no room for the shortest there is none."""
+
+Clock = Callable[[], float]
 
 
 class View(Protocol):
@@ -41,124 +49,153 @@ class View(Protocol):
 class PlainView:
     """One line every few seconds, for logs and pipes."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, clock: Clock = time.monotonic) -> None:
         self._stream = stream
+        self._clock = clock
         self._standing = Standing(total=0)
-        self._next = 0.0
+        self._due = -float("inf")
 
     def start(self, name: str, steps: int) -> None:
         self._standing = Standing(total=steps)
-        self._say(f"{name}: {steps} steps")
+        self._say(f"{name}: {plural(steps, 'step')}; starting workers")
 
     def event(self, event: Event) -> None:
         self._standing.add(event)
         line = told(event)
         if line:
             self._say(line)
-        elif event["kind"] == "step_committed" and time.monotonic() >= self._next:
-            self._next = time.monotonic() + PLAIN_S
+        elif event["kind"] == "step_committed" and self._clock() >= self._due:
+            self._due = self._clock() + PLAIN_S
             self._say(self._standing.line())
 
     def finish(self, result: Result) -> None:
-        for line in summary(result, self._standing):
-            self._say(line)
-        if result.error:
-            print(result.error, file=sys.stderr, flush=True)
+        self._say("\n".join(summary(result, self._standing)))
 
     def close(self) -> None:
-        self._stream.flush()
+        """Every line has been flushed already."""
 
-    def _say(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+    def _say(self, text: str) -> None:
+        try:
+            print(text, file=self._stream, flush=True)
+        except BrokenPipeError:
+            # Who read along (`head`, say) has left. The run is worth more than its report: what follows goes nowhere.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 class TerminalView:
     """A bar and a line that are redrawn in place; what deserves a line of its own scrolls above them."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, highlight=False)
+    def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
         self._standing = Standing(total=0)
         self._live: Live | None = None
         self._drawn = 0.0
 
     def start(self, name: str, steps: int) -> None:
         self._standing = Standing(total=steps)
-        self._console.print(f"[bold]{name}[/bold]: {steps} steps; starting workers")
+        self._say(f"{name}: {plural(steps, 'step')}")
         self._live = Live(self._picture(), console=self._console, auto_refresh=False, transient=True)
-        self._live.start()
+        self._live.start(refresh=True)
 
     def event(self, event: Event) -> None:
         self._standing.add(event)
         line = told(event)
         if line:
-            self._console.print(line, markup=False)
-        if self._live is not None and (line or time.monotonic() - self._drawn > LIVE_S):
-            self._drawn = time.monotonic()
+            self._say(line)
+        if self._live is not None and (line or self._clock() - self._drawn >= LIVE_S):
+            self._drawn = self._clock()
             self._live.update(self._picture(), refresh=True)
 
     def finish(self, result: Result) -> None:
         self.close()
         for line in summary(result, self._standing):
-            self._console.print(line, markup=False, soft_wrap=True)
-        if result.error:
-            print(result.error, file=sys.stderr, flush=True)
+            self._say(line)
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _picture(self) -> Table:
-        grid = Table.grid(padding=(0, 1))
-        grid.add_row(
-            ProgressBar(total=max(1, self._standing.total), completed=self._standing.step, width=20),
-            self._standing.line(),
+    def _say(self, line: str) -> None:
+        # The terminal wraps, not rich: paths and commands can then be copied whole.
+        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def _picture(self) -> Group:
+        """One line, never more: a second one would leave traces when it is redrawn."""
+        line = self._standing.line()
+        # Two columns stay free for the ^C that a terminal echoes: wrapped, it would push the line out of place.
+        room = self._console.width - cell_len(line) - 4
+        text = Text(line, no_wrap=True, overflow="ellipsis")
+        if room < BAR.start:
+            return Group(text)
+        bar = ProgressBar(
+            total=max(1, self._standing.total), completed=self._standing.step, width=min(room, BAR.stop - 1)
         )
-        return grid
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(bar, text)
+        return Group(grid)
 
 
 class NotebookView:
     """One output of a cell, updated in place."""
 
-    def __init__(self) -> None:
-        from IPython.display import display
-
+    def __init__(self, draw: Callable[[str], None], clock: Clock = time.monotonic) -> None:
+        """`draw` replaces the output's text."""
+        self._draw = draw
+        self._clock = clock
         self._standing = Standing(total=0)
         self._lines: list[str] = []
         self._drawn = 0.0
-        self._handle: Any = display({"text/plain": "starting"}, raw=True, display_id=True)
 
     def start(self, name: str, steps: int) -> None:
         self._standing = Standing(total=steps)
-        self._lines = [f"{name}: {steps} steps"]
-        self._draw([*self._lines, "starting workers"])
+        self._lines = [f"{name}: {plural(steps, 'step')}"]
+        self._show([*self._lines, self._standing.line()])
 
     def event(self, event: Event) -> None:
         self._standing.add(event)
         line = told(event)
         if line:
             self._lines.append(line)
-        if line or time.monotonic() - self._drawn > LIVE_S:
-            self._draw([*self._lines, self._standing.line()])
+        if line or self._clock() - self._drawn >= LIVE_S:
+            self._show([*self._lines, self._standing.line()])
 
     def finish(self, result: Result) -> None:
-        self._lines += [*summary(result, self._standing), *(result.error or "").splitlines()]
-        self._draw(self._lines)
+        self._lines += summary(result, self._standing)
+        self._show(self._lines)
 
     def close(self) -> None:
         """The last picture stays."""
 
-    def _draw(self, lines: list[str]) -> None:
-        self._drawn = time.monotonic()
-        self._handle.update({"text/plain": "\n".join(lines)}, raw=True)
+    def _show(self, lines: list[str]) -> None:
+        self._drawn = self._clock()
+        self._draw("\n".join(lines))
 
 
 def view_for(stream: TextIO) -> View:
     """The view that fits where this runs: a notebook's cell, a terminal, or anything else."""
-    if "IPython" in sys.modules:
-        from IPython import get_ipython
+    draw = _cell()
+    if draw is not None:
+        return NotebookView(draw)
+    console = Console(file=stream)
+    # Asked of the stream, not of rich: FORCE_COLOR makes rich take a pipe for a terminal.
+    if stream.isatty() and not console.is_dumb_terminal:
+        return TerminalView(console)
+    return PlainView(stream)
 
-        shell = get_ipython()
-        if shell is not None and shell.__class__.__name__ == "ZMQInteractiveShell":
-            return NotebookView()
-    return TerminalView(stream) if stream.isatty() else PlainView(stream)
+
+def _cell() -> Callable[[str], None] | None:
+    """What replaces the text of a new output in the notebook's present cell; None where there is no notebook."""
+    if "IPython" not in sys.modules:
+        return None
+    from IPython import get_ipython
+    from IPython.display import display
+
+    # A kernel's shell has its kernel; IPython in a terminal has none.
+    if getattr(get_ipython(), "kernel", None) is None:
+        return None
+    handle = display({"text/plain": ""}, raw=True, display_id=True)
+    return lambda text: handle.update({"text/plain": text}, raw=True)

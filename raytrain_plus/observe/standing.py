@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain_plus.observe.events import Event
 
 WINDOW_S = 10.0
-"""Speed is taken over the last so many seconds."""
+"""Speed is taken over the steps of about the last so many seconds."""
 
 
 @dataclass(slots=True)
@@ -26,54 +27,85 @@ class Standing:
     """(step after which, figures), in order."""
     waiting: str = ""
     """What the run waits for; empty while it steps."""
-    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+    _recent: deque[tuple[int, float]] = field(default_factory=deque)
+    """(rows, seconds) of the latest steps. By the steps' own seconds: evaluations between them slow none down."""
+    _recent_s: float = 0.0
+    _first_of_view: bool = True
 
     def add(self, event: Event) -> None:
         """Takes one event."""
         kind = event["kind"]
         if kind == "step_committed":
-            self.step, self.loss, self.waiting = event["step"] + 1, event["loss"], ""
-            self._recent.append((event["time"], event["samples"]))
-            while self._recent[-1][0] - self._recent[0][0] > WINDOW_S:
-                self._recent.popleft()
+            self.step, self.loss, self.waiting = event["step"] + 1, float(event["loss"]), ""
+            self._time(event["samples"], event["seconds"])
         elif kind == "view_formed":
-            self.workers, self.collective = len(event["members"]), event["collective"]
+            self.workers, self.collective, self.waiting = len(event["members"]), event["collective"], ""
+            self._recent.clear()
+            self._recent_s = 0.0
+            self._first_of_view = True
         elif kind == "evaluated":
             self.evaluations.append((event["step"], event["metrics"]))
-            # The evaluation's own time is no step's.
-            self._recent.clear()
         elif kind == "waiting":
             self.waiting = event["for"]
 
+    def _time(self, rows: int, seconds: float) -> None:
+        if self._first_of_view:
+            # Files open and caches fill in the first step of a group: it says nothing about those that follow.
+            self._first_of_view = False
+            return
+        self._recent.append((rows, seconds))
+        self._recent_s += seconds
+        while len(self._recent) > 1 and self._recent_s - self._recent[0][1] >= WINDOW_S:
+            self._recent_s -= self._recent.popleft()[1]
+
     @property
     def samples_per_s(self) -> float | None:
-        """Rows a second, lately; None before there are two steps."""
-        if len(self._recent) < 2 or self._recent[-1][0] <= self._recent[0][0]:
+        """Rows a second, lately; None before the second step of a group."""
+        if self._recent_s <= 0:
             return None
-        rows = sum(samples for _, samples in list(self._recent)[1:])
-        return rows / (self._recent[-1][0] - self._recent[0][0])
+        return sum(rows for rows, _ in self._recent) / self._recent_s
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the last step at the present speed; None before there is one."""
-        if len(self._recent) < 2:
+        """Time to the last step at the present speed; None before the second step of a group."""
+        if self._recent_s <= 0:
             return None
-        each = (self._recent[-1][0] - self._recent[0][0]) / (len(self._recent) - 1)
-        return each * (self.total - self.step)
+        return self._recent_s / len(self._recent) * max(0, self.total - self.step)
 
     def line(self) -> str:
         """All of it in one line of text."""
         parts = [f"step {self.step}/{self.total}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
+        if self.waiting:
+            # Before anything that a narrow screen may cut; the last speed would be a lie now.
+            return "  ".join([*parts, f"waiting for {self.waiting}"])
+        if not self.workers:
+            return "  ".join([*parts, "starting workers"])
         if (speed := self.samples_per_s) is not None:
-            parts.append(f"{speed:,.0f} samples/s")
-        parts.append(f"{self.workers} worker{'s' * (self.workers != 1)}")
+            parts.append(f"{spell_speed(speed)} samples/s")
+        parts.append(plural(self.workers, "worker"))
         if (left := self.seconds_left) is not None:
             parts.append(f"{clock_text(left)} left")
-        if self.waiting:
-            parts.append(f"waiting for {self.waiting}")
         return "  ".join(parts)
+
+
+def spell_speed(per_s: float) -> str:
+    """A speed with the digits that matter.
+
+    >>> spell_speed(0.25), spell_speed(117.3), spell_speed(12345.6)
+    ('0.25', '117', '12,346')
+    """
+    return f"{per_s:.2g}" if per_s < 10 else f"{per_s:,.0f}"
+
+
+def plural(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> plural(1, "worker"), plural(2, "worker")
+    ('1 worker', '2 workers')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def clock_text(seconds: float) -> str:
@@ -92,23 +124,50 @@ def told(event: Event) -> str | None:
     """A line for an event that deserves one, or None."""
     kind = event["kind"]
     if kind == "view_formed":
-        shards = sorted({len(member["shards"]) for member in event["members"]}, reverse=True)
-        spelled = " or ".join(map(str, shards))
-        parameters = event["members"][0]["params"]
-        return (
-            f"{len(event['members'])} worker{'s' * (len(event['members']) != 1)} ready, {spelled} shards each; "
-            f"{parameters:,} parameters; collective: {event['collective']}"
-        )
+        return _view(event)
     if kind == "evaluated":
-        after = "untrained" if event["step"] < 0 else f"after step {event['step'] + 1}"
-        return f"held out, {after}: {figures(event['metrics'])}"
+        return f"held out, {after_step(event['step'])}: {figures(event['metrics'])}"
+    if kind == "worker_joined":
+        return f"{event['worker']} (pid {event['pid']}) joined"
     if kind == "worker_lost":
         return f"{event['worker']} (pid {event['pid']}) was lost: {event['cause']}"
+    if kind == "recovered":
+        steps = f"{plural(event['steps_lost'], 'step')} lost, {plural(event['steps_recomputed'], 'step')} recomputed"
+        workers = f"{len(event['kept'])} kept, {len(event['replaced'])} replaced"
+        return f"recovered ({event['cause']}): stalled {event['stall_s']:.2f} s; {steps}; {workers}"
     if kind == "waiting":
         return f"waiting for {event['for']}"
+    if kind == "drain_notice":
+        return f"node {event['node']} will leave"
+    if kind == "rescaled":
+        return f"from {plural(event['from'], 'worker')} to {event['to']}"
+    if kind == "checkpoint_failed":
+        return f"the checkpoint after step {event['step'] + 1} failed: {event['error']}"
+    if kind == "resumed":
+        return f"resumed after step {event['step'] + 1} from {event['checkpoint']}"
     return None
 
 
-def figures(metrics: dict[str, Any]) -> str:
+def _view(event: Event) -> str:
+    members = event["members"]
+    hosted = sorted({len(member["shards"]) for member in members}, reverse=True)
+    # Cells hold copies of one model and stages parts of it: one cell's members together hold it once.
+    parameters = sum(member["params"] for member in members if member["cell"] == members[0]["cell"])
+    return (
+        f"{plural(len(members), 'worker')} ready, {' or '.join(map(str, hosted))} shards each; "
+        f"{parameters:,} parameters; collective: {event['collective']}"
+    )
+
+
+def after_step(step: int) -> str:
+    """When figures were taken.
+
+    >>> after_step(-1), after_step(99)
+    ('untrained', 'after step 100')
+    """
+    return "untrained" if step < 0 else f"after step {step + 1}"
+
+
+def figures(metrics: Mapping[str, Any]) -> str:
     """Named figures in one line."""
     return ", ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())

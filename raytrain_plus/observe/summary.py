@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
-from raytrain_plus.observe.standing import Standing, clock_text
+from raytrain_plus.observe.standing import Standing, after_step, clock_text, figures, plural, spell_speed
 from raytrain_plus.result import Result
 
 
 def summary(result: Result, standing: Standing | None) -> list[str]:
-    """The last lines of a run: how it ended, what it reached, where everything lies, and what to do next."""
-    lines = [_head(result), *_held_out(result, standing)]
-    if result.steps:
-        lines.append(
-            f"  data     {100 * result.data_wait:.1f} % of step time was spent waiting for it; "
-            f"setup took {result.setup_s or 0:.1f} s"
-        )
+    """The last lines of a run: how it ended, what it reached, where everything lies, and what to do next.
+
+    `standing` is what its events added up to; None, or an empty one, where it had ended before.
+    """
+    lines = [_head(result), *_held_out(result, standing), *_time(result)]
     if result.show:
         lines += ["", "  the model says:", *(f"    {line}" for line in result.show.splitlines()), ""]
-    lines += [
-        f"  folder   {result.path}",
-        f"  model    {result.path / 'model.safetensors'}" if result.status == "finished" else "",
-        f"  events   {result.path / 'events.ndjson'}",
-        f"  curves   tensorboard --logdir {result.path / 'tensorboard'}",
-    ]
-    return [line for number, line in enumerate(lines) if line or (number and lines[number - 1])]
+    lines.append(f"  folder   {result.path}")
+    if result.status == "finished":
+        lines.append(f"  model    {result.path / 'model.safetensors'}")
+    lines.append(f"  events   {result.path / 'events.ndjson'}")
+    if result.error:
+        return [*lines, "", *result.error.splitlines()]
+    return [*lines, f"  next     tensorboard --logdir {result.path / 'tensorboard'}"]
 
 
 def _head(result: Result) -> str:
-    speed = f", {result.samples / result.seconds:,.0f} samples/s" if result.seconds > 0 else ""
-    took = f" in {clock_text(result.seconds)}" if result.seconds else ""
-    return f"{result.name} {result.status}: {result.steps} steps, {result.samples:,} samples{took}{speed}"
+    head = f"{result.name} {result.status}: {plural(result.steps, 'step')}, {plural(result.samples, 'sample')}"
+    if result.seconds <= 0:
+        return head
+    return f"{head} in {clock_text(result.seconds)}, {spell_speed(result.samples / result.seconds)} samples/s"
 
 
 def _held_out(result: Result, standing: Standing | None) -> list[str]:
     if standing is None or not standing.evaluations:
+        return [f"  reached  {figures(result.metrics)}"] if result.metrics else []
+    (first_step, first), (last_step, last) = standing.evaluations[0], standing.evaluations[-1]
+    width = max(map(len, last), default=0)
+    lines = []
+    for name, value in last.items():
+        line = f"  held out {name:{width}}  "
+        if first_step < last_step and name in first:
+            line += f"{float(first[name]):.4f} {after_step(first_step)} -> {float(value):.4f} "
+            line += "trained" if first_step < 0 else after_step(last_step)
+        else:
+            line += f"{float(value):.4f} {after_step(last_step)}"
+        lines.append(line)
+    return lines
+
+
+def _time(result: Result) -> list[str]:
+    if not result.steps:
         return []
-    (_, first), (_, last) = standing.evaluations[0], standing.evaluations[-1]
-    untrained = standing.evaluations[0][0] < 0 and len(standing.evaluations) > 1
-    return [
-        f"  held out {name} {float(first[name]):.4f} untrained -> {float(value):.4f} trained"
-        if untrained and name in first
-        else f"  held out {name} {float(value):.4f}"
-        for name, value in last.items()
-    ]
+    waited = f"{100 * result.data_wait:.1f} % of step time was spent waiting for data"
+    return [f"  time     {'' if result.setup_s is None else f'{result.setup_s:.1f} s of setup; '}{waited}"]

@@ -1,0 +1,50 @@
+"""What the benchmarks train: the byte GPT of the examples, and an MLP so small that only overhead is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from examples import byte_gpt
+from raytrain_plus import Task
+
+
+class Mlp(Task):
+    """0.4 M parameters."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 160), nn.Tanh(), nn.Linear(160, 10)
+        )
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+class ByteGPT(byte_gpt.ByteGPT):
+    """As in the examples, without its schedule, which the bare loops do not have."""
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> None:  # type: ignore[override]
+        return None
+
+
+def prepare(folder: Path, name: str) -> None:
+    """Writes `mlp` (random points) or `byte_gpt` (source text)."""
+    if name == "byte_gpt":
+        byte_gpt.prepare(folder, "train")
+        return
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20_000, 64)).astype("float32")
+    column = pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), 64)
+    table = pa.table({"x": column, "y": pa.array(rng.integers(0, 10, len(x)), pa.int64())})
+    pq.write_table(table, folder / "0.parquet", row_group_size=500)
