@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,13 +29,13 @@ class Digits(Task):
             nn.Linear(self.width, 10),
         )
 
-    def optimizer(self, parameters):
-        return torch.optim.AdamW(parameters, lr=self.lr)
+    def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([value for _, value in parameters], lr=self.lr)
 
-    def loss(self, model, batch):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return F.cross_entropy(model(batch["pixels"] / 16), batch["label"])
 
-    def evaluate(self, model, batch):
+    def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         scores = model(batch["pixels"] / 16)
         right = (scores.argmax(dim=1) == batch["label"]).float().mean()
         return {"loss": F.cross_entropy(scores, batch["label"]), "accuracy": right}

@@ -26,7 +26,10 @@ from raytrain_plus.runner import run
 REPOSITORY = Path(__file__).parents[2]
 LOOP_S = 300.0
 
-SIZES = {"byte_gpt": ("tests.benchmarks.tasks:ByteGPT", 8, 100, 20), "mlp": ("tests.benchmarks.tasks:Mlp", 32, 1500, 300)}
+SIZES = {
+    "byte_gpt": ("tests.benchmarks.tasks:ByteGPT", 8, 100, 20),
+    "mlp": ("tests.benchmarks.tasks:Mlp", 32, 1500, 300),
+}
 """task, rows per shard, steps, of them warm-up"""
 
 
@@ -52,7 +55,9 @@ def loop(kind: str, file: Path, warm_up: int) -> float:
             port = free.getsockname()[1]
     command = [sys.executable, "-m", "tests.benchmarks.loop", kind, str(file)]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(port), str(warm_up)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+        subprocess.Popen(
+            [*command, str(rank), str(port), str(warm_up)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+        )
         for rank in range(2)
     ]
     try:

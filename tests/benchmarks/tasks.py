@@ -21,7 +21,13 @@ class Mlp(Task):
 
     def model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 160), nn.Tanh(), nn.Linear(160, 10)
+            nn.Linear(64, 512),
+            nn.Tanh(),
+            nn.Linear(512, 512),
+            nn.Tanh(),
+            nn.Linear(512, 160),
+            nn.Tanh(),
+            nn.Linear(160, 10),
         )
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:

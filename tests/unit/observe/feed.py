@@ -1,0 +1,34 @@
+"""Events as a run tells them, written by hand."""
+
+from typing import Any
+
+Event = dict[str, Any]
+
+
+def event(kind: str, **fields: Any) -> Event:
+    return {"time": 0.0, "generation": 0, "kind": kind, **fields}
+
+
+def step(number: int, *, samples: int = 48, seconds: float = 0.5, loss: float | str = 1.25, time: float = 0.0) -> Event:
+    return {**event("step_committed", step=number, epoch=0, samples=samples, loss=loss, seconds=seconds), "time": time}
+
+
+def view(*shards: int, collective: str = "horovod") -> Event:
+    """A view of one worker per number, hosting so many shards."""
+    members = [
+        {
+            "worker": f"worker-{i}",
+            "pid": i,
+            "node": "n",
+            "cell": i,
+            "stage": 0,
+            "params": 1000,
+            "shards": [*range(hosted)],
+        }
+        for i, hosted in enumerate(shards)
+    ]
+    return event("view_formed", members=members, spares=[], collective=collective)
+
+
+def evaluated(number: int, **metrics: float) -> Event:
+    return event("evaluated", step=number, metrics=metrics)

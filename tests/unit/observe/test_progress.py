@@ -1,0 +1,186 @@
+"""The three views, fed by hand and by a clock of ours."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+from rich.console import Console
+
+from raytrain_plus.observe.progress import LIVE_S, PLAIN_S, NotebookView, PlainView, TerminalView, View, view_for
+from raytrain_plus.result import Result
+from tests.unit.observe.feed import evaluated, event, step, view
+
+RESULT = Result(name="gpt", status="finished", exit_code=0, path=Path("runs/gpt"), steps=9, samples=432)
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def terminal(width: int = 80) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=24, _environ={"TERM": "xterm"})
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_plain_view_speaks_every_few_seconds() -> None:
+    stream, clock = io.StringIO(), Clock()
+    plain = PlainView(stream, clock)
+    plain.start("gpt", 9)
+    plain.event(view(6, 6))
+    for number in range(3):
+        plain.event(step(number))
+    clock.now = PLAIN_S
+    plain.event(step(3))
+    plain.event(step(4))
+    assert stream.getvalue().splitlines() == [
+        "gpt: 9 steps; starting workers",
+        "2 workers ready, 6 shards each; 1,000 parameters; collective: horovod",
+        "step 1/9  loss 1.2500  2 workers",
+        "step 4/9  loss 1.2500  96 samples/s  2 workers  0:02 left",
+    ]
+
+
+def test_the_plain_view_tells_at_once_what_deserves_a_line_and_ends_with_the_summary() -> None:
+    stream = io.StringIO()
+    plain = PlainView(stream, Clock())
+    plain.start("gpt", 9)
+    plain.event(evaluated(-1, loss=5.5))
+    plain.event(event("worker_lost", worker="worker-1", pid=7, node="n", cause="[red]killed"))
+    plain.event(evaluated(8, loss=1.5))
+    plain.close()
+    plain.finish(RESULT)
+    lines = stream.getvalue().splitlines()
+    assert lines[1:3] == ["held out, untrained: loss 5.5000", "worker-1 (pid 7) was lost: [red]killed"]
+    assert "  held out loss  5.5000 untrained -> 1.5000 trained" in lines
+    assert lines[-1].startswith("  next ")
+
+
+def test_a_reader_that_leaves_ends_neither_the_run_nor_the_process() -> None:
+    program = (
+        "import sys\n"
+        "from raytrain_plus.observe.progress import PlainView\n"
+        "plain = PlainView(sys.stdout)\n"
+        "sys.stdin.read()\n"
+        "plain.start('gpt', 9)\n"
+        "plain.start('gpt', 9)\n"
+        "print('still there', file=sys.stderr)\n"
+    )
+    reader, writer = os.pipe()
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=writer, stderr=pipe, text=True)
+    os.close(writer)
+    os.close(reader)
+    _, error = child.communicate("", timeout=60)
+    assert (child.returncode, error) == (0, "still there\n")
+
+
+def feed(there: View) -> None:
+    there.start("gpt", 9)
+    there.event(view(6, 6))
+    there.event(event("worker_lost", worker="worker-1", pid=7, node="n", cause="[red]killed :boom: " + "x" * 80))
+    for number in range(9):
+        there.event(step(number))
+    there.event(evaluated(8, loss=1.5))
+
+
+def test_the_terminal_view_redraws_no_faster_than_it_can_be_read() -> None:
+    console, clock = terminal(), Clock()
+    live = TerminalView(console, clock)
+    live.start("gpt", 1000)
+    live.event(view(6, 6))
+    before = len(written(console))
+    for number in range(50):
+        live.event(step(number))
+    assert len(written(console)) == before
+    clock.now = LIVE_S
+    live.event(step(50))
+    assert "step 51/1000" in written(console)[before:]
+    live.close()
+
+
+def test_the_terminal_view_takes_nothing_for_markup_and_breaks_no_line_itself() -> None:
+    console = terminal()
+    live = TerminalView(console, Clock())
+    feed(live)
+    live.finish(RESULT)
+    assert f"was lost: [red]killed :boom: {'x' * 80}\n" in written(console)
+    assert "  next     tensorboard --logdir" in written(console)
+
+
+@pytest.mark.parametrize("width", [20, 40, 61, 70, 80, 200])
+def test_the_live_line_is_one_line_at_every_width(width: int) -> None:
+    console = terminal(width)
+    live = TerminalView(console, Clock())
+    feed(live)
+    lines = console.render_lines(live._picture(), console.options)
+    live.close()
+    assert len(lines) == 1
+    shown = "".join(segment.text for segment in lines[0])
+    assert shown.startswith("step 9/9") if width < 61 else "2 workers  0:00 left" in shown
+    assert ("━" in shown) == (width >= 70)
+
+
+def test_the_terminal_view_gives_the_cursor_back_when_a_run_breaks() -> None:
+    console = terminal()
+    live = TerminalView(console, Clock())
+    live.start("gpt", 9)
+    assert "\x1b[?25l" in written(console)
+    live.close()
+    live.close()
+    assert written(console).rindex("\x1b[?25h") > written(console).rindex("\x1b[?25l")
+
+
+def test_the_notebook_view_keeps_one_text_and_replaces_it() -> None:
+    drawn: list[str] = []
+    clock = Clock()
+    notebook = NotebookView(drawn.append, clock)
+    notebook.start("gpt", 9)
+    notebook.event(evaluated(-1, loss=5.5))
+    count = len(drawn)
+    notebook.event(view(6))
+    notebook.event(step(0))
+    assert len(drawn) == count + 1
+    clock.now = LIVE_S
+    notebook.event(step(1))
+    assert drawn[-1].splitlines() == [
+        "gpt: 9 steps",
+        "held out, untrained: loss 5.5000",
+        "1 worker ready, 6 shards each; 1,000 parameters; collective: horovod",
+        "step 2/9  loss 1.2500  96 samples/s  1 worker  0:04 left",
+    ]
+    notebook.close()
+    notebook.finish(RESULT)
+    assert "step 2/9" not in drawn[-1]
+    assert drawn[-1].splitlines()[-1].startswith("  next ")
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "term", "kind"),
+    [(io.StringIO(), "xterm", PlainView), (Screen(), "xterm", TerminalView), (Screen(), "dumb", PlainView)],
+    ids=["pipe", "terminal", "dumb terminal"],
+)
+def test_where_it_runs_picks_the_view(
+    stream: TextIO, term: str, kind: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert isinstance(view_for(stream), kind)

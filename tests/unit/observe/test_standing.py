@@ -1,0 +1,100 @@
+"""What events add up to, and how they read."""
+
+import doctest
+from typing import Any
+
+import pytest
+
+from raytrain_plus.observe import standing as module
+from raytrain_plus.observe.standing import Standing, told
+from tests.unit.observe.feed import evaluated, event, step, view
+
+
+def after(*events: dict[str, Any], total: int = 10) -> Standing:
+    standing = Standing(total=total)
+    for one in events:
+        standing.add(one)
+    return standing
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("events", "line"),
+    [
+        ([], "step 0/10  starting workers"),
+        ([view(6, 6)], "step 0/10  2 workers"),
+        ([view(6, 6), step(0)], "step 1/10  loss 1.2500  2 workers"),
+        ([view(6, 6), step(0), step(1)], "step 2/10  loss 1.2500  96 samples/s  2 workers  0:04 left"),
+        ([view(12), step(0), event("waiting", **{"for": "a worker"})], "step 1/10  loss 1.2500  waiting for a worker"),
+        ([view(12), event("waiting", **{"for": "a worker"}), view(12)], "step 0/10  1 worker"),
+        ([view(12), step(0, loss="nan")], "step 1/10  loss nan  1 worker"),
+    ],
+)
+def test_the_line_says_what_is_known(events: list[dict[str, Any]], line: str) -> None:
+    assert after(*events).line() == line
+
+
+def test_speed_leaves_out_a_groups_first_step_and_follows_the_last_ten_seconds() -> None:
+    slow = [step(number, seconds=5.0) for number in range(1, 4)]
+    fast = [step(number, seconds=0.5) for number in range(4, 24)]
+    assert after(view(6), step(0, seconds=100.0), *slow, total=24).samples_per_s == 48 / 5.0
+    whole = after(view(6), step(0, seconds=100.0), *slow, *fast, total=44)
+    assert whole.samples_per_s == 48 / 0.5
+    assert whole.seconds_left == 20 * 0.5
+
+
+def test_an_evaluation_between_steps_slows_none_down() -> None:
+    there = after(view(6), step(0), step(1, time=1.0), evaluated(1, loss=2.0), step(2, time=60.0))
+    assert there.samples_per_s == 96
+    assert there.evaluations == [(1, {"loss": 2.0})]
+
+
+def test_steps_that_took_no_time_have_no_speed() -> None:
+    there = after(view(6), step(0, seconds=0.0), step(1, seconds=0.0))
+    assert (there.samples_per_s, there.seconds_left) == (None, None)
+
+
+RECOVERED = event(
+    "recovered",
+    cause="worker_lost",
+    stall_s=0.314,
+    steps_lost=0,
+    steps_recomputed=1,
+    kept=[{}, {}],
+    replaced=[{}],
+    phases={},
+)
+
+
+@pytest.mark.parametrize(
+    ("one", "line"),
+    [
+        (view(5, 4, 3), "3 workers ready, 5 or 4 or 3 shards each; 1,000 parameters; collective: horovod"),
+        (evaluated(-1, loss=5.5, accuracy=0.1), "held out, untrained: loss 5.5000, accuracy 0.1000"),
+        (evaluated(99, loss=5.5), "held out, after step 100: loss 5.5000"),
+        (event("worker_joined", worker="worker-2", pid=7, node="n"), "worker-2 (pid 7) joined"),
+        (event("worker_lost", worker="worker-2", pid=7, node="n", cause="killed"), "worker-2 (pid 7) was lost: killed"),
+        (RECOVERED, "recovered (worker_lost): stalled 0.31 s; 0 steps lost, 1 step recomputed; 2 kept, 1 replaced"),
+        (event("waiting", **{"for": "2 CPUs"}), "waiting for 2 CPUs"),
+        (event("drain_notice", node="ab12", deadline=1.0), "node ab12 will leave"),
+        (event("rescaled", **{"from": 1, "to": 3}), "from 1 worker to 3"),
+        (event("checkpoint_failed", step=9, error="disk full"), "the checkpoint after step 10 failed: disk full"),
+        (event("resumed", step=9, checkpoint="c-9", voided_to=12), "resumed after step 10 from c-9"),
+        (step(3), None),
+        (event("checkpoint_saved", step=3, seconds=1.0, stall_s=0.0), None),
+        (event("run_started", job="", versions={}, address=""), None),
+    ],
+    ids=lambda value: value["kind"] if isinstance(value, dict) else "",
+)
+def test_events_that_deserve_a_line_get_one(one: dict[str, Any], line: str | None) -> None:
+    assert told(one) == line
+
+
+def test_stages_of_one_cell_hold_the_model_together_and_cells_hold_copies() -> None:
+    formed = view(6, 6, 6, 6)
+    for index, member in enumerate(formed["members"]):
+        member.update(cell=index // 2, stage=index % 2, params=[700, 300][index % 2])
+    assert "; 1,000 parameters;" in (told(formed) or "")

@@ -1,0 +1,83 @@
+"""A run's last lines."""
+
+from pathlib import Path
+from typing import Any
+
+from raytrain_plus.observe.standing import Standing
+from raytrain_plus.observe.summary import summary
+from raytrain_plus.result import Result
+
+FOLDER = Path("runs/gpt")
+
+
+def result(**changes: Any) -> Result:
+    values: dict[str, Any] = {
+        "name": "gpt",
+        "status": "finished",
+        "exit_code": 0,
+        "path": FOLDER,
+        "steps": 300,
+        "samples": 14400,
+        "seconds": 120.0,
+        "setup_s": 3.24,
+        "data_wait": 0.0123,
+        "metrics": {"loss": 1.5, "train_loss": 1.4},
+    }
+    return Result(**{**values, **changes})
+
+
+def standing(*evaluations: tuple[int, dict[str, float]]) -> Standing:
+    return Standing(total=300, evaluations=list(evaluations))
+
+
+def test_a_finished_run_says_all_of_it() -> None:
+    figures = [(-1, {"bits_per_byte": 8.0, "loss": 5.5}), (299, {"bits_per_byte": 2.2, "loss": 1.5})]
+    assert summary(result(show="def f():\n    pass"), standing(*figures)) == [
+        "gpt finished: 300 steps, 14,400 samples in 2:00, 120 samples/s",
+        "  held out bits_per_byte  8.0000 untrained -> 2.2000 trained",
+        "  held out loss           5.5000 untrained -> 1.5000 trained",
+        "  time     3.2 s of setup; 1.2 % of step time was spent waiting for data",
+        "",
+        "  the model says:",
+        "    def f():",
+        "        pass",
+        "",
+        f"  folder   {FOLDER}",
+        f"  model    {FOLDER / 'model.safetensors'}",
+        f"  events   {FOLDER / 'events.ndjson'}",
+        f"  next     tensorboard --logdir {FOLDER / 'tensorboard'}",
+    ]
+
+
+def test_a_run_that_had_ended_before_says_what_it_had_reached() -> None:
+    lines = summary(result(), standing())
+    assert lines[1] == "  reached  loss 1.5000, train_loss 1.4000"
+    assert summary(result(), None) == lines
+
+
+def test_a_single_evaluation_claims_no_progress() -> None:
+    assert summary(result(), standing((-1, {"loss": 5.5})))[1] == "  held out loss  5.5000 untrained"
+
+
+def test_a_resumed_run_compares_with_where_it_resumed() -> None:
+    lines = summary(result(), standing((99, {"loss": 2.0}), (299, {"loss": 1.5, "new": 1.0})))
+    assert lines[1:3] == [
+        "  held out loss  2.0000 after step 100 -> 1.5000 after step 300",
+        "  held out new   1.0000 after step 300",
+    ]
+
+
+def test_a_failed_run_ends_with_its_error_and_names_no_model() -> None:
+    lines = summary(result(status="failed", exit_code=1, error="loss is nan\n  at step 3"), standing())
+    assert lines[0].startswith("gpt failed: ")
+    assert lines[-3:] == ["", "loss is nan", "  at step 3"]
+    assert not [line for line in lines if "model.safetensors" in line or "tensorboard" in line]
+
+
+def test_a_run_without_a_step_claims_no_times() -> None:
+    lines = summary(result(steps=0, samples=0, seconds=0.0, setup_s=None, metrics={}, error="x"), standing())
+    assert lines[:2] == ["gpt finished: 0 steps, 0 samples", f"  folder   {FOLDER}"]
+
+
+def test_a_setup_that_was_not_measured_is_left_out() -> None:
+    assert "  time     1.2 % of step time was spent waiting for data" in summary(result(setup_s=None), None)

@@ -1,0 +1,115 @@
+"""TensorBoard's files, read back by the format's other implementation."""
+
+import doctest
+import math
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboardX.crc32c import crc32c as their_crc32c
+from tensorboardX.proto.event_pb2 import Event as Payload
+
+from raytrain_plus.observe import tensorboard as module
+from raytrain_plus.observe.tensorboard import FLUSH_S, Scalars
+from tests.unit.observe.feed import evaluated, event, step, view
+
+
+def payloads(file: Path) -> list[Any]:
+    """The file's records, each checksum verified by code that is not ours."""
+    data, found = file.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        checks = struct.unpack("<I", data[8:12]) + struct.unpack("<I", data[12 + length : 16 + length])
+        for part, check in zip((data[:8], data[12 : 12 + length]), checks, strict=True):
+            crc = their_crc32c(part)
+            assert ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF == check
+        found.append(Payload.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return found
+
+
+def only_file(folder: Path) -> Path:
+    (file,) = folder.glob("events.out.tfevents.*")
+    return file
+
+
+def figures(folder: Path) -> list[tuple[str, int, float, float]]:
+    first, *rest = payloads(only_file(folder))
+    assert first.file_version == "brain.Event:2"
+    return [(one.summary.value[0].tag, one.step, one.summary.value[0].simple_value, one.wall_time) for one in rest]
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+def test_figures_come_back_under_their_names_and_steps(tmp_path: Path) -> None:
+    scalars = Scalars(tmp_path / "tensorboard")
+    for one in (
+        event("run_started", job="", versions={}, address=""),
+        view(6, 6),
+        evaluated(-1, loss=5.5, größe=0.25),
+        step(0, samples=48, seconds=0.5, loss=5.25, time=1_700_000_000.25),
+        step(70_000, samples=48, seconds=0.0, loss=4.5),
+        evaluated(70_000, loss=1.5),
+    ):
+        scalars.add(one)
+    scalars.close()
+    scalars.close()
+    assert figures(tmp_path / "tensorboard") == [
+        ("run/workers", 0, 2.0, 0.0),
+        ("evaluation/loss", 0, 5.5, 0.0),
+        ("evaluation/größe", 0, 0.25, 0.0),
+        ("train/loss", 0, 5.25, 1_700_000_000.25),
+        ("train/samples_per_second", 0, 96.0, 1_700_000_000.25),
+        ("train/loss", 70_000, 4.5, 0.0),
+        ("evaluation/loss", 70_001, 1.5, 0.0),
+    ]
+
+
+@pytest.mark.parametrize(("value", "read"), [(math.inf, math.inf), (1e300, math.inf), (-1e300, -math.inf)])
+def test_a_figure_out_of_reach_is_infinite(tmp_path: Path, value: float, read: float) -> None:
+    scalars = Scalars(tmp_path)
+    scalars.add(evaluated(0, loss=value))
+    scalars.close()
+    assert figures(tmp_path)[0][2] == read
+
+
+def test_a_loss_that_is_no_number_is_written_as_such(tmp_path: Path) -> None:
+    scalars = Scalars(tmp_path)
+    scalars.add(step(0, loss=math.nan))
+    scalars.add(step(1, loss="nan"))
+    scalars.close()
+    assert all(math.isnan(value) for name, _, value, _ in figures(tmp_path) if name == "train/loss")
+
+
+def test_figures_are_seen_while_the_run_goes_on(tmp_path: Path) -> None:
+    now = 100.0
+    scalars = Scalars(tmp_path, clock=lambda: now)
+    scalars.add(step(0))
+    now += FLUSH_S
+    scalars.add(evaluated(0, loss=1.0))
+    assert [name for name, *_ in figures(tmp_path)][-1] == "evaluation/loss"
+    scalars.close()
+
+
+def test_a_run_that_tells_nothing_leaves_no_file(tmp_path: Path) -> None:
+    Scalars(tmp_path / "tensorboard").close()
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_watching_a_run_loads_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib\n"
+        "import raytrain_plus.observe.progress, raytrain_plus.observe.events\n"
+        "from raytrain_plus.observe.tensorboard import Scalars\n"
+        "scalars = Scalars(pathlib.Path(sys.argv[1]))\n"
+        "scalars.add({'kind': 'evaluated', 'time': 1.0, 'step': 0, 'metrics': {'loss': 1.0}})\n"
+        "scalars.close()\n"
+        "sys.exit(', '.join({'torch', 'ray', 'tensorboardX'} & set(sys.modules)) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
