@@ -1,4 +1,4 @@
-"""Training is a function of the job, not of the cluster: equal losses on any number of workers, and in plain PyTorch."""
+"""Training is a function of the job, not of the cluster: equal losses on any number of workers and in plain PyTorch."""
 
 from __future__ import annotations
 
