@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import signal
+import socket
 import sys
 import threading
 import time
@@ -152,6 +153,10 @@ def _look_at_data(job: Job, roots: Sequence[Path]) -> tuple[Index, Index | None]
     return seen, held_out
 
 
+KNOCK_S = 5.0
+"""Limit of finding out whether anybody listens at a cluster's address."""
+
+
 @contextlib.contextmanager
 def _connected(job: Job, address: str | None) -> Iterator[float]:
     """A Ray to run on; yields the moment at which it was there. One that we start ends with the run."""
@@ -162,6 +167,7 @@ def _connected(job: Job, address: str | None) -> Iterator[float]:
     largest = job.workers.max or job.workers.min
     try:
         if address:
+            _knock(address)
             ray.init(address=address, logging_level=logging.WARNING)
         else:
             ray.init(
@@ -170,7 +176,7 @@ def _connected(job: Job, address: str | None) -> Iterator[float]:
                 include_dashboard=False,
                 logging_level=logging.ERROR,
             )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise InputError(
             f"no Ray cluster answers: {str(error).splitlines()[0]}",
             where=f"address: {address or 'local'}",
@@ -180,6 +186,13 @@ def _connected(job: Job, address: str | None) -> Iterator[float]:
         yield time.time()
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raises `OSError` where nobody listens at `host:port`: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
 
 
 def _size(job: Job) -> int:

@@ -12,8 +12,9 @@ def summary(result: Result, standing: Standing | None) -> list[str]:
     `standing` is what its events added up to; None, or an empty one, where it had ended before.
     """
     lines = [_head(result), *_held_out(result, standing), *_time(result)]
-    if result.show:
-        lines += ["", "  the model says:", *(f"    {line}" for line in result.show.splitlines()), ""]
+    if result.show and result.show.strip():
+        said = result.show.rstrip().splitlines()
+        lines += ["", "  the model says:", *(f"    {line}".rstrip() for line in said), ""]
     lines.append(f"  folder   {result.path}")
     if result.status == "finished":
         lines.append(f"  model    {result.path / 'model.safetensors'}")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 
+from raytrain_plus import Data, Job, TaskError, run
 from raytrain_plus.observe.events import read_events
 from tests.integration.conftest import TASKS
-from tests.integration.tasks import write_data
+from tests.integration.tasks import Net, write_data
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -279,6 +282,44 @@ def test_with_token_authentication_on(tmp_path: Path) -> None:
     )
     assert code == 0, err
     assert json.loads(out)["steps"] == 8
+
+
+def test_an_address_joins_a_cluster_and_leaves_it_running(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    try:
+        address = ray.get_runtime_context().gcs_address
+        code, _, err = raytrain("run", write_job(tmp_path), "--json", "--address", address)
+        assert code == 0, err
+        started = next(iter(read_events(tmp_path / "runs" / "job" / "events.ndjson")))
+        assert started["address"] == address
+        # What the run held is free again.
+        deadline = time.monotonic() + 10
+        while ray.available_resources().get("CPU", 0) < 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert ray.available_resources()["CPU"] == 3
+    finally:
+        ray.shutdown()
+    code, _, err = raytrain("run", write_job(tmp_path, name="other"), "--address", "127.0.0.1:1")
+    assert (code, "address: 127.0.0.1:1: no Ray cluster answers" in err) == (2, True), err
+
+
+def test_a_task_that_cannot_be_sent_is_told(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+
+    class Locked(Net):
+        lock = threading.Lock()
+
+    job = Job(
+        name="locked",
+        task=Locked,
+        data=Data(path=str(tmp_path / "data"), batch_size=48),
+        steps=1,
+        storage=str(tmp_path / "runs"),
+    )
+    with pytest.raises(TaskError, match=r"Locked cannot be sent to a worker: TypeError: cannot pickle"):
+        run(job, quiet=True)
+    assert not ray.is_initialized()
 
 
 def test_doctor(tmp_path: Path) -> None:

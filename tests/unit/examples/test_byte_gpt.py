@@ -57,6 +57,20 @@ def test_an_untrained_one_guesses() -> None:
     assert float(told["bits_per_byte"]) == pytest.approx(8.0, abs=0.15)
 
 
+class CountsOn(nn.Module):
+    """Is sure that each byte is followed by the next larger one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 50.0 * nn.functional.one_hot((x + 1) % VOCABULARY, VOCABULARY).float()
+
+
+def test_the_loss_asks_for_the_next_byte_not_for_the_present_one() -> None:
+    counting = {"bytes": torch.arange(CONTEXT + 1, dtype=torch.uint8).expand(2, -1)}
+    standing = {"bytes": torch.zeros(2, CONTEXT + 1, dtype=torch.uint8)}
+    assert float(ByteGPT().loss(CountsOn(), counting)) < 1e-6
+    assert float(ByteGPT().loss(CountsOn(), standing)) == pytest.approx(50.0)
+
+
 def test_no_byte_sees_those_behind_it() -> None:
     model = whole(ByteGPT()).eval()
     text = batch(1)["bytes"][:, :-1].long()

@@ -77,6 +77,7 @@ def test_a_reader_that_leaves_ends_neither_the_run_nor_the_process() -> None:
         "sys.stdin.read()\n"
         "plain.start('gpt', 9)\n"
         "plain.start('gpt', 9)\n"
+        "print('others write there, too')\n"
         "print('still there', file=sys.stderr)\n"
     )
     reader, writer = os.pipe()

@@ -49,6 +49,12 @@ def test_a_finished_run_says_all_of_it() -> None:
     ]
 
 
+def test_blank_ends_of_what_the_model_says_are_left_out() -> None:
+    lines = summary(result(show="a\n\nb\n \n\n"), standing())
+    assert lines[3:9] == ["", "  the model says:", "    a", "", "    b", ""]
+    assert "  the model says:" not in summary(result(show="\n  "), standing())
+
+
 def test_a_run_that_had_ended_before_says_what_it_had_reached() -> None:
     lines = summary(result(), standing())
     assert lines[1] == "  reached  loss 1.5000, train_loss 1.4000"

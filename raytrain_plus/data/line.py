@@ -1,0 +1,187 @@
+"""The line: the endless sequence of the rows of epoch 0, 1, 2, ..., and which of them a shard gives to a step. Pure.
+
+An epoch permutes the units (row groups) by (seed, epoch), lays their rows end to end, and cuts them into one span per
+shard, equal within one row. A shard's rows are its span of epoch 0, then of epoch 1, and so on; step s takes the rows
+[s b, (s + 1) b) of each, b = batch_size / shards. So no row is dropped, padded or repeated, every step has the same
+size, and a position in the data is one integer.
+
+With N rows and M shards, epoch e's N mod M extra rows go to the shards (e N + i) mod M; therefore shard k has had
+ceil((e N - k) / M) rows before epoch e.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Shuffle = Literal["none", "units", "rows"]
+
+_UNITS, _ROWS = 1, 2
+_EPOCHS_KEPT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive rows of one unit, counted in the order that the epoch gives to the unit's rows."""
+
+    epoch: int
+    unit: int
+    start: int
+    rows: int
+
+
+def mix(*parts: int) -> int:
+    """64 bits out of whole numbers, in order: h = splitmix64(h + part), from h = 0.
+
+    splitmix64 is the finaliser of Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014.
+    """
+    state = np.zeros(1, dtype=np.uint64)
+    for part in parts:
+        state = _splitmix64(state + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
+    return int(state[0])
+
+
+def order(key: int, length: int) -> npt.NDArray[np.int64]:
+    """A permutation of range(length): the indices i sorted by splitmix64(key + i), ties by i."""
+    values = _splitmix64(np.arange(length, dtype=np.uint64) + np.uint64(key))
+    return np.argsort(values, kind="stable").astype(np.int64)
+
+
+def _splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    with np.errstate(over="ignore"):
+        z = values + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+class Line:
+    """The line of one dataset, seed and number of shards; ends after `steps` or `epochs`, exactly one of them given."""
+
+    def __init__(
+        self,
+        unit_rows: Sequence[int],
+        *,
+        shards: int,
+        batch_size: int,
+        seed: int,
+        shuffle: Shuffle = "rows",
+        steps: int | None = None,
+        epochs: int | None = None,
+    ) -> None:
+        self._unit_rows = np.asarray(unit_rows, dtype=np.int64)
+        self.rows = int(self._unit_rows.sum())
+        self.shards = shards
+        self.per_shard = batch_size // shards
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epochs = epochs
+        self.steps = _steps_of_epochs(self.rows, shards, self.per_shard, epochs) if steps is None else steps
+        self._tables: OrderedDict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = OrderedDict()
+
+    def rows_before(self, shard: int, epoch: int) -> int:
+        """How many rows the shard has had before `epoch`."""
+        return max(0, -((shard - epoch * self.rows) // self.shards))
+
+    def span(self, shard: int, epoch: int) -> tuple[int, int]:
+        """Where the shard's span lies among the epoch's rows: (offset, length)."""
+        base, extra = divmod(self.rows, self.shards)
+        first = (epoch * self.rows) % self.shards
+        # Of the shards before this one, those that have an extra row in this epoch.
+        ahead = sum(1 for i in range(extra) if (first + i) % self.shards < shard)
+        mine = (shard - first) % self.shards < extra
+        return shard * base + ahead, base + mine
+
+    def rows_in_step(self, shard: int, step: int) -> int:
+        """Rows that the shard gives to `step`; per_shard, but in the last step of a job that counts epochs."""
+        if self._epochs is None or step + 1 < self.steps:
+            return self.per_shard
+        return self.rows_before(shard, self._epochs) - step * self.per_shard
+
+    def pieces(self, shard: int, step: int) -> tuple[Piece, ...]:
+        """The shard's rows of `step`, in order."""
+        return self.pieces_between(shard, step * self.per_shard, step * self.per_shard + self.rows_in_step(shard, step))
+
+    def pieces_between(self, shard: int, start: int, stop: int) -> tuple[Piece, ...]:
+        """The rows [start, stop) of the shard's own sequence."""
+        found: list[Piece] = []
+        epoch = start * self.shards // self.rows
+        while self.rows_before(shard, epoch) > start:
+            epoch -= 1
+        while start < stop:
+            end = self.rows_before(shard, epoch + 1)
+            if start >= end:
+                epoch += 1
+                continue
+            offset, _ = self.span(shard, epoch)
+            at = offset + start - self.rows_before(shard, epoch)
+            count = min(stop, end) - start
+            found.extend(self._cut(epoch, at, count))
+            start += count
+        return tuple(found)
+
+    def permutation(self, epoch: int, unit: int) -> npt.NDArray[np.int64] | None:
+        """The order of the unit's rows in that epoch, as indices into the file's order; None where it is kept."""
+        if self._shuffle != "rows":
+            return None
+        return order(mix(self._seed, _ROWS, epoch, unit), int(self._unit_rows[unit]))
+
+    def unit_order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """The units in the epoch's order."""
+        return self._table(epoch)[0]
+
+    def _table(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(units in order, rows before each and in all); a few epochs are kept."""
+        table = self._tables.get(epoch)
+        if table is None:
+            count = len(self._unit_rows)
+            units = np.arange(count) if self._shuffle == "none" else order(mix(self._seed, _UNITS, epoch), count)
+            starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self._unit_rows[units])])
+            table = (units, starts)
+            self._tables[epoch] = table
+            while len(self._tables) > _EPOCHS_KEPT:
+                self._tables.popitem(last=False)
+        return table
+
+    def _cut(self, epoch: int, at: int, count: int) -> list[Piece]:
+        units, starts = self._table(epoch)
+        index = int(np.searchsorted(starts, at, side="right")) - 1
+        pieces = []
+        while count:
+            inside = at - int(starts[index])
+            rows = min(count, int(starts[index + 1]) - at)
+            if rows:
+                pieces.append(Piece(epoch, int(units[index]), inside, rows))
+            at += rows
+            count -= rows
+            index += 1
+        return pieces
+
+
+def _steps_of_epochs(rows: int, shards: int, per_shard: int, epochs: int | None) -> int:
+    """Steps that use every row of `epochs` epochs once.
+
+    What is left after the last full step makes a short step of its own, unless some shard would give fewer than two
+    rows to it (BatchNorm needs two): then it joins the last full step.
+    """
+    if epochs is None:
+        raise ValueError("a line ends after `steps` or after `epochs`: give exactly one")
+    each, over = divmod(epochs * rows, shards)
+    full, left = divmod(each, per_shard)
+    if (left == 0 and over == 0) or (left < 2 and full):
+        return full
+    return full + 1
+
+
+def read_factor(line: Line, units: int) -> float:
+    """How many times over a unit is read in epoch 0, because spans share it: 1 where no unit is cut."""
+    reads = 0
+    for shard in range(line.shards):
+        _, length = line.span(shard, 0)
+        reads += len(line.pieces_between(shard, 0, length)) if length else 0
+    return reads / max(1, units)

@@ -1,0 +1,57 @@
+"""Makes the data where it is missing: once per node under a lock, and never half."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from raytrain_plus.errors import DataError, TaskError, WaitExpired
+from raytrain_plus.taskfile import load_function, trim_traceback
+
+LOCK_S = 3600.0
+"""How long to wait for another process of this node that prepares the same data."""
+
+
+def prepare(spec: str | None, path: str | Path, roots: Sequence[Path]) -> None:
+    """Calls `module:function` as function(folder, name) where `path` is missing.
+
+    `folder` is an empty folder beside `path`, which takes its place when the function has returned; `name` is the last
+    part of `path`, so that one function can write several splits. Raises `TaskError` with the user's own frames.
+    """
+    target = Path(path).absolute()
+    if spec is None or target.exists():
+        return
+    function = load_function(spec, roots)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(target.parent / f".{target.name}.lock", timeout=LOCK_S)
+        with lock:
+            if not target.exists():
+                _write(function, spec, target)
+    except Timeout as error:
+        raise WaitExpired(f"another process has been preparing {target} for more than {LOCK_S:g} s") from error
+    except OSError as error:
+        raise DataError(f"cannot be made: {error.strerror}", where=str(target)) from error
+
+
+def _write(function: object, spec: str, target: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        try:
+            function(folder, target.name)  # type: ignore[operator]
+        except Exception as error:
+            raise TaskError(
+                f"data.prepare raised {type(error).__name__}: {error}",
+                where=f"data.prepare: {spec}",
+                user_traceback=trim_traceback(error),
+            ) from error
+        if not any(folder.iterdir()):
+            raise DataError("data.prepare wrote nothing", where=f"data.prepare: {spec}", expected="Parquet files")
+        folder.chmod(0o755)
+        folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,264 @@
+"""A worker's batches, ready before the step needs them.
+
+A thread reads, cuts and collates the next steps. Rows come from memory where whole units are kept, from the stream
+where it is ahead, and else are read directly: when the stream starts, when it has fallen behind, and when it ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+from raytrain_plus.data.granule import Rows
+from raytrain_plus.data.line import Line
+from raytrain_plus.data.reads import Read, first_touches, grouped, reads
+from raytrain_plus.data.source import read_unit
+from raytrain_plus.errors import RaytrainError, TrainingError, WaitExpired
+
+PREFETCH_STEPS = 4
+"""Steps whose batches are made ahead."""
+STREAM_S = 60.0
+"""How long a stream that runs may keep a read waiting before it is read directly."""
+
+Collate = Callable[[pa.Table], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What one forward pass takes."""
+
+    batch: Any
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatches:
+    """One step's microbatches by hosted shard, and how long `get` waited for them."""
+
+    shards: dict[int, list[Microbatch]]
+    waited_s: float
+
+
+def cut(table: pa.Table, rows: int, collate: Collate) -> list[Microbatch]:
+    """A shard's rows in microbatches of `rows`; the last one takes what is left.
+
+    A single row that is left over joins the microbatch before it: BatchNorm cannot train on one.
+    """
+    starts = list(range(0, table.num_rows, rows))
+    if len(starts) > 1 and table.num_rows - starts[-1] == 1:
+        starts.pop()
+    ends = [*starts[1:], table.num_rows]
+    return [
+        Microbatch(_collated(table.slice(start, end - start), collate), end - start)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _collated(table: pa.Table, collate: Collate) -> Any:
+    try:
+        return collate(table)
+    except RaytrainError:
+        raise
+    except TypeError as error:
+        raise TrainingError(f"the rows cannot be made a batch: {error}") from error
+
+
+def from_stream(number: int, delivered: int, ended: bool) -> bool:
+    """Whether read `number` is to be awaited from a stream that has delivered all up to `delivered`.
+
+    Not before its first delivery, nor while it is behind: then reading directly is faster, and the stream, which drops
+    what was passed, catches up. It has when the next read it owes is the one that is wanted.
+    """
+    if ended:
+        return delivered >= number
+    return delivered >= 0 and number - 1 <= delivered
+
+
+class Batches:
+    """The batches of the hosted shards from `first_step` on. Open it with `with`."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        shards: Sequence[int],
+        first_step: int,
+        microbatches: int,
+        collate: Collate,
+        cache_mb: int,
+        make_stream: Callable[..., Any] | None,
+    ) -> None:
+        """`make_stream(rows, groups, whole_units=, expected_rows=)` gives a stream; None reads everything directly."""
+        self._rows = rows
+        self._line: Line = rows.line
+        self._shards = tuple(sorted(shards))
+        self._first_step = first_step
+        self._microbatch_rows = max(1, self._line.per_shard // microbatches)
+        self._collate = collate
+        self._keep_units = rows.transform is None and sum(rows.index.unit_bytes) <= cache_mb << 20
+        self._units: dict[int, pa.Table] = {}
+        self._make_stream = make_stream
+        self._stream: Any = None
+        self._ready: queue.Queue[dict[int, list[Microbatch]] | BaseException] = queue.Queue(PREFETCH_STEPS)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
+        self._next_read = 0
+        self.streamed_reads = 0
+        """Reads that came through the stream."""
+        self.direct_reads = 0
+        """Reads that this worker made itself."""
+
+    def __enter__(self) -> Batches:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.set()
+        while not self._ready.empty():
+            self._ready.get_nowait()
+        self._thread.join(STREAM_S)
+        if self._stream is not None:
+            self._stream.close()
+
+    def get(self, step: int, timeout_s: float) -> StepBatches:
+        """The batches of the next step; raises what reading or collating raised, `WaitExpired` after `timeout_s`."""
+        start = time.monotonic()
+        try:
+            made = self._ready.get(timeout=timeout_s)
+        except queue.Empty as error:
+            raise WaitExpired(f"the data of step {step} did not come within {timeout_s:g} s") from error
+        if isinstance(made, BaseException):
+            raise made
+        return StepBatches(made, time.monotonic() - start)
+
+    def _run(self) -> None:
+        try:
+            sources = {shard: _ShardRows(self._line, shard, self._first_step) for shard in self._shards}
+            upcoming = reads(self._line, self._shards, self._first_step)
+            for step in range(self._first_step, self._line.steps):
+                if step == self._first_step + PREFETCH_STEPS + 2:
+                    # The first step has its batch: loading and starting Ray Data, a second's work, must not delay it.
+                    self._start_stream()
+                while any(source.lacks(step) for source in sources.values()):
+                    read = next(upcoming)
+                    self._next_read = read.number + 1
+                    sources[read.shard].add(self._read(read))
+                made = {
+                    shard: cut(source.take(step), self._microbatch_rows, self._collate)
+                    for shard, source in sources.items()
+                }
+                if not self._offer(made):
+                    return
+        except BaseException as error:
+            self._offer(error)
+
+    def _offer(self, made: dict[int, list[Microbatch]] | BaseException) -> bool:
+        while not self._closing.is_set():
+            try:
+                self._ready.put(made, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def _start_stream(self) -> None:
+        if self._make_stream is None or (self._keep_units and len(self._units) == len(self._rows.index.unit_rows)):
+            return
+        index = self._rows.index
+        upcoming = reads(self._line, self._shards, self._first_step)
+        wanted: Iterator[Read] = itertools.islice(upcoming, self._next_read, None)
+        if self._keep_units:
+            wanted = first_touches(wanted, frozenset(range(len(index.unit_rows))) - self._units.keys())
+        self._stream = self._make_stream(
+            self._rows,
+            grouped(wanted, index.unit_bytes, index.unit_rows),
+            whole_units=self._keep_units,
+            expected_rows=(lambda read: index.unit_rows[read.piece.unit])
+            if self._keep_units
+            else (lambda read: read.piece.rows),
+        )
+        self._stream.start()
+
+    def _read(self, read: Read) -> pa.Table:
+        if self._keep_units:
+            return self._rows.cut(self._unit(read), read.piece)
+        stream = self._stream
+        if stream is not None and from_stream(read.number, stream.delivered, stream.ended):
+            table = stream.take(read.number, STREAM_S)
+            if table is not None:
+                self.streamed_reads += 1
+                return table
+        elif stream is not None:
+            stream.pass_by(read.number)
+        self.direct_reads += 1
+        return self._rows.read(read.piece)
+
+    def _unit(self, read: Read) -> pa.Table:
+        unit = read.piece.unit
+        if unit not in self._units and self._stream is not None:
+            for arrived, table in self._stream.take_units().items():
+                self.streamed_reads += arrived not in self._units
+                self._units.setdefault(arrived, table)
+        if unit not in self._units:
+            self.direct_reads += 1
+            self._units[unit] = read_unit(self._rows.index, unit)
+        return self._units[unit]
+
+
+class _ShardRows:
+    """One shard's rows that are at hand but not yet used."""
+
+    def __init__(self, line: Line, shard: int, first_step: int) -> None:
+        self._line = line
+        self._shard = shard
+        self._tables: list[pa.Table] = []
+        self._have = 0
+
+    def lacks(self, step: int) -> bool:
+        return self._have < self._line.rows_in_step(self._shard, step)
+
+    def add(self, table: pa.Table) -> None:
+        self._tables.append(table)
+        self._have += table.num_rows
+
+    def take(self, step: int) -> pa.Table:
+        wanted = self._line.rows_in_step(self._shard, step)
+        self._have -= wanted
+        parts = []
+        while wanted:
+            table = self._tables.pop(0)
+            parts.append(table.slice(0, wanted))
+            if table.num_rows > wanted:
+                self._tables.insert(0, table.slice(wanted))
+            wanted -= min(wanted, table.num_rows)
+        return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+
+
+def held_out(rows: Rows, shard: int, microbatch_rows: int, collate: Collate) -> Iterator[Microbatch]:
+    """One shard's span of a held-out dataset, in microbatches of at most so many rows, read directly, unit by unit."""
+    _, length = rows.line.span(shard, 0)
+    if not length:
+        return
+    pending: list[pa.Table] = []
+    have = 0
+    for piece in rows.line.pieces_between(shard, 0, length):
+        table = rows.read(piece)
+        pending.append(table)
+        have += table.num_rows
+        if have >= microbatch_rows:
+            whole = pa.concat_tables(pending)
+            full = have - have % microbatch_rows
+            yield from cut(whole.slice(0, full), microbatch_rows, collate)
+            pending, have = [whole.slice(full)], have - full
+    if have:
+        yield from cut(pa.concat_tables(pending), microbatch_rows, collate)

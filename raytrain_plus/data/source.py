@@ -1,0 +1,195 @@
+"""The dataset as its footers tell it: units, columns, fingerprint; and the reading of one unit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_plus.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What one pass over the footers gave. Units are numbered file by file, row group by row group."""
+
+    path: str
+    files: tuple[str, ...]
+    """Relative to `path`, sorted; the file's own name where `path` is a file."""
+    unit_file: tuple[int, ...]
+    """For each unit, its file's number."""
+    unit_group: tuple[int, ...]
+    """For each unit, its row group in that file."""
+    unit_rows: tuple[int, ...]
+    """For each unit, its rows."""
+    unit_bytes: tuple[int, ...]
+    """For each unit, its bytes when decoded, as the footer says."""
+    schema: pa.Schema
+    """The columns, without metadata."""
+    fingerprint: str
+    """SHA-256 over the files' relative paths, sizes and footers; no times."""
+
+    @property
+    def rows(self) -> int:
+        """Rows in all."""
+        return sum(self.unit_rows)
+
+    def file(self, number: int) -> Path:
+        """Where file `number` lies."""
+        base = Path(self.path)
+        return base if base.is_file() else base / self.files[number]
+
+    def name(self, unit: int) -> str:
+        """A unit as a person would say it."""
+        return f"{self.file(self.unit_file[unit])}, row group {self.unit_group[unit]}"
+
+
+def index(path: str | Path) -> Index:
+    """Reads the footers of a Parquet file, or of every `*.parquet` below a folder (names with a leading . or _ aside).
+
+    Raises `DataError` where there is nothing to read, or what is there is not one table.
+    """
+    base = Path(path).absolute()
+    files = _find(base)
+    digest = hashlib.sha256()
+    schemas: list[pa.Schema] = []
+    units: list[tuple[int, int, int, int]] = []
+    for number, file in enumerate(files):
+        metadata, footer = _footer(file)
+        size = file.stat().st_size
+        digest.update(f"{_relative(file, base)}\0{size}\0".encode())
+        digest.update(hashlib.sha256(footer).digest())
+        schemas.append(metadata.schema.to_arrow_schema().remove_metadata())
+        for group in range(metadata.num_row_groups):
+            entry = metadata.row_group(group)
+            if entry.num_rows:
+                units.append((number, group, entry.num_rows, entry.total_byte_size))
+    _check_one_table(files, schemas)
+    if not units:
+        raise DataError(
+            f"0 rows in {len(files)} file{'s' * (len(files) > 1)}", where=str(base), expected="rows to train on"
+        )
+    columns = list(zip(*units, strict=True))
+    return Index(
+        path=str(base),
+        files=tuple(_relative(file, base) for file in files),
+        unit_file=columns[0],
+        unit_group=columns[1],
+        unit_rows=columns[2],
+        unit_bytes=columns[3],
+        schema=schemas[0],
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def check_enough(data: Index, shards: int) -> None:
+    """Raises `DataError` where there are fewer rows than shards."""
+    if data.rows < shards:
+        raise DataError(
+            f"{data.rows} rows are fewer than data.shards = {shards}",
+            where=data.path,
+            expected="at least one row for each shard",
+            remedy=f"use more data, or data.shards of at most {data.rows}",
+        )
+
+
+def read_unit(data: Index, unit: int) -> pa.Table:
+    """All rows of one unit, in the file's order. Raises `DataError` naming file and row group."""
+    try:
+        with pq.ParquetFile(data.file(data.unit_file[unit])) as file:
+            table = file.read_row_group(data.unit_group[unit], use_threads=False)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"cannot be read: {_plain(error)}", where=data.name(unit), remedy="write the file anew, or remove it"
+        ) from error
+    if table.num_rows != data.unit_rows[unit]:
+        raise DataError(
+            f"has {table.num_rows} rows, {data.unit_rows[unit]} when the run started",
+            where=data.name(unit),
+            remedy="leave the data alone while a run reads it",
+        )
+    return table.replace_schema_metadata(None)
+
+
+def _find(base: Path) -> list[Path]:
+    if not base.exists():
+        parents = [parent for parent in base.parents if parent.exists()]
+        raise DataError(
+            "there is no such file or folder",
+            where=str(base),
+            remedy=f"make it, correct the path ({parents[0]} exists), or name a function in data.prepare that writes it",
+        )
+    if base.is_file():
+        return [base]
+    try:
+        seen = [file for file in base.rglob("*") if file.is_file() and not _hidden(file.relative_to(base))]
+    except OSError as error:
+        raise DataError(f"cannot be listed: {error.strerror}", where=str(base)) from error
+    files = sorted((file for file in seen if file.suffix == ".parquet"), key=lambda file: _relative(file, base))
+    if not files:
+        kinds = Counter(file.suffix or "no ending" for file in seen)
+        there = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)) or "nothing"
+        raise DataError(f"holds no Parquet file, but {there}", where=str(base), expected="files named *.parquet")
+    return files
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in relative.parts)
+
+
+def _relative(file: Path, base: Path) -> str:
+    return file.name if file == base else file.relative_to(base).as_posix()
+
+
+def _footer(file: Path) -> tuple[pq.FileMetaData, bytes]:
+    """A file's metadata, and its footer's bytes: the last eight say how long it is."""
+    try:
+        with file.open("rb") as stream:
+            size = stream.seek(0, 2)
+            stream.seek(max(0, size - 8))
+            tail = stream.read(8)
+            length = int.from_bytes(tail[:4], "little")
+            stream.seek(max(0, size - 8 - length))
+            footer = stream.read(length)
+        return pq.read_metadata(file), footer
+    except PermissionError as error:
+        raise DataError("cannot be read: permission denied", where=str(file)) from error
+    except (OSError, pa.ArrowException) as error:
+        size = file.stat().st_size if file.exists() else 0
+        raise DataError(
+            f"is no readable Parquet file ({size} bytes): {_plain(error)}",
+            where=str(file),
+            remedy="write it anew, or move it out of the folder",
+        ) from error
+
+
+def _check_one_table(files: list[Path], schemas: list[pa.Schema]) -> None:
+    first = schemas[0]
+    differing = [number for number, schema in enumerate(schemas) if not schema.equals(first)]
+    if not differing:
+        return
+    number = differing[0]
+    other = schemas[number]
+    for name in dict.fromkeys([*first.names, *other.names]):
+        here = first.field(name).type if name in first.names else None
+        there = other.field(name).type if name in other.names else None
+        if here != there:
+            spelled = f"is {there}" if there is not None else "is missing"
+            expected = f"{here}" if here is not None else "no such column"
+            break
+    else:
+        name, spelled, expected = ", ".join(other.names), "come in another order", ", ".join(first.names)
+    raise DataError(
+        f"column '{name}' {spelled}; {len(differing)} of {len(files)} files differ from the first",
+        where=str(files[number]),
+        expected=f"{expected}, as in {files[0]}",
+        remedy="write all files with the same columns, in the same order",
+    )
+
+
+def _plain(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

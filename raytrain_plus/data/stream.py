@@ -1,0 +1,244 @@
+"""Streaming through Ray Data: read tasks run ahead of the training, in the order in which a worker needs their rows.
+
+One executor per worker, tasks on the worker's own node and without a CPU share (with one they would starve where the
+workers hold every CPU), a bounded number of them at a time, and a bounded number of bytes waiting here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+import ray
+from ray.data import DataContext, Datasource, ExecutionResources, ReadTask
+from ray.data.block import BlockMetadata
+
+from raytrain_plus.data.granule import Rows
+from raytrain_plus.data.reads import Read
+from raytrain_plus.data.source import read_unit
+
+TASKS_AT_ONCE = 2
+"""Read tasks that run at the same time for one worker."""
+HORIZON = 16
+"""Read tasks in one Ray Data execution; the next one starts when it has been taken in."""
+STARTUP_S = 1.0
+"""What an execution is taken to need before its first rows, until one has been measured."""
+OBJECT_STORE_BYTES = 256 << 20
+"""What one worker's stream may hold in Ray's object store."""
+WAITING_BYTES = 64 << 20
+"""What may wait in the worker's memory before the stream pauses."""
+CLOSE_S = 10.0
+"""How long closing waits for the stream's thread."""
+
+_NUMBER = "_raytrain_read"
+
+
+class _Reads(Datasource):
+    """Groups of reads as Ray Data tasks, in the given order."""
+
+    def __init__(
+        self, pickled_rows: Any, roots: Sequence[str], groups: list[tuple[Read, ...]], whole_units: bool
+    ) -> None:
+        self._pickled_rows = pickled_rows
+        self._roots = tuple(roots)
+        self._groups = groups
+        self._whole_units = whole_units
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
+    ) -> list[ReadTask]:
+        return [self._task(group) for group in self._groups]
+
+    def _task(self, group: tuple[Read, ...]) -> ReadTask:
+        metadata = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+        arguments = (self._pickled_rows, self._roots, group, self._whole_units)
+        return ReadTask(lambda: _read_group(*arguments), metadata)
+
+
+def _read_group(
+    pickled_rows: Any, roots: tuple[str, ...], group: tuple[Read, ...], whole_units: bool
+) -> Iterator[pa.Table]:
+    # The user's transform is imported from these folders when the rows are unpickled.
+    sys.path[:0] = [root for root in roots if root not in sys.path]
+    rows: Rows = cloudpickle.loads(ray.get(pickled_rows))
+    for read in group:
+        table = read_unit(rows.index, read.piece.unit) if whole_units else rows.read(read.piece)
+        yield table.append_column(_NUMBER, pa.array(np.full(table.num_rows, read.number, dtype=np.int64)))
+
+
+class Stream:
+    """Runs reads ahead; what arrives waits in `take` until the reader wants it."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        groups: Iterable[tuple[Read, ...]],
+        *,
+        whole_units: bool,
+        expected_rows: Callable[[Read], int],
+        node: str,
+        roots: Sequence[str],
+    ) -> None:
+        self._rows = rows
+        self._roots = roots
+        self._groups = iter(groups)
+        self._startup_s = STARTUP_S
+        self._whole_units = whole_units
+        self._expected_rows = expected_rows
+        self._node = node
+        self._news = threading.Condition()
+        self._arrived: dict[int, pa.Table] = {}
+        self._waiting_bytes = 0
+        self._began = 0.0
+        self._began_at = 0
+        self._consumed_to = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
+        self.delivered = -1
+        """The highest number that has arrived."""
+        self.ended = False
+        """Nothing more will come: all was delivered, or an error ended the stream."""
+
+    def start(self) -> None:
+        """Starts the stream's thread."""
+        # Ray Data tells of each execution; a run has many, and a view of its own.
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        self._began = time.monotonic()
+        self._thread.start()
+
+    def take(self, number: int, timeout_s: float) -> pa.Table | None:
+        """The rows of read `number`, waiting for it while it may still come; None where it will not, or not in time."""
+        with self._news:
+            self._consumed_to = max(self._consumed_to, number)
+            self._drop_passed()
+            self._news.notify_all()
+            self._news.wait_for(lambda: number in self._arrived or self.delivered > number or self.ended, timeout_s)
+            table = self._arrived.pop(number, None)
+            if table is not None:
+                self._waiting_bytes -= table.nbytes
+                self._news.notify_all()
+            return table
+
+    def pass_by(self, number: int) -> None:
+        """Says that the reader reads `number` itself: what arrives up to it is dropped."""
+        with self._news:
+            if self._consumed_to == 0:
+                self._began_at = number
+            self._consumed_to = max(self._consumed_to, number + 1)
+            self._drop_passed()
+            self._news.notify_all()
+
+    def take_units(self) -> dict[int, pa.Table]:
+        """The whole units that have arrived since the last call, by number."""
+        with self._news:
+            arrived, self._arrived = self._arrived, {}
+            return arrived
+
+    def close(self) -> None:
+        """Stops the stream and its tasks; waits a bounded time for its thread."""
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                ahead = itertools.dropwhile(lambda group: group[-1].number < self._aim(), self._groups)
+                groups = list(itertools.islice(ahead, HORIZON))
+                if not groups:
+                    return
+                self._execute(groups)
+        except Exception:
+            if not self._closing:
+                # The reader goes on with direct reads, which meet the same fault, if it is one of the data.
+                logging.getLogger(__name__).warning("the data stream ended early; reading directly", exc_info=True)
+        finally:
+            with self._news:
+                self.ended = True
+                self._news.notify_all()
+
+    def _aim(self) -> int:
+        """The read that the reader will want when a new execution delivers its first: earlier ones come too late."""
+        if self._whole_units or self._consumed_to == 0:
+            return 0
+        rate = (self._consumed_to - self._began_at) / max(time.monotonic() - self._began, 0.001)
+        return self._consumed_to + round(rate * self._startup_s)
+
+    def _execute(self, groups: list[tuple[Read, ...]]) -> None:
+        context = DataContext.get_current().copy()
+        context.enable_progress_bars = False
+        context.print_on_execution_start = False
+        context.execution_options.preserve_order = True
+        context.execution_options.resource_limits = ExecutionResources.for_limits(
+            object_store_memory=OBJECT_STORE_BYTES
+        )
+        wanted = {read.number: read for group in groups for read in group}
+        with DataContext.current(context):
+            dataset = ray.data.read_datasource(
+                _Reads(ray.put(cloudpickle.dumps(self._rows)), self._roots, groups, self._whole_units),
+                concurrency=min(TASKS_AT_ONCE, len(groups)),
+                override_num_blocks=len(groups),
+                num_cpus=0,
+                label_selector={"ray.io/node-id": self._node},
+            )
+            batches: Any = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+            partial: dict[int, list[pa.Table]] = {}
+            started = time.monotonic()
+            for number, batch in enumerate(batches):
+                if number == 0:
+                    self._startup_s = time.monotonic() - started
+                for read, table in _split(batch):
+                    partial.setdefault(read, []).append(table)
+                    have = sum(part.num_rows for part in partial[read])
+                    if have == self._expected_rows(wanted[read]) and not self._put(
+                        wanted[read], pa.concat_tables(partial.pop(read))
+                    ):
+                        return
+
+    def _put(self, read: Read, table: pa.Table) -> bool:
+        """Keeps what arrived, when there is room; False where the stream is closing."""
+        with self._news:
+            if (
+                not self._whole_units
+            ):  # kept units are bounded by the reader's cache, and it asks for them when it likes
+                self._news.wait_for(
+                    lambda: self._closing or self._waiting_bytes < WAITING_BYTES or self._consumed_to >= read.number
+                )
+            if self._closing:
+                return False
+            self.delivered = max(self.delivered, read.number)
+            self._arrived[read.piece.unit if self._whole_units else read.number] = table
+            if not self._whole_units:
+                self._waiting_bytes += table.nbytes
+                self._drop_passed()
+            self._news.notify_all()
+            return True
+
+    def _drop_passed(self) -> None:
+        """Forgets what the reader has passed by reading directly."""
+        for number in [number for number in self._arrived if number < self._consumed_to]:
+            self._waiting_bytes -= self._arrived.pop(number).nbytes
+
+
+def _split(batch: pa.Table) -> Iterator[tuple[int, pa.Table]]:
+    """A block, cut where its read changes."""
+    numbers = batch.column(_NUMBER).to_numpy()
+    rows = batch.drop_columns([_NUMBER])
+    at = 0
+    while at < len(numbers):
+        number = int(numbers[at])
+        end = at + int((numbers[at:] == number).sum())
+        yield number, rows.slice(at, end - at)
+        at = end

@@ -1,0 +1,191 @@
+"""Batches: the line's rows, the same whether streamed or read directly; a transform is a function of the job."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_plus.data.granule import Rows
+from raytrain_plus.data.line import Line
+from raytrain_plus.data.reader import Batches, from_stream, held_out
+from raytrain_plus.data.source import index, read_unit
+from raytrain_plus.errors import TrainingError, WaitExpired
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(3):
+        values = pa.array(range(number * 100, number * 100 + 37), pa.int64())
+        pq.write_table(pa.table({"x": values}), tmp_path / f"{number}.parquet", row_group_size=10)
+    return tmp_path
+
+
+def augment(table: pa.Table, rng: np.random.Generator) -> pa.Table:
+    return pa.table({"x": table.column("x"), "noise": pa.array(rng.random(table.num_rows))})
+
+
+def rows_of(folder: Path, *, transform=None, shards: int = 4, epochs: int = 3, granule: int = 4) -> Rows:  # type: ignore[no-untyped-def]
+    seen = index(folder)
+    line = Line(seen.unit_rows, shards=shards, batch_size=shards * 3, seed=5, epochs=epochs)
+    return Rows(index=seen, line=line, seed=5, transform=transform, granule=granule)
+
+
+def to_rows(table: pa.Table) -> list[tuple[object, ...]]:
+    return [tuple(row.values()) for row in table.to_pylist()]
+
+
+def gather(rows: Rows, make_stream=None, cache_mb: int = 0, shards: tuple[int, ...] = (0, 1, 2, 3), first: int = 0):  # type: ignore[no-untyped-def]
+    feed = Batches(
+        rows,
+        shards=shards,
+        first_step=first,
+        microbatches=1,
+        collate=to_rows,
+        cache_mb=cache_mb,
+        make_stream=make_stream,
+    )
+    with feed:
+        steps = [feed.get(step, 10).shards for step in range(first, rows.line.steps)]
+    return {
+        (step + first, shard): [row for mb in mbs for row in mb.batch]
+        for step, made in enumerate(steps)
+        for shard, mbs in made.items()
+    }, feed
+
+
+class ThreadStream:
+    """Stands where Ray Data stands: the same reads by a plain thread, in order."""
+
+    def __init__(
+        self, rows: Rows, groups: Iterator[tuple[object, ...]], *, whole_units: bool, expected_rows: object
+    ) -> None:
+        self.rows, self.groups, self.whole_units = rows, groups, whole_units
+        self.delivered, self.ended, self.tables = -1, False, {}
+        self.news = threading.Condition()
+
+    def start(self) -> None:
+        for group in self.groups:
+            for read in group:
+                table = read_unit(self.rows.index, read.piece.unit) if self.whole_units else self.rows.read(read.piece)
+                self.tables[read.piece.unit if self.whole_units else read.number] = table
+                self.delivered = read.number
+        self.ended = True
+
+    def take(self, number: int, timeout_s: float) -> pa.Table:
+        return self.tables.pop(number, None)
+
+    def pass_by(self, number: int) -> None:
+        self.tables.pop(number, None)
+
+    def take_units(self) -> dict[int, pa.Table]:
+        taken, self.tables = self.tables, {}
+        return taken
+
+    def close(self) -> None: ...
+
+
+def test_batches_are_the_lines_rows(folder: Path) -> None:
+    rows = rows_of(folder)
+    made, _ = gather(rows)
+    for (step, shard), got in made.items():
+        expected = [row for piece in rows.line.pieces(shard, step) for row in to_rows(rows.read(piece))]
+        assert got == expected
+    everything = sorted(value for got in made.values() for (value,) in got)
+    assert everything == sorted([n * 100 + i for n in range(3) for i in range(37)] * 3)
+
+
+@pytest.mark.parametrize("cache_mb", [0, 64])
+@pytest.mark.parametrize("transform", [None, augment])
+def test_streamed_and_direct_rows_are_the_same(folder: Path, cache_mb: int, transform: object) -> None:
+    rows = rows_of(folder, transform=transform)
+    direct, _ = gather(rows)
+    streamed, feed = gather(rows, ThreadStream, cache_mb)
+    assert streamed == direct
+    assert feed.streamed_reads > 0
+
+
+def test_a_shard_that_moves_in_mid_granule_sees_the_same_noise(folder: Path) -> None:
+    rows = rows_of(folder, transform=augment)
+    whole, _ = gather(rows)
+    moved, _ = gather(rows, shards=(2,), first=5)
+    assert moved == {key: value for key, value in whole.items() if key[0] >= 5 and key[1] == 2}
+
+
+def test_another_granule_or_epoch_gives_other_noise(folder: Path) -> None:
+    made, _ = gather(rows_of(folder, transform=augment))
+    noise = [row[1] for got in made.values() for row in got]
+    assert len(set(noise)) == len(noise)
+
+
+def test_a_transform_that_drops_rows_is_refused(folder: Path) -> None:
+    rows = rows_of(folder, transform=lambda table, rng: table.slice(1))
+    with pytest.raises(TrainingError, match=r"returned 3 rows for 4 rows \(granule \d+ of .*must keep"):
+        gather(rows)
+
+
+def test_what_collate_raises_reaches_the_step(folder: Path) -> None:
+    def collate(table: pa.Table) -> object:
+        raise KeyError("label")
+
+    feed = Batches(
+        rows_of(folder), shards=[0], first_step=0, microbatches=1, collate=collate, cache_mb=0, make_stream=None
+    )
+    with feed, pytest.raises(KeyError, match="label"):
+        feed.get(0, 10)
+
+
+def test_a_step_that_never_comes_says_what_was_waited_for(folder: Path) -> None:
+    gate = threading.Event()
+    feed = Batches(
+        rows_of(folder),
+        shards=[0],
+        first_step=0,
+        microbatches=1,
+        collate=lambda t: gate.wait(5),
+        cache_mb=0,
+        make_stream=None,
+    )
+    with feed:
+        with pytest.raises(WaitExpired, match="the data of step 0 did not come within"):
+            feed.get(0, 0.05)
+        gate.set()
+
+
+def test_microbatches_split_a_shards_rows_and_the_last_takes_the_rest(folder: Path) -> None:
+    seen = index(folder)
+    line = Line(seen.unit_rows, shards=2, batch_size=16, seed=0, epochs=1)
+    rows = Rows(index=seen, line=line, seed=0, transform=None, granule=8)
+    feed = Batches(rows, shards=[0, 1], first_step=0, microbatches=4, collate=to_rows, cache_mb=0, make_stream=None)
+    with feed:
+        sizes = [[mb.rows for mb in feed.get(step, 10).shards[0]] for step in range(line.steps)]
+    assert sizes[0] == [2, 2, 2, 2]
+    assert sum(sizes[-1]) == line.rows_in_step(0, line.steps - 1)
+    assert all(size == 2 for size in sizes[-1][:-1])
+
+
+@pytest.mark.parametrize(
+    ("number", "delivered", "ended", "expected"),
+    [
+        (0, -1, False, False),  # nothing has come yet
+        (3, 5, False, True),  # it is here
+        (6, 5, False, True),  # it is the next to come
+        (7, 5, False, False),  # the stream is behind
+        (6, 5, True, False),  # nothing more comes
+        (5, 5, True, True),
+    ],
+)
+def test_from_stream(number: int, delivered: int, ended: bool, expected: bool) -> None:
+    assert from_stream(number, delivered, ended) is expected
+
+
+def test_held_out_rows_are_used_once(folder: Path) -> None:
+    seen = index(folder)
+    line = Line(seen.unit_rows, shards=4, batch_size=4, seed=0, shuffle="none", epochs=1)
+    rows = Rows(index=seen, line=line, seed=0, transform=None, granule=8)
+    batches = [mb for shard in range(4) for mb in held_out(rows, shard, 5, to_rows)]
+    assert [value for mb in batches for (value,) in mb.batch] == [n * 100 + i for n in range(3) for i in range(37)]
+    assert max(mb.rows for mb in batches) == 5

@@ -1,0 +1,100 @@
+"""What one pass over the footers finds, and what it refuses, with the place and the remedy."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_plus.data.source import check_enough, index, read_unit
+from raytrain_plus.errors import DataError
+
+
+def write(path: Path, rows: int, start: int = 0, group: int = 4, **columns: pa.Array) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"x": pa.array(range(start, start + rows), pa.int64()), **columns})
+    pq.write_table(table, path, row_group_size=group)
+
+
+def test_units_come_file_by_file_and_group_by_group(tmp_path: Path) -> None:
+    write(tmp_path / "b.parquet", 5, 100)
+    write(tmp_path / "a" / "z.parquet", 9)
+    write(tmp_path / "_temporary" / "c.parquet", 9)
+    (tmp_path / "notes.txt").write_text("no data")
+    seen = index(tmp_path)
+    assert seen.files == ("a/z.parquet", "b.parquet")
+    assert seen.unit_rows == (4, 4, 1, 4, 1)
+    assert seen.rows == 14
+    assert read_unit(seen, 3).column("x").to_pylist() == [100, 101, 102, 103]
+
+
+def test_one_file_is_a_dataset(tmp_path: Path) -> None:
+    write(tmp_path / "b.parquet", 5, 100)
+    assert read_unit(index(tmp_path / "b.parquet"), 1).column("x").to_pylist() == [104]
+
+
+def test_the_fingerprint_knows_content_but_no_place_and_no_time(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        write(tmp_path / folder / "a.parquet", 9)
+    assert index(tmp_path / "one").fingerprint == index(tmp_path / "two").fingerprint
+    write(tmp_path / "two" / "a.parquet", 9, start=1)
+    assert index(tmp_path / "one").fingerprint != index(tmp_path / "two").fingerprint
+
+
+def failure(path: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        index(path)
+    return str(caught.value)
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    text = failure(tmp_path / "nowhere")
+    assert "nowhere: there is no such file or folder" in text
+    assert "data.prepare" in text
+
+
+def test_a_folder_without_parquet_says_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x")
+    assert "holds no Parquet file, but 1 .csv" in failure(tmp_path)
+
+
+def test_an_empty_dataset(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 0)
+    write(tmp_path / "b.parquet", 0)
+    assert "0 rows in 2 files" in failure(tmp_path)
+
+
+def test_schemas_that_differ_name_file_and_column(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 3, y=pa.array([1, 2, 3]))
+    write(tmp_path / "b.parquet", 3, y=pa.array(["1", "2", "3"]))
+    text = failure(tmp_path)
+    assert "b.parquet: column 'y' is string; 1 of 2 files differ" in text
+    assert "int64, as in" in text
+
+
+def test_a_missing_column(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 3, y=pa.array([1, 2, 3]))
+    write(tmp_path / "b.parquet", 3)
+    assert "column 'y' is missing" in failure(tmp_path)
+
+
+def test_a_corrupt_file_is_named_with_its_size(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 9)
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 is not enough")
+    assert "b.parquet: is no readable Parquet file (18 bytes)" in failure(tmp_path)
+
+
+def test_a_corrupt_row_group_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 4000, group=4000)
+    seen = index(tmp_path)
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[4:400] = b"\xff" * 396
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(DataError, match="row group 0: cannot be read"):
+        read_unit(seen, 0)
+
+
+def test_fewer_rows_than_shards(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 5)
+    with pytest.raises(DataError, match=r"5 rows are fewer than data\.shards = 8"):
+        check_enough(index(tmp_path), 8)
