@@ -121,7 +121,7 @@ def _find(base: Path) -> list[Path]:
         raise DataError(
             "there is no such file or folder",
             where=str(base),
-            remedy=f"make it, correct the path ({parents[0]} exists), or name a function in data.prepare that writes it",
+            remedy=f"make it, correct the path ({parents[0]} exists), or name in data.prepare what writes it",
         )
     if base.is_file():
         return [base]
