@@ -70,6 +70,7 @@ class PlainView:
 
     def finish(self, result: Result) -> None:
         self._say("\n".join(summary(result, self._standing)))
+        _say_error(result)
 
     def close(self) -> None:
         """Every line has been flushed already."""
@@ -113,6 +114,7 @@ class TerminalView:
         self.close()
         for line in summary(result, self._standing):
             self._say(line)
+        _say_error(result)
 
     def close(self) -> None:
         if self._live is not None:
@@ -164,7 +166,7 @@ class NotebookView:
             self._show([*self._lines, self._standing.line()])
 
     def finish(self, result: Result) -> None:
-        self._lines += summary(result, self._standing)
+        self._lines += [*summary(result, self._standing), *(result.error or "").splitlines()]
         self._show(self._lines)
 
     def close(self) -> None:
@@ -173,6 +175,11 @@ class NotebookView:
     def _show(self, lines: list[str]) -> None:
         self._drawn = self._clock()
         self._draw("\n".join(lines))
+
+
+def _say_error(result: Result) -> None:
+    if result.error:
+        print(result.error, file=sys.stderr, flush=True)
 
 
 def view_for(stream: TextIO) -> View:

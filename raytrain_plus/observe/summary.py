@@ -9,7 +9,8 @@ from raytrain_plus.result import Result
 def summary(result: Result, standing: Standing | None) -> list[str]:
     """The last lines of a run: how it ended, what it reached, where everything lies, and what to do next.
 
-    `standing` is what its events added up to; None, or an empty one, where it had ended before.
+    `standing` is what its events added up to; None, or an empty one, where it had ended before. What went wrong is no
+    part of it: a view puts that where errors go.
     """
     lines = [_head(result), *_held_out(result, standing), *_time(result)]
     if result.show and result.show.strip():
@@ -20,7 +21,7 @@ def summary(result: Result, standing: Standing | None) -> list[str]:
         lines.append(f"  model    {result.path / 'model.safetensors'}")
     lines.append(f"  events   {result.path / 'events.ndjson'}")
     if result.error:
-        return [*lines, "", *result.error.splitlines()]
+        return lines
     return [*lines, f"  next     tensorboard --logdir {result.path / 'tensorboard'}"]
 
 

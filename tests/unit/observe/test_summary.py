@@ -73,10 +73,10 @@ def test_a_resumed_run_compares_with_where_it_resumed() -> None:
     ]
 
 
-def test_a_failed_run_ends_with_its_error_and_names_no_model() -> None:
+def test_a_failed_run_names_no_model_and_leaves_its_error_to_the_view() -> None:
     lines = summary(result(status="failed", exit_code=1, error="loss is nan\n  at step 3"), standing())
     assert lines[0].startswith("gpt failed: ")
-    assert lines[-3:] == ["", "loss is nan", "  at step 3"]
+    assert not [line for line in lines if "nan" in line]
     assert not [line for line in lines if "model.safetensors" in line or "tensorboard" in line]
 
 
