@@ -28,7 +28,7 @@ LOOP_S = 300.0
 
 SIZES = {
     "byte_gpt": ("tests.benchmarks.tasks:ByteGPT", 8, 100, 20),
-    "mlp": ("tests.benchmarks.tasks:Mlp", 32, 1500, 300),
+    "mlp": ("tests.benchmarks.tasks:Mlp", 32, 3000, 1500),
 }
 """task, rows per shard, steps, of them warm-up"""
 
