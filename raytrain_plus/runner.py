@@ -175,6 +175,8 @@ def _connected(job: Job, address: str | None) -> Iterator[float]:
                 num_cpus=max(1, math.ceil(largest * job.workers.cpus)),
                 include_dashboard=False,
                 logging_level=logging.ERROR,
+                # Training is what this Ray is there for; by default everything else on the machine would go first.
+                _system_config={"worker_niceness": 0},
             )
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(

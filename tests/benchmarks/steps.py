@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).parents[2]
 LOOP_S = 300.0
 
 SIZES = {
-    "byte_gpt": ("tests.benchmarks.tasks:ByteGPT", 8, 100, 20),
+    "byte_gpt": ("tests.benchmarks.tasks:ByteGPT", 8, 160, 80),
     "mlp": ("tests.benchmarks.tasks:Mlp", 32, 3000, 1500),
 }
 """task, rows per shard, steps, of them warm-up"""
