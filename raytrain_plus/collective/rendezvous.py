@@ -18,7 +18,6 @@ import struct
 import threading
 from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import BaseServer
 from typing import Any
 
 VALUE_BYTES = 64 << 10
@@ -126,9 +125,6 @@ def listening_addresses(value: bytes) -> list[tuple[str, int]]:
 class _Handler(BaseHTTPRequestHandler):
     rendezvous: RendezvousServer
     timeout = REQUEST_S
-
-    def __init__(self, request: Any, client_address: Any, server: BaseServer) -> None:
-        super().__init__(request, client_address, server)
 
     def do_GET(self) -> None:
         place = self._place()

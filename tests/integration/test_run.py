@@ -59,6 +59,15 @@ def raytrain(*arguments: str | Path, cwd: Path = TASKS, **environment: str) -> t
     return process.returncode, out, err
 
 
+def wait_for_a_step(tmp_path: Path) -> Path:
+    """The run's events, once a step is among them."""
+    events = tmp_path / "runs" / "job" / "events.ndjson"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (events.exists() and "step_committed" in events.read_text()):
+        time.sleep(0.1)
+    return events
+
+
 def test_digits_learn(tmp_path: Path) -> None:
     paths = [
         f"data.path={tmp_path}/digits/train",
@@ -179,10 +188,7 @@ def test_too_small_a_cluster_says_what_it_has(tmp_path: Path) -> None:
 def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None:
     write_data(tmp_path / "data")
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=500))
-    events = tmp_path / "runs" / "job" / "events.ndjson"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (events.exists() and "step_committed" in events.read_text()):
-        time.sleep(0.1)
+    wait_for_a_step(tmp_path)
     process.send_signal(number)
     start = time.monotonic()
     out, err = process.communicate(timeout=60)
@@ -200,10 +206,7 @@ def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None
 def test_a_driver_that_dies_takes_the_run_with_it(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=5000))
-    events = tmp_path / "runs" / "job" / "events.ndjson"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (events.exists() and "step_committed" in events.read_text()):
-        time.sleep(0.1)
+    wait_for_a_step(tmp_path)
     family = psutil.Process(process.pid).children(recursive=True)
     ours = [
         entry for entry in family if any(word in " ".join(entry.cmdline()) for word in ("Controller", "WorkerActor"))
@@ -224,10 +227,7 @@ def test_a_driver_that_dies_takes_the_run_with_it(tmp_path: Path) -> None:
 def test_a_lost_worker_ends_the_run_with_its_name(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=5000))
-    events = tmp_path / "runs" / "job" / "events.ndjson"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (events.exists() and "step_committed" in events.read_text()):
-        time.sleep(0.1)
+    events = wait_for_a_step(tmp_path)
     view = next(event for event in read_events(events) if event["kind"] == "view_formed")
     os.kill(view["members"][1]["pid"], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
