@@ -1,9 +1,12 @@
-"""How many workers to form. Pure."""
+"""How many workers to form, who sits where, and how patient to be. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+FRUITLESS = 10
+"""Failures in a row with no step committed between them that end a run."""
 
 
 def useful_size(available: int, minimum: int, maximum: int, shards: int) -> int:
@@ -20,6 +23,35 @@ def useful_size(available: int, minimum: int, maximum: int, shards: int) -> int:
     largest = min(available, maximum, shards)
     per_cell = math.ceil(shards / max(largest, 1))
     return max(minimum, math.ceil(shards / per_cell))
+
+
+def seat(before: Sequence[str], available: Collection[str], size: int) -> tuple[str, ...]:
+    """Who sits where: `size` of the `available`; who had a seat keeps it, the others fill holes in their order.
+
+    >>> seat(("a", "b", "c"), ("d", "c", "a"), 3)
+    ('a', 'd', 'c')
+    >>> seat(("a", "b", "c"), ("a", "c"), 2)
+    ('a', 'c')
+    """
+    kept = [worker for worker in before if worker in available][:size]
+    others = [worker for worker in available if worker not in kept]
+    new = others[: size - len(kept)]
+    seats: list[str] = []
+    for worker in before:
+        if worker in kept:
+            seats.append(worker)
+        elif new:
+            seats.append(new.pop(0))
+    return (*seats, *new)
+
+
+def backoff_s(fruitless: int) -> float:
+    """Seconds to wait before lost workers are replaced, after so many failures without a step between them.
+
+    >>> [backoff_s(n) for n in (0, 1, 2, 3, 9)]
+    [0.0, 0.0, 1.0, 2.0, 30.0]
+    """
+    return 0.0 if fruitless < 2 else min(30.0, 2.0 ** (fruitless - 2))
 
 
 def room_for(nodes: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> int:

@@ -1,0 +1,173 @@
+"""What the group's machine hears, and what it asks for. Pure.
+
+Messages of a generation carry its number; those of another one than the present are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raytrain_plus.elastic.view import View
+
+Why = Literal["paused", "finished", "interrupted", "failed"]
+"""Why a member came back: at a boundary that was wished for, at the last step, out of a broken world, by an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A worker's process is there; it still prepares."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """A worker can take any place. `holds`: the step whose state it has; -1 the initial one, None no state."""
+
+    worker: str
+    holds: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A member is in its world and has the state."""
+
+    worker: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Step `step`, and all before, will never be undone."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A member came back from its generation. `holds` is None where its state is dirty or incomplete."""
+
+    worker: str
+    generation: int
+    holds: int | None
+    why: Why
+    fault: str = ""
+    """What names an error of the task, for telling whether it came again; empty where there was none."""
+    final: bool = False
+    """The error would come again whatever is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A worker's process is gone, or counts as gone."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A worker's machine will go."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The user wishes the run to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """The present phase of this generation has reached its limit."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """All members are inside a collective and nothing moves."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """The model was handed over."""
+
+
+Event = Up | Warm | Joined | Committed | Left | Lost | Notice | Stop | Late | Stuck | Handed
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start these workers, `delay_s` seconds from now."""
+
+    workers: tuple[str, ...]
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Form the view's world and train from `first_step` on; `copies` take `donor`'s state first."""
+
+    view: View
+    first_step: int
+    donor: str
+    copies: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Wish that the generation's members stop at one step boundary."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """These members leave their world at once; a formation under way is cancelled."""
+
+    workers: tuple[str, ...]
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearse:
+    """This idle worker makes a step for practice; it holds no state afterwards, and says `Warm` again."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """This worker is needed no more, or counts as lost: end its process."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """This worker gives the model out."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """There are too few workers: `have` of `need`."""
+
+    have: int
+    need: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run is over."""
+
+    status: Literal["finished", "stopped", "failed"]
+    why: str
+
+
+Command = Start | Join | Pause | Interrupt | Rehearse | Dismiss | HandOver | Wait | End

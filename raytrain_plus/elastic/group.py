@@ -1,0 +1,133 @@
+"""What is known of the group: its phase, its generation, its workers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal
+
+from raytrain_plus.elastic.policy import useful_size
+
+
+class Phase(Enum):
+    """What the group is doing."""
+
+    GATHER = "waiting for enough workers"
+    JOIN = "forming a world, copying state"
+    TRAIN = "training"
+    PAUSE = "asked to stop at one boundary"
+    LEAVE = "leaving a broken world"
+    CLOSE = "handing the model over"
+    END = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What of the job the machine goes by."""
+
+    minimum: int
+    maximum: int
+    spares: int
+    shards: int
+    steps: int
+    max_failures: int | None
+    expected: int
+    """Workers that the cluster seemed to have room for: the first world waits for so many, up to its limit."""
+
+    @property
+    def useful(self) -> int:
+        """The largest number of members that is ever formed."""
+        return useful_size(self.maximum, self.minimum, self.maximum, self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What is known of one living worker."""
+
+    state: Literal["coming", "up", "rehearsing", "idle", "in"]
+    """Asked for; process there; making a step for practice; able to take any place; inside the generation."""
+    holds: int | None = None
+    """The step whose state it has: -1 the initial one; None a dirty one, half a copy, or none that counts."""
+    leaving: bool = False
+    joined: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Everything that decides what happens next."""
+
+    limits: Limits
+    phase: Phase = Phase.GATHER
+    generation: int = -1
+    seats: tuple[str, ...] = ()
+    """The present view's members by cell."""
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    named: int = 0
+    """Workers ever asked for: names are never used again."""
+    committed: int = -1
+    lead: str = ""
+    """Who hands the model over."""
+    stopping: bool = False
+    failure: str = ""
+    """Why the run has failed; empty while it has not."""
+    faults: tuple[tuple[int, str, int], ...] = ()
+    """(step, fault, generation) of the task's errors so far."""
+    failures: int = 0
+    fruitless: int = 0
+    """Failures since the last one that had a step committed before it."""
+    fruitless_at: int = -2
+    """The committed step at the last failure."""
+    stillborn: int = 0
+    """Workers lost before they were warm, since the last one that became so."""
+
+
+def members_in(group: Group) -> tuple[str, ...]:
+    """Members that have not come back from the present generation."""
+    return tuple(name for name, worker in group.workers.items() if worker.state == "in")
+
+
+def free(group: Group) -> list[str]:
+    """Workers that can sit in the next view; those inside now will, once they are out. Better ones first."""
+    able = [name for name, worker in group.workers.items() if worker.state in ("idle", "in") and not worker.leaving]
+    return sorted(able, key=lambda name: (name not in group.seats, -holds(group, name)))
+
+
+def donor(group: Group) -> str | None:
+    """The most advanced clean worker, the one that stays and sits first where several are; None where there is none."""
+    holders = [name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds is not None]
+    order = {name: place for place, name in enumerate(group.seats)}
+    return min(
+        holders,
+        key=lambda name: (-holds(group, name), group.workers[name].leaving, order.get(name, len(order)), name),
+        default=None,
+    )
+
+
+def holds(group: Group, name: str) -> int:
+    step = group.workers[name].holds
+    return -2 if step is None else step
+
+
+def with_worker(group: Group, name: str, **changes: Any) -> Group:
+    return replace(group, workers={**group.workers, name: replace(group.workers[name], **changes)})
+
+
+def without(group: Group, name: str) -> Group:
+    return replace(group, workers={other: worker for other, worker in group.workers.items() if other != name})
+
+
+def preparing(group: Group) -> bool:
+    return any(worker.state == "up" and not worker.leaving for worker in group.workers.values())
+
+
+def wants_change(group: Group) -> bool:
+    """Whether another view than the present one should be formed, though nothing is broken."""
+    limits = group.limits
+    size = useful_size(len(free(group)), limits.minimum, limits.maximum, limits.shards)
+    if size == 0:
+        return False
+    if any(group.workers[name].leaving for name in members_in(group)):
+        return True
+    # Workers that come up together join together: one change, not one each.
+    return size > len(group.seats) and not preparing(group)

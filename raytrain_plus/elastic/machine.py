@@ -1,0 +1,465 @@
+"""The life of the group as a table: (phase, event) -> what is done, and where that can lead. Pure.
+
+`step(group, event)` looks the rule up and gives the new group and the commands for the shell. Whatever comes - late,
+twice, or out of order - there is a rule; messages of another generation and of unknown workers change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from raytrain_plus.elastic import events as e
+from raytrain_plus.elastic.group import (
+    Group,
+    Limits,
+    Phase,
+    Worker,
+    donor,
+    free,
+    holds,
+    members_in,
+    preparing,
+    wants_change,
+    with_worker,
+    without,
+)
+from raytrain_plus.elastic.policy import FRUITLESS, backoff_s, seat, useful_size
+from raytrain_plus.elastic.view import form_view
+
+Outcome = tuple[Group, list[e.Command]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is done, and the phases that can follow."""
+
+    act: Callable[[Group, Any], Outcome]
+    leads: tuple[Phase, ...]
+
+
+def begin(limits: Limits) -> Outcome:
+    """A group that has asked for its first workers."""
+    return _staff(Group(limits=limits))
+
+
+def step(group: Group, event: e.Event) -> Outcome:
+    """The group after `event`, and the commands to carry out, in order."""
+    generation = getattr(event, "generation", group.generation)
+    worker = getattr(event, "worker", None)
+    if generation != group.generation or (worker is not None and worker not in group.workers):
+        return group, []
+    return TABLE[group.phase, type(event)].act(group, event)
+
+
+# What is done
+
+
+def _staff(group: Group) -> Outcome:
+    """Asks for the workers that the group lacks."""
+    limits = group.limits
+    staying = sum(not worker.leaving for worker in group.workers.values())
+    missing = limits.useful + limits.spares - staying
+    if missing <= 0:
+        return group, []
+    names = tuple(f"worker-{group.named + index}" for index in range(missing))
+    workers = {**group.workers, **{name: Worker("coming") for name in names}}
+    return replace(group, workers=workers, named=group.named + missing), [
+        e.Start(names, backoff_s(max(group.fruitless, group.stillborn))),
+    ]
+
+
+def _settle(group: Group) -> Outcome:
+    """Decides what follows once nobody is inside: close, form the next view, or wait for workers."""
+    if members_in(group):
+        return group, []
+    best = donor(group)
+    if group.failure:
+        return _close(group)
+    if group.stopping or (best is not None and holds(group, best) == group.limits.steps - 1):
+        return _close(group)
+    if best is None or holds(group, best) < group.committed:
+        if group.committed >= 0:
+            return _close(group)
+        # Nothing is committed: whoever comes anew has the initial state.
+        useless = [name for name, worker in group.workers.items() if worker.state == "idle"]
+        for name in useless:
+            group = without(group, name)
+        group, started = _staff(replace(group, phase=Phase.GATHER))
+        return group, [*(e.Dismiss(name) for name in useless), *started, _wait(group)]
+    if not _enough(group):
+        group, started = _staff(replace(group, phase=Phase.GATHER))
+        return group, [*started, _wait(group)]
+    return _join(group, best)
+
+
+def _enough(group: Group, patient: bool = True) -> bool:
+    count = len(free(group))
+    if count < group.limits.minimum:
+        return False
+    if not patient:
+        return True
+    return not preparing(group) and (group.generation >= 0 or count >= group.limits.expected)
+
+
+def _join(group: Group, best: str) -> Outcome:
+    limits = group.limits
+    able = free(group)
+    size = useful_size(len(able), limits.minimum, limits.maximum, limits.shards)
+    seats = seat(group.seats, able, size)
+    held = holds(group, best)
+    copies = tuple(name for name in seats if holds(group, name) != held)
+    generation = group.generation + 1
+    workers = dict(group.workers)
+    for name in seats:
+        workers[name] = replace(workers[name], state="in", joined=False)
+    group = replace(
+        group,
+        phase=Phase.JOIN,
+        generation=generation,
+        seats=seats,
+        workers=workers,
+        committed=max(group.committed, held),
+    )
+    return group, [e.Join(form_view(generation, seats, limits.shards), held + 1, best, copies)]
+
+
+def _close(group: Group) -> Outcome:
+    best = donor(group)
+    if group.committed < 0 and (best is None or holds(group, best) < 0):
+        return _end(group)
+    if best is None or holds(group, best) < group.committed:
+        return _end(replace(group, failure=group.failure or _all_lost(group)))
+    return replace(group, phase=Phase.CLOSE, lead=best), [e.HandOver(best)]
+
+
+def _all_lost(group: Group) -> str:
+    return f"every worker that held the state after step {group.committed} was lost"
+
+
+def _end(group: Group) -> Outcome:
+    status: Literal["finished", "stopped", "failed"] = "stopped"
+    if group.failure:
+        status = "failed"
+    elif group.committed == group.limits.steps - 1 or any(
+        worker.holds == group.limits.steps - 1 for worker in group.workers.values()
+    ):
+        status = "finished"
+    return replace(group, phase=Phase.END), [e.End(status, group.failure)]
+
+
+def _break(group: Group) -> Outcome:
+    """The world is broken: whoever is inside leaves it, and what follows is decided when all are out."""
+    same = group.fruitless_at == group.committed
+    group = replace(
+        group,
+        phase=Phase.LEAVE,
+        failures=group.failures + 1,
+        fruitless=group.fruitless + 1 if same else 1,
+        fruitless_at=group.committed,
+    )
+    limit = group.limits.max_failures
+    if not group.failure and limit is not None and group.failures > limit:
+        group = replace(group, failure=f"more failures than elastic.max_failures = {limit}")
+    elif not group.failure and group.fruitless > FRUITLESS:
+        group = replace(group, failure=f"{FRUITLESS} failures in a row with no step committed between them")
+    inside = members_in(group)
+    if inside:
+        return group, [e.Interrupt(inside, group.generation)]
+    return _settle(group)
+
+
+def _run(group: Group) -> Outcome:
+    """The world is formed and steps: what was put off till now."""
+    group = replace(group, phase=Phase.TRAIN)
+    commands: list[e.Command] = []
+    for name, worker in list(group.workers.items()):
+        if worker.state != "idle":
+            continue
+        if worker.leaving:
+            group = without(group, name)
+            commands.append(e.Dismiss(name))
+        elif worker.holds == -1:
+            group = with_worker(group, name, state="rehearsing", holds=None)
+            commands.append(e.Rehearse(name))
+    group, started = _staff(group)
+    group, paused = _review(group)
+    return group, [*commands, *started, *paused]
+
+
+def _review(group: Group) -> Outcome:
+    """Pauses a training group that is to stop or to change."""
+    if not members_in(group):
+        return _settle(group)
+    if group.stopping or wants_change(group):
+        return replace(group, phase=Phase.PAUSE), [e.Pause(group.generation)]
+    return group, []
+
+
+def _wait(group: Group) -> e.Wait:
+    return e.Wait(len(free(group)), group.limits.minimum)
+
+
+# Rules
+
+
+def _nothing(group: Group, event: Any) -> Outcome:
+    return group, []
+
+
+def _up(group: Group, event: e.Up) -> Outcome:
+    if group.workers[event.worker].state != "coming":
+        return group, []
+    return with_worker(group, event.worker, state="up"), []
+
+
+def _warm(group: Group, event: e.Warm) -> Outcome:
+    state = group.workers[event.worker].state
+    # Whoever rehearses has lost the initial state: word of that is late.
+    if state not in ("coming", "up", "rehearsing") or (state == "rehearsing" and event.holds is not None):
+        return group, []
+    return with_worker(replace(group, stillborn=0), event.worker, state="idle", holds=event.holds), []
+
+
+def _warm_gather(group: Group, event: e.Warm) -> Outcome:
+    return _settle(_warm(group, event)[0])
+
+
+def _warm_train(group: Group, event: e.Warm) -> Outcome:
+    group = _warm(group, event)[0]
+    worker = group.workers[event.worker]
+    if worker.state == "idle" and worker.leaving:
+        return without(group, event.worker), [e.Dismiss(event.worker)]
+    if worker.state == "idle" and worker.holds == -1:
+        return with_worker(group, event.worker, state="rehearsing", holds=None), [e.Rehearse(event.worker)]
+    return _review(group)
+
+
+def _joined(group: Group, event: e.Joined) -> Outcome:
+    if group.workers[event.worker].state != "in":
+        return group, []
+    group = with_worker(group, event.worker, joined=True)
+    if all(group.workers[name].joined for name in members_in(group)):
+        return _run(group)
+    return group, []
+
+
+def _committed(group: Group, event: e.Committed) -> Outcome:
+    return replace(group, committed=max(group.committed, event.step)), []
+
+
+def _committed_join(group: Group, event: e.Committed) -> Outcome:
+    if event.step <= group.committed:
+        return group, []
+    # A step of this generation is there, so all have joined, though not all word of it has come.
+    return _run(_committed(group, event)[0])
+
+
+def _out(group: Group, event: e.Left) -> Group:
+    group = with_worker(group, event.worker, state="idle", holds=event.holds, joined=False)
+    if event.why != "failed" or group.failure:
+        return group
+    at = group.committed if event.holds is None else event.holds
+    again = any(
+        (step, fault) == (at + 1, event.fault) and generation < group.generation
+        for step, fault, generation in group.faults
+    )
+    if event.final or again:
+        return replace(group, failure=event.fault)
+    return replace(group, faults=(*group.faults, (at + 1, event.fault, group.generation)))
+
+
+def _left(group: Group, event: e.Left) -> Outcome:
+    if group.workers[event.worker].state != "in":
+        return group, []
+    group = _out(group, event)
+    if event.why in ("failed", "interrupted"):
+        return _break(group)
+    return _settle(group)
+
+
+def _left_leave(group: Group, event: e.Left) -> Outcome:
+    if group.workers[event.worker].state != "in":
+        return group, []
+    return _settle(_out(group, event))
+
+
+def _gone(group: Group, name: str) -> Group:
+    born = group.workers[name].state not in ("coming", "up")
+    return replace(without(group, name), stillborn=group.stillborn + (not born))
+
+
+def _lost_gather(group: Group, event: e.Lost) -> Outcome:
+    group = _gone(group, event.worker)
+    if group.stillborn > FRUITLESS:
+        return _close(replace(group, failure=f"{FRUITLESS} workers in a row were lost while they started"))
+    group, started = _staff(group)
+    group, settled = _settle(group)
+    return group, [*started, *settled]
+
+
+def _lost_inside(group: Group, event: e.Lost) -> Outcome:
+    inside = group.workers[event.worker].state == "in"
+    group = _gone(group, event.worker)
+    if inside:
+        return _break(group)
+    if group.phase is Phase.TRAIN:
+        return _staff(group)
+    return group, []
+
+
+def _lost_leave(group: Group, event: e.Lost) -> Outcome:
+    return _settle(_gone(group, event.worker))
+
+
+def _lost_close(group: Group, event: e.Lost) -> Outcome:
+    group = without(group, event.worker)
+    return _close(group) if event.worker == group.lead else (group, [])
+
+
+def _notice(group: Group, event: e.Notice) -> Outcome:
+    return with_worker(group, event.worker, leaving=True), []
+
+
+def _notice_gather(group: Group, event: e.Notice) -> Outcome:
+    return _staff(_notice(group, event)[0])
+
+
+def _notice_train(group: Group, event: e.Notice) -> Outcome:
+    group = _notice(group, event)[0]
+    if group.workers[event.worker].state == "idle":
+        group = without(group, event.worker)
+        group, started = _staff(group)
+        return group, [e.Dismiss(event.worker), *started]
+    group, started = _staff(group)
+    group, paused = _review(group)
+    return group, [*started, *paused]
+
+
+def _stop(group: Group, event: e.Stop) -> Outcome:
+    return replace(group, stopping=True), []
+
+
+def _stop_gather(group: Group, event: e.Stop) -> Outcome:
+    return _settle(replace(group, stopping=True))
+
+
+def _stop_train(group: Group, event: e.Stop) -> Outcome:
+    return _review(replace(group, stopping=True))
+
+
+def _late_gather(group: Group, event: e.Late) -> Outcome:
+    best = donor(group)
+    if _enough(group, patient=False) and best is not None and holds(group, best) >= group.committed:
+        return _join(group, best)
+    limits = group.limits
+    why = f"only {len(free(group))} of at least {limits.minimum} workers could be had within elastic.wait_s"
+    return _close(replace(group, failure=why))
+
+
+def _late(group: Group, event: e.Late) -> Outcome:
+    return _break(group)
+
+
+def _late_leave(group: Group, event: e.Late) -> Outcome:
+    stuck = members_in(group)
+    for name in stuck:
+        group = without(group, name)
+    group, settled = _settle(group)
+    return group, [*(e.Dismiss(name) for name in stuck), *settled]
+
+
+def _late_close(group: Group, event: e.Late) -> Outcome:
+    group = replace(group, failure=group.failure or f"{group.lead} did not hand the model over in time")
+    return _end(group)
+
+
+def _handed(group: Group, event: e.Handed) -> Outcome:
+    return _end(group)
+
+
+_G, _J, _T, _P, _L, _C, _E = Phase
+
+TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
+    (_G, e.Up): Rule(_up, (_G,)),
+    (_G, e.Warm): Rule(_warm_gather, (_G, _J)),
+    (_G, e.Joined): Rule(_nothing, (_G,)),
+    (_G, e.Committed): Rule(_nothing, (_G,)),
+    (_G, e.Left): Rule(_nothing, (_G,)),
+    (_G, e.Lost): Rule(_lost_gather, (_G, _J, _C, _E)),
+    (_G, e.Notice): Rule(_notice_gather, (_G,)),
+    (_G, e.Stop): Rule(_stop_gather, (_C, _E)),
+    (_G, e.Late): Rule(_late_gather, (_J, _C, _E)),
+    (_G, e.Stuck): Rule(_nothing, (_G,)),
+    (_G, e.Handed): Rule(_nothing, (_G,)),
+    (_J, e.Up): Rule(_up, (_J,)),
+    (_J, e.Warm): Rule(_warm, (_J,)),
+    (_J, e.Joined): Rule(_joined, (_J, _T, _P)),
+    (_J, e.Committed): Rule(_committed_join, (_J, _T, _P)),
+    (_J, e.Left): Rule(_left, (_J, _L, _G, _C, _E)),
+    (_J, e.Lost): Rule(_lost_inside, (_J, _L, _G, _C, _E)),
+    (_J, e.Notice): Rule(_notice, (_J,)),
+    (_J, e.Stop): Rule(_stop, (_J,)),
+    (_J, e.Late): Rule(_late, (_L,)),
+    (_J, e.Stuck): Rule(_nothing, (_J,)),
+    (_J, e.Handed): Rule(_nothing, (_J,)),
+    (_T, e.Up): Rule(_up, (_T,)),
+    (_T, e.Warm): Rule(_warm_train, (_T, _P)),
+    (_T, e.Joined): Rule(_nothing, (_T,)),
+    (_T, e.Committed): Rule(_committed, (_T,)),
+    (_T, e.Left): Rule(_left, (_T, _J, _L, _G, _C, _E)),
+    (_T, e.Lost): Rule(_lost_inside, (_T, _J, _L, _G, _C, _E)),
+    (_T, e.Notice): Rule(_notice_train, (_T, _P)),
+    (_T, e.Stop): Rule(_stop_train, (_P,)),
+    (_T, e.Late): Rule(_nothing, (_T,)),
+    (_T, e.Stuck): Rule(_late, (_L,)),
+    (_T, e.Handed): Rule(_nothing, (_T,)),
+    (_P, e.Up): Rule(_up, (_P,)),
+    (_P, e.Warm): Rule(_warm, (_P,)),
+    (_P, e.Joined): Rule(_nothing, (_P,)),
+    (_P, e.Committed): Rule(_committed, (_P,)),
+    (_P, e.Left): Rule(_left, (_P, _J, _L, _G, _C, _E)),
+    (_P, e.Lost): Rule(_lost_inside, (_P, _J, _L, _G, _C, _E)),
+    (_P, e.Notice): Rule(_notice, (_P,)),
+    (_P, e.Stop): Rule(_stop, (_P,)),
+    (_P, e.Late): Rule(_late, (_L,)),
+    (_P, e.Stuck): Rule(_late, (_L,)),
+    (_P, e.Handed): Rule(_nothing, (_P,)),
+    (_L, e.Up): Rule(_up, (_L,)),
+    (_L, e.Warm): Rule(_warm, (_L,)),
+    (_L, e.Joined): Rule(_nothing, (_L,)),
+    (_L, e.Committed): Rule(_committed, (_L,)),
+    (_L, e.Left): Rule(_left_leave, (_L, _J, _G, _C, _E)),
+    (_L, e.Lost): Rule(_lost_leave, (_L, _J, _G, _C, _E)),
+    (_L, e.Notice): Rule(_notice, (_L,)),
+    (_L, e.Stop): Rule(_stop, (_L,)),
+    (_L, e.Late): Rule(_late_leave, (_J, _G, _C, _E)),
+    (_L, e.Stuck): Rule(_nothing, (_L,)),
+    (_L, e.Handed): Rule(_nothing, (_L,)),
+    (_C, e.Up): Rule(_nothing, (_C,)),
+    (_C, e.Warm): Rule(_nothing, (_C,)),
+    (_C, e.Joined): Rule(_nothing, (_C,)),
+    (_C, e.Committed): Rule(_committed, (_C,)),
+    (_C, e.Left): Rule(_nothing, (_C,)),
+    (_C, e.Lost): Rule(_lost_close, (_C, _E)),
+    (_C, e.Notice): Rule(_notice, (_C,)),
+    (_C, e.Stop): Rule(_nothing, (_C,)),
+    (_C, e.Late): Rule(_late_close, (_E,)),
+    (_C, e.Stuck): Rule(_nothing, (_C,)),
+    (_C, e.Handed): Rule(_handed, (_E,)),
+    **{(_E, kind): Rule(_nothing, (_E,)) for kind in get_args(e.Event)},
+}
+"""Every pair of a phase and an event."""
+
+
+def diagram() -> str:
+    """The table as a picture, in Mermaid's words: which event can lead from which phase to which."""
+    arrows: dict[tuple[Phase, Phase], list[str]] = {}
+    for (phase, kind), rule in TABLE.items():
+        for after in rule.leads:
+            if after is not phase:
+                arrows.setdefault((phase, after), []).append(kind.__name__)
+    lines = ["stateDiagram-v2", "    [*] --> GATHER"]
+    lines += [f"    {before.name} --> {after.name}: {', '.join(names)}" for (before, after), names in arrows.items()]
+    return "\n".join([*lines, "    END --> [*]"])

@@ -1,0 +1,331 @@
+"""The group's machine: every pair of phase and event, every order of events in small worlds, and ten broken tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from raytrain_plus.elastic import events as e
+from raytrain_plus.elastic import machine
+from raytrain_plus.elastic.group import Group, Limits, Phase, Worker
+from raytrain_plus.elastic.machine import TABLE, Rule, begin, diagram, step
+from tests.unit.elastic.explorer import Violation, explore, first_world
+
+G, J, T, P, L, C, E = Phase
+LIMITS = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=4, max_failures=None, expected=2)
+
+
+def group_in(phase: Phase) -> Group:
+    """Two workers after step 1, as they are in `phase`; `a` is the one that events are about."""
+    inside = Worker("in", holds=1, joined=phase in (T, P))
+    workers = {
+        G: {"a": Worker("up"), "b": Worker("coming")},
+        J: {"a": replace(inside, joined=False), "b": replace(inside, joined=True)},
+        T: {"a": inside, "b": inside},
+        P: {"a": inside, "b": inside},
+        L: {"a": inside, "b": Worker("idle", holds=1)},
+        C: {"a": Worker("idle", holds=3), "b": Worker("idle", holds=3)},
+        E: {"a": Worker("idle", holds=3)},
+    }[phase]
+    started = phase is not G
+    return Group(
+        limits=LIMITS,
+        phase=phase,
+        generation=0 if started else -1,
+        seats=("a", "b") if started else (),
+        workers=workers,
+        named=2,
+        committed=1 if started else -1,
+        lead="a" if phase is C else "",
+    )
+
+
+def event_of(kind: type[Any], generation: int) -> e.Event:
+    about: dict[str, Any] = {
+        "worker": "a",
+        "generation": generation,
+        "holds": 1 if generation >= 0 else -1,
+        "why": "paused",
+        "step": 2,
+    }
+    names = [name for name in kind.__dataclass_fields__ if name in about]
+    event: e.Event = kind(**{name: about[name] for name in names})
+    return event
+
+
+EXPECTED: dict[tuple[Phase, type[Any]], tuple[Phase, list[str]]] = {
+    (G, e.Up): (G, []),
+    (G, e.Warm): (G, ["Wait"]),
+    (G, e.Lost): (G, ["Start", "Wait"]),
+    (G, e.Notice): (G, ["Start"]),
+    (G, e.Stop): (E, ["End"]),
+    (G, e.Late): (E, ["End"]),
+    (J, e.Joined): (T, []),
+    (J, e.Committed): (T, []),
+    (J, e.Left): (J, []),
+    (J, e.Lost): (L, ["Interrupt"]),
+    (J, e.Late): (L, ["Interrupt"]),
+    (T, e.Left): (T, []),
+    (T, e.Lost): (L, ["Interrupt"]),
+    (T, e.Notice): (P, ["Start", "Pause"]),
+    (T, e.Stop): (P, ["Pause"]),
+    (T, e.Stuck): (L, ["Interrupt"]),
+    (P, e.Left): (P, []),
+    (P, e.Lost): (L, ["Interrupt"]),
+    (P, e.Late): (L, ["Interrupt"]),
+    (P, e.Stuck): (L, ["Interrupt"]),
+    (L, e.Left): (J, ["Join"]),
+    (L, e.Lost): (J, ["Join"]),
+    (L, e.Late): (J, ["Dismiss", "Join"]),
+    (C, e.Lost): (C, ["HandOver"]),
+    (C, e.Late): (E, ["End"]),
+    (C, e.Handed): (E, ["End"]),
+}
+"""What the event does to the group of `group_in`; pairs that are not here only change what is known."""
+
+
+@pytest.mark.parametrize("kind", get_args(e.Event))
+@pytest.mark.parametrize("phase", list(Phase))
+def test_every_phase_has_a_rule_for_every_event(phase: Phase, kind: type[Any]) -> None:
+    before = group_in(phase)
+    after, commands = step(before, event_of(kind, before.generation))
+    assert after.phase in TABLE[phase, kind].leads
+    expected = EXPECTED.get((phase, kind), (phase, []))
+    assert (after.phase, [type(command).__name__ for command in commands]) == expected
+
+
+@pytest.mark.parametrize("phase", [J, T, P, L, C, E])
+@pytest.mark.parametrize("kind", [e.Joined, e.Committed, e.Left, e.Late, e.Stuck])
+def test_messages_of_another_generation_have_no_effect(phase: Phase, kind: type[Any]) -> None:
+    before = group_in(phase)
+    for generation in (-1, 1, 7):
+        assert step(before, event_of(kind, generation)) == (before, [])
+
+
+def test_a_run_without_incident() -> None:
+    group, commands = begin(LIMITS)
+    assert commands == [e.Start(("worker-0", "worker-1"), 0.0)]
+    group, commands = step(group, e.Warm("worker-0", -1))
+    assert group.phase is G
+    group, [join] = step(group, e.Warm("worker-1", -1))
+    assert isinstance(join, e.Join)
+    assert join.first_step == 0
+    assert join.copies == ()
+    for name in ("worker-0", "worker-1"):
+        group, _ = step(group, e.Joined(name, 0))
+    assert group.phase is T
+    group, _ = step(group, e.Left("worker-0", 0, 3, "finished"))
+    group, commands = step(group, e.Left("worker-1", 0, 3, "finished"))
+    assert commands == [e.HandOver("worker-0")]
+    group, commands = step(group, e.Handed())
+    assert commands == [e.End("finished", "")]
+
+
+def test_the_most_advanced_survivor_is_the_donor_and_a_dirty_one_copies() -> None:
+    limits = replace(LIMITS, maximum=3, shards=3)
+    inside = Worker("in", holds=1, joined=True)
+    group = replace(
+        group_in(T), limits=limits, seats=("a", "b", "c", "d"), workers=dict.fromkeys(("a", "b", "c", "d"), inside)
+    )
+    group, _ = step(group, e.Lost("d"))
+    group, _ = step(group, e.Left("a", 0, 1, "interrupted"))
+    group, _ = step(group, e.Left("b", 0, None, "interrupted"))
+    group, [join] = step(group, e.Left("c", 0, 2, "interrupted"))
+    assert isinstance(join, e.Join)
+    assert (join.donor, join.first_step, join.copies) == ("c", 3, ("a", "b"))
+    assert group.committed == 2
+
+
+def test_the_same_error_at_the_same_step_twice_ends_the_run() -> None:
+    group = group_in(T)
+    for generation in (0, 1):
+        group, _ = step(group, e.Left("a", generation, None, "failed", "ValueError: no"))
+        group, commands = step(group, e.Left("b", generation, 1, "interrupted"))
+        if generation == 0:
+            assert [type(command) for command in commands] == [e.Join]
+    assert commands == [e.HandOver("b")]
+    group, commands = step(group, e.Handed())
+    assert commands == [e.End("failed", "ValueError: no")]
+
+
+def test_another_error_or_another_step_is_tried_again() -> None:
+    group = group_in(T)
+    for generation, fault in enumerate(("ValueError: no", "KeyError: x", "OSError: disk")):
+        group, _ = step(group, e.Left("a", generation, None, "failed", fault))
+        group, commands = step(group, e.Left("b", generation, 1, "interrupted"))
+        assert [type(command) for command in commands] == [e.Join]
+
+
+def test_failures_are_bounded() -> None:
+    group = replace(group_in(T), limits=replace(LIMITS, max_failures=0))
+    group, _ = step(group, e.Lost("a"))
+    group, commands = step(group, e.Left("b", 0, 1, "interrupted"))
+    assert group.failure == "more failures than elastic.max_failures = 0"
+    assert commands == [e.HandOver("b")]
+
+
+def test_a_size_that_makes_no_step_faster_is_not_formed() -> None:
+    limits = Limits(minimum=1, maximum=5, spares=0, shards=12, steps=4, max_failures=None, expected=4)
+    workers = {f"w{index}": Worker("in", holds=1, joined=True) for index in range(4)}
+    group = replace(group_in(T), limits=limits, seats=tuple(workers), workers={**workers, "new": Worker("up")})
+    # 12 shards on 4 are 3 each and on 5 still 3 for some.
+    group, commands = step(group, e.Warm("new", None))
+    assert (group.phase, commands) == (T, [])
+
+
+SCOPES: dict[str, tuple[tuple[int, int, int], dict[str, int]]] = {
+    "two deaths": ((1, 0, 2), {"capacity": 2, "deaths": 2}),
+    "a death and a join": ((1, 0, 2), {"capacity": 1, "deaths": 1, "arrivals": 1}),
+    "a drain": ((1, 0, 2), {"capacity": 2, "drains": 1}),
+    "a spare": ((1, 1, 2), {"capacity": 3}),
+    "faults": ((1, 0, 2), {"capacity": 2, "faults": 2}),
+    "limits and a death": ((1, 0, 2), {"capacity": 2, "lates": 1, "deaths": 1}),
+    "a stop and a death": ((1, 0, 2), {"capacity": 2, "stops": 1, "deaths": 1}),
+    "doubled and lost messages": ((1, 0, 2), {"capacity": 2, "doubles": 1, "losses": 1}),
+}
+"""(minimum, spares, expected) and what may happen."""
+
+
+def scope(minimum: int, spares: int, expected: int, happening: dict[str, int], maximum: int = 3) -> Any:
+    limits = Limits(
+        minimum=minimum,
+        maximum=maximum,
+        spares=spares,
+        shards=3,
+        steps=2,
+        max_failures=None,
+        expected=expected,
+    )
+    return first_world(limits, **happening)
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_every_order_of_events_in_a_small_world(name: str) -> None:
+    sizes, happening = SCOPES[name]
+    taken = explore(scope(*sizes, happening, maximum=2))
+    happened = {"deaths": "death", "arrivals": "arrival", "drains": "drain", "faults": "fault", "lates": "late"}
+    assert all(taken[word] for key, word in happened.items() if happening.get(key))
+
+
+LARGE = {
+    "three workers, two deaths": ((1, 0, 3), {"capacity": 3, "deaths": 2}),
+    "a death, two joins": ((2, 0, 2), {"capacity": 2, "arrivals": 2, "deaths": 1}),
+    "a death, a drain": ((2, 0, 2), {"capacity": 3, "drains": 1, "deaths": 1}),
+    "a death, doubled and lost messages": ((1, 0, 2), {"capacity": 2, "deaths": 1, "doubles": 1, "losses": 1}),
+    "a spare and a death": ((1, 1, 2), {"capacity": 3, "deaths": 1}),
+    "a stop, a death, a join": ((2, 0, 2), {"capacity": 2, "stops": 1, "deaths": 1, "arrivals": 1}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LARGE)
+def test_every_order_of_events_among_three_workers(name: str) -> None:
+    sizes, happening = LARGE[name]
+    assert explore(scope(*sizes, happening))["worlds"] > 10_000
+
+
+@contextmanager
+def broken(**changes: Any) -> Iterator[None]:
+    """The machine with some of its functions replaced."""
+    before = {name: getattr(machine, name) for name in changes}
+    for name, function in changes.items():
+        setattr(machine, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(machine, name, function)
+
+
+def rules(**changes: Rule) -> dict[str, Any]:
+    """The table with other rules for `PHASE_Event`."""
+    table = dict(TABLE)
+    for key, rule in changes.items():
+        phase, kind = key.split("_")
+        table[Phase[phase], getattr(e, kind)] = rule
+    return {"TABLE": table}
+
+
+def any_holder(group: Group) -> str | None:
+    return next((name for name, worker in group.workers.items() if worker.state == "idle"), None)
+
+
+def least_advanced(group: Group) -> str | None:
+    holders = [name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds is not None]
+    return min(holders, key=lambda name: group.workers[name].holds or 0, default=None)
+
+
+def join_without_copies(group: Group, best: str) -> Any:
+    after, [join] = _join(group, best)
+    assert isinstance(join, e.Join)
+    return after, [replace(join, copies=())]
+
+
+def join_in_the_same_generation(group: Group, best: str) -> Any:
+    after, [join] = _join(group, best)
+    assert isinstance(join, e.Join)
+    return replace(after, generation=group.generation), [join]
+
+
+def settle_while_some_are_inside(group: Group) -> Any:
+    with broken(members_in=lambda _: ()):
+        return _settle(group)
+
+
+def stay(group: Group, event: Any) -> Any:
+    return group, []
+
+
+def forget(group: Group, event: e.Lost) -> Any:
+    return machine.without(group, event.worker), []
+
+
+def clean_always(group: Group, event: e.Left) -> Any:
+    return _left_leave(group, replace(event, holds=group.committed + 1))
+
+
+def obey_all(group: Group, event: Any) -> Any:
+    return TABLE[group.phase, type(event)].act(group, event)
+
+
+_join, _settle, _left_leave = machine._join, machine._settle, machine._left_leave
+
+MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "a dirty worker is a donor": lambda: {"donor": any_holder},
+    "the least advanced is the donor": lambda: {"donor": least_advanced},
+    "nobody copies": lambda: {"_join": join_without_copies},
+    "the generation does not rise": lambda: {"_join": join_in_the_same_generation},
+    "the next view forms while some are inside": lambda: {"_settle": settle_while_some_are_inside},
+    "a loss in training is not acted on": lambda: rules(TRAIN_Lost=Rule(forget, (T,))),
+    "a loss while leaving is not acted on": lambda: rules(LEAVE_Lost=Rule(forget, (L,))),
+    "who has left is taken for clean": lambda: rules(LEAVE_Left=Rule(clean_always, (L, J, G, C, E))),
+    "who has paused is not noted": lambda: rules(PAUSE_Left=Rule(stay, (P,)), PAUSE_Late=Rule(stay, (P,))),
+    "an unknown worker's message counts": lambda: {"step": obey_all},
+    "a lost lead is not replaced": lambda: rules(CLOSE_Lost=Rule(stay, (C,)), CLOSE_Late=Rule(stay, (C,))),
+    "an interrupted formation is waited for": lambda: rules(JOIN_Lost=Rule(forget, (J,)), JOIN_Left=Rule(stay, (J,))),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_table_is_caught(name: str) -> None:
+    caught: list[str] = []
+    for small in ("two deaths", "faults", "a drain", "doubled and lost messages"):
+        sizes, happening = SCOPES[small]
+        with broken(**MUTANTS[name]()):
+            try:
+                explore(scope(*sizes, happening, maximum=2))
+            except (Violation, KeyError, ValueError) as error:
+                caught.append(str(error))
+                break
+    assert caught
+
+
+def test_the_map_shows_the_table() -> None:
+    text = (Path(machine.__file__).parents[1] / "README.md").read_text()
+    assert diagram() in text
