@@ -49,10 +49,13 @@ class Data:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workers:
     min: int = 1
-    """The run starts with at least so many workers, and fails when it cannot have them."""
+    """The run starts with at least so many workers, and waits when it has fewer."""
 
     max: int | None = None
-    """At most so many workers; `min` where it is not given."""
+    """At most so many workers, as the cluster has room; `min` where it is not given."""
+
+    spares: int = 0
+    """Warm workers beside the group, ready to take a lost one's place."""
 
     cpus: float = 1
     """Logical CPUs that Ray reserves for a worker."""
@@ -73,12 +76,15 @@ class Parallel:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elastic:
     hang_timeout_s: float = 30.0
-    """Seconds without progress in a collective after which a run is hung."""
+    """Seconds without a sign of progress after which a worker is hung; a first step and evaluations have 300."""
+
+    max_failures: int | None = None
+    """Failures that a run survives; None for any number. Ten in a row with no step between them always end it."""
 
     wait_s: float = 60.0
     """Seconds to wait for the workers that a run needs before it gives up."""
 
-    stop_grace_s: float = 10.0
+    stop_grace_s: float = 3.0
     """Seconds that a stopped run has to come to a step boundary and save its result."""
 
 
@@ -367,6 +373,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("workers.min",), _at_least(1)),
     (("workers.max", "workers.min"), _sizes),
     (("workers.min", "data.shards"), _shard_room),
+    (("workers.spares",), _at_least(0)),
     (("workers.cpus",), _at_least(0)),
     (("workers.gpus",), _gpus),
     (("workers.threads",), _at_least(1)),
@@ -374,6 +381,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("parallel.microbatches", "data.batch_size", "data.shards"), _microbatches),
     (("clip_norm",), _above_zero),
     (("elastic.hang_timeout_s",), _above_zero),
+    (("elastic.max_failures",), _at_least(0)),
     (("elastic.wait_s",), _above_zero),
     (("elastic.stop_grace_s",), _above_zero),
     (("evaluate.every_steps",), _at_least(1)),

@@ -28,6 +28,7 @@ from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.source import Index, check_enough, index
 from raytrain_plus.elastic.controller import Closing, Controller, Order
+from raytrain_plus.elastic.group import Limits
 from raytrain_plus.elastic.policy import room_for, useful_size
 from raytrain_plus.errors import DataError, InputError, RunError, TaskError
 from raytrain_plus.install.state import horovod_state
@@ -37,6 +38,7 @@ from raytrain_plus.result import Result
 from raytrain_plus.runfolder import check_writable, earlier_result
 from raytrain_plus.taskfile import load_function, load_task
 from raytrain_plus.workers.plan import Plan
+from raytrain_plus.workers.ray_private import most_there_can_be
 
 FOLLOW_S = 0.25
 """Longest wait for news of the run: bounds how soon a signal is heard, too."""
@@ -80,9 +82,9 @@ def run(
                 steps=line_of(job, seen).steps,
                 index=seen,
                 held_out=held_out,
+                collective=collective,
             ),
-            workers=_size(job),
-            collective=collective,
+            limits=_limits(job, line_of(job, seen).steps),
             folder=folder,
             job_yaml=job.to_yaml(),
             versions=_versions(),
@@ -164,7 +166,7 @@ def _connected(job: Job, address: str | None) -> Iterator[float]:
         yield time.time()
         return
     address = address or os.environ.get("RAY_ADDRESS")
-    largest = job.workers.max or job.workers.min
+    largest = (job.workers.max or job.workers.min) + job.workers.spares
     try:
         if address:
             _knock(address)
@@ -197,21 +199,30 @@ def _knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
 
 
-def _size(job: Job) -> int:
-    """How many workers to start. Raises `InputError` where the cluster is too small for `workers.min`."""
+def _limits(job: Job, steps: int) -> Limits:
+    """What the group's machine goes by. Raises `InputError` where the cluster can never have `workers.min`."""
     need = {"CPU": job.workers.cpus, "GPU": job.workers.gpus}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = room_for(nodes, need)
-    size = useful_size(room, job.workers.min, job.workers.max or job.workers.min, job.data.shards)
-    if size == 0:
+    minimum, maximum = job.workers.min, job.workers.max or job.workers.min
+    most = most_there_can_be()
+    if room < minimum and not (most and all(most.get(name, 0.0) >= amount for name, amount in need.items())):
         has = "; ".join(f"{node.get('CPU', 0):g} CPU, {node.get('GPU', 0):g} GPU" for node in nodes)
         raise InputError(
             f"the cluster has room for {room} workers of {need['CPU']:g} CPU and {need['GPU']:g} GPU each",
-            where=f"workers.min: {job.workers.min}",
-            expected=f"room for {job.workers.min}; its {len(nodes)} nodes have: {has}",
+            where=f"workers.min: {minimum}",
+            expected=f"room for {minimum}, or an autoscaler; its {len(nodes)} nodes have: {has}",
             remedy="lower workers.min or what a worker needs, or add nodes",
         )
-    return size
+    return Limits(
+        minimum=minimum,
+        maximum=maximum,
+        spares=job.workers.spares,
+        shards=job.data.shards,
+        steps=steps,
+        max_failures=job.elastic.max_failures,
+        expected=useful_size(max(room, minimum), minimum, maximum, job.data.shards),
+    )
 
 
 def _versions() -> dict[str, str]:
@@ -227,9 +238,9 @@ def _follow(order: Order, view: View | None) -> Result:
     controller: Any = (
         ray.remote(Controller)
         .options(num_cpus=0, max_concurrency=16, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
-        .remote()
+        .remote(order)
     )
-    closing_ref = controller.run.remote(order)
+    closing_ref = controller.run.remote()
     cursor = 0
     with _Signals() as signals:
         try:

@@ -57,6 +57,14 @@ def trim_traceback(error: BaseException) -> str:
     return "\n".join([*lines, f"{type(error).__name__}: {error}"])
 
 
+def fault_of(error: BaseException) -> str:
+    """What an error is and where it was raised: the same words whenever it comes again."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if _is_users(frame.filename)] or frames
+    place = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
+    return f"{type(error).__name__}{place}"
+
+
 def _is_users(filename: str) -> bool:
     library = "site-packages" in filename or "dist-packages" in filename or filename.startswith((sys.base_prefix, "<"))
     return not library and not filename.startswith(_PACKAGE)

@@ -6,7 +6,9 @@ dead peer aborts every survivor).
 
 from __future__ import annotations
 
+import contextlib
 import os
+from typing import Any
 
 import psutil
 import torch
@@ -14,6 +16,11 @@ import torch
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.errors import Interrupted
+
+
+def load_horovod() -> None:
+    """Imports it, which takes a moment that a forming world should not have to wait for."""
+    import horovod.torch  # noqa: F401
 
 
 class HorovodWorld:
@@ -26,6 +33,7 @@ class HorovodWorld:
         self.rank = formation.rank
         self.size = formation.size
         self._hvd = hvd
+        self._pending: set[int] = set()
         os.environ.update(_environment(formation))
         try:
             hvd.init()
@@ -39,26 +47,36 @@ class HorovodWorld:
         """Starts an in-place ring all-reduce."""
         op = self._hvd.Sum if operation == "sum" else self._hvd.Max
         try:
-            return _HorovodWork(self._hvd, self._hvd.allreduce_async_(tensor, op=op, name=name))
+            handle = self._hvd.allreduce_async_(tensor, op=op, name=name)
         except Exception as error:
             raise Interrupted(f"cannot start the all-reduce of {name}: {error}") from error
+        self._pending.add(handle)
+        return _HorovodWork(self._hvd, handle, self._pending)
 
     def close(self) -> None:
         """Shuts Horovod down in this process; it can be initialised again."""
         self._hvd.shutdown()
+        # Horovod keeps the tensors of every handle that nobody synchronised, for good.
+        for handle in self._pending:
+            if self._hvd.poll(handle):
+                with contextlib.suppress(Exception):
+                    self._hvd.synchronize(handle)
+        self._pending.clear()
 
 
 class _HorovodWork:
-    def __init__(self, hvd: object, handle: int) -> None:
+    def __init__(self, hvd: Any, handle: int, pending: set[int]) -> None:
         self._hvd = hvd
         self._handle = handle
+        self._pending = pending
 
     def done(self) -> bool:
-        return bool(self._hvd.poll(self._handle))  # type: ignore[attr-defined]
+        return bool(self._hvd.poll(self._handle))
 
     def finish(self) -> None:
+        self._pending.discard(self._handle)
         try:
-            self._hvd.synchronize(self._handle)  # type: ignore[attr-defined]
+            self._hvd.synchronize(self._handle)
         except Exception as error:
             raise Interrupted(f"an all-reduce failed: {error}") from error
 

@@ -13,9 +13,10 @@ from collections.abc import Collection
 
 
 def cut(listening: Collection[tuple[str, int]]) -> int:
-    """Shuts down every TCP socket of this process that listens on, or is connected from or to, one of `listening`.
+    """Shuts down every TCP connection of this process from or to one of `listening`.
 
-    Returns how many. The descriptors stay open: who opened them closes them.
+    Returns how many. The descriptors stay open: who opened them closes them. Those that listen are left alone: torch's
+    Gloo ends the process when it cannot accept.
     """
     done = 0
     for entry in os.listdir("/proc/self/fd"):
@@ -25,6 +26,8 @@ def cut(listening: Collection[tuple[str, int]]) -> int:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as copy:
                 if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
+                    continue
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     continue
                 if _ends(copy) & set(listening):
                     copy.shutdown(socket.SHUT_RDWR)

@@ -1,14 +1,16 @@
 """Where the members of one world find each other: the small HTTP key-value server that Horovod's C++ side speaks.
 
+Members of a torch world use it, too, in a scope of their own (`torch`).
+
     PUT    /scope/key   a member publishes the addresses it listens on
     GET    /scope/key   200 and the value, 404 while it is missing, 410 once the formation is cancelled
     DELETE /scope/key   a member is connected
 
 One server per world and generation, on one address of this node, for the addresses of the group alone. Values are
-bytes and stay bytes. Each member's key in a scope `global*` is written once (Horovod
-forms a second mesh for its global process set, in a scope with a suffix). The scopes `local_*` and `cross_*` have
-one member each by our account of the world (see `horovod`), though all of them write to the same `cross_0`: nobody
-reads it, the first value stays.
+bytes and stay bytes. Each member's key in the scopes `torch` and `global*` is written once (Horovod forms a second mesh
+for its global process set, in a scope with a suffix). The scopes `local_*` and `cross_*` have one member each by our
+account of the world (see `horovod`), though all of them write to the same `cross_0`: nobody reads it, the first value
+stays.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ CLOSE_S = 5.0
 """Limit of closing."""
 
 _PATH = re.compile(
-    r"/((?:global|local_[\w.-]{1,128}|cross_\d{1,6})(?:_process_set_hash_\w{1,20})?)/((?:rank_)?\d{1,6})"
+    r"/((?:torch|global|local_[\w.-]{1,128}|cross_\d{1,6})(?:_process_set_hash_\w{1,20})?)/((?:rank_)?\d{1,6})"
 )
+_ONE_WRITER = ("torch", "global")
 _ADDRESS_BYTES = 136  # gloo's tcp Address: a sockaddr_storage and a sequence number
 
 
@@ -76,10 +79,11 @@ class RendezvousServer:
     def published(self) -> dict[int, list[tuple[str, int]]]:
         """For each member that has published: the addresses it listens on, one for each other member."""
         with self._lock:
-            values = [(int(key), value) for (_, key), value in self._values.items() if key.isdigit()]
+            values = [(scope, int(key), value) for (scope, key), value in self._values.items() if key.isdigit()]
         found: dict[int, list[tuple[str, int]]] = {}
-        for rank, value in values:
-            found.setdefault(rank, []).extend(listening_addresses(value))
+        for scope, rank, value in values:
+            addresses = _torch_address(value) if scope == "torch" else value
+            found.setdefault(rank, []).extend(listening_addresses(addresses))
         return found
 
     def close(self) -> None:
@@ -100,13 +104,13 @@ class RendezvousServer:
             return (410 if self._cancelled else 404), b""
 
     def _put(self, scope: str, key: str, value: bytes) -> int:
-        if scope.startswith("global") and int(key.removeprefix("rank_")) >= self._size:
+        if scope.startswith(_ONE_WRITER) and int(key.removeprefix("rank_")) >= self._size:
             return 403
         with self._lock:
             if self._cancelled:
                 return 410
             before = self._values.setdefault((scope, key), value)
-        return 200 if before == value or not scope.startswith("global") else 403
+        return 200 if before == value or not scope.startswith(_ONE_WRITER) else 403
 
 
 def listening_addresses(value: bytes) -> list[tuple[str, int]]:
@@ -120,6 +124,12 @@ def listening_addresses(value: bytes) -> list[tuple[str, int]]:
             words = struct.unpack_from(">8H", value, start + 8)
             found.append((":".join(f"{word:x}" for word in words), port))
     return found
+
+
+def _torch_address(value: bytes) -> bytes:
+    """What a member of a torch world listens on: after its host's name, each part behind its length as 8 bytes."""
+    name = 8 + int.from_bytes(value[:8], "little")
+    return value[name + 8 : name + 8 + int.from_bytes(value[name : name + 8], "little")]
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,11 +1,13 @@
 """A world on torch.distributed's Gloo: what `collective: auto` takes where Horovod is not built."""
 
 # torch ships no complete annotations for what its C++ side exports.
-# mypy: disable-error-code="attr-defined,name-defined,assignment"
+# mypy: disable-error-code="attr-defined,name-defined,assignment,misc"
 
 from __future__ import annotations
 
-import socket
+import http.client
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -15,41 +17,25 @@ from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.errors import Interrupted
 
-
-def open_store(address: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """The store through which members find each other, listening on `address` alone; and its port."""
-    # A listener of our own, because a TCPStore that makes one listens on every interface.
-    listener = socket.create_server((address, 0))
-    port = int(listener.getsockname()[1])
-    store = dist.TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-        use_libuv=False,
-    )
-    return store, port
+POLL_S = 0.01
+"""Seconds between two looks for a key that another member has yet to publish."""
 
 
 class TorchWorld:
     """A Gloo process group of its own, never torch's default one."""
 
-    def __init__(self, formation: Formation, store: dist.TCPStore | None = None) -> None:
-        """Joins the world; `store` is for the member that opened it. Raises `Interrupted` where one does not come."""
+    def __init__(self, formation: Formation) -> None:
+        """Joins the world. Raises `Interrupted` where a member does not come."""
         self.rank = formation.rank
         self.size = formation.size
         timeout = timedelta(seconds=formation.timeout_s)
+        self._stores: list[_Store] = []
         try:
-            if store is None:
-                store = dist.TCPStore(*formation.server, is_master=False, timeout=timeout, use_libuv=False)
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=formation.address)]
             options._timeout = timeout
-            prefix = dist.PrefixStore(f"{formation.generation}/{formation.name}", store)
-            self._store = store
-            self._group = dist.ProcessGroupGloo(prefix, formation.rank, formation.size, options)
+            store = _Store(formation.server, formation.timeout_s, self._stores)
+            self._group = dist.ProcessGroupGloo(store, formation.rank, formation.size, options)
         except Exception as error:
             raise Interrupted(
                 f"world {formation.name} of generation {formation.generation} did not form: {error}"
@@ -66,7 +52,53 @@ class TorchWorld:
 
     def close(self) -> None:
         """Drops the group and its sockets."""
-        del self._group, self._store
+        del self._group
+        self._stores.clear()
+
+
+class _Store(dist.Store):
+    """Publishes and finds the members' addresses at our rendezvous: keys end in `/<rank>`."""
+
+    def __init__(self, server: tuple[str, int], timeout_s: float, kept: list[_Store]) -> None:
+        super().__init__()
+        self._server = server
+        self._timeout_s = timeout_s
+        self._kept = kept
+        # torch holds the C++ part alone: without this the Python part would go, and its methods with it.
+        kept.append(self)
+
+    def clone(self) -> _Store:
+        return _Store(self._server, self._timeout_s, self._kept)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        status, _ = self._ask("PUT", key, value.encode() if isinstance(value, str) else value)
+        if status != 200:
+            raise RuntimeError(f"the rendezvous refused {key}: status {status}")
+
+    def get(self, key: str) -> bytes:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            status, value = self._ask("GET", key)
+            if status == 200:
+                return value
+            if status != 404:
+                raise RuntimeError("the formation was cancelled")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no member published {key} within {self._timeout_s:g} s")
+            time.sleep(POLL_S)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def _ask(self, method: str, key: str, body: bytes | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(*self._server, timeout=self._timeout_s)
+        try:
+            connection.request(method, f"/torch/{key.rpartition('/')[2]}", body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
 
 
 class _TorchWork:

@@ -25,6 +25,8 @@ from raytrain_plus.errors import RaytrainError, TrainingError, WaitExpired
 
 PREFETCH_STEPS = 4
 """Steps whose batches are made ahead."""
+LOOK_S = 0.02
+"""Seconds between two looks at what else there is, while a step's batches are waited for."""
 STREAM_S = 60.0
 """How long a stream that runs may keep a read waiting before it is read directly."""
 
@@ -95,8 +97,12 @@ class Batches:
         collate: Collate,
         cache_mb: int,
         make_stream: Callable[..., Any] | None,
+        before: Batches | None = None,
     ) -> None:
-        """`make_stream(rows, groups, whole_units=, expected_rows=)` gives a stream; None reads everything directly."""
+        """`make_stream(rows, groups, whole_units=, expected_rows=)` gives a stream; None reads everything directly.
+
+        `before` is what this takes over from, closed: the units that it keeps in memory, once its thread has ended.
+        """
         self._rows = rows
         self._line: Line = rows.line
         self._shards = tuple(sorted(shards))
@@ -104,7 +110,8 @@ class Batches:
         self._microbatch_rows = max(1, self._line.per_shard // microbatches)
         self._collate = collate
         self._keep_units = rows.transform is None and sum(rows.index.unit_bytes) <= cache_mb << 20
-        self._units: dict[int, pa.Table] = {}
+        self._units: dict[int, pa.Table] = {} if before is None else before._units
+        self._before = before
         self._make_stream = make_stream
         self._stream: Any = None
         self._ready: queue.Queue[dict[int, list[Microbatch]] | BaseException] = queue.Queue(PREFETCH_STEPS)
@@ -123,29 +130,40 @@ class Batches:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Nobody waits for the thread here: a group that changes goes on at once. Who takes over waits for it.
         self._closing.set()
-        while not self._ready.empty():
-            self._ready.get_nowait()
-        self._thread.join(STREAM_S)
-        if self._stream is not None:
-            self._stream.close()
+        stream = self._stream
+        if stream is not None:
+            stream.close()
 
-    def get(self, step: int, timeout_s: float) -> StepBatches:
-        """The batches of the next step; raises what reading or collating raised, `WaitExpired` after `timeout_s`."""
+    def get(self, step: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> StepBatches:
+        """The batches of the next step; `check` is called while it waits, and may raise.
+
+        Raises what reading or collating raised, `WaitExpired` after `timeout_s`.
+        """
         start = time.monotonic()
-        try:
-            made = self._ready.get(timeout=timeout_s)
-        except queue.Empty as error:
-            raise WaitExpired(f"the data of step {step} did not come within {timeout_s:g} s") from error
+        while True:
+            try:
+                made = self._ready.get(timeout=LOOK_S)
+                break
+            except queue.Empty as error:
+                check()
+                if time.monotonic() - start > timeout_s:
+                    raise WaitExpired(f"the data of step {step} did not come within {timeout_s:g} s") from error
         if isinstance(made, BaseException):
             raise made
         return StepBatches(made, time.monotonic() - start)
 
     def _run(self) -> None:
         try:
+            if self._before is not None:
+                self._before._thread.join()
+                self._before = None
             sources = {shard: _ShardRows(self._line, shard, self._first_step) for shard in self._shards}
             upcoming = reads(self._line, self._shards, self._first_step)
             for step in range(self._first_step, self._line.steps):
+                if self._closing.is_set():
+                    return
                 if step == self._first_step + PREFETCH_STEPS + 2:
                     # The first step has its batch: loading and starting Ray Data, a second's work, must not delay it.
                     self._start_stream()
@@ -161,6 +179,10 @@ class Batches:
                     return
         except BaseException as error:
             self._offer(error)
+        finally:
+            # Once more: it may have been started after the reader was closed.
+            if self._stream is not None:
+                self._stream.close()
 
     def _offer(self, made: dict[int, list[Microbatch]] | BaseException) -> bool:
         while not self._closing.is_set():
@@ -179,7 +201,7 @@ class Batches:
         wanted: Iterator[Read] = itertools.islice(upcoming, self._next_read, None)
         if self._keep_units:
             wanted = first_touches(wanted, frozenset(range(len(index.unit_rows))) - self._units.keys())
-        self._stream = self._make_stream(
+        stream = self._make_stream(
             self._rows,
             grouped(wanted, index.unit_bytes, index.unit_rows),
             whole_units=self._keep_units,
@@ -187,7 +209,8 @@ class Batches:
             if self._keep_units
             else (lambda read: read.piece.rows),
         )
-        self._stream.start()
+        stream.start()
+        self._stream = stream
 
     def _read(self, read: Read) -> pa.Table:
         if self._keep_units:

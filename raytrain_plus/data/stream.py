@@ -35,8 +35,6 @@ OBJECT_STORE_BYTES = 256 << 20
 """What one worker's stream may hold in Ray's object store."""
 WAITING_BYTES = 64 << 20
 """What may wait in the worker's memory before the stream pauses."""
-CLOSE_S = 10.0
-"""How long closing waits for the stream's thread."""
 
 _NUMBER = "_raytrain_read"
 
@@ -123,7 +121,9 @@ class Stream:
             self._consumed_to = max(self._consumed_to, number)
             self._drop_passed()
             self._news.notify_all()
-            self._news.wait_for(lambda: number in self._arrived or self.delivered > number or self.ended, timeout_s)
+            self._news.wait_for(
+                lambda: number in self._arrived or self.delivered > number or self.ended or self._closing, timeout_s
+            )
             table = self._arrived.pop(number, None)
             if table is not None:
                 self._waiting_bytes -= table.nbytes
@@ -146,11 +146,15 @@ class Stream:
             return arrived
 
     def close(self) -> None:
-        """Stops the stream and its tasks; waits a bounded time for its thread."""
+        """Ends the stream and its tasks soon, and lets whoever waits in `take` go at once."""
         with self._news:
             self._closing = True
             self._news.notify_all()
-        self._thread.join(CLOSE_S)
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the stream has come to its end within so many seconds."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -27,6 +27,23 @@ class Commits(Generic[Record]):
         self.next_step = first_step
         """The lowest step that is not committed."""
 
+    @property
+    def applied(self) -> int:
+        """The highest step that any member has reported."""
+        return max(self._applied.values())
+
+    def regroup(self, members: Iterable[str], held: int) -> list[Record]:
+        """A new generation begins, of these members and with the state after step `held`, which they all have or copy.
+
+        The records of the steps that this commits, in order: a living member holds them. Later ones are forgotten: who
+        applied them is gone, and they will be made again.
+        """
+        committed = [self._records[step] for step in range(self.next_step, held + 1)]
+        self._records.clear()
+        self._applied = dict.fromkeys(members, held)
+        self.next_step = held + 1
+        return committed
+
     def report(self, member: str, records: Sequence[Record]) -> list[Record]:
         """Takes one member's newly applied steps; the records of the steps that this commits, in order.
 

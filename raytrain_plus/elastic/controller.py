@@ -1,15 +1,22 @@
-"""The controller: one Ray actor that starts the workers, forms their world, hears of their steps, and writes the run.
+"""The controller: one Ray actor that carries out what the group's machine decides, and brings it what happens.
 
-It is never in a step's way: workers report in batches, and one long-pending call per worker tells of a death at once.
+Everything that happens - an answer, a death, a report, a wish - goes through one inbox and is looked at by one thread,
+in order. It is never in a step's way: workers report in batches, and one call to each worker that never answers tells
+of a death at once.
 """
 
 from __future__ import annotations
 
+import logging
+import queue
+import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +24,40 @@ import ray
 
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.rendezvous import RendezvousServer
-from raytrain_plus.elastic.commits import Commits
-from raytrain_plus.elastic.totals import Totals
-from raytrain_plus.elastic.view import View, form_view
-from raytrain_plus.errors import Interrupted, RaytrainError, RunError, WaitExpired, WorkerLost
-from raytrain_plus.observe.events import EventLog
-from raytrain_plus.observe.tensorboard import Scalars
+from raytrain_plus.elastic import events as e
+from raytrain_plus.elastic import machine
+from raytrain_plus.elastic.group import Limits, Phase, holds, members_in
+from raytrain_plus.elastic.journal import Journal
+from raytrain_plus.elastic.patience import PREPARE_S, clock_of, limit_s, stop_limit_s
+from raytrain_plus.elastic.view import View
+from raytrain_plus.elastic.watch import Pulses, judge, overdue
+from raytrain_plus.errors import RaytrainError, RunError, WorkerLost
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import Lease
-from raytrain_plus.training.records import Evaluated, StepRecord
-from raytrain_plus.workers.plan import Ended, Export, Place, Plan, Ready
-from raytrain_plus.workers.pool import Pool, get
+from raytrain_plus.training.records import Activity, Evaluated, StepRecord
+from raytrain_plus.workers.plan import Assignment, Export, Joining, Outcome, Place, Plan, Ready
+from raytrain_plus.workers.pool import Pool, answer
+from raytrain_plus.workers.ray_private import draining_nodes
 
-PREPARE_S = 600.0
-"""Limit of importing the task, making the data where a node lacks it, and building the model."""
-FORM_S = 30.0
-"""Limit of forming one world."""
-EXPORT_S = 120.0
-"""Limit of handing the finished model over."""
+TICK_S = 0.05
+"""Longest time between two looks at the clock."""
+PULSE_S = 0.5
+"""Seconds between two questions to a worker."""
+LEAVE_PULSE_S = 0.1
+"""The same while it leaves a world."""
+PAUSED_S = 1.0
+"""If the controller itself stood still for longer, nobody else is blamed for it."""
+NODE_SILENT_S = 3.0
+"""A node whose worker has not answered for so long, and on which nobody takes a connection, is lost."""
+NODE_POLL_S = 1.0
+"""Seconds between two looks at the nodes."""
+KNOCK_S = 1.0
+"""Limit of taking a connection."""
+COLLECTIVE_S = 3600.0
+"""Limit of a collective for a worker that hears nothing; otherwise the controller decides, and much sooner."""
+EARLY_WAIT_S = 5.0
+"""For so long a run that starts says nothing of the workers that it waits for."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +65,9 @@ class Order:
     """What the driver asks of the controller."""
 
     plan: Plan
-    workers: int
-    """How many to start."""
-    collective: str
-    """`horovod` or `torch`."""
+    limits: Limits
     folder: Path
-    """The run's folder; made by the controller once the workers are ready."""
+    """The run's folder; made by the controller when the first world is formed."""
     job_yaml: str
     versions: Mapping[str, str]
     began: float
@@ -63,266 +83,455 @@ class Closing:
     """What ended a failed run."""
 
 
+@dataclass
+class _Round:
+    """The present generation: its world's rendezvous, and what its members have said."""
+
+    view: View
+    server: RendezvousServer
+    joined: dict[str, Joining] = field(default_factory=dict)
+    shas: dict[str, str] = field(default_factory=dict)
+
+
 class Controller:
-    """The class behind the actor; the runner makes it one. Methods may run at the same time."""
+    """The class behind the actor; the runner makes it one. Public methods may run at the same time as `run`."""
 
-    def __init__(self) -> None:
-        self._news = threading.Condition()
-        self._events: list[dict[str, Any]] = []
-        self._stopping = threading.Event()
-        self._pool: Pool | None = None
-        self._commits: Commits[StepRecord] | None = None
-        self._generation = 0
-        self._totals = Totals()
-        self._metrics: dict[str, float] = {}
-        self._evaluated: set[int] = set()
-        self._clock_offsets: dict[str, float] = {}
-        self._batch_size = self._rows = 1
-        self._lease: Lease | None = None
-        self._log: EventLog | None = None
-        self._scalars: Scalars | None = None
+    def __init__(self, order: Order) -> None:
+        job = order.plan.job
+        self._order = order
+        self._elastic = job.elastic
+        self._pool = Pool(job.workers.cpus, job.workers.gpus)
+        self._journal = Journal(job.data.batch_size, order.plan.index.rows)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._pulses = Pulses()
+        self._places: dict[str, Place] = {}
+        self._ready: dict[str, Ready] = {}
+        self._draining: dict[str, float | None] = {}
+        self._round: _Round | None = None
+        self._errors: dict[str, RaytrainError] = {}
+        self._export: Export | None = None
+        self._closing: Closing | None = None
+        self._stopping_since: float | None = None
+        self._nodes_thread = threading.Thread(target=self._watch_nodes, name="nodes", daemon=True)
+        self._over = threading.Event()
+        self._here = ray.util.get_node_ip_address()
+        self._me: Any = None
+        self._group, self._first = machine.begin(order.limits)
+        self._clock: tuple[object, float] = (clock_of(self._group), time.monotonic())
 
-    def run(self, order: Order) -> Closing:
+    def run(self) -> Closing:
         """Runs the job to its end. Input errors that only a worker can see are raised before a folder is made."""
-        self._batch_size, self._rows = order.plan.job.data.batch_size, order.plan.index.rows
-        self._pool = Pool(order.plan.job.workers.cpus, order.plan.job.workers.gpus)
+        self._me = ray.get_runtime_context().current_actor
+        self._nodes_thread.start()
         try:
-            places, ready = self._bring_up(order)
-            self._open(order)
-            closing = self._train(order, places, ready)
+            for command in self._first:
+                self._do(command)
+            last = time.monotonic()
+            while self._closing is None:
+                self._hear()
+                now = time.monotonic()
+                if now - last > PAUSED_S:
+                    self._pulses.forgive(now - last)
+                last = now
+                self._look(now)
+            return self._closing
+        except RaytrainError:
+            raise
+        except Exception as failure:
+            if self._journal.opened:
+                self._finish("failed", f"{failure}\n{traceback.format_exc()}", None)
+            raise
         finally:
+            self._over.set()
+            if self._round is not None:
+                self._round.server.cancel()
+                self._round.server.close()
             self._pool.shutdown()
-            if self._lease is not None:
-                self._lease.release()
-            if self._scalars is not None:
-                self._scalars.close()
-            if self._log is not None:
-                self._log.close()
-        return closing
+            self._journal.close()
 
     def report(self, worker: str, generation: int, records: Sequence[StepRecord | Evaluated]) -> None:
-        """Takes a batch of applied steps and evaluations from a worker; those of another generation are refused."""
-        with self._news:
-            if generation != self._generation or self._commits is None:
-                return
-            offset = self._clock_offsets[worker]
-            steps = [record for record in records if isinstance(record, StepRecord)]
-            for record in self._commits.report(worker, steps):
-                self._totals.add(record)
-                self._tell(
-                    "step_committed",
-                    time_s=record.time + offset,
-                    step=record.step,
-                    epoch=record.step * self._batch_size // self._rows,
-                    samples=record.rows,
-                    loss=record.loss,
-                    seconds=record.seconds,
-                )
-            for told in records:
-                if isinstance(told, Evaluated) and told.step not in self._evaluated:
-                    self._evaluated.add(told.step)
-                    self._metrics = dict(told.metrics)
-                    self._tell("evaluated", step=told.step, metrics=dict(told.metrics))
+        """Takes a batch of applied steps and evaluations from a worker."""
+        self._inbox.put(partial(self._reported, worker, generation, records))
+
+    def joined(self, worker: str, generation: int, joining: Joining) -> None:
+        """A worker is in its world and has the state."""
+        self._inbox.put(partial(self._joined, worker, generation, joining))
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
-        with self._news:
-            self._news.wait_for(lambda: len(self._events) > cursor, timeout_s)
-            return self._events[cursor:]
+        return self._journal.follow(cursor, timeout_s)
 
     def stop(self) -> None:
         """Asks the run to stop at the next step boundary."""
-        self._stopping.set()
+        self._inbox.put(self._stop)
 
-    def _bring_up(self, order: Order) -> tuple[dict[str, Place], dict[str, Ready]]:
-        assert self._pool is not None
-        names = self._pool.start(order.workers)
-        asked = time.time()
-        places = self._pool.places(order.plan.job.elastic.wait_s)
-        answered = time.time()
-        for name, place in places.items():
-            # On one machine the clocks are one; between machines this is right to the length of the call.
-            offset = (asked + answered) / 2 - place.clock_s
-            self._clock_offsets[name] = offset if abs(offset) > answered - asked else 0.0
-        ready = self._pool.each("building the task", PREPARE_S, "prepare", dict.fromkeys(names, (order.plan,)))
-        return places, ready
+    # The loop
 
-    def _open(self, order: Order) -> None:
-        order.folder.mkdir(parents=True, exist_ok=True)
-        self._lease = Lease(order.folder)
-        self._lease.renew()
-        (order.folder / "job.yaml").write_text(order.job_yaml)
-        self._log = EventLog(order.folder / "events.ndjson")
-        self._scalars = Scalars(order.folder / "tensorboard")
-        with self._news:
-            self._tell(
-                "run_started",
-                job=order.job_yaml,
-                versions=dict(order.versions),
-                address=ray.get_runtime_context().gcs_address,
-            )
-
-    def _train(self, order: Order, places: Mapping[str, Place], ready: Mapping[str, Ready]) -> Closing:
-        assert self._pool is not None
-        view = form_view(self._generation, list(places), order.plan.job.data.shards)
-        error: RaytrainError | None = None
-        ended: dict[str, Ended] = {}
-        export: Export | None = None
+    def _hear(self) -> None:
+        """Does what is in the inbox, or waits a moment for something."""
         try:
-            self._form(order, view, places)
-            self._announce(order, view, places, ready)
-            ended = self._follow_workers(view, order, places)
-            digests = {name: end.state_sha256 for name, end in ended.items()}
-            if len(set(digests.values())) > 1:
-                raise RunError(f"the workers' states differ at the end: {digests}; please report this")
-            lead = view.members[0].worker
-            export = get(self._pool.call(lead, "export"), lead, EXPORT_S)
-            (order.folder / "model.safetensors").write_bytes(export.model)
-        except RaytrainError as failure:
-            error = failure
-        except Exception as failure:
-            self._finish("failed", f"{failure}\n{traceback.format_exc()}", None)
-            raise
-        stopped = any(end.stopped for end in ended.values())
-        status = "failed" if error else "stopped" if stopped else "finished"
-        sha = next((end.state_sha256 for end in ended.values()), None)
-        result = self._totals.result(
-            name=order.plan.job.name,
-            status=status,
-            path=order.folder,
-            metrics=self._metrics,
-            state_sha256=sha,
-            error=str(error) if error else None,
-            show=export.show if export else None,
-            began=order.began,
-        )
-        result.save()
-        self._finish(status, result.error, sha)
-        return Closing(result=result, error=error)
+            self._inbox.get(timeout=TICK_S)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
 
-    def _form(self, order: Order, view: View, places: Mapping[str, Place]) -> None:
-        """Forms the generation's world of stage 0 over the view's members."""
-        assert self._pool is not None
-        members = [member.worker for member in view.members]
-        server: RendezvousServer | None = None
-        where = ("", 0)
-        if len(members) > 1 and order.collective == "horovod":
-            here = ray.util.get_node_ip_address()
-            server = RendezvousServer(here, size=len(members), peers={place.address for place in places.values()})
-            where = (here, server.start())
-        elif len(members) > 1:
-            lead = members[0]
-            port = get(self._pool.call(lead, "open_store", FORM_S), lead, FORM_S)
-            where = (places[lead].address, port)
+    def _look(self, now: float) -> None:
+        """Does what is due by the clock."""
+        self._journal.renew()
+        for timer in [timer for timer in self._timers if timer[0] <= now]:
+            self._timers.remove(timer)
+            timer[1]()
+        self._ask(now)
+        for name in overdue(self._pulses.all, now):
+            self._lost(name, "it did not leave a broken collective in time")
+        verdict = judge(self._pulses.all, members_in(self._group), self._elastic.hang_timeout_s, now)
+        for name, what in verdict.hung.items():
+            self._lost(name, what)
+        generation = self._group.generation
+        if verdict.stuck and self._group.phase in (Phase.TRAIN, Phase.PAUSE):
+            self._journal.broke(time.time(), "all workers waited for one another")
+            self._feed(e.Stuck(generation))
+        self._look_at_limits(now)
 
-        def formation(rank: int, name: str) -> Formation:
-            return Formation(
+    def _look_at_limits(self, now: float) -> None:
+        group = self._group
+        if clock_of(group) != self._clock[0]:
+            self._clock = (clock_of(group), now)
+        since = now - self._clock[1]
+        if group.phase is Phase.GATHER and group.generation < 0 and since > EARLY_WAIT_S:
+            self._waits(len([worker for worker in group.workers.values() if worker.state != "coming"]))
+        state_bytes = max((ready.state_bytes for ready in self._ready.values()), default=0)
+        limit = limit_s(group, self._elastic.wait_s, state_bytes)
+        late = limit is not None and since > limit
+        if self._stopping_since is not None:
+            rest = stop_limit_s(group, self._elastic.stop_grace_s)
+            late = late or (rest is not None and now - self._stopping_since > rest)
+        if late:
+            if group.phase in (Phase.JOIN, Phase.PAUSE):
+                self._journal.broke(time.time(), f"{group.phase.value} took too long")
+            for name in members_in(group) if group.phase is Phase.LEAVE else ():
+                self._journal.gone(name, "it did not leave its world in time")
+            self._feed(e.Late(group.generation))
+
+    def _ask(self, now: float) -> None:
+        """Asks the workers what they do; those that are to leave are told so again, with what has been published."""
+        leaving = members_in(self._group) if self._group.phase is Phase.LEAVE else ()
+        for name in self._pulses.due(leaving, LEAVE_PULSE_S, now):
+            self._tell_to_leave(name, now)
+        for name in self._pulses.due(self._pulses.all.keys(), PULSE_S, now):
+            self._pulses.asked(name, now)
+            self._pool.ask(name, self._posted(self._pulse, name), "activity")
+
+    def _feed(self, event: e.Event) -> None:
+        """Gives the machine an event, and does what it says."""
+        before = self._group
+        self._group, commands = machine.step(before, event)
+        formed = before.phase is Phase.JOIN and self._group.phase in (Phase.TRAIN, Phase.PAUSE)
+        if formed and self._round is not None:
+            self._formed(self._round)
+        for command in commands:
+            self._do(command)
+
+    def _do(self, command: e.Command) -> None:
+        now = time.monotonic()
+        if isinstance(command, e.Start):
+            for name in command.workers:
+                self._at(now + command.delay_s, partial(self._start, name))
+        elif isinstance(command, e.Join):
+            self._join(command)
+        elif isinstance(command, e.Pause):
+            for name in members_in(self._group):
+                self._pool.call(name, "pause", command.generation)
+        elif isinstance(command, e.Interrupt):
+            if self._round is not None:
+                self._round.server.cancel()
+            for name in command.workers:
+                self._pulses.told(name, now)
+                self._tell_to_leave(name, now)
+        elif isinstance(command, e.Rehearse):
+            self._pool.ask(command.worker, self._posted(self._rehearsed, command.worker), "rehearse")
+        elif isinstance(command, e.Dismiss):
+            self._dismiss(command.worker)
+        elif isinstance(command, e.HandOver):
+            held = holds(self._group, command.worker)
+            self._journal.regroup(time.time(), [command.worker], held)
+            self._pool.ask(command.worker, self._posted(self._handed, command.worker), "export")
+        elif isinstance(command, e.Wait):
+            if self._group.generation >= 0:
+                self._waits(command.have)
+        elif isinstance(command, e.End):
+            self._end(command)
+
+    def _at(self, when: float, act: Callable[[], None]) -> None:
+        self._timers.append((when, act))
+
+    def _posted(self, act: Callable[..., None], *arguments: Any) -> Callable[[Future[Any]], None]:
+        """Puts an answer into the inbox when it comes."""
+        return lambda future: self._inbox.put(partial(act, *arguments, future))
+
+    # Workers come
+
+    def _start(self, name: str) -> None:
+        if name not in self._group.workers:
+            return
+        self._pool.start(name)
+        self._pool.watch(name, self._posted(self._died, name))
+        asked = time.time()
+        self._pool.ask(name, self._posted(self._came, name, asked), "place")
+
+    def _came(self, name: str, asked: float, future: Future[Any]) -> None:
+        try:
+            place: Place = answer(future, name)
+        except WorkerLost:
+            return
+        if name not in self._pool:
+            return
+        self._places[name] = place
+        self._journal.came(place, asked, time.time())
+        self._pulses.add(name, time.monotonic())
+        self._feed(e.Up(name))
+        if place.node in self._draining:
+            self._feed(e.Notice(name))
+        self._pool.ask(name, self._posted(self._prepared, name), "prepare", self._order.plan, PREPARE_S)
+
+    def _prepared(self, name: str, future: Future[Any]) -> None:
+        try:
+            self._ready[name] = answer(future, name)
+        except WorkerLost:
+            return
+        except RaytrainError as error:
+            if self._group.generation < 0:
+                raise
+            self._lost(name, str(error))
+            return
+        self._feed(e.Warm(name, -1))
+
+    def _rehearsed(self, name: str, future: Future[Any]) -> None:
+        try:
+            answer(future, name)
+        except WorkerLost:
+            return
+        except RaytrainError as error:
+            self._lost(name, f"its step for practice failed: {error}")
+            return
+        self._feed(e.Warm(name, None))
+
+    # A generation
+
+    def _join(self, command: e.Join) -> None:
+        order, view = self._order, command.view
+        if not self._journal.opened:
+            address = ray.get_runtime_context().gcs_address
+            self._journal.open(order.folder, order.job_yaml, order.versions, address)
+        names = [member.worker for member in view.members]
+        self._journal.regroup(time.time(), names, command.first_step - 1)
+        if self._round is not None:
+            threading.Thread(target=self._round.server.close, name="close rendezvous", daemon=True).start()
+        server = RendezvousServer(self._here, len(names), {self._places[name].address for name in names})
+        self._round = _Round(view, server)
+        where = (self._here, server.start())
+        source = (self._pool.call(command.donor, "snapshot"),) if command.copies else ()
+        for rank, member in enumerate(view.members):
+            name = member.worker
+            formation = Formation(
                 generation=view.generation,
                 name=f"stage0-g{view.generation}",
                 rank=rank,
-                size=len(members),
-                address=places[name].address,
+                size=len(names),
+                address=self._places[name].address,
                 server=where,
-                timeout_s=order.plan.job.elastic.hang_timeout_s,
+                timeout_s=COLLECTIVE_S,
             )
+            assignment = Assignment(
+                generation=view.generation,
+                formation=formation,
+                shards=member.shards,
+                first_step=command.first_step,
+                source=source if name in command.copies else (),
+                evaluated=self._journal.evaluated,
+            )
+            self._pulses.left(name, time.monotonic())
+            came_out = self._posted(self._came_out, name, view.generation)
+            self._pool.ask(name, came_out, "serve", self._me, assignment)
 
-        calls = {name: (order.collective, formation(rank, name)) for rank, name in enumerate(members)}
-        try:
-            self._pool.each("forming the world", FORM_S + 5, "form", calls)
-        except BaseException:
-            if server is not None:
-                server.cancel()
-            raise
-        finally:
-            if server is not None:
-                server.close()
+    def _joined(self, name: str, generation: int, joining: Joining) -> None:
+        if self._stale(generation, f"{name} joined"):
+            return
+        if self._round is not None:
+            self._round.joined[name] = joining
+        self._feed(e.Joined(name, generation))
 
-    def _announce(self, order: Order, view: View, places: Mapping[str, Place], ready: Mapping[str, Ready]) -> None:
-        members = [
-            {
-                "worker": member.worker,
-                "pid": places[member.worker].pid,
-                "node": places[member.worker].node,
-                "cell": member.cell,
-                "stage": member.stage,
-                "params": ready[member.worker].parameters,
-                "shards": list(member.shards),
-            }
-            for member in view.members
+    def _formed(self, formed: _Round) -> None:
+        members = {member.worker for member in formed.view.members}
+        spares = [
+            name
+            for name, worker in self._group.workers.items()
+            if name not in members and not worker.leaving and worker.state in ("idle", "rehearsing")
         ]
-        with self._news:
-            self._commits = Commits([member.worker for member in view.members], first_step=0)
-            self._tell(
-                "view_formed",
-                members=members,
-                spares=[],
-                collective=order.collective if len(members) > 1 else "none (one worker)",
-            )
+        slowest = max((joining.form_s for joining in formed.joined.values()), default=0.0)
+        self._journal.formed(time.time(), formed.view, self._ready, spares, self._order.plan.collective, slowest)
 
-    def _follow_workers(self, view: View, order: Order, places: Mapping[str, Place]) -> dict[str, Ended]:
-        """Waits for the members to train to the end; the first failure that is no echo of another ends the run."""
-        assert self._pool is not None
-        me = ray.get_runtime_context().current_actor
-        pending = {
-            self._pool.call(member.worker, "train", me, view.generation, member.shards, 0): member.worker
-            for member in view.members
-        }
-        ended: dict[str, Ended] = {}
-        echo: RaytrainError | None = None
-        stop_told = False
-        deadline: float | None = None
-        while pending:
-            if self._lease is not None:
-                self._lease.renew()
-            if self._stopping.is_set() and not stop_told:
-                stop_told = True
-                deadline = time.monotonic() + order.plan.job.elastic.stop_grace_s
-                self._pool.tell("stop")
-            ready, _ = ray.wait(list(pending), timeout=0.05)
-            for ref in ready:
-                name = pending.pop(ref)
-                try:
-                    ended[name] = get(ref, name, 10.0)
-                except (Interrupted, WaitExpired) as error:
-                    # A collective that broke: the cause is another worker's, whose own error is on its way.
-                    if echo is None:
-                        echo = error
-                        deadline = deadline or time.monotonic() + 10.0
-                except WorkerLost as error:
-                    self._lost(places[name], str(error))
-                    self._pool.tell("interrupt")
-                    raise
-                except RaytrainError:
-                    self._pool.tell("interrupt")
-                    raise
-            if pending and deadline is not None and time.monotonic() > deadline:
-                break
-        if echo is not None:
-            raise echo
-        if pending:
-            raise WaitExpired(f"{', '.join(sorted(pending.values()))} did not come to a step boundary in time to stop")
-        return ended
+    def _reported(self, name: str, generation: int, records: Sequence[StepRecord | Evaluated]) -> None:
+        if self._stale(generation, f"a report of {name}"):
+            return
+        before = self._journal.committed
+        self._journal.report(name, records)
+        if self._journal.committed > before:
+            self._feed(e.Committed(generation, self._journal.committed))
 
-    def _lost(self, place: Place, cause: str) -> None:
-        with self._news:
-            self._tell("worker_lost", worker=place.worker, pid=place.pid, node=place.node, cause=cause)
+    def _came_out(self, name: str, generation: int, future: Future[Any]) -> None:
+        try:
+            outcome: Outcome = answer(future, name)
+        except WorkerLost:
+            return
+        if self._stale(generation, f"{name} came out"):
+            return
+        self._reported(name, generation, outcome.records)
+        self._pulses.left(name, time.monotonic())
+        if outcome.why == "finished" and self._round is not None and outcome.state_sha256 is not None:
+            self._round.shas[name] = outcome.state_sha256
+        if outcome.error is not None:
+            self._errors[outcome.fault] = outcome.error
+            log.info("%s failed in generation %d: %s", name, generation, outcome.fault)
+        if outcome.why in ("failed", "interrupted"):
+            self._journal.broke(time.time(), f"{name}: {outcome.fault}" if outcome.fault else "")
+        self._feed(e.Left(name, generation, outcome.holds, outcome.why, outcome.fault, outcome.final))
 
-    def _finish(self, status: str, error: str | None, sha: str | None) -> None:
-        with self._news:
-            self._tell(
-                "run_finished",
-                status=status,
-                error=error,
-                steps=self._totals.steps,
-                samples=self._totals.samples,
-                state_sha256=sha,
-            )
+    def _stale(self, generation: int, what: str) -> bool:
+        """Whether a message is of another generation: it is refused then."""
+        if generation == self._group.generation:
+            return False
+        log.info("refused: %s in generation %d; the present one is %d", what, generation, self._group.generation)
+        return True
 
-    def _tell(self, kind: str, *, time_s: float | None = None, **fields: Any) -> None:
-        """Writes one event; the caller holds the lock."""
-        assert self._log is not None
-        assert self._scalars is not None
-        event = self._log.write(kind, generation=self._generation, time=time_s, fields=fields)
-        self._scalars.add(event)
-        self._events.append(event)
-        self._news.notify_all()
+    def _tell_to_leave(self, name: str, now: float) -> None:
+        if self._round is None or name not in self._pool:
+            return
+        addresses = frozenset(place for places in self._round.server.published().values() for place in places)
+        if name in self._pulses.all:
+            self._pulses.asked(name, now)
+        self._pool.ask(name, self._posted(self._pulse, name), "interrupt", self._group.generation, addresses)
+
+    def _pulse(self, name: str, future: Future[Any]) -> None:
+        try:
+            activity: Activity = answer(future, name)
+        except WorkerLost:
+            return
+        now = time.monotonic()
+        self._pulses.heard(name, activity.doing, activity.since_s, activity.limit_s, now)
+
+    # Workers go
+
+    def _died(self, name: str, future: Future[Any]) -> None:
+        if name not in self._pool:
+            return
+        try:
+            answer(future, name)
+        except RaytrainError as error:
+            self._lost(name, str(error).removeprefix(f"{name} died: "))
+
+    def _lost(self, name: str, cause: str) -> None:
+        """A worker is gone, or counts as gone: then its process is ended."""
+        worker = self._group.workers.get(name)
+        if worker is not None:
+            self._journal.gone(name, cause)
+            if worker.state == "in":
+                self._journal.broke(time.time(), f"{name} was lost: {cause}")
+        self._dismiss(name)
+        self._feed(e.Lost(name))
+
+    def _dismiss(self, name: str) -> None:
+        self._pulses.drop(name)
+        if name in self._pool:
+            self._pool.end(name)
+
+    def _watch_nodes(self) -> None:
+        """On a thread of its own, because Ray may take its time: who will leave, and who is silent."""
+        while not self._over.wait(NODE_POLL_S):
+            draining = draining_nodes()
+            if draining != self._draining:
+                self._inbox.put(partial(self._noticed, draining))
+            now = time.monotonic()
+            pulses = dict(self._pulses.all)
+            silent = {
+                self._places[name].node
+                for name, pulse in pulses.items()
+                if pulse.silent_s(now) > NODE_SILENT_S and name in self._places
+            }
+            for node in silent:
+                if not _answers(node):
+                    self._inbox.put(partial(self._node_lost, node))
+
+    def _noticed(self, draining: Mapping[str, float | None]) -> None:
+        before, self._draining = self._draining, dict(draining)
+        for node, deadline in draining.items():
+            hosted = [name for name in self._group.workers if name in self._places and self._places[name].node == node]
+            if node in before:
+                continue
+            if not hosted:
+                log.info("node %s, which hosts no worker of this run, will leave", node)
+                continue
+            self._journal.will_leave(node, deadline)
+            for name in hosted:
+                self._feed(e.Notice(name))
+
+    def _node_lost(self, node: str) -> None:
+        for name in [name for name in self._group.workers if name in self._places and self._places[name].node == node]:
+            self._lost(name, f"its node {node[:12]} does not answer")
+
+    # The end
+
+    def _stop(self) -> None:
+        if self._stopping_since is None:
+            self._stopping_since = time.monotonic()
+        self._feed(e.Stop())
+
+    def _waits(self, have: int) -> None:
+        need = self._order.limits.minimum
+        self._journal.waits(f"{need - have} more of at least {need} workers (each needs {self._pool.need})")
+
+    def _handed(self, name: str, future: Future[Any]) -> None:
+        try:
+            self._export = answer(future, name)
+        except WorkerLost:
+            return
+        except RaytrainError as error:
+            self._errors["export"] = error
+        self._feed(e.Handed())
+
+    def _end(self, end: e.End) -> None:
+        status = end.status
+        error: RaytrainError | None = RunError(end.why) if end.why else None
+        if status == "failed":
+            error = self._errors.get(end.why) or RunError(end.why)
+        elif "export" in self._errors:
+            status, error = "failed", self._errors["export"]
+        elif self._round is not None and len(set(self._round.shas.values())) > 1:
+            digests = ", ".join(f"{name}: {sha[:12]}" for name, sha in self._round.shas.items())
+            status, error = "failed", RunError(f"the workers' states differ at the end ({digests}); please report this")
+        if error is not None and not self._journal.opened:
+            # Nothing was ever trained: there is no run to speak of, and no folder.
+            raise error
+        result = self._finish(status, None if error is None else str(error), self._export)
+        self._closing = Closing(result=result, error=error)
+
+    def _finish(self, status: str, error: str | None, export: Export | None) -> Result:
+        order = self._order
+        return self._journal.finish(order.plan.job.name, order.folder, status, error, export, order.began)
+
+
+def _answers(node: str) -> bool:
+    """Whether somebody takes a connection where the node's Ray listens."""
+    for entry in ray.nodes():
+        if entry["NodeID"] == node:
+            if not entry["Alive"]:
+                return False
+            try:
+                where = (entry["NodeManagerAddress"], entry["NodeManagerPort"])
+                socket.create_connection(where, timeout=KNOCK_S).close()
+                return True
+            except OSError:
+                return False
+    return False

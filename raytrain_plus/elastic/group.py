@@ -69,6 +69,8 @@ class Group:
     lead: str = ""
     """Who hands the model over."""
     stopping: bool = False
+    finished: bool = False
+    """A member came back from the last step and what follows it."""
     failure: str = ""
     """Why the run has failed; empty while it has not."""
     faults: tuple[tuple[int, str, int], ...] = ()

@@ -77,7 +77,7 @@ def _settle(group: Group) -> Outcome:
     best = donor(group)
     if group.failure:
         return _close(group)
-    if group.stopping or (best is not None and holds(group, best) == group.limits.steps - 1):
+    if group.stopping or (group.finished and best is not None and holds(group, best) == group.limits.steps - 1):
         return _close(group)
     if best is None or holds(group, best) < group.committed:
         if group.committed >= 0:
@@ -130,7 +130,7 @@ def _close(group: Group) -> Outcome:
     if group.committed < 0 and (best is None or holds(group, best) < 0):
         return _end(group)
     if best is None or holds(group, best) < group.committed:
-        return _end(replace(group, failure=group.failure or _all_lost(group)))
+        return _end(group, _all_lost(group))
     return replace(group, phase=Phase.CLOSE, lead=best), [e.HandOver(best)]
 
 
@@ -138,15 +138,14 @@ def _all_lost(group: Group) -> str:
     return f"every worker that held the state after step {group.committed} was lost"
 
 
-def _end(group: Group) -> Outcome:
+def _end(group: Group, unsaved: str = "") -> Outcome:
+    """Ends the run; `unsaved` says why the model could not be handed over, where it could not."""
     status: Literal["finished", "stopped", "failed"] = "stopped"
-    if group.failure:
+    if group.failure or (unsaved and not group.stopping):
         status = "failed"
-    elif group.committed == group.limits.steps - 1 or any(
-        worker.holds == group.limits.steps - 1 for worker in group.workers.values()
-    ):
+    elif group.finished:
         status = "finished"
-    return replace(group, phase=Phase.END), [e.End(status, group.failure)]
+    return replace(group, phase=Phase.END), [e.End(status, group.failure or unsaved)]
 
 
 def _break(group: Group) -> Outcome:
@@ -219,7 +218,10 @@ def _warm(group: Group, event: e.Warm) -> Outcome:
     # Whoever rehearses has lost the initial state: word of that is late.
     if state not in ("coming", "up", "rehearsing") or (state == "rehearsing" and event.holds is not None):
         return group, []
-    return with_worker(replace(group, stillborn=0), event.worker, state="idle", holds=event.holds), []
+    # One that has not rehearsed while others train has yet to show that it can make a step.
+    proved = state == "rehearsing" or group.generation < 0
+    group = replace(group, stillborn=0 if proved else group.stillborn)
+    return with_worker(group, event.worker, state="idle", holds=event.holds), []
 
 
 def _warm_gather(group: Group, event: e.Warm) -> Outcome:
@@ -258,16 +260,20 @@ def _committed_join(group: Group, event: e.Committed) -> Outcome:
 
 def _out(group: Group, event: e.Left) -> Group:
     group = with_worker(group, event.worker, state="idle", holds=event.holds, joined=False)
-    if event.why != "failed" or group.failure:
+    group = replace(group, finished=group.finished or event.why == "finished")
+    if event.why != "failed":
         return group
-    at = group.committed if event.holds is None else event.holds
-    again = any(
-        (step, fault) == (at + 1, event.fault) and generation < group.generation
-        for step, fault, generation in group.faults
-    )
-    if event.final or again:
-        return replace(group, failure=event.fault)
-    return replace(group, faults=(*group.faults, (at + 1, event.fault, group.generation)))
+    if event.final:
+        return replace(group, failure=group.failure or event.fault)
+    return _fault(group, group.committed if event.holds is None else event.holds, event.fault)
+
+
+def _fault(group: Group, held: int, fault: str) -> Group:
+    """Notes a fault at the step after `held`; the same one there in an earlier generation, too, ends the run."""
+    again = any((at, what) == (held + 1, fault) and before < group.generation for at, what, before in group.faults)
+    if again and not group.failure:
+        return replace(group, failure=fault)
+    return replace(group, faults=(*group.faults, (held + 1, fault, group.generation)))
 
 
 def _left(group: Group, event: e.Left) -> Outcome:
@@ -286,7 +292,7 @@ def _left_leave(group: Group, event: e.Left) -> Outcome:
 
 
 def _gone(group: Group, name: str) -> Group:
-    born = group.workers[name].state not in ("coming", "up")
+    born = group.workers[name].state not in ("coming", "up", "rehearsing")
     return replace(without(group, name), stillborn=group.stillborn + (not born))
 
 
@@ -362,6 +368,11 @@ def _late(group: Group, event: e.Late) -> Outcome:
     return _break(group)
 
 
+def _stuck(group: Group, event: e.Stuck) -> Outcome:
+    what = f"all workers waited for one another in step {group.committed + 1}, twice: the collective does not move"
+    return _break(_fault(group, group.committed, what))
+
+
 def _late_leave(group: Group, event: e.Late) -> Outcome:
     stuck = members_in(group)
     for name in stuck:
@@ -371,8 +382,7 @@ def _late_leave(group: Group, event: e.Late) -> Outcome:
 
 
 def _late_close(group: Group, event: e.Late) -> Outcome:
-    group = replace(group, failure=group.failure or f"{group.lead} did not hand the model over in time")
-    return _end(group)
+    return _end(group, f"{group.lead} did not hand the model over in time")
 
 
 def _handed(group: Group, event: e.Handed) -> Outcome:
@@ -413,7 +423,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_T, e.Notice): Rule(_notice_train, (_T, _P)),
     (_T, e.Stop): Rule(_stop_train, (_P,)),
     (_T, e.Late): Rule(_nothing, (_T,)),
-    (_T, e.Stuck): Rule(_late, (_L,)),
+    (_T, e.Stuck): Rule(_stuck, (_L,)),
     (_T, e.Handed): Rule(_nothing, (_T,)),
     (_P, e.Up): Rule(_up, (_P,)),
     (_P, e.Warm): Rule(_warm, (_P,)),
@@ -424,7 +434,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_P, e.Notice): Rule(_notice, (_P,)),
     (_P, e.Stop): Rule(_stop, (_P,)),
     (_P, e.Late): Rule(_late, (_L,)),
-    (_P, e.Stuck): Rule(_late, (_L,)),
+    (_P, e.Stuck): Rule(_stuck, (_L,)),
     (_P, e.Handed): Rule(_nothing, (_P,)),
     (_L, e.Up): Rule(_up, (_L,)),
     (_L, e.Warm): Rule(_warm, (_L,)),

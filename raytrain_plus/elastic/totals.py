@@ -39,6 +39,8 @@ class Totals:
         self._warm_s = 0.0
         self._warm_waited_s = 0.0
         self._begin: float | None = None
+        self.recoveries = 0
+        self.stall_s = 0.0
 
     def add(self, record: _Record) -> None:
         """Counts one committed step; they come in order."""
@@ -52,6 +54,17 @@ class Totals:
         if record.time - self._begin > WARM_UP_S:
             self._warm_s += record.seconds
             self._warm_waited_s += record.waited_s
+
+    def recovered(self, stall_s: float) -> None:
+        """Counts one recovery, from the last commit before to the first after: steps made again lie in between."""
+        self.recoveries += 1
+        self.stall_s += stall_s
+
+    @property
+    def goodput(self) -> float:
+        """1 - stalled / time after the first step."""
+        seconds = 0.0 if self.first_time is None else self.last_time - self.first_time
+        return max(0.0, 1 - self.stall_s / seconds) if seconds > 0 else 1.0
 
     @property
     def data_wait(self) -> float:
@@ -80,6 +93,9 @@ class Totals:
             samples=self.samples,
             metrics={**metrics, **({} if self.loss is None else {"train_loss": self.loss})},
             state_sha256=state_sha256,
+            recoveries=self.recoveries,
+            stall_s=self.stall_s,
+            goodput=self.goodput,
             data_wait=self.data_wait,
             setup_s=None if self.first_time is None else self.first_time - began,
             seconds=0.0 if self.first_time is None else self.last_time - self.first_time,

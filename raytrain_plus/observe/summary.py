@@ -53,4 +53,10 @@ def _time(result: Result) -> list[str]:
     if not result.steps:
         return []
     waited = f"{100 * result.data_wait:.1f} % of step time was spent waiting for data"
-    return [f"  time     {'' if result.setup_s is None else f'{result.setup_s:.1f} s of setup; '}{waited}"]
+    lines = [f"  time     {'' if result.setup_s is None else f'{result.setup_s:.1f} s of setup; '}{waited}"]
+    if result.recoveries:
+        losses = f"{result.recoveries:,} loss{'' if result.recoveries == 1 else 'es'}"
+        lines.append(
+            f"  losses   recovered from {losses}, {result.stall_s:.2f} s in all; goodput {100 * result.goodput:.1f} %"
+        )
+    return lines

@@ -28,6 +28,7 @@ class Gradients:
         self._sizes: list[int] = []
         self._submit: Callable[[int], None] | None = None
         self._next = 0
+        self._check: Callable[[], None] = lambda: None
         self._views: list[tuple[nn.Parameter, torch.Tensor]] = []
         for members in plan_buckets(parameters, bucket_bytes):
             flat = torch.zeros(
@@ -48,14 +49,18 @@ class Gradients:
         for bucket in self.buckets:
             bucket.zero_()
 
-    def reduce_during(self, backward: Callable[[], None], world: World) -> list[Work]:
+    def reduce_during(
+        self, backward: Callable[[], None], world: World, check: Callable[[], None] = lambda: None
+    ) -> list[Work]:
         """Runs the step's last backward and submits each bucket as soon as it is complete; the work under way.
 
-        Raises `TrainingError` where the task put another tensor in the place of a gradient.
+        `check` is called with every gradient, and ends the backward by what it raises. Raises `TrainingError` where the
+        task put another tensor in the place of a gradient.
         """
         works: list[Work] = []
         self._waiting = list(self._sizes)
         self._next = 0
+        self._check = check
         self._submit = lambda index: works.append(world.reduce(self.buckets[index], f"gradients.{index}"))
         try:
             backward()
@@ -81,6 +86,7 @@ class Gradients:
         def ready(parameter: torch.Tensor) -> None:
             if self._submit is None:
                 return
+            self._check()
             self._waiting[bucket] -= 1
             while self._next < len(self._waiting) and self._waiting[self._next] == 0:
                 self._submit(self._next)

@@ -19,7 +19,7 @@ class Buffers:
     def __init__(self, module: nn.Module, task: Task) -> None:
         self._named = dict(module.named_buffers())
         self._rules = {name: _rule(task, name, buffer) for name, buffer in self._named.items()}
-        self._committed = {name: buffer.detach().clone() for name, buffer in self._named.items()}
+        self.committed = {name: buffer.detach().clone() for name, buffer in self._named.items()}
         rows = {"mean": torch.float64, "first": torch.float64, "max": torch.int64}
         self._sums = {
             name: torch.zeros(buffer.numel(), dtype=rows[rule], device=buffer.device)
@@ -36,11 +36,11 @@ class Buffers:
         for name, total in self._sums.items():
             total.fill_(self._lowest if self._rules[name] == "max" else 0)
 
-    def begin_shard(self) -> None:
-        """Puts the committed values back."""
+    def restore(self) -> None:
+        """Puts the committed values into the model."""
         with torch.no_grad():
             for name, buffer in self._named.items():
-                buffer.copy_(self._committed[name])
+                buffer.copy_(self.committed[name])
 
     def end_shard(self, shard: int, rows: int) -> None:
         """Adds what the shard's forward passes left in the buffers."""
@@ -53,7 +53,7 @@ class Buffers:
                     self._sums[name].add_(buffer.reshape(-1).to(torch.float64))
                 elif rule == "max":
                     torch.maximum(self._sums[name], buffer.reshape(-1).to(torch.int64), out=self._sums[name])
-                elif rule == "refuse" and not torch.equal(buffer, self._committed[name]):
+                elif rule == "refuse" and not torch.equal(buffer, self.committed[name]):
                     raise TrainingError(
                         f"the buffer '{name}' changed in a forward pass, which its rule 'refuse' forbids"
                     )
@@ -79,8 +79,8 @@ class Buffers:
                     at[dtype] += buffer.numel()
                     if self._rules[name] == "mean":
                         value = value / rows
-                    self._committed[name].copy_(value.reshape(buffer.shape))
-                buffer.copy_(self._committed[name])
+                    self.committed[name].copy_(value.reshape(buffer.shape))
+                buffer.copy_(self.committed[name])
 
 
 def _rule(task: Task, name: str, buffer: torch.Tensor) -> BufferRule:

@@ -11,6 +11,7 @@ import torch
 from raytrain_plus.collective.world import World, wait
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
+from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.step import Stepper
 
@@ -26,8 +27,8 @@ def evaluate(
     *,
     shards: int,
     step: int,
-    timeout_s: float,
-    interrupted: Callable[[], bool],
+    control: Control,
+    wait_s: float,
 ) -> dict[str, float]:
     """The task's figures over all held-out rows, the same bits on every worker, whoever hosts what.
 
@@ -35,12 +36,15 @@ def evaluate(
     """
     table: dict[int, dict[str, float]] = {}
     rows_of: dict[int, int] = {}
+    stepper.buffers.restore()
     stepper.module.eval()
     with torch.no_grad():
         for shard in sorted(hosted):
             sums: dict[str, float] = {}
             rows = 0
             for index, microbatch in enumerate(batches(shard)):
+                control.check()
+                control.enter("computing")
                 with stepper.keys.microbatch("evaluate", shard, index):
                     figures = stepper.task.evaluate(stepper.module, to_device(microbatch.batch, stepper.device))
                 for name, value in _checked(figures).items():
@@ -54,8 +58,9 @@ def evaluate(
         flat[shard, 0] = rows_of[shard]
         flat[shard, 1:] = [sums.get(name, 0.0) for name in names]
     total = torch.from_numpy(flat)
+    control.enter("collective")
     work = world.reduce(total, f"evaluation.{','.join(names)}")
-    wait(work, f"the evaluation after step {step}", timeout_s, interrupted)
+    wait(work, f"the evaluation after step {step}", wait_s, control.interrupted)
     summed = [sum(column) for column in total.numpy().T.tolist()]
     return {name: value / summed[0] for name, value in zip(names, summed[1:], strict=True)}
 

@@ -1,7 +1,7 @@
 """The header: what all workers must know of a step beside its gradients, as one int64 vector summed once a step.
 
     shard 0                shard 1            ...   flags
-    rows | weight | loss   rows | weight | loss     stop wishes
+    rows | weight | loss   rows | weight | loss     pause wishes
 
 Each shard's slots have one writer and everyone else adds zero, so a sum hands the writer's bits to all unchanged, and
 every worker computes the same loss, in shard order, whatever the ring did.
@@ -34,14 +34,14 @@ def size(shards: int) -> int:
     return shards * _SLOTS + 1
 
 
-def encode(reports: dict[int, ShardReport], shards: int, wishes_stop: bool) -> npt.NDArray[np.int64]:
+def encode(reports: dict[int, ShardReport], shards: int, wishes_pause: bool) -> npt.NDArray[np.int64]:
     """The header of a worker that hosts the shards in `reports`."""
     header = np.zeros(size(shards), dtype=np.int64)
     for shard, report in reports.items():
         at = shard * _SLOTS
         header[at] = report.rows
         header[at + 1 : at + 3] = np.array([report.weight, report.loss], dtype=np.float64).view(np.int64)
-    header[-1] = int(wishes_stop)
+    header[-1] = int(wishes_pause)
     return header
 
 
@@ -55,8 +55,8 @@ class StepTotals:
     """Mean over all weight, summed in shard order: the same bits on every worker."""
     bad_shards: tuple[int, ...]
     """Shards whose loss or weight is not finite."""
-    stop: bool
-    """Somebody wishes to stop at this boundary."""
+    pause: bool
+    """Somebody wishes that the group stops at this boundary."""
 
 
 def decode(header: npt.NDArray[np.int64]) -> StepTotals:

@@ -1,4 +1,4 @@
-"""The training thread's loop: batch, step, tell, evaluate; until the last step, a wish to stop, or an interrupt.
+"""The training thread's loop: batch, step, tell, evaluate; until the last step, a wish to pause, or an interrupt.
 
 Nobody is asked anything: what happens after a step is a function of the step's number and of the header.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from raytrain_plus.collective.world import World
 from raytrain_plus.data.reader import StepBatches
+from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import ShardBatches, evaluate
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper
@@ -20,8 +21,8 @@ from raytrain_plus.training.step import Stepper
 class Feed(Protocol):
     """Where the batches come from."""
 
-    def get(self, step: int, timeout_s: float) -> StepBatches:
-        """The batches of `step`; steps are asked for in order."""
+    def get(self, step: int, timeout_s: float, check: Callable[[], None]) -> StepBatches:
+        """The batches of `step`; steps are asked for in order. `check` is called while it waits, and may raise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +35,14 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Bounds of the loop's waits."""
+    """How long things may last, in seconds."""
 
-    hang_timeout_s: float
+    step_s: float
+    """Any single thing that a step does without a sign of progress."""
     first_step_s: float
-    """The first step compiles, warms caches up, and opens files."""
+    """The same in a generation's first step, which compiles, warms caches up and opens files, and in an evaluation."""
+    wait_s: float
+    """One collective: long, because who waits is not at fault; the controller looks for who is."""
 
 
 def train(
@@ -51,39 +55,43 @@ def train(
     first_step: int,
     steps: int,
     evaluation: Evaluation | None,
+    evaluated: int,
     limits: Limits,
     tell: Callable[[StepRecord | Evaluated], None],
-    wishes_stop: Callable[[], bool],
-    interrupted: Callable[[], bool],
-) -> bool:
-    """Trains from `first_step` up to `steps`; True where it stopped early because somebody wished so.
+    control: Control,
+) -> Literal["paused", "finished"]:
+    """Trains from `first_step` up to `steps`, or to the boundary at which somebody wished to pause.
 
-    `tell` is called with each applied step and each evaluation, in order, and must not block.
+    `tell` is called with each applied step and each evaluation, in order, and must not block. Evaluations up to the
+    one after step `evaluated` have been made; one that is due at `first_step` and is not among them is made first.
+    Raises `Interrupted` where the group changes.
     """
 
-    def figures(step: int) -> None:
-        assert evaluation is not None
-        metrics = evaluate(
-            stepper,
-            evaluation.batches,
-            hosted,
-            world,
-            shards=shards,
-            step=step,
-            timeout_s=limits.first_step_s,
-            interrupted=interrupted,
-        )
-        tell(Evaluated(step=step, metrics=metrics))
+    def evaluate_after(step: int) -> None:
+        if evaluation is None or step <= evaluated:
+            return
+        if step in (-1, steps - 1) or (step + 1) % evaluation.every_steps == 0:
+            control.patience(limits.first_step_s)
+            metrics = evaluate(
+                stepper,
+                evaluation.batches,
+                hosted,
+                world,
+                shards=shards,
+                step=step,
+                control=control,
+                wait_s=limits.wait_s,
+            )
+            tell(Evaluated(step=step, metrics=metrics))
 
-    if evaluation is not None and first_step == 0:
-        figures(-1)
+    evaluate_after(first_step - 1)
     for step in range(first_step, steps):
         start = time.monotonic()
-        timeout_s = limits.first_step_s if step == first_step else limits.hang_timeout_s
-        batches = feed.get(step, timeout_s)
-        applied = stepper.run(
-            step, batches.shards, world, wishes_stop=wishes_stop(), timeout_s=timeout_s, interrupted=interrupted
-        )
+        limit_s = limits.first_step_s if step == first_step else limits.step_s
+        control.patience(limit_s)
+        control.enter("data")
+        batches = feed.get(step, limit_s, control.check)
+        applied = stepper.run(step, batches.shards, world, control=control, wait_s=limits.wait_s)
         tell(
             StepRecord(
                 step=step,
@@ -94,9 +102,7 @@ def train(
                 time=time.time(),
             )
         )
-        ended = applied.stop or step + 1 == steps
-        if evaluation is not None and ((step + 1) % evaluation.every_steps == 0 or ended):
-            figures(step)
-        if applied.stop:
-            return True
-    return False
+        evaluate_after(step)
+        if applied.pause and step + 1 < steps:
+            return "paused"
+    return "finished"

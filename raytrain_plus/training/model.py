@@ -50,6 +50,16 @@ def _check_module(value: Any, source: str) -> None:
         raise TaskError(f"{source} returned {type(value).__name__}", expected="a torch.nn.Module")
     if source == "model()" and not any(parameter.requires_grad for parameter in value.parameters()):
         raise TaskError("the model has no parameter to train", expected="at least one that requires a gradient")
+    for name, part in value.named_modules():
+        for attribute, held in vars(part).items():
+            # What is computed from parameters (as weight_norm does) is no state of its own.
+            if isinstance(held, torch.Tensor) and held.grad_fn is None:
+                where = f"{name}.{attribute}" if name else attribute
+                raise TaskError(
+                    f"{source}: '{where}' is a plain tensor, which no other worker sees",
+                    expected="parameters and buffers alone",
+                    remedy=f"self.register_buffer('{attribute}', ..., persistent=False)",
+                )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -26,3 +26,13 @@ class Evaluated:
 
     step: int
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activity:
+    """What a worker's training thread is doing."""
+
+    doing: str
+    since_s: float
+    limit_s: float
+    """How long it may last."""

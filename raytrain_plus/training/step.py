@@ -9,9 +9,9 @@ all sums there -> checked -> divided by the weight -> clipped -> optimizer, sche
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +20,11 @@ from raytrain_plus.collective.world import Work, World, wait
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.data import Gradients, square_norm
+from raytrain_plus.state import transfer
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
+from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import Built, to_device
 from raytrain_plus.training.randomness import LayerKeys
 
@@ -31,13 +33,10 @@ from raytrain_plus.training.randomness import LayerKeys
 class Applied:
     """A step that changed the state."""
 
-    step: int
     rows: int
     loss: float
-    seconds: float
-    """From the batch in hand to the state changed."""
-    stop: bool
-    """Somebody wished to stop at this boundary."""
+    pause: bool
+    """Somebody wished that the group stops at this boundary."""
 
 
 class Stepper:
@@ -48,13 +47,17 @@ class Stepper:
     ) -> None:
         self.task = task
         self.module = built.module
-        self.named = [(name, value) for name, value in built.module.named_parameters() if value.requires_grad]
+        named = list(built.module.named_parameters())
+        self.named = [(name, value) for name, value in named if value.requires_grad]
         self.optimizer = task.optimizer(self.named)
         self.scheduler = task.scheduler(self.optimizer)
         self.gradients = Gradients([value for _, value in self.named])
         self.buffers = Buffers(built.module, task)
         self.keys = LayerKeys(built.module, built.layers, seed)
         self.device = device
+        self.held: int | None = -1
+        """The step whose state this is; None while it is being changed, and after a change that did not end."""
+        self._frozen = [(name, value) for name, value in named if not value.requires_grad]
         self._shards = shards
         self._clip_norm = clip_norm
 
@@ -64,39 +67,55 @@ class Stepper:
         shards: Mapping[int, Sequence[Microbatch]],
         world: World,
         *,
-        wishes_stop: bool,
-        timeout_s: float,
-        interrupted: Callable[[], bool],
+        control: Control,
+        wait_s: float,
     ) -> Applied:
         """Makes step `step` over the microbatches of the hosted `shards`, together with the world's other members.
 
         Raises `TrainingError` where a loss is not finite (before anything changed) and `Interrupted` or `WaitExpired`
-        where the world breaks.
+        (after `wait_s` in one collective) where the world breaks.
         """
-        start = time.monotonic()
         self.module.train()
-        works, head = self._forward_backward(step, shards, world, wishes_stop)
+        works, head = self._forward_backward(step, shards, world, control)
+        control.enter("collective")
         for name, work in works:
-            wait(work, f"the sum of {name} in step {step}", timeout_s, interrupted)
+            wait(work, f"the sum of {name} in step {step}", wait_s, control.interrupted)
         totals = header.decode(head.numpy())
         if totals.bad_shards:
             raise TrainingError(_not_finite(step, totals.bad_shards))
-        self._apply(step, totals, world, timeout_s, interrupted)
-        return Applied(
-            step=step, rows=totals.rows, loss=totals.loss, seconds=time.monotonic() - start, stop=totals.stop
-        )
+        sums, maxima = self._reduce_buffers(step, world, wait_s, control)
+        control.enter("applying")
+        self._apply(step, totals, sums, maxima)
+        return Applied(rows=totals.rows, loss=totals.loss, pause=totals.pause)
+
+    def snapshot(self) -> transfer.Snapshot:
+        """The committed state, for a worker that lacks it. Not to be called while a step applies."""
+        assert self.held is not None, "a dirty state is never given away"
+        return transfer.take(self.held, *self._parts())
+
+    def adopt(self, snapshot: transfer.Snapshot) -> None:
+        """Takes another worker's state in place of its own."""
+        self.held = None
+        transfer.put(snapshot, *self._parts())
+        self.buffers.restore()
+        self.held = snapshot.step
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.buffers.committed, self.named, self._frozen, self.optimizer, self.scheduler
 
     def _forward_backward(
-        self, step: int, shards: Mapping[int, Sequence[Microbatch]], world: World, wishes_stop: bool
+        self, step: int, shards: Mapping[int, Sequence[Microbatch]], world: World, control: Control
     ) -> tuple[list[tuple[str, Work]], torch.Tensor]:
         self.gradients.zero()
         self.buffers.begin_step()
         reports: dict[int, header.ShardReport] = {}
         last = max(shards, default=-1)
         for shard in sorted(shards):
-            self.buffers.begin_shard()
+            self.buffers.restore()
             rows, weight_sum, loss_sum = 0, 0.0, 0.0
             for index, microbatch in enumerate(shards[shard]):
+                control.check()
+                control.enter("computing")
                 with self.keys.microbatch(step, shard, index):
                     loss, weight = self._loss(microbatch)
                     rows += microbatch.rows
@@ -107,18 +126,18 @@ class Stepper:
                         continue
                     reports[shard] = header.ShardReport(rows, weight_sum, loss_sum)
                     self.buffers.end_shard(shard, rows)
-                    return self._last_backward(loss * weight, reports, world, wishes_stop)
+                    return self._last_backward(loss * weight, reports, world, control)
             reports[shard] = header.ShardReport(rows, weight_sum, loss_sum)
             self.buffers.end_shard(shard, rows)
         raise AssertionError("a worker in a world hosts at least one shard with rows in every step")
 
     def _last_backward(
-        self, loss: torch.Tensor, reports: dict[int, header.ShardReport], world: World, wishes_stop: bool
+        self, loss: torch.Tensor, reports: dict[int, header.ShardReport], world: World, control: Control
     ) -> tuple[list[tuple[str, Work]], torch.Tensor]:
         # Submitted first, so that its round trip hides behind the backward pass.
-        head = torch.from_numpy(header.encode(reports, self._shards, wishes_stop))
+        head = torch.from_numpy(header.encode(reports, self._shards, control.pausing()))
         works = [("the header", world.reduce(head, "header"))]
-        gradients = self.gradients.reduce_during(loss.backward, world)
+        gradients = self.gradients.reduce_during(loss.backward, world, control.check)
         works += [(f"gradient bucket {index}", work) for index, work in enumerate(gradients)]
         return works, head
 
@@ -131,19 +150,20 @@ class Stepper:
         return loss.reshape(()), float(weight)
 
     def _apply(
-        self, step: int, totals: header.StepTotals, world: World, timeout_s: float, interrupted: Callable[[], bool]
+        self, step: int, totals: header.StepTotals, sums: torch.Tensor | None, maxima: torch.Tensor | None
     ) -> None:
-        sums, maxima = self._reduce_buffers(step, world, timeout_s, interrupted)
         self.gradients.scale(1.0 / totals.weight)
         if self._clip_norm is not None:
             self._clip(step, self._clip_norm)
+        self.held = None
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
         self.buffers.commit(sums, maxima, totals.rows)
+        self.held = step
 
     def _reduce_buffers(
-        self, step: int, world: World, timeout_s: float, interrupted: Callable[[], bool]
+        self, step: int, world: World, wait_s: float, control: Control
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not len(self.buffers):
             return None, None
@@ -154,7 +174,7 @@ class Stepper:
         if maxima is not None:
             works.append(world.reduce(maxima, "buffers.max", "max"))
         for work in works:
-            wait(work, f"the buffers of step {step}", timeout_s, interrupted)
+            wait(work, f"the buffers of step {step}", wait_s, control.interrupted)
         return sums, maxima
 
     def _clip(self, step: int, limit: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 
@@ -16,3 +17,7 @@ class WorkerActor:
     def call(self, method: str, *arguments: Any) -> Any:
         """Calls the worker's `method`."""
         return getattr(self._worker, method)(*arguments)
+
+    def live(self) -> None:
+        """Never answers: that this call fails is how the controller learns, at once, that the process is gone."""
+        threading.Event().wait()

@@ -1,11 +1,17 @@
-"""What a worker is told once, before it trains: the job and where its parts are found. Pure."""
+"""What the controller and a worker say to each other. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from raytrain_plus.collective.formation import Formation
 from raytrain_plus.data.source import Index
+from raytrain_plus.elastic.events import Why
+from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job import Job
+from raytrain_plus.training.records import Evaluated, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +30,8 @@ class Plan:
     """The training data, as the driver saw it."""
     held_out: Index | None
     """The data of `evaluate.path`."""
+    collective: str
+    """`horovod` or `torch`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,22 +51,57 @@ class Ready:
     """What a worker says when its task is built."""
 
     parameters: int
-    seconds: float
+    state_bytes: int
+    """What a copy of the training state may weigh."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """How a worker's training ended, without an error."""
+class Assignment:
+    """A member's part in one generation."""
 
-    stopped: bool
-    state_sha256: str
+    generation: int
+    formation: Formation
+    shards: tuple[int, ...]
+    first_step: int
+    source: tuple[Any, ...]
+    """A Ray reference of the donor's snapshot where the state is to be copied; else empty."""
+    evaluated: int
+    """The highest step whose evaluation has been heard of; -2 where none has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Joining:
+    """What joining took a member, in seconds."""
+
+    form_s: float
+    copy_s: float
+    """What was still waited for once the world was formed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a member came out of a generation."""
+
+    holds: int | None
+    """The step whose state it has; None where that is dirty."""
+    why: Why
+    error: RaytrainError | None = None
+    fault: str = ""
+    """What and where the error was, the same words whenever it comes again."""
+    final: bool = False
+    """The error would come again whatever is tried."""
+    records: Sequence[StepRecord | Evaluated] = ()
+    """What had not been reported yet."""
+    state_sha256: str | None = None
+    """Of the finished state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """What one worker hands over of the finished model."""
+    """What one worker hands over of the model."""
 
     model: bytes
     """A safetensors file."""
     show: str | None
     """What the task has to show."""
+    state_sha256: str

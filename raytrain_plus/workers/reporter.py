@@ -13,7 +13,7 @@ import ray
 PERIOD_S = 0.1
 """Seconds between two batches."""
 FLUSH_S = 30.0
-"""Limit of the last batch's delivery."""
+"""Limit of a batch's delivery."""
 
 
 class Reporter:
@@ -36,17 +36,21 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Delivers what is left; returns when the controller has it."""
+        """Returns when the controller has what was sent; what was not is in `rest`."""
         self._ending.set()
         self._thread.join(FLUSH_S)
-        rest = self._drain()
-        if rest:
-            ray.get(self._send(rest), timeout=FLUSH_S)
+
+    def rest(self) -> list[Any]:
+        """What has not been sent."""
+        records: list[Any] = []
+        while not self._queue.empty():
+            records.append(self._queue.get_nowait())
+        return records
 
     def _run(self) -> None:
         pending: Any = None
         while not self._ending.wait(PERIOD_S):
-            records = self._drain()
+            records = self.rest()
             if records:
                 # One batch at a time: the next waits until the controller has taken this one.
                 if pending is not None:
@@ -54,9 +58,3 @@ class Reporter:
                 pending = self._send(records)
         if pending is not None:
             ray.get(pending, timeout=FLUSH_S)
-
-    def _drain(self) -> list[Any]:
-        records: list[Any] = []
-        while not self._queue.empty():
-            records.append(self._queue.get_nowait())
-        return records

@@ -1,7 +1,7 @@
 """One worker: control calls that always answer, and a training thread that does the work.
 
-Everything that touches torch or the world runs on the training thread, one thing after the other; control methods hand
-work to it and wait, or set a flag that it looks at.
+Everything that changes the state or touches a world runs on the training thread, one thing after the other; control
+calls hand work to it, or set a wish that it looks at.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,9 +23,10 @@ import safetensors.torch
 import torch
 
 from raytrain_plus.collective.formation import Formation
-from raytrain_plus.collective.horovod import HorovodWorld
+from raytrain_plus.collective.horovod import HorovodWorld, load_horovod
+from raytrain_plus.collective.interrupt import cut
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.collective.torch import TorchWorld, open_store
+from raytrain_plus.collective.torch import TorchWorld
 from raytrain_plus.collective.world import World
 from raytrain_plus.data.granule import Rows, Transform
 from raytrain_plus.data.line import Line
@@ -32,20 +34,25 @@ from raytrain_plus.data.of_job import evaluation_line, line_of
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.reader import Batches, held_out
 from raytrain_plus.data.source import Index, index
-from raytrain_plus.errors import DataError, RaytrainError, TaskError, TrainingError
+from raytrain_plus.errors import DataError, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
 from raytrain_plus.job import Job
 from raytrain_plus.state.named import model_tensors, named_state, state_sha256
-from raytrain_plus.taskfile import build_task, load_function, load_task, trim_traceback
+from raytrain_plus.state.transfer import Snapshot, digest
+from raytrain_plus.taskfile import build_task, fault_of, load_function, load_task, trim_traceback
+from raytrain_plus.training.control import Control
 from raytrain_plus.training.loop import Evaluation, Limits, train
 from raytrain_plus.training.model import build_model
+from raytrain_plus.training.records import Activity
 from raytrain_plus.training.step import Stepper
-from raytrain_plus.workers.plan import Ended, Export, Place, Plan, Ready
+from raytrain_plus.workers.plan import Assignment, Export, Joining, Outcome, Place, Plan, Ready
 from raytrain_plus.workers.reporter import Reporter
 
 T = TypeVar("T")
 
 FIRST_STEP_S = 300.0
 """Limit of a first step and of an evaluation: they compile, open files, and have no earlier step to be measured by."""
+LOOK_S = 0.02
+"""Seconds between two looks for a wish, while a copy of the state is on its way."""
 
 
 class Worker:
@@ -53,13 +60,11 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._control = Control()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
-        self._stop = threading.Event()
-        self._interrupt = threading.Event()
         self._plan: Plan | None = None
         self._stepper: Stepper | None = None
-        self._world: World | None = None
-        self._store: Any = None
+        self._feed: Batches | None = None
 
     def place(self) -> Place:
         """Who and where this process is."""
@@ -71,58 +76,51 @@ class Worker:
             clock_s=time.time(),
         )
 
-    def prepare(self, plan: Plan) -> Ready:
+    def prepare(self, plan: Plan, limit_s: float) -> Ready:
         """Imports and builds the task, makes the data where this node lacks it. Raises what is wrong with either."""
-        return self._do(lambda: self._prepare(plan))
+        return self._do(lambda: self._prepare(plan, limit_s))
 
-    def open_store(self, timeout_s: float) -> int:
-        """Opens the store through which a torch world forms; its port."""
+    def rehearse(self) -> None:
+        """Makes one step alone, so that the first one in a group is not slow; the state counts as none afterwards."""
+        self._do(self._rehearse)
 
-        def do() -> int:
-            self._store, port = open_store(ray.util.get_node_ip_address(), timeout_s)
-            return port
+    def serve(self, controller: Any, assignment: Assignment) -> Outcome:
+        """Takes part in one generation, from joining its world to leaving it, and says how that ended.
 
-        return self._do(do)
+        The controller keeps this call pending. The copy of the state is fetched here, while the training thread joins.
+        """
+        self._control.begin(assignment.generation)
+        copy: Future[Snapshot | None] = Future()
+        served = self._thread.submit(self._serve, controller, assignment, copy)
+        try:
+            copy.set_result(self._fetch(assignment))
+        except BaseException as error:
+            copy.set_exception(error)
+        return served.result()
 
-    def form(self, collective: str, formation: Formation) -> None:
-        """Joins a world. Raises `Interrupted` where it cannot form."""
+    def snapshot(self) -> Snapshot:
+        """This worker's state, for others. It is between two steps, and stays so until whoever copies has copied."""
+        assert self._stepper is not None
+        return self._stepper.snapshot()
 
-        def do() -> None:
-            self._interrupt.clear()
-            if formation.size == 1:
-                self._world = SoloWorld()
-            elif collective == "horovod":
-                self._world = HorovodWorld(formation)
-            else:
-                self._world = TorchWorld(formation, self._store)
+    def pause(self, generation: int) -> None:
+        """Wishes that the group stops at the next step boundary; the wish travels in the header."""
+        self._control.pause(generation)
 
-        self._do(do)
+    def interrupt(self, generation: int, listening: frozenset[tuple[str, int]]) -> Activity:
+        """Leaves the world whose members listen at these addresses; what the training thread does now."""
+        self._control.interrupt(generation)
+        if self._control.generation == generation:
+            cut(listening)
+        return self._control.activity()
 
-    def train(self, controller: Any, generation: int, hosted: tuple[int, ...], first_step: int) -> Ended:
-        """Trains to the end; the controller keeps this call pending, and its failure is how it learns of a death."""
-        return self._do(lambda: self._train(controller, generation, hosted, first_step))
-
-    def stop(self) -> None:
-        """Wishes to stop at the next step boundary; the wish travels in the header."""
-        self._stop.set()
-
-    def interrupt(self) -> None:
-        """Leaves the wait for a collective at once."""
-        self._interrupt.set()
+    def activity(self) -> Activity:
+        """What the training thread does now."""
+        return self._control.activity()
 
     def export(self) -> Export:
         """The model as it stands, and what the task shows."""
         return self._do(self._export)
-
-    def leave(self) -> None:
-        """Closes the world."""
-
-        def do() -> None:
-            if self._world is not None:
-                self._world.close()
-                self._world = None
-
-        self._do(do)
 
     def _do(self, work: Callable[[], T]) -> T:
         def told() -> T:
@@ -132,11 +130,14 @@ class Worker:
                 raise
             except Exception as error:
                 raise _users_error(error) from None
+            finally:
+                self._control.enter("idle")
 
         return self._thread.submit(told).result()
 
-    def _prepare(self, plan: Plan) -> Ready:
-        start = time.monotonic()
+    def _prepare(self, plan: Plan, limit_s: float) -> Ready:
+        self._control.patience(limit_s)
+        self._control.enter("preparing")
         torch.set_num_threads(plan.job.workers.threads)
         sys.path[:0] = [root for root in plan.roots if root not in sys.path]
         roots = [Path(root) for root in plan.roots]
@@ -164,69 +165,168 @@ class Worker:
                 where=f"task: {job.task}",
                 user_traceback=trim_traceback(error),
             ) from None
+        if plan.collective == "horovod":
+            load_horovod()
         self._plan = plan
-        parameters = sum(value.numel() for _, value in self._stepper.named)
-        return Ready(parameters=parameters, seconds=time.monotonic() - start)
+        parameters = [value for _, value in self._stepper.named]
+        return Ready(
+            parameters=sum(value.numel() for value in parameters),
+            # Weights, and an optimizer's two figures for each.
+            state_bytes=3 * sum(value.numel() * value.element_size() for value in parameters),
+        )
 
-    def _train(self, controller: Any, generation: int, hosted: tuple[int, ...], first_step: int) -> Ended:
+    def _rehearse(self) -> None:
         assert self._plan is not None
         assert self._stepper is not None
-        assert self._world is not None
-        plan, job, stepper = self._plan, self._plan.job, self._stepper
-        roots = [Path(root) for root in plan.roots]
-        transform = load_function(job.data.transform, roots) if job.data.transform else None
-        rows = _rows(plan.index, line_of(job, plan.index), job, transform)
-        held_out_rows = (
-            _rows(plan.held_out, evaluation_line(job, plan.held_out), job, transform)
-            if plan.held_out is not None
-            else None
+        self._control.patience(FIRST_STEP_S)
+        self._control.enter("preparing")
+        with self._open_feed((0,), 0, stream=False) as feed:
+            batches = feed.get(0, FIRST_STEP_S)
+            self._stepper.run(0, batches.shards, SoloWorld(), control=Control(), wait_s=FIRST_STEP_S)
+        self._stepper.held = None
+
+    def _serve(self, controller: Any, assignment: Assignment, copy: Future[Snapshot | None]) -> Outcome:
+        assert self._plan is not None
+        assert self._stepper is not None
+        stepper, control, generation = self._stepper, self._control, assignment.generation
+        reporter = Reporter(lambda records: controller.report.remote(self._name, generation, records))
+        outcome = Outcome(holds=None, why="interrupted")
+        try:
+            with ExitStack() as stack:
+                control.patience(assignment.formation.timeout_s)
+                control.enter("joining")
+                control.check()
+                # Its first batches are made while the world forms.
+                feed = stack.enter_context(self._open_feed(assignment.shards, assignment.first_step, stream=True))
+                stack.enter_context(reporter)
+                world, joining = self._join(assignment, copy)
+                # The last to come is the first to go: others wait until this world is left, not for the rest.
+                stack.callback(self._leave, world)
+                controller.joined.remote(self._name, generation, joining)
+                why = self._train(assignment, feed, world, reporter.tell)
+            outcome = Outcome(holds=stepper.held, why=why)
+            if why == "finished":
+                sha = state_sha256(named_state(stepper.module, stepper.optimizer, stepper.named))
+                outcome = Outcome(holds=stepper.held, why=why, state_sha256=sha)
+        except (Interrupted, WaitExpired):
+            outcome = Outcome(holds=stepper.held, why="interrupted")
+        except RaytrainError as error:
+            final = isinstance(error, (TrainingError, TaskError))
+            fault = f"{type(error).__name__}: {error}"
+            outcome = Outcome(holds=stepper.held, why="failed", error=error, fault=fault, final=final)
+        except Exception as error:
+            outcome = Outcome(holds=stepper.held, why="failed", error=_users_error(error), fault=fault_of(error))
+        control.enter("idle")
+        return replace(outcome, records=reporter.rest())
+
+    def _join(self, assignment: Assignment, copy: Future[Snapshot | None]) -> tuple[World, Joining]:
+        """Forms the world and takes the state, where there is one to take."""
+        assert self._stepper is not None
+        start = time.monotonic()
+        world = self._form(assignment.formation)
+        formed = time.monotonic()
+        try:
+            snapshot = copy.result()
+            if snapshot is not None:
+                self._stepper.adopt(snapshot)
+        except BaseException:
+            self._leave(world)
+            raise
+        return world, Joining(form_s=formed - start, copy_s=time.monotonic() - formed)
+
+    def _form(self, formation: Formation) -> World:
+        assert self._plan is not None
+        if formation.size == 1:
+            return SoloWorld()
+        return HorovodWorld(formation) if self._plan.collective == "horovod" else TorchWorld(formation)
+
+    def _leave(self, world: World) -> None:
+        self._control.enter("leaving")
+        world.close()
+
+    def _fetch(self, assignment: Assignment) -> Snapshot | None:
+        """The donor's state, whole and undamaged. Raises `Interrupted` where it does not come."""
+        if not assignment.source:
+            return None
+        reference = assignment.source[0]
+        while not ray.wait([reference], timeout=LOOK_S)[0]:
+            self._control.check()
+        try:
+            snapshot: Snapshot = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            raise Interrupted(f"the donor's state did not come: {type(error).__name__}") from None
+        if snapshot.step != assignment.first_step - 1:
+            raise Interrupted(f"the donor's state is of step {snapshot.step}, not {assignment.first_step - 1}")
+        if digest(snapshot.tensors) != snapshot.digest:
+            raise Interrupted("the donor's state came damaged")
+        return snapshot
+
+    def _train(self, assignment: Assignment, feed: Batches, world: World, tell: Callable[[Any], None]) -> Any:
+        assert self._plan is not None
+        assert self._stepper is not None
+        job = self._plan.job
+        return train(
+            self._stepper,
+            feed,
+            world,
+            hosted=assignment.shards,
+            shards=job.data.shards,
+            first_step=assignment.first_step,
+            steps=self._plan.steps,
+            evaluation=self._evaluation(),
+            evaluated=assignment.evaluated,
+            limits=Limits(
+                step_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S, wait_s=assignment.formation.timeout_s
+            ),
+            tell=tell,
+            control=self._control,
         )
+
+    def _open_feed(self, hosted: tuple[int, ...], first_step: int, *, stream: bool) -> Batches:
+        assert self._plan is not None
+        assert self._stepper is not None
+        plan, job = self._plan, self._plan.job
         node = ray.get_runtime_context().get_node_id()
-        feed = Batches(
-            rows,
+        self._feed = Batches(
+            _rows(plan.index, line_of(job, plan.index), job, self._transform()),
             shards=hosted,
             first_step=first_step,
             microbatches=job.parallel.microbatches,
-            collate=stepper.task.collate,
+            collate=self._stepper.task.collate,
             cache_mb=job.data.cache_mb,
-            make_stream=functools.partial(open_stream, node=node, roots=plan.roots),
+            make_stream=functools.partial(open_stream, node=node, roots=plan.roots) if stream else None,
+            before=self._feed,
         )
-        reporter = Reporter(lambda records: controller.report.remote(self._name, generation, records))
-        with feed, reporter:
-            stopped = train(
-                stepper,
-                feed,
-                self._world,
-                hosted=hosted,
-                shards=job.data.shards,
-                first_step=first_step,
-                steps=plan.steps,
-                evaluation=self._evaluation(job, held_out_rows),
-                limits=Limits(hang_timeout_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S),
-                tell=reporter.tell,
-                wishes_stop=self._stop.is_set,
-                interrupted=self._interrupt.is_set,
-            )
-        state = named_state(stepper.module, stepper.optimizer, stepper.named)
-        return Ended(stopped=stopped, state_sha256=state_sha256(state))
+        return self._feed
 
-    def _evaluation(self, job: Job, rows: Rows | None) -> Evaluation | None:
-        if job.evaluate is None or rows is None or self._stepper is None:
+    def _evaluation(self) -> Evaluation | None:
+        assert self._plan is not None
+        assert self._stepper is not None
+        job, seen = self._plan.job, self._plan.held_out
+        if job.evaluate is None or seen is None:
             return None
+        rows = _rows(seen, evaluation_line(job, seen), job, self._transform())
         size = job.data.batch_size // job.data.shards // job.parallel.microbatches
         collate = self._stepper.task.collate
         return Evaluation(
             every_steps=job.evaluate.every_steps, batches=lambda shard: held_out(rows, shard, size, collate)
         )
 
+    def _transform(self) -> Transform | None:
+        assert self._plan is not None
+        name = self._plan.job.data.transform
+        return load_function(name, [Path(root) for root in self._plan.roots]) if name else None
+
     def _export(self) -> Export:
         assert self._stepper is not None
-        module = self._stepper.module
-        model = safetensors.torch.save(model_tensors(module))
-        module.eval()
+        stepper = self._stepper
+        stepper.buffers.restore()
+        sha = state_sha256(named_state(stepper.module, stepper.optimizer, stepper.named))
+        model = safetensors.torch.save(model_tensors(stepper.module))
+        stepper.module.eval()
         with torch.no_grad():
-            show = self._stepper.task.show(module)
-        return Export(model=model, show=show)
+            show = stepper.task.show(stepper.module)
+        return Export(model=model, show=show, state_sha256=sha)
 
 
 def _rows(seen: Index, line: Line, job: Job, transform: Transform | None) -> Rows:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +79,107 @@ class Sleeps(Net):
     """Takes its time, so that it can be interrupted."""
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        import time
-
         time.sleep(0.05)
         return super().loss(model, batch)
+
+
+class Faulty(Net):
+    """Goes wrong as it is told: `fault` happens once, to the first process that gets there; `always`, from then on.
+
+    A `fault` is "where:what:after": after so many calls of a place (loss, backward, apply, applied, snapshot, adopt)
+    in a process, do what (kill, stop, raise, loop, hold, sleep). Every process that computes leaves a file.
+    """
+
+    def __init__(
+        self, folder: str, fault: str = "", always: bool = False, pad_s: float = 0.0, double: bool = False
+    ) -> None:
+        super().__init__()
+        self.folder, self.fault, self.always, self.pad_s, self.double = Path(folder), fault, always, pad_s, double
+        self.calls: dict[str, int] = {}
+
+    def parts(self) -> dict[str, Any]:
+        parts = super().parts()
+        return {name: lambda build=build: build().double() for name, build in parts.items()} if self.double else parts
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        task = self
+
+        class Optimizer(torch.optim.AdamW):
+            def step(self, closure: Any = None) -> Any:
+                task.reach("apply")
+                done = super().step(closure)
+                task.reach("applied")
+                return done
+
+        return Optimizer(parameters, lr=1e-2)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        task = self
+
+        class Scheduler(torch.optim.lr_scheduler.ExponentialLR):
+            def state_dict(self) -> dict[str, Any]:
+                task.reach("snapshot")
+                return super().state_dict()
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                task.reach("adopt")
+                super().load_state_dict(state)
+
+        return Scheduler(optimizer, 0.99)
+
+    def collate(self, table: pa.Table) -> Any:
+        batch = super().collate(table)
+        return {**batch, "x": batch["x"].double()} if self.double else batch
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if "loss" not in self.calls:
+            (self.folder / f"computes-{os.getpid()}").touch()
+        self.reach("loss")
+        if self.pad_s:
+            time.sleep(self.pad_s)
+        return _Reached.apply(super().loss(model, batch), self)  # type: ignore[no-any-return]
+
+    def reach(self, place: str) -> None:
+        """Does what is to be done here."""
+        where, _, rest = self.fault.partition(":")
+        what, _, after = rest.partition(":")
+        self.calls[place] = self.calls.get(place, 0) + 1
+        late = self.calls[place] - int(after or 0)
+        if place != where or late < 1 or (late > 1 and not self.always):
+            return
+        if not self.always:
+            try:
+                os.close(os.open(self.folder / "fault", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif what == "raise":
+            raise ValueError(f"a fault in {place}")
+        elif what == "loop":
+            while True:
+                time.sleep(0.01)
+        elif what == "hold":
+            # A call into C that keeps the interpreter's lock.
+            ctypes.PyDLL(None).sleep(600)
+        else:
+            time.sleep(float(what.removeprefix("sleep")))
+
+
+class _Reached(torch.autograd.Function):
+    """The identity, which tells its task when the backward pass comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, task: Faulty) -> torch.Tensor:
+        ctx.task = task
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.task.reach("backward")
+        return gradient, None
 
 
 def noisy(table: pa.Table, rng: np.random.Generator) -> pa.Table:

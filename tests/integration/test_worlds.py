@@ -96,22 +96,12 @@ def form(group: list[Member], port: int, generation: int = 0) -> list[dict[str, 
     return [member.hear() for member in group]
 
 
-@contextmanager
-def store_port(kind: str, group: list[Member]) -> Iterator[int]:
-    """Where the members find each other: our rendezvous for Horovod, the first member's store for torch."""
-    if kind == "torch":
-        yield group[0].ask(do="open_store")["port"]
-    else:
-        with server(len(group)) as (_, port):
-            yield port
-
-
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_contract(kind: str, size: int) -> None:
     with members(size, kind) as group:
         for generation in range(2):  # a process can join one world after the other
-            with store_port(kind, group) as port:
+            with server(size) as (_, port):
                 assert form(group, port, generation) == [{"rank": rank, "size": size} for rank in range(size)]
             for operation, expected in (("sum", sum(range(1, size + 1))), ("max", size)):
                 for dtype in ("float32", "float64", "int64"):
@@ -125,7 +115,7 @@ def test_contract(kind: str, size: int) -> None:
 
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
 def test_int64_sums_keep_every_bit(kind: str) -> None:
-    with members(2, kind) as group, store_port(kind, group) as port:
+    with members(2, kind) as group, server(2) as (_, port):
         form(group, port)
         for member in group:
             member.tell(do="bits")
@@ -133,8 +123,9 @@ def test_int64_sums_keep_every_bit(kind: str) -> None:
         assert [member.hear() for member in group] == [{"same": True}] * 2
 
 
-def test_an_absent_peer_is_given_up_at_once_when_the_formation_is_cancelled() -> None:
-    with members(2, "horovod") as group:
+@pytest.mark.parametrize("kind", ["horovod", "torch"])
+def test_an_absent_peer_is_given_up_at_once_when_the_formation_is_cancelled(kind: str) -> None:
+    with members(2, kind) as group:
         with server(3) as (rendezvous, port):
             for rank, member in enumerate(group):
                 member.tell(do="form", formation=formation(rank, 3, port))
@@ -181,12 +172,12 @@ def reduced(group: list[Member]) -> list[dict[str, Any]]:
     return [member.hear() for member in group]
 
 
-def kill_in_all_reduce(rounds: int) -> dict[str, int]:
+def kill_in_all_reduce(rounds: int, kind: str) -> dict[str, int]:
     """Kills one of three in mid-reduction, `rounds` times; how many survivors left in time, were late, or died."""
     counted = {"out": 0, "late": 0, "died": 0, "formed anew": 0}
     slowest = 0.0
     for number in range(rounds):
-        with members(3, "horovod") as group, server(3) as (rendezvous, port):
+        with members(3, kind) as group, server(3) as (rendezvous, port):
             assert all("rank" in answer for answer in form(group, port))
             listening = [address for addresses in rendezvous.published().values() for address in addresses]
             for member in group:
@@ -214,11 +205,13 @@ def kill_in_all_reduce(rounds: int) -> dict[str, int]:
     return counted
 
 
-def test_a_peer_killed_in_an_all_reduce_lets_the_others_go() -> None:
-    assert kill_in_all_reduce(2) == {"out": 4, "late": 0, "died": 0, "formed anew": 2}
+@pytest.mark.parametrize("kind", ["horovod", "torch"])
+def test_a_peer_killed_in_an_all_reduce_lets_the_others_go(kind: str) -> None:
+    assert kill_in_all_reduce(2, kind) == {"out": 4, "late": 0, "died": 0, "formed anew": 2}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_fifty_peers_killed_in_an_all_reduce() -> None:
-    assert kill_in_all_reduce(50) == {"out": 100, "late": 0, "died": 0, "formed anew": 50}
+@pytest.mark.parametrize("kind", ["horovod", "torch"])
+def test_fifty_peers_killed_in_an_all_reduce(kind: str) -> None:
+    assert kill_in_all_reduce(50, kind) == {"out": 100, "late": 0, "died": 0, "formed anew": 50}

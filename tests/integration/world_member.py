@@ -14,7 +14,7 @@ import torch
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.horovod import HorovodWorld
 from raytrain_plus.collective.interrupt import cut
-from raytrain_plus.collective.torch import TorchWorld, open_store
+from raytrain_plus.collective.torch import TorchWorld
 from raytrain_plus.collective.world import wait
 from raytrain_plus.errors import Interrupted
 
@@ -26,19 +26,13 @@ class Member:
 
     def __init__(self) -> None:
         self.world: Any = None
-        self.store: Any = None
-
-    def open_store(self, order: dict[str, Any]) -> dict[str, Any]:
-        self.store, port = open_store("127.0.0.1", 20)
-        return {"port": port}
 
     def form(self, order: dict[str, Any]) -> dict[str, Any]:
         formation = Formation(**{**order["formation"], "server": tuple(order["formation"]["server"])})
         if self.world is not None:
             self.world.close()
             self.world = None
-        self.world = HorovodWorld(formation) if KIND == "horovod" else TorchWorld(formation, self.store)
-        self.store = None
+        self.world = HorovodWorld(formation) if KIND == "horovod" else TorchWorld(formation)
         return {"rank": self.world.rank, "size": self.world.size}
 
     def reduce(self, order: dict[str, Any]) -> dict[str, Any]:

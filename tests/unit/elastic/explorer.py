@@ -149,6 +149,7 @@ def _key(world: World) -> Any:
         group.committed,
         names.get(group.lead),
         group.stopping,
+        group.finished,
         bool(group.failure),
         tuple((at, fault, group.generation - generation) for at, fault, generation in group.faults),
         group.generation < 0,

@@ -33,3 +33,19 @@ def test_once_and_in_order(members: int, steps: int, order: object, first: int) 
     order.shuffle(reports)  # type: ignore[attr-defined]
     told = [record.step for name, record in reports for record in commits.report(name, [record])]
     assert told == list(range(first, first + steps))
+
+
+def test_after_a_loss_what_a_living_member_holds_is_committed_and_the_rest_forgotten() -> None:
+    commits: Commits[Record] = Commits(["a", "b"], first_step=0)
+    commits.report("a", [Record(0), Record(1), Record(2)])
+    assert commits.next_step == 2
+    commits.report("b", [Record(0)])
+    assert commits.applied == 2
+    # Step 2 was applied by `a` alone, which is gone; `b` holds step 1.
+    assert commits.regroup(["b", "c"], held=1) == []
+    assert (commits.next_step, commits.applied) == (2, 1)
+    assert commits.report("b", [Record(2)]) == []
+    assert commits.report("c", [Record(2)]) == [Record(2)]
+    # Had `a` lived, its step would have counted.
+    commits.report("b", [Record(3)])
+    assert commits.regroup(["b"], held=3) == [Record(3)]

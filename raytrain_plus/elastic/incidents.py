@@ -1,0 +1,91 @@
+"""What a loss cost: from the last commit before it to the first after it, phase by phase. Pure; times are given.
+
+last commit |-- detect --| known |-- interrupt --| all out |-- form --|-- transfer --| joined |-- resume --| commit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Members = Mapping[str, Mapping[str, object]]
+"""Worker -> what is told of it (worker, pid, node)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """One loss that was recovered from."""
+
+    cause: str
+    stall_s: float
+    steps_recomputed: int
+    kept: Sequence[Mapping[str, object]]
+    replaced: Sequence[Mapping[str, object]]
+    phases: Mapping[str, float]
+
+
+class Incidents:
+    """Keeps the open incident, if there is one. A loss during a recovery is part of it."""
+
+    def __init__(self) -> None:
+        self._last_commit: float | None = None
+        self._members: Members = {}
+        self._before: Members = {}
+        self._open = self._together = False
+        self._causes: list[str] = []
+        self._recomputed = 0
+        self._began = self._known = self._out = self._joined = 0.0
+        self._form_s = 0.0
+
+    def broke(self, now: float, cause: str) -> None:
+        """A world is broken; `cause` may be empty, where it is not known yet."""
+        if not self._open:
+            self._open = True
+            self._began = now if self._last_commit is None else self._last_commit
+            self._known = now
+            self._before = self._members
+            self._causes = []
+            self._recomputed = 0
+        self._together = False
+        if cause and cause not in self._causes:
+            self._causes.append(cause)
+
+    def left(self, now: float, recomputed: int) -> None:
+        """All survivors are out, and the next world is asked for; so many steps will be made again."""
+        self._out = now
+        self._recomputed += recomputed
+
+    def joined(self, now: float, members: Members, form_s: float) -> None:
+        """All members are in their world and have the state; forming it took the slowest `form_s`."""
+        self._together = True
+        self._joined = now
+        self._members = members
+        self._form_s = form_s
+
+    def committed(self, time: float) -> Recovery | None:
+        """A step was committed; the recovery that this completes, if any."""
+        self._last_commit = time
+        if not self._open:
+            return None
+        if not self._together:
+            # Applied before the loss; word of it came after.
+            self._began = time
+            self._known = max(self._known, time)
+            return None
+        self._open = False
+        form_s = min(self._form_s, max(0.0, self._joined - self._out))
+        phases = {
+            "detect": self._known - self._began,
+            "interrupt": self._out - self._known,
+            "form": form_s,
+            "transfer": self._joined - self._out - form_s,
+            "resume": time - self._joined,
+        }
+        return Recovery(
+            cause="; ".join(self._causes) or "a collective broke",
+            stall_s=time - self._began,
+            steps_recomputed=self._recomputed,
+            kept=[what for name, what in self._members.items() if name in self._before],
+            replaced=[what for name, what in self._members.items() if name not in self._before],
+            phases={name: round(max(0.0, seconds), 6) for name, seconds in phases.items()},
+        )

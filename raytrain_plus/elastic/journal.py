@@ -1,0 +1,244 @@
+"""What a run tells: its events, in its folder and for who follows it, and what they add up to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from raytrain_plus.elastic.commits import Commits
+from raytrain_plus.elastic.incidents import Incidents
+from raytrain_plus.elastic.totals import Totals
+from raytrain_plus.elastic.view import View
+from raytrain_plus.observe.events import EventLog
+from raytrain_plus.observe.tensorboard import Scalars
+from raytrain_plus.result import Result
+from raytrain_plus.runfolder import Lease
+from raytrain_plus.training.records import Evaluated, StepRecord
+from raytrain_plus.workers.plan import Export, Place, Ready
+
+
+class Journal:
+    """Written by the controller's loop; followed from other threads. Nothing is on disk before `open`."""
+
+    def __init__(self, batch_size: int, rows: int) -> None:
+        """`batch_size`: rows of a step; `rows`: rows of the data, which tell the epoch."""
+        self._batch_size = batch_size
+        self._rows = rows
+        self._news = threading.Condition()
+        self._told: list[dict[str, Any]] = []
+        self._early: list[dict[str, Any]] = []
+        self._folder: Path | None = None
+        self._lease: Lease | None = None
+        self._log: EventLog | None = None
+        self._scalars: Scalars | None = None
+        self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
+        self._totals = Totals()
+        self._incidents = Incidents()
+        self._metrics: dict[str, float] = {}
+        self._places: dict[str, Place] = {}
+        self._offsets: dict[str, float] = {}
+        self._members: tuple[str, ...] = ()
+        self._waiting = ""
+        self.generation = 0
+        self.evaluated = -2
+        """The highest step whose evaluation has been heard of."""
+
+    @property
+    def committed(self) -> int:
+        """The highest step that is committed; -1 before any."""
+        return self._commits.next_step - 1
+
+    def open(self, folder: Path, job_yaml: str, versions: Mapping[str, str], address: str) -> None:
+        """Makes the run's folder, and begins."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._lease = Lease(folder)
+        self._lease.renew()
+        (folder / "job.yaml").write_text(job_yaml)
+        self._log = EventLog(folder / "events.ndjson")
+        self._scalars = Scalars(folder / "tensorboard")
+        early, self._early = self._early, []
+        self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
+        for event in early:
+            kind, moment = event.pop("kind"), event.pop("time")
+            event.pop("generation")
+            self._log.write(kind, generation=self.generation, time=moment, fields=event)
+
+    @property
+    def opened(self) -> bool:
+        """Whether the run has a folder."""
+        return self._log is not None
+
+    def renew(self) -> None:
+        """Says that the run is alive."""
+        if self._lease is not None:
+            self._lease.renew()
+
+    def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
+        """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
+        with self._news:
+            self._news.wait_for(lambda: len(self._told) > cursor, timeout_s)
+            return self._told[cursor:]
+
+    def came(self, place: Place, asked: float, answered: float) -> None:
+        """A worker is there; it was asked where at one moment, and its answer came at another, both in Unix seconds."""
+        # On one machine the clocks are one; between machines this is right to the length of the call.
+        offset = (asked + answered) / 2 - place.clock_s
+        self._offsets[place.worker] = offset if abs(offset) > answered - asked else 0.0
+        self._places[place.worker] = place
+
+    def gone(self, worker: str, cause: str) -> None:
+        """A worker was lost."""
+        place = self._places.get(worker)
+        if place is not None:
+            self._tell("worker_lost", **_who(place), cause=cause)
+
+    def broke(self, now: float, cause: str) -> None:
+        """The group's world is broken."""
+        self._incidents.broke(now, cause)
+
+    def report(self, worker: str, records: Iterable[StepRecord | Evaluated]) -> None:
+        """Takes what a member of the present generation has applied and evaluated."""
+        records = list(records)
+        steps = [record for record in records if isinstance(record, StepRecord)]
+        moved = [_on_our_clock(record, self._offsets[worker]) for record in steps]
+        self._commit(self._commits.report(worker, moved))
+        for told in records:
+            if isinstance(told, Evaluated) and told.step > self.evaluated:
+                self.evaluated = told.step
+                self._metrics = dict(told.metrics)
+                self._tell("evaluated", step=told.step, metrics=dict(told.metrics))
+
+    def regroup(self, now: float, members: Sequence[str], held: int) -> None:
+        """All are out of the last generation; `held` is the step that goes on."""
+        self._incidents.left(now, max(0, self._commits.applied - held))
+        self._commit(self._commits.regroup(members, held))
+
+    def formed(
+        self, now: float, view: View, ready: Mapping[str, Ready], spares: Sequence[str], collective: str, form_s: float
+    ) -> None:
+        """All members of a new generation are in their world and have the state."""
+        self.generation = view.generation
+        self._waiting = ""
+        before, self._members = self._members, tuple(member.worker for member in view.members)
+        if before:
+            for name in self._members:
+                if name not in before:
+                    self._tell("worker_joined", **_who(self._places[name]))
+            if len(before) != len(self._members):
+                self._tell("rescaled", **{"from": len(before), "to": len(self._members)})
+        self._tell(
+            "view_formed",
+            members=[
+                {
+                    **_who(self._places[member.worker]),
+                    "cell": member.cell,
+                    "stage": member.stage,
+                    "params": ready[member.worker].parameters,
+                    "shards": list(member.shards),
+                }
+                for member in view.members
+            ],
+            spares=list(spares),
+            collective=collective if len(view.members) > 1 else "none (one worker)",
+        )
+        self._incidents.joined(now, {name: _who(self._places[name]) for name in self._members}, form_s)
+
+    def waits(self, what: str) -> None:
+        """The run waits for something."""
+        if what != self._waiting:
+            self._waiting = what
+            self._tell("waiting", **{"for": what})
+
+    def will_leave(self, node: str, deadline: float | None) -> None:
+        """A node that hosts workers will go; `deadline` in Unix seconds."""
+        self._tell("drain_notice", node=node, deadline=deadline)
+
+    def finish(
+        self, name: str, folder: Path, status: str, error: str | None, export: Export | None, began: float
+    ) -> Result:
+        """The run is over: its last event and its result, in its folder where it has one."""
+        sha = export.state_sha256 if export else None
+        if export is not None and self._folder is not None:
+            (self._folder / "model.safetensors").write_bytes(export.model)
+        result = self._totals.result(
+            name=name,
+            status=status,
+            path=folder,
+            metrics=self._metrics,
+            state_sha256=sha,
+            error=error,
+            show=export.show if export else None,
+            began=began,
+        )
+        if self._folder is None:
+            return result
+        result.save()
+        self._tell(
+            "run_finished",
+            status=status,
+            error=error,
+            steps=self._totals.steps,
+            samples=self._totals.samples,
+            state_sha256=sha,
+        )
+        return result
+
+    def close(self) -> None:
+        """Closes what is open."""
+        if self._lease is not None:
+            self._lease.release()
+        if self._scalars is not None:
+            self._scalars.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _commit(self, records: Iterable[StepRecord]) -> None:
+        for record in records:
+            self._totals.add(record)
+            self._tell(
+                "step_committed",
+                record.time,
+                step=record.step,
+                epoch=record.step * self._batch_size // self._rows,
+                samples=record.rows,
+                loss=record.loss,
+                seconds=record.seconds,
+            )
+            recovery = self._incidents.committed(record.time)
+            if recovery is not None:
+                self._totals.recovered(recovery.stall_s)
+                self._tell(
+                    "recovered",
+                    cause=recovery.cause,
+                    stall_s=recovery.stall_s,
+                    steps_lost=0,
+                    steps_recomputed=recovery.steps_recomputed,
+                    kept=list(recovery.kept),
+                    replaced=list(recovery.replaced),
+                    phases=dict(recovery.phases),
+                )
+
+    def _tell(self, kind: str, time_s: float | None = None, /, **fields: Any) -> None:
+        if self._log is None or self._scalars is None:
+            event = {"time": time.time(), "generation": self.generation, "kind": kind, **fields}
+            self._early.append(dict(event))
+        else:
+            event = self._log.write(kind, generation=self.generation, time=time_s, fields=fields)
+            self._scalars.add(event)
+        with self._news:
+            self._told.append(event)
+            self._news.notify_all()
+
+
+def _on_our_clock(record: StepRecord, offset_s: float) -> StepRecord:
+    """The record with its moment on the controller's clock."""
+    return replace(record, time=record.time + offset_s) if offset_s else record
+
+
+def _who(place: Place) -> dict[str, Any]:
+    return {"worker": place.worker, "pid": place.pid, "node": place.node}

@@ -1,0 +1,130 @@
+"""The training state on its way from one worker to another: taken whole, checked, put in place whole.
+
+A snapshot holds everything that a step changes: parameters, buffers (those that are not persistent, too), the
+optimizer's state and settings, the scheduler. The receiver keeps it beside its own state until it is complete and its
+hash agrees, and only then swaps it in.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import nn
+
+from raytrain_plus.errors import TaskError
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A worker's training state after `step`."""
+
+    step: int
+    tensors: Mapping[str, tuple[str, tuple[int, ...], Array]]
+    """Name -> (dtype, shape, bytes)."""
+    values: Mapping[str, Any]
+    """What is no tensor: the optimizer's plain values and settings, the scheduler's state."""
+    digest: str
+
+
+def take(
+    step: int,
+    buffers: Mapping[str, torch.Tensor],
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    frozen: Sequence[tuple[str, nn.Parameter]],
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+) -> Snapshot:
+    """The state after `step`. `buffers` are the committed ones; `parameters` those that train, `frozen` the others."""
+    tensors: dict[str, torch.Tensor] = {f"param/{name}": value.detach() for name, value in (*parameters, *frozen)}
+    tensors |= {f"buffer/{name}": value.detach() for name, value in buffers.items()}
+    plain: dict[str, Any] = {}
+    names = {id(value): name for name, value in parameters}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optim/{names[id(parameter)]}/{key}"] = value.detach()
+            else:
+                plain[f"{names[id(parameter)]}/{key}"] = value
+    packed = {name: _pack(value) for name, value in tensors.items()}
+    values = {
+        "optimizer": plain,
+        "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+    }
+    return Snapshot(step, packed, values, digest(packed))
+
+
+def digest(tensors: Mapping[str, tuple[str, tuple[int, ...], Array]]) -> str:
+    """XXH3 (128 bits) over names, kinds, shapes and bytes, by name: it guards against damage, not against malice."""
+    total = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        dtype, shape, data = tensors[name]
+        total.update(f"{name}\0{dtype}\0{shape}\0".encode())
+        total.update(data.data)
+    return total.hexdigest()
+
+
+def put(
+    snapshot: Snapshot,
+    buffers: Mapping[str, torch.Tensor],
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    frozen: Sequence[tuple[str, nn.Parameter]],
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+) -> None:
+    """Swaps a snapshot in. Raises `TaskError` where it is another model's: before anything is changed."""
+    targets: dict[str, torch.Tensor] = {f"param/{name}": value for name, value in (*parameters, *frozen)}
+    targets |= {f"buffer/{name}": value for name, value in buffers.items()}
+    given = {name for name in snapshot.tensors if not name.startswith("optim/")}
+    if given != targets.keys():
+        raise TaskError(f"the task built another model than on other workers: {sorted(given ^ targets.keys())[:3]}")
+    for name, target in targets.items():
+        if tuple(target.shape) != snapshot.tensors[name][1]:
+            raise TaskError(f"the task built another model than on other workers: {name} has another shape")
+    with torch.no_grad():
+        for name, target in targets.items():
+            _fill(target, snapshot.tensors[name])
+    by_name = dict(parameters)
+    optimizer.state.clear()
+    for name, packed in snapshot.tensors.items():
+        if name.startswith("optim/"):
+            parameter, _, key = name.removeprefix("optim/").rpartition("/")
+            # A scalar (a step count) stays on the CPU, where optimizers keep it.
+            device = by_name[parameter].device if packed[1] else torch.device("cpu")
+            value = torch.empty(packed[1], dtype=getattr(torch, packed[0]), device=device)
+            _fill(value, packed)
+            optimizer.state[by_name[parameter]][key] = value
+    for name, value in snapshot.values["optimizer"].items():
+        parameter, _, key = name.rpartition("/")
+        optimizer.state[by_name[parameter]][key] = copy.deepcopy(value)
+    for group, values in zip(optimizer.param_groups, snapshot.values["groups"], strict=True):
+        group.update(copy.deepcopy(values))
+    if scheduler is not None:
+        scheduler.load_state_dict(copy.deepcopy(snapshot.values["scheduler"]))
+
+
+def _pack(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], Array]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes(tensor.detach().cpu().contiguous())
+
+
+def _bytes(tensor: torch.Tensor) -> Array:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def _fill(target: torch.Tensor, packed: tuple[str, tuple[int, ...], Array]) -> None:
+    """Copies packed values into `target`; what came through Ray's object store is neither kept nor written to."""
+    dtype, _, data = packed
+    if target.device.type == "cpu" and target.is_contiguous() and str(target.dtype) == f"torch.{dtype}":
+        np.copyto(_bytes(target), data)
+    else:
+        target.copy_(torch.from_numpy(np.array(data)).view(getattr(torch, dtype)).reshape(target.shape))

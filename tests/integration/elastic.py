@@ -1,0 +1,132 @@
+"""A Ray of several raylets on this machine, and a run on it that tests disturb."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+from raytrain_plus import Data, Elastic, Job, Result, Workers, run
+from raytrain_plus.observe.events import read_events
+from tests.integration.conftest import TASKS
+
+Event = dict[str, Any]
+
+
+@contextmanager
+def raylets(count: int, cpus: int = 1) -> Iterator[Cluster]:
+    """A head without CPUs, where the controller lives, and so many nodes of `cpus` each."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(count):
+            cluster.add_node(num_cpus=cpus)
+        ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def job(tmp_path: Path, **changes: Any) -> Job:
+    """200 steps of a small model with everything in it that a step changes, on up to four workers."""
+    settings: dict[str, Any] = {
+        "name": "run",
+        "task": "tasks:Faulty",
+        "seed": 11,
+        "data": Data(path=str(tmp_path / "data"), batch_size=48, shards=8),
+        "steps": 200,
+        "clip_norm": 1.0,
+        "workers": Workers(min=1, max=4),
+        "elastic": Elastic(wait_s=30),
+        "storage": str(tmp_path / "runs"),
+    }
+    args = {"folder": str(tmp_path), **changes.pop("args", {})}
+    return Job(**{**settings, **changes, "args": args})
+
+
+class Run:
+    """A run in a thread of the test, and what its events say."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._file = Path(job.storage) / job.name / "events.ndjson"
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.result: Result | None = None
+        self.error: BaseException | None = None
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = run(self._job, fresh=True, quiet=True, roots=[TASKS])
+        except BaseException as error:
+            self.error = error
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """What has been told so far."""
+        told = list(read_events(self._file)) if self._file.exists() else []
+        return [event for event in told if kind is None or event["kind"] == kind]
+
+    def until(self, holds: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
+        """Waits until `holds` gives something true, and gives that."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            found = holds()
+            if found:
+                return found
+            if not self._thread.is_alive():
+                break
+            time.sleep(0.01)
+        raise AssertionError(f"{what}: not seen; {self.error or self.result}; the last events: {self.events()[-5:]}")
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.committed() >= step, f"step {step}")
+
+    def until_told(self, kind: str, count: int = 1, timeout_s: float = 60) -> Event:
+        """The event of this kind with this number, from 1."""
+        told = self.until(lambda: self.events(kind)[count - 1 :], f"{kind} number {count}", timeout_s)
+        return told[0]  # type: ignore[no-any-return]
+
+    def committed(self) -> int:
+        steps = self.events("step_committed")
+        return steps[-1]["step"] if steps else -1
+
+    def members(self) -> list[Event]:
+        """The members of the newest view."""
+        return self.events("view_formed")[-1]["members"]  # type: ignore[no-any-return]
+
+    def until_size(self, count: int) -> list[Event]:
+        """The members, once there are so many."""
+        self.until(lambda: self.events("view_formed") and len(self.members()) == count, f"{count} members")
+        return self.members()
+
+    def kill(self, member: Event, number: int = signal.SIGKILL) -> None:
+        os.kill(member["pid"], number)
+
+    def finish(self, timeout_s: float = 120) -> Result:
+        """The run's result; what it raised is raised."""
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), f"the run did not end; the last events: {self.events()[-5:]}"
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
+
+    def losses(self) -> list[float]:
+        """The loss of each step; each was told once, and in order."""
+        steps = self.events("step_committed")
+        assert [event["step"] for event in steps] == list(range(len(steps)))
+        return [event["loss"] for event in steps]
+
+
+def born(members: list[Event]) -> dict[int, float]:
+    """Process id -> when the process started."""
+    return {member["pid"]: psutil.Process(member["pid"]).create_time() for member in members}

@@ -1,0 +1,235 @@
+"""Losses on a cluster of raylets: the training goes on, to the same figures, in the processes that are healthy."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from raytrain_plus import Elastic, Result, Workers
+from tests.integration.elastic import Run, born, job, raylets
+from tests.integration.tasks import write_data
+
+pytestmark = pytest.mark.timeout(240)
+
+PAD_S = 0.003
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with raylets(4) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def four_nodes(cluster: Cluster) -> None:
+    """Every test begins with four nodes whose CPUs are free."""
+    cluster.wait_for_nodes()
+    while len(cluster.worker_nodes) < 4:
+        cluster.add_node(num_cpus=1)
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("CPU", 0) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> dict[bool, list[float]]:
+    """The losses of the run without incident, in fp32 and with fp64 parameters."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_data(folder / "data")
+    told = {}
+    for double in (False, True):
+        run = Run(job(folder, name=f"double-{double}", args={"double": double}, workers=Workers(min=2)))
+        assert run.finish().status == "finished"
+        told[double] = run.losses()
+    return told
+
+
+def started(tmp_path: Path, size: int = 4, **changes: Any) -> tuple[Run, dict[int, float]]:
+    """A run with so many workers that has made some steps, and their processes."""
+    write_data(tmp_path / "data")
+    args = {"pad_s": PAD_S, **changes.pop("args", {})}
+    run = Run(job(tmp_path, args=args, **changes))
+    before = born(run.until_size(size))
+    run.until_step(20)
+    return run, before
+
+
+def check(run: Run, before: dict[int, float], lost: list[int], expected: list[float]) -> Result:
+    """The run's end is that of the undisturbed one, and who was healthy stayed."""
+    kept = [pid for pid in before if pid not in lost]
+    assert {pid: psutil.Process(pid).create_time() for pid in kept} == {pid: before[pid] for pid in kept}
+    last = {member["pid"] for member in run.members()}
+    assert last >= set(kept)
+    result = run.finish()
+    assert result.status == "finished", result.error
+    np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
+    for recovered in run.events("recovered"):
+        assert recovered["steps_lost"] == 0
+        assert recovered["stall_s"] == pytest.approx(sum(recovered["phases"].values()), abs=0.01)
+    return result
+
+
+@pytest.mark.parametrize("collective", ["horovod", "torch"])
+def test_a_killed_worker(tmp_path: Path, undisturbed: dict[bool, list[float]], collective: str) -> None:
+    run, before = started(tmp_path, collective=collective)
+    victim = run.members()[1]
+    run.kill(victim)
+    recovered = run.until_told("recovered")
+    assert [kept["pid"] for kept in recovered["kept"]] == [pid for pid in before if pid != victim["pid"]]
+    assert "was killed" in recovered["cause"]
+    [lost] = run.events("worker_lost")
+    assert (lost["worker"], lost["pid"]) == (victim["worker"], victim["pid"])
+    result = check(run, before, [victim["pid"]], undisturbed[False])
+    assert (result.recoveries, 0 < result.stall_s < 5, 0 < result.goodput < 1) == (1, True, True)
+
+
+def test_a_killed_worker_with_fp64_parameters(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+    run, before = started(tmp_path, args={"double": True})
+    run.kill(victim := run.members()[2])
+    run.until_told("recovered")
+    check(run, before, [victim["pid"]], undisturbed[True])
+    np.testing.assert_allclose(run.losses(), undisturbed[True], rtol=0, atol=1e-12)
+
+
+def test_a_killed_raylet(tmp_path: Path, cluster: Cluster, undisturbed: dict[bool, list[float]]) -> None:
+    run, before = started(tmp_path)
+    node = next(node for node in cluster.worker_nodes if node.node_id == run.members()[1]["node"])
+    victim = run.members()[1]
+    cluster.remove_node(node, allow_graceful=False)
+    run.until_told("recovered")
+    check(run, before, [victim["pid"]], undisturbed[False])
+
+
+def test_three_of_four_at_once(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+    run, before = started(tmp_path)
+    victims = run.members()[:3]
+    for victim in victims:
+        run.kill(victim)
+    recovered = run.until_told("recovered")
+    assert len(recovered["kept"]) == 1
+    check(run, before, [victim["pid"] for victim in victims], undisturbed[False])
+
+
+@pytest.mark.parametrize("what", ["stop", "loop", "hold"])
+def test_a_worker_that_hangs_is_found_and_replaced(
+    tmp_path: Path, undisturbed: dict[bool, list[float]], what: str
+) -> None:
+    elastic = Elastic(wait_s=30, hang_timeout_s=2)
+    run, before = started(tmp_path, args={"fault": f"loss:{what}:100"}, elastic=elastic)
+    lost = run.until_told("worker_lost")
+    assert "hung: " in lost["cause"]
+    assert len(run.until_told("recovered")["kept"]) == 3
+    check(run, before, [lost["pid"]], undisturbed[False])
+
+
+def test_slow_steps_are_no_hang(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    elastic = Elastic(hang_timeout_s=1)
+    slow = {"fault": "loss:sleep0.8:16", "always": True}
+    run = Run(job(tmp_path, args=slow, elastic=elastic, steps=8, workers=Workers(min=2)))
+    assert run.finish().status == "finished"
+    assert run.events("worker_lost") == []
+    assert len(run.events("view_formed")) == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["loss:kill:60", "backward:kill:60", "apply:kill:30", "applied:kill:30"],
+)
+def test_a_worker_that_is_killed_anywhere_in_a_step(
+    tmp_path: Path, undisturbed: dict[bool, list[float]], fault: str
+) -> None:
+    run, before = started(tmp_path, args={"fault": fault})
+    lost = run.until_told("worker_lost")
+    assert len(run.until_told("recovered")["kept"]) == 3
+    check(run, before, [lost["pid"]], undisturbed[False])
+
+
+def test_a_loss_during_the_recovery_from_another(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+    run, before = started(tmp_path)
+    victim, second = run.members()[0], run.members()[3]
+    run.kill(victim)
+    # Recovering takes at least three times as long.
+    time.sleep(0.06)
+    run.kill(second)
+    recovered = run.until_told("recovered")
+    assert len(recovered["kept"]) == 2
+    check(run, before, [victim["pid"], second["pid"]], undisturbed[False])
+
+
+def test_a_newcomer_that_is_killed_while_it_joins(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+    run, before = started(tmp_path, args={"fault": "adopt:kill:0", "pad_s": 0.02})
+    run.kill(victim := run.members()[1])
+    newcomer = run.until_told("worker_lost", 2)
+    assert newcomer["pid"] not in before
+    run.until_told("recovered", 2)
+    check(run, before, [victim["pid"]], undisturbed[False])
+
+
+def test_an_exception_inside_an_apply_makes_a_worker_dirty_not_lost(
+    tmp_path: Path, undisturbed: dict[bool, list[float]]
+) -> None:
+    run, before = started(tmp_path, args={"fault": "applied:raise:40"})
+    recovered = run.until_told("recovered")
+    assert len(recovered["kept"]) == 4
+    assert "ValueError" in recovered["cause"]
+    assert run.events("worker_lost") == []
+    check(run, before, [], undisturbed[False])
+
+
+def test_a_donor_that_is_killed_in_mid_transfer(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+    run, before = started(tmp_path, args={"fault": "snapshot:kill:0", "pad_s": 0.02})
+    run.kill(victim := run.members()[3])
+    run.until_told("recovered")
+    # Whoever takes the empty place needs a copy; who gives it dies.
+    donor = run.until_told("worker_lost", 2)
+    check(run, before, [victim["pid"], donor["pid"]], undisturbed[False])
+
+
+def test_a_survivor_that_computes_is_waited_for(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+    run, before = started(tmp_path, args={"fault": "backward:sleep3:100"})
+    run.until(lambda: (tmp_path / "fault").exists(), "the slow backward")
+    slow = _youngest_sleeper(run)
+    victim = next(member for member in run.members() if member["pid"] != slow)
+    run.kill(victim)
+    recovered = run.until_told("recovered")
+    assert slow in [kept["pid"] for kept in recovered["kept"]]
+    check(run, before, [victim["pid"]], undisturbed[False])
+
+
+def _youngest_sleeper(run: Run) -> int:
+    """The member whose CPU stands still while it sleeps in its backward: the others wait for it, and poll."""
+    before = {member["pid"]: sum(psutil.Process(member["pid"]).cpu_times()[:2]) for member in run.members()}
+    time.sleep(1)
+    used = {pid: sum(psutil.Process(pid).cpu_times()[:2]) - at for pid, at in before.items()}
+    return min(used, key=lambda pid: used[pid])
+
+
+def test_the_same_exception_twice_ends_the_run_with_the_state_of_the_last_commit(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    run = Run(job(tmp_path, args={"fault": "loss:raise:100", "always": True}, workers=Workers(min=2)))
+    result = run.finish()
+    assert (result.status, result.exit_code) == ("failed", 1)
+    assert "the task raised ValueError: a fault in loss" in str(result.error)
+    assert "Traceback (your code only)" in str(result.error)
+    assert (result.path / "model.safetensors").exists()
+    assert json.loads((result.path / "result.json").read_text())["steps"] == run.committed() + 1 > 10
+
+
+def test_a_spare_takes_the_empty_place(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+    run, before = started(tmp_path, size=3, workers=Workers(min=3, max=3, spares=1))
+    run.until(lambda: len(list(tmp_path.glob("computes-*"))) == 4, "a spare that has made its step for practice")
+    run.kill(victim := run.members()[1])
+    recovered = run.until_told("recovered")
+    assert len(recovered["kept"]) == 2
+    assert [entry["pid"] not in before for entry in recovered["replaced"]] == [True]
+    check(run, before, [victim["pid"]], undisturbed[False])

@@ -1,0 +1,100 @@
+"""A state that travels is the same state, whole, or it is refused."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raytrain_plus.errors import TaskError
+from raytrain_plus.state.named import named_state, state_sha256
+from raytrain_plus.state.transfer import digest, put, take
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
+    lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+    lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+]
+
+
+class Holder:
+    """A model with everything that a step changes."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], seed: int, width: int = 5) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+        self.model[2].bias.requires_grad_(False)
+        self.model.register_buffer("hidden", torch.rand(2), persistent=False)
+        self.named = [(name, value) for name, value in self.model.named_parameters() if value.requires_grad]
+        self.frozen = [(name, value) for name, value in self.model.named_parameters() if not value.requires_grad]
+        self.optimizer = make([value for _, value in self.named])
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+
+    def parts(self) -> tuple[Any, ...]:
+        return dict(self.model.named_buffers()), self.named, self.frozen, self.optimizer, self.scheduler
+
+    def step(self) -> None:
+        torch.manual_seed(1)
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 3)).square().mean().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def sha(self) -> str:
+        return state_sha256(named_state(self.model, self.optimizer, self.named))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=["adamw", "sgd", "adagrad", "nadam"])
+@pytest.mark.parametrize("receiver_steps", [0, 2])
+def test_the_copy_goes_on_as_the_original_does(
+    make: Callable[[Any], torch.optim.Optimizer], receiver_steps: int
+) -> None:
+    donor, receiver = Holder(make, seed=1), Holder(make, seed=2)
+    for _ in range(3):
+        donor.step()
+    for _ in range(receiver_steps):
+        receiver.step()
+    snapshot = pickle.loads(pickle.dumps(take(2, *donor.parts()), protocol=5))
+    assert digest(snapshot.tensors) == snapshot.digest
+    put(snapshot, *receiver.parts())
+    for _ in range(2):
+        assert receiver.sha() == donor.sha()
+        assert receiver.optimizer.param_groups[0]["lr"] == donor.optimizer.param_groups[0]["lr"]
+        assert torch.equal(receiver.model.hidden, donor.model.hidden)
+        assert torch.equal(receiver.model[2].bias, donor.model[2].bias)
+        donor.step()
+        receiver.step()
+
+
+def test_damage_is_seen() -> None:
+    snapshot = take(0, *Holder(OPTIMIZERS[0], seed=1).parts())
+    name = next(iter(snapshot.tensors))
+    dtype, shape, data = snapshot.tensors[name]
+    other = data.copy()
+    other[-1] ^= 1
+    assert digest({**snapshot.tensors, name: (dtype, shape, other)}) != snapshot.digest
+    assert digest({**snapshot.tensors, name: ("int32", shape, data)}) != snapshot.digest
+
+
+def test_another_models_state_is_refused_before_anything_changes() -> None:
+    donor, receiver = Holder(OPTIMIZERS[0], seed=1), Holder(OPTIMIZERS[0], seed=2, width=6)
+    before = receiver.sha()
+    with pytest.raises(TaskError, match="another model"):
+        put(take(0, *donor.parts()), *receiver.parts())
+    assert receiver.sha() == before
+
+
+def test_what_was_received_is_neither_kept_nor_written_to() -> None:
+    donor, receiver = Holder(OPTIMIZERS[0], seed=1), Holder(OPTIMIZERS[0], seed=2)
+    donor.step()
+    snapshot = pickle.loads(pickle.dumps(take(0, *donor.parts()), protocol=5))
+    for _, _, data in snapshot.tensors.values():
+        data.setflags(write=False)
+    put(snapshot, *receiver.parts())
+    receiver.step()
+    assert digest(snapshot.tensors) == snapshot.digest
