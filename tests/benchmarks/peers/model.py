@@ -1,0 +1,224 @@
+"""What the peers share: the model they train, the log of their steps, and how one of their workers is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from examples.byte_gpt import VOCABULARY, ByteGPT
+from tests.benchmarks.incidents import Finished, Incident, frontier, incident
+
+REPOSITORY = Path(__file__).parents[3]
+WORKERS = 4
+CHECKPOINT_EVERY = 50
+"""steps"""
+START_S = 180.0
+"""the limit for a peer's start, up to the step of the kill"""
+RECOVERY_S = 120.0
+"""the limit for training to go on after a kill"""
+POLL_S = 0.05
+PROOF = 5
+"""steps beyond the last one before the kill that show that training has gone on"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A byte GPT, and how much of text one worker gives it in a step."""
+
+    width: int
+    rows: int
+    length: int
+    """bytes to predict per row"""
+
+
+SIZES = {
+    "byte_gpt": Size(width=128, rows=2, length=128),
+    "25m": Size(width=720, rows=1, length=32),
+}
+"""0.9 M parameters, as in the examples; 25 M: with AdamW's two averages, 300 MB of state"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What one worker needs for a step: the same in all workers and peers, but for the batch, which is the rank's."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: dict[str, torch.Tensor]
+    loss: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
+
+
+def training(name: str, rank: int) -> Training:
+    """The model called `name`, seeded; random bytes, drawn once for each rank."""
+    torch.set_num_threads(1)
+    size = SIZES[name]
+    task = ByteGPT(width=size.width)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(build() for build in task.layers().values()))
+    generator = torch.Generator().manual_seed(rank)
+    text = torch.randint(VOCABULARY, (size.rows, size.length + 1), generator=generator, dtype=torch.uint8)
+    optimizer = task.optimizer(list(model.named_parameters()))
+    return Training(model=model, optimizer=optimizer, batch={"bytes": text}, loss=task.loss)
+
+
+class Log:
+    """Appends a line for each step that this process has finished to `steps-<pid>.ndjson` in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pid = os.getpid()
+        self._file = (folder / f"steps-{self._pid}.ndjson").open("a", buffering=1)
+
+    def finished(self, step: int) -> None:
+        self._file.write(json.dumps({"time": time.time(), "pid": self._pid, "step": step}) + "\n")
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+
+def read_steps(folder: Path) -> list[Finished]:
+    """The steps that all processes have finished so far; a line that is still being written is left out."""
+    return [
+        Finished(**json.loads(line))
+        for file in sorted(folder.glob("steps-*.ndjson"))
+        for line in file.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
+
+
+@contextlib.contextmanager
+def started(
+    module: str, folder: Path, *arguments: str, under: Sequence[str] = (), settings: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`python -m module FOLDER ARGUMENTS` while the context lasts, then nothing of it: it, its children, its workers.
+
+    `under` are the words of a launcher that come before it, `settings` environment variables. Output goes to
+    `output.txt` in `folder`.
+    """
+    command = [sys.executable, *under, "-m", module, str(folder), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path_of_modules(), **(settings or {})}
+    with (folder / "output.txt").open("ab") as output:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            end(process, folder)
+
+
+def path_of_modules() -> str:
+    """PYTHONPATH for processes that import this repository's tests."""
+    return os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+
+
+def end(process: subprocess.Popen[bytes], folder: Path, timeout_s: float = 20.0) -> None:
+    """Ends `process` by SIGTERM, and by SIGKILL what is left of its children and of the workers that logged steps."""
+    others = {child.pid: child for child in _children(process.pid)}
+    for pid in {record.pid for record in read_steps(folder)} - others.keys():
+        with contextlib.suppress(psutil.Error):
+            worker = psutil.Process(pid)
+            if str(folder) in worker.cmdline():  # and no other process, by now, under its number
+                others[pid] = worker
+    process.terminate()
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(others.values(), timeout=2.0)
+    for left in alive:
+        with contextlib.suppress(psutil.Error):
+            left.kill()
+    psutil.wait_procs(alive, timeout=timeout_s)
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return []
+
+
+def kill_some(
+    start: Callable[[Path], AbstractContextManager[object]], folder: Path, kills: int, *, replaces: bool
+) -> list[Incident]:
+    """What `kills` kills cost, in as few runs of `start` as it takes, each in a new folder under `folder`.
+
+    Each kill meets `WORKERS` workers: a peer that does not replace the dead, or did not recover, is started again.
+    """
+    chance = random.Random(0)
+    incidents: list[Incident] = []
+    while len(incidents) < kills:
+        run = folder / f"run-{len(incidents)}"
+        run.mkdir(parents=True)
+        with start(run):
+            incidents.append(kill_one(run, chance))
+            while replaces and len(incidents) < kills and incidents[-1].stall_s is not None:
+                incidents.append(kill_one(run, chance))
+    return incidents
+
+
+def kill_one(folder: Path, chance: random.Random) -> Incident:
+    """Waits until `WORKERS` processes step together, kills one, and waits until training has gone on, or a limit.
+
+    The kill comes at a step drawn between one and two checkpoints from here, so that its distance to the last
+    checkpoint is any. Raises `TimeoutError` where training does not get there in `START_S`.
+    """
+    base = max((record.step for record in read_steps(folder)), default=0)
+    at = base + chance.randrange(CHECKPOINT_EVERY, 2 * CHECKPOINT_EVERY) + PROOF
+
+    def steady() -> bool:
+        records = read_steps(folder)
+        return bool(records) and frontier(records)[-1].step >= at and len(stepping(records)) == WORKERS
+
+    if not awaited(steady, START_S):
+        raise TimeoutError(f"no {WORKERS} workers that step together, {START_S:.0f} s after the start; see {folder}")
+    records = read_steps(folder)
+    killed = chance.choice(sorted(stepping(records)))
+    os.kill(killed, signal.SIGKILL)
+    killed_at = time.time()
+    last = max(record.step for record in read_steps(folder) if record.time <= killed_at)
+    awaited(lambda: max(record.step for record in read_steps(folder)) >= last + PROOF, RECOVERY_S)
+    return incident(read_steps(folder), killed_at, killed)
+
+
+def stepping(records: list[Finished]) -> set[int]:
+    """The processes that are at most one step behind the newest."""
+    newest = max(record.step for record in records)
+    return {record.pid for record in records if record.step >= newest - 1}
+
+
+def awaited(true: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether `true` holds within `timeout_s`; asked every `POLL_S`, as files tell nobody that they grow."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def save(path: Path, content: dict[str, Any]) -> None:
+    """Writes a checkpoint that is either whole or not there."""
+    unfinished = path.with_suffix(".unfinished")
+    torch.save(content, unfinished)
+    unfinished.replace(path)

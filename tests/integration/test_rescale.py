@@ -1,0 +1,255 @@
+"""Planned changes on a cluster of raylets: machines join, announce their going, are too few; and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from ray._private.state import state
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+from raytrain_plus import Data, Elastic, RunError, Workers
+from tests.integration.conftest import TASKS
+from tests.integration.elastic import Run, born, job, raylets
+from tests.integration.tasks import write_data
+
+pytestmark = pytest.mark.timeout(240)
+
+PAD_S = 0.02
+RAYS_OWN = {"_StatsActor", "_UsageCollectionActor", "_AutoscalingCoordinatorActor"}
+"""Classes of the cluster-wide actors that Ray Data starts once a cluster, and keeps."""
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with raylets(2) as cluster:
+        yield cluster
+
+
+def losses_of_an_undisturbed_run(tmp_path: Path, **changes: Any) -> list[float]:
+    run = Run(job(tmp_path, name="undisturbed", workers=Workers(min=2), **changes))
+    assert run.finish().status == "finished"
+    return run.losses()
+
+
+def drain(cluster: Cluster, node: str, seconds: float) -> None:
+    """What a cloud's notice becomes in Ray."""
+    accepted, why = GcsClient(cluster.address).drain_node(
+        node,
+        DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+        "taken back",
+        int((time.time() + seconds) * 1000),
+    )
+    assert accepted, why
+
+
+def test_machines_join_and_the_others_hardly_stop(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    expected = losses_of_an_undisturbed_run(tmp_path)
+    run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=2, max=4)))
+    before = born(run.until_size(2))
+    run.until_step(10)
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    members = run.until_size(4)
+    assert {pid: psutil.Process(pid).create_time() for pid in before} == before
+    assert [member["pid"] for member in members][:2] == list(before)
+    assert run.finish().recoveries == 0
+    np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
+    assert len(run.events("worker_joined")) == 2
+    changes = run.events("view_formed")[1:]
+    assert [event["to"] for event in run.events("rescaled")] == [len(change["members"]) for change in changes]
+    for change in changes:
+        gap, step = longest_gap(run, change["time"])
+        assert gap <= 2 * step + 0.3, (gap, step)
+
+
+def longest_gap(run: Run, when: float) -> tuple[float, float]:
+    """The longest time between two commits around a moment, and the usual one before."""
+    times = np.array([event["time"] for event in run.events("step_committed")])
+    around = np.diff(times[(times > when - 2) & (times < when + 2)])
+    return float(around.max()), float(np.median(np.diff(times[times < when])))
+
+
+def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    expected = losses_of_an_undisturbed_run(tmp_path)
+    cluster.add_node(num_cpus=1)
+    run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=1, max=3)))
+    run.until_size(3)
+    run.until_step(10)
+    leaver = run.members()[0]
+    idle = cluster.add_node(num_cpus=0)
+    drain(cluster, idle.node_id, 30)
+    noticed = time.time()
+    drain(cluster, leaver["node"], 20)
+    notice = run.until_told("drain_notice")
+    assert (notice["node"], abs(notice["deadline"] - noticed - 20) < 1) == (leaver["node"], True)
+    run.until(lambda: leaver["pid"] not in [member["pid"] for member in run.members()], "a group without it")
+    run.until(lambda: not psutil.pid_exists(leaver["pid"]), "the end of its process")
+    assert time.time() < noticed + 10
+    result = run.finish()
+    assert (result.recoveries, result.steps, run.events("worker_lost")) == (0, 200, [])
+    # A node that hosts nobody is nobody's concern.
+    assert len(run.events("drain_notice")) == 1
+    np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_size_that_would_make_no_step_faster_is_not_formed(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    cluster.add_node(num_cpus=1)
+    # 4 shards: three workers would have 2 on the fullest, as two have. The third is a spare, until it is needed.
+    data = Data(path=str(tmp_path / "data"), batch_size=48, shards=4)
+    run = Run(job(tmp_path, args={"pad_s": PAD_S}, data=data, workers=Workers(min=1, max=4)))
+    members = run.until_size(2)
+    run.until(lambda: len(list(tmp_path.glob("computes-*"))) == 3, "a third worker that has made its step for practice")
+    at = run.committed()
+    run.until_step(at + 20)
+    assert len(run.events("view_formed")) == 1
+    run.kill(members[0])
+    recovered = run.until_told("recovered")
+    assert ([kept["pid"] for kept in recovered["kept"]], len(recovered["replaced"])) == ([members[1]["pid"]], 1)
+    run.finish()
+
+
+def test_too_few_wait_for_capacity_and_go_on_with_the_state_they_have(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    expected = losses_of_an_undisturbed_run(tmp_path, steps=60)
+    run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=2), steps=60))
+    members = run.until_size(2)
+    run.until_step(10)
+    node = next(node for node in cluster.worker_nodes if node.node_id == members[0]["node"])
+    cluster.remove_node(node, allow_graceful=False)
+    waiting = run.until_told("waiting")
+    assert waiting["for"] == "1 more of at least 2 workers (each needs 1 CPU)"
+    held = run.committed()
+    time.sleep(1)
+    assert run.committed() == held
+    cluster.add_node(num_cpus=1)
+    recovered = run.until_told("recovered")
+    assert [kept["pid"] for kept in recovered["kept"]] == [members[1]["pid"]]
+    run.finish()
+    np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
+
+
+def test_too_few_for_too_long_end_the_run_with_the_model_of_the_last_commit(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=2), elastic=Elastic(wait_s=3)))
+    members = run.until_size(2)
+    run.until_step(10)
+    node = next(node for node in cluster.worker_nodes if node.node_id == members[0]["node"])
+    cluster.remove_node(node, allow_graceful=False)
+    result = run.finish()
+    assert (result.status, result.exit_code) == ("failed", 1)
+    assert result.error == "only 1 of at least 2 workers could be had within elastic.wait_s"
+    assert (result.path / "model.safetensors").exists()
+    assert result.steps == run.committed() + 1
+
+
+def test_failures_are_bounded(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    elastic = Elastic(max_failures=1, wait_s=30)
+    run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=1, max=2), elastic=elastic))
+    run.until_size(2)
+    run.until_step(10)
+    run.kill(run.members()[0])
+    run.until_told("recovered")
+    run.until_size(2)
+    run.kill(run.members()[0])
+    result = run.finish()
+    assert (result.status, result.error) == ("failed", "more failures than elastic.max_failures = 1")
+    assert (result.path / "model.safetensors").exists()
+
+
+def test_nothing_is_left_however_a_run_ends(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    for name, fault, steps in (("well", "", 10), ("badly", "loss:raise:20", 200)):
+        run = Run(job(tmp_path, name=name, args={"fault": fault, "always": True}, steps=steps, workers=Workers(min=2)))
+        run.finish()
+        check_nothing_is_left()
+    driver = attached_driver(tmp_path, cluster)
+    driver.send_signal(signal.SIGTERM)
+    start = time.monotonic()
+    assert driver.wait(timeout=30) == 143
+    assert time.monotonic() - start < 3
+    check_nothing_is_left()
+    driver = attached_driver(tmp_path, cluster)
+    driver.kill()
+    driver.wait()
+    check_nothing_is_left()
+
+
+def attached_driver(tmp_path: Path, cluster: Cluster) -> subprocess.Popen[str]:
+    """`raytrain run` on the cluster, in the middle of its work."""
+    file = tmp_path / "attached.yaml"
+    file.write_text(job(tmp_path, name="attached", args={"pad_s": PAD_S}, workers=Workers(min=2), steps=5000).to_yaml())
+    events = tmp_path / "runs" / "attached" / "events.ndjson"
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "raytrain_plus", "run", str(file), "--fresh", "--address", cluster.address],
+        cwd=TASKS,
+        env={**os.environ, "PYTHONPATH": str(TASKS.parents[1])},
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    begun = time.time()
+    while time.monotonic() < deadline:
+        if events.exists() and events.stat().st_mtime > begun and "step_committed" in events.read_text():
+            return driver
+        time.sleep(0.05)
+    raise AssertionError("the attached run made no step")
+
+
+def check_nothing_is_left(within_s: float = 10) -> None:
+    """No actor, placement group or process of ours; no CPU is held, nor shared memory."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        actors = [actor["ActorClassName"] for actor in state.actor_table(None).values() if actor["State"] != "DEAD"]
+        groups = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+        ours = [name for name in names_of_processes() if "WorkerActor" in name or "Controller" in name]
+        left = (sorted(set(actors) - RAYS_OWN), groups, ours)
+        there, free = ray.cluster_resources(), ray.available_resources()
+        held = {name: there[name] - free.get(name, 0) for name in ("CPU", "object_store_memory")}
+        if left == ([], [], []) and held["CPU"] == 0 and held["object_store_memory"] < 1 << 20:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"left behind: {left}, held: {held}")
+
+
+def names_of_processes() -> list[str]:
+    """The command lines of what this test has started, and what that has."""
+    names = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names.append(" ".join(process.cmdline()))
+    return names
+
+
+def test_a_run_that_cannot_begin_says_what_it_waits_for_and_gives_up(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+
+    @ray.remote(num_cpus=2)
+    class Holder:
+        def here(self) -> bool:
+            return True
+
+    cluster.add_node(num_cpus=2)
+    holder = Holder.remote()
+    assert ray.get(holder.here.remote())
+    run = Run(job(tmp_path, workers=Workers(min=4), elastic=Elastic(wait_s=2)))
+    with pytest.raises(RunError, match="only 2 of at least 4 workers"):
+        run.finish()
+    assert not (tmp_path / "runs" / "run").exists()
