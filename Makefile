@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow unit check bench clean
+.PHONY: help setup demo test test-slow unit check bench bench-recovery clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -48,6 +48,11 @@ test-slow: setup  ## the large counts
 
 bench: setup  ## this platform beside a bare Horovod loop and torch DDP
 	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.steps
+
+bench-recovery: setup  ## what the death of a worker costs, here and with the peers (an hour)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[peers]' --no-build-isolation
+	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.recovery
+	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.recovery --model 25m --kills 10 --peers 4
 
 clean:  ## remove what was made here
 	rm -rf $(VENV) runs data build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -58,8 +58,8 @@ class HorovodWorld:
         self._hvd.shutdown()
         # Horovod keeps the tensors of every handle that nobody synchronised, for good.
         for handle in self._pending:
-            if self._hvd.poll(handle):
-                with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):
+                if self._hvd.poll(handle):
                     self._hvd.synchronize(handle)
         self._pending.clear()
 
@@ -71,7 +71,11 @@ class _HorovodWork:
         self._pending = pending
 
     def done(self) -> bool:
-        return bool(self._hvd.poll(self._handle))
+        try:
+            return bool(self._hvd.poll(self._handle))
+        except Exception as error:
+            # Horovod's own thread has given up, because a peer is gone: it knows no handles any more.
+            raise Interrupted(f"the world is broken: {error}") from error
 
     def finish(self) -> None:
         self._pending.discard(self._handle)

@@ -21,7 +21,7 @@ class Work(Protocol):
     """One operation under way."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not; never blocks."""
+        """Whether it has ended, well or not; never blocks. Raises `Interrupted` where the world itself is broken."""
 
     def finish(self) -> None:
         """Takes the result of an operation that is done. Raises `Interrupted` where it failed."""

@@ -49,7 +49,7 @@ class Size:
 
 SIZES = {
     "byte_gpt": Size(width=128, rows=2, length=128),
-    "25m": Size(width=720, rows=1, length=32),
+    "25m": Size(width=720, rows=2, length=32),
 }
 """0.9 M parameters, as in the examples; 25 M: with AdamW's two averages, 300 MB of state"""
 

@@ -1,0 +1,89 @@
+"""This platform: when one worker dies, the others go on from memory; a new one joins. As a module: the driver."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from examples.byte_gpt import VOCABULARY, ByteGPT
+from raytrain_plus import Data, Elastic, Job, Workers, run
+from raytrain_plus.observe.events import read_events
+from raytrain_plus.observe.progress import PlainView
+from tests.benchmarks.incidents import Incident
+from tests.benchmarks.peers.model import REPOSITORY, SIZES, WORKERS, Log, kill_some, started
+
+DRIVER = "tests.benchmarks.peers.ours"
+NAME = "ours"
+
+
+class Logged(ByteGPT):
+    """The byte GPT; each worker logs the steps that it has applied."""
+
+    def __init__(self, model: str, folder: str) -> None:
+        super().__init__(width=SIZES[model].width)
+        self._folder = Path(folder)
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        inner = super().optimizer(parameters)
+        log: list[Log] = []
+
+        def applied(optimizer: torch.optim.Optimizer, arguments: Any, settings: Any) -> None:
+            # A worker that makes a step for practice is no member: it does so at step 0, where nobody is killed.
+            if not log:
+                log.append(Log(self._folder))
+            log[0].finished(int(optimizer.state[parameters[0][1]]["step"]) - 1)
+
+        inner.register_step_post_hook(applied)
+        return inner
+
+
+def measure(folder: Path, kills: int, *, model: str = "byte_gpt", spares: int = 0) -> list[Incident]:
+    """Kills `kills` workers, one after the other, in runs under `folder`."""
+
+    def start(made: Path) -> AbstractContextManager[object]:
+        return started(DRIVER, made, model, str(spares), settings={"RAY_AUTH_MODE": "disabled"})
+
+    return kill_some(start, folder, kills, replaces=True)
+
+
+def phases(folder: Path) -> list[Mapping[str, float]]:
+    """Of each recovery in the runs under `folder`, how many seconds each phase took."""
+    files = sorted(folder.glob(f"run-*/runs/{NAME}/events.ndjson"))
+    return [event["phases"] for file in files for event in read_events(file) if event["kind"] == "recovered"]
+
+
+def drive(folder: Path, model: str, spares: int) -> None:
+    """Trains on a Ray of its own, until it is ended."""
+    size = SIZES[model]
+    data = folder / "data"
+    data.mkdir()
+    text = np.random.default_rng(0).integers(0, VOCABULARY, (64 * WORKERS * size.rows, size.length + 1), dtype=np.uint8)
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(text.reshape(-1)), size.length + 1)
+    pq.write_table(pa.table({"bytes": rows}), data / "text.parquet", row_group_size=64)
+    job = Job(
+        name=NAME,
+        task=Logged,
+        args={"model": model, "folder": str(folder)},
+        data=Data(path=str(data), batch_size=WORKERS * size.rows, shards=WORKERS * size.rows),
+        steps=1_000_000,
+        workers=Workers(min=2, max=WORKERS, spares=spares),
+        elastic=Elastic(stop_grace_s=3),
+        storage=str(folder / "runs"),
+    )
+    run(job, view=PlainView(sys.stdout), roots=[REPOSITORY])
+
+
+if __name__ == "__main__":
+    # Under its own name: a task in `__main__` would travel by value.
+    from tests.benchmarks.peers import ours
+
+    ours.drive(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

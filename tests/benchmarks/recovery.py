@@ -1,0 +1,84 @@
+"""What the death of one worker costs: this platform and its peers, the same small model, one after the other.
+
+python -m tests.benchmarks.recovery [--model byte_gpt] [--kills 60] [--peers 10] [--only ours,torchft] [--keep FOLDER]
+
+Four workers train; one drawn by chance is killed with SIGKILL. The stall runs from the last step before the kill to the
+next one that needed all who were left, less one step. torchft is measured where it is installed (`torchft==0.2.0`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.benchmarks.incidents import Incident
+from tests.benchmarks.peers import horovod_elastic, ours, ray_train, torchft, torchrun
+
+Measure = Callable[..., list[Incident]]
+
+CONTESTANTS: dict[str, tuple[str, Measure, float]] = {
+    "ours": ("raytrain_plus, shrinking", ours.measure, 1.0),
+    "spare": ("raytrain_plus, with a spare", partial(ours.measure, spares=1), 1.0),
+    "torchft": ("torchft 0.2.0", torchft.measure, 1.0),
+    "torchrun": ("torchrun, restarts", torchrun.measure, 1.0),
+    "ray_train": ("Ray Train V2", ray_train.measure, 1.0),
+    "horovod_elastic": ("Horovod Elastic", horovod_elastic.measure, 0.5),
+}
+"""What it is called, how it is measured, and which share of the peers' kills it gets."""
+
+
+HEAD = f"  {'':30}   went on     p50 s     max s   lost  repeated kept %   step ms"
+
+
+def row(name: str, incidents: Sequence[Incident]) -> str:
+    """One line of the table."""
+    stalls = sorted(incident.stall_s for incident in incidents if incident.stall_s is not None)
+    went_on = f"{len(stalls)}/{len(incidents)}"
+    if not stalls:
+        return f"  {name:30} {went_on:>9}"
+    step_ms = 1000 * statistics.median(incident.step_s for incident in incidents)
+    lost = sum(incident.steps_lost for incident in incidents)
+    repeated = sum(incident.steps_repeated for incident in incidents)
+    kept = 100 * statistics.mean(incident.kept for incident in incidents)
+    return (
+        f"  {name:30} {went_on:>9} {statistics.median(stalls):9.2f} {stalls[-1]:9.2f} {lost:6} {repeated:9} "
+        f"{kept:6.1f} {step_ms:9.0f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="byte_gpt", choices=["byte_gpt", "25m"])
+    parser.add_argument("--kills", type=int, default=60, help="of this platform's workers, each way")
+    parser.add_argument("--peers", type=int, default=10, help="of each peer's; Horovod Elastic, which is slow, half")
+    parser.add_argument("--only", default=",".join(CONTESTANTS), help="who takes part")
+    parser.add_argument("--keep", type=Path, help="an empty folder for what the runs leave; else it is deleted")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="recovery-") as made:
+        folder = options.keep or Path(made)
+        print(f"{options.model}: four workers, one killed at a time")
+        print(HEAD)
+        for key in options.only.split(","):
+            name, measure, share = CONTESTANTS[key]
+            if key == "torchft" and find_spec("torchft") is None:
+                print(f"  {name:30} is not installed: pip install torchft==0.2.0", flush=True)
+                continue
+            mine = key in ("ours", "spare")
+            incidents = measure(
+                folder / key, options.kills if mine else round(share * options.peers), model=options.model
+            )
+            print(row(name, incidents), flush=True)
+            if mine:
+                parts = ours.phases(folder / key)
+                medians = {phase: statistics.median(part[phase] for part in parts) for phase in parts[0]}
+                spelled = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in medians.items())
+                print(f"  {'':30} medians of its phases, in seconds: {spelled}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
