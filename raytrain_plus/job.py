@@ -55,7 +55,7 @@ class Workers:
     """At most so many workers, as the cluster has room; `min` where it is not given."""
 
     spares: int = 0
-    """Warm workers beside the group, ready to take a lost one's place."""
+    """Warm workers beside the group, ready to take a lost one's place: held back from growth, never from `min`."""
 
     cpus: float = 1
     """Logical CPUs that Ray reserves for a worker."""

@@ -145,6 +145,7 @@ def _look_at_data(job: Job, roots: Sequence[Path]) -> tuple[Index, Index | None]
         return seen, None
     prepare(job.data.prepare, job.evaluate.path, roots)
     held_out = index(job.evaluate.path)
+    check_enough(held_out, job.data.shards)
     if not held_out.schema.equals(seen.schema):
         names = sorted(set(held_out.schema.names) ^ set(seen.schema.names)) or ["of another type"]
         raise DataError(
@@ -202,26 +203,28 @@ def _knock(address: str) -> None:
 def _limits(job: Job, steps: int) -> Limits:
     """What the group's machine goes by. Raises `InputError` where the cluster can never have `workers.min`."""
     need = {"CPU": job.workers.cpus, "GPU": job.workers.gpus}
+    shards = job.data.shards
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = room_for(nodes, need)
-    minimum, maximum = job.workers.min, job.workers.max or job.workers.min
+    minimum, maximum, spares = job.workers.min, job.workers.max or job.workers.min, job.workers.spares
     most = most_there_can_be()
-    if room < minimum and not (most and all(most.get(name, 0.0) >= amount for name, amount in need.items())):
+    grows = most is not None and all(most.get(name, 0.0) >= amount for name, amount in need.items())
+    if room < minimum + spares and not grows:
         has = "; ".join(f"{node.get('CPU', 0):g} CPU, {node.get('GPU', 0):g} GPU" for node in nodes)
         raise InputError(
             f"the cluster has room for {room} workers of {need['CPU']:g} CPU and {need['GPU']:g} GPU each",
-            where=f"workers.min: {minimum}",
-            expected=f"room for {minimum}, or an autoscaler; its {len(nodes)} nodes have: {has}",
-            remedy="lower workers.min or what a worker needs, or add nodes",
+            where=f"workers.min: {minimum}" if room < minimum else f"workers.spares: {spares}",
+            expected=f"room for {minimum + spares}, or an autoscaler; its {len(nodes)} nodes have: {has}",
+            remedy="lower workers.min, workers.spares or what a worker needs, or add nodes",
         )
     return Limits(
         minimum=minimum,
         maximum=maximum,
-        spares=job.workers.spares,
-        shards=job.data.shards,
+        spares=spares,
+        shards=shards,
         steps=steps,
         max_failures=job.elastic.max_failures,
-        expected=useful_size(max(room, minimum), minimum, maximum, job.data.shards),
+        expected=min(max(room, minimum), spares + useful_size(max(room - spares, minimum), minimum, maximum, shards)),
     )
 
 

@@ -88,6 +88,8 @@ def validate_job(job: Job, roots: Sequence[Path]) -> Report:
         return Report(job.name, sizes, None, None, None, None)
     seen = index(job.data.path)
     check_enough(seen, job.data.shards)
+    if job.evaluate is not None and Path(job.evaluate.path).exists():
+        check_enough(index(job.evaluate.path), job.data.shards)
     line = line_of(job, seen)
     units = len(seen.unit_rows)
     return Report(job.name, sizes, seen.rows, units, line.steps, read_factor(line, units))

@@ -12,11 +12,12 @@ import stat
 from collections.abc import Collection
 
 
-def cut(listening: Collection[tuple[str, int]]) -> int:
-    """Shuts down every TCP connection of this process from or to one of `listening`.
+def cut(listening: Collection[tuple[str, int]], *, listeners: bool) -> int:
+    """Shuts down every TCP connection of this process from or to one of `listening`; how many.
 
-    Returns how many. The descriptors stay open: who opened them closes them. Those that listen are left alone: torch's
-    Gloo ends the process when it cannot accept.
+    With `listeners` also the sockets that listen there: who waits for a connection that never comes is let go, too. Not
+    for torch's Gloo, which ends the process when it cannot accept. The descriptors stay open: who opened them closes
+    them.
     """
     done = 0
     for entry in os.listdir("/proc/self/fd"):
@@ -27,7 +28,7 @@ def cut(listening: Collection[tuple[str, int]]) -> int:
             with socket.socket(fileno=os.dup(descriptor)) as copy:
                 if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
                     continue
-                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and not listeners:
                     continue
                 if _ends(copy) & set(listening):
                     copy.shutdown(socket.SHUT_RDWR)

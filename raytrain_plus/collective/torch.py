@@ -17,6 +17,8 @@ from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.errors import Interrupted
 
+CONNECT_S = 5.0
+"""Limit of connecting to a member that has published where it listens."""
 POLL_S = 0.01
 """Seconds between two looks for a key that another member has yet to publish."""
 
@@ -28,12 +30,13 @@ class TorchWorld:
         """Joins the world. Raises `Interrupted` where a member does not come."""
         self.rank = formation.rank
         self.size = formation.size
-        timeout = timedelta(seconds=formation.timeout_s)
+        self._timeout = timedelta(seconds=formation.timeout_s)
         self._stores: list[_Store] = []
         try:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=formation.address)]
-            options._timeout = timeout
+            # Who waits to be connected to cannot be interrupted.
+            options._timeout = timedelta(seconds=min(CONNECT_S, formation.timeout_s))
             store = _Store(formation.server, formation.timeout_s, self._stores)
             self._group = dist.ProcessGroupGloo(store, formation.rank, formation.size, options)
         except Exception as error:
@@ -44,6 +47,7 @@ class TorchWorld:
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
         """Starts an in-place all-reduce. Members submit in the same order; `name` is for the reader."""
         options = dist.AllreduceOptions()
+        options.timeout = self._timeout
         options.reduceOp = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
         try:
             return _TorchWork(self._group.allreduce([tensor], options), name)

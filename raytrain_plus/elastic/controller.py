@@ -26,7 +26,7 @@ from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
-from raytrain_plus.elastic.group import Limits, Phase, holds, members_in
+from raytrain_plus.elastic.group import Limits, Phase, holders, holds, members_in
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.elastic.patience import PREPARE_S, clock_of, limit_s, stop_limit_s
 from raytrain_plus.elastic.view import View
@@ -184,7 +184,7 @@ class Controller:
             self._timers.remove(timer)
             timer[1]()
         self._ask(now)
-        for name in overdue(self._pulses.all, now):
+        for name in overdue(self._pulses.all, now, holders(self._group)):
             self._lost(name, "it did not leave a broken collective in time")
         verdict = judge(self._pulses.all, members_in(self._group), self._elastic.hang_timeout_s, now)
         for name, what in verdict.hung.items():
@@ -449,9 +449,11 @@ class Controller:
 
     def _watch_nodes(self) -> None:
         """On a thread of its own, because Ray may take its time: who will leave, and who is silent."""
+        draining: dict[str, float | None] | None = {}
         while not self._over.wait(NODE_POLL_S):
-            draining = draining_nodes()
-            if draining != self._draining:
+            if draining is not None:
+                draining = draining_nodes()
+            if draining is not None and draining != self._draining:
                 self._inbox.put(partial(self._noticed, draining))
             now = time.monotonic()
             pulses = dict(self._pulses.all)

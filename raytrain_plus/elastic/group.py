@@ -33,7 +33,7 @@ class Limits:
     steps: int
     max_failures: int | None
     expected: int
-    """Workers that the cluster seemed to have room for: the first world waits for so many, up to its limit."""
+    """Workers, spares among them, that the cluster seemed to have room for: the first world waits for so many."""
 
     @property
     def useful(self) -> int:
@@ -95,6 +95,15 @@ def free(group: Group) -> list[str]:
     return sorted(able, key=lambda name: (name not in group.seats, -holds(group, name)))
 
 
+def holders(group: Group) -> list[str]:
+    """Workers that may have the state after the last committed step; of those inside, nothing newer is known."""
+    return [
+        name
+        for name, worker in group.workers.items()
+        if worker.state == "in" or (worker.state == "idle" and holds(group, name) >= max(group.committed, 0))
+    ]
+
+
 def donor(group: Group) -> str | None:
     """The most advanced clean worker, the one that stays and sits first where several are; None where there is none."""
     holders = [name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds is not None]
@@ -119,14 +128,23 @@ def without(group: Group, name: str) -> Group:
     return replace(group, workers={other: worker for other, worker in group.workers.items() if other != name})
 
 
+def size_for(group: Group, count: int) -> int:
+    """How many of `count` workers are to sit in the next view; 0 where they are too few.
+
+    Spares are held back from growth, not from taking a lost worker's place.
+    """
+    limits = group.limits
+    keep = min(count, max(limits.minimum, len(group.seats)))
+    return useful_size(max(count - limits.spares, keep), limits.minimum, limits.maximum, limits.shards)
+
+
 def preparing(group: Group) -> bool:
     return any(worker.state == "up" and not worker.leaving for worker in group.workers.values())
 
 
 def wants_change(group: Group) -> bool:
     """Whether another view than the present one should be formed, though nothing is broken."""
-    limits = group.limits
-    size = useful_size(len(free(group)), limits.minimum, limits.maximum, limits.shards)
+    size = size_for(group, len(free(group)))
     if size == 0:
         return False
     if any(group.workers[name].leaving for name in members_in(group)):

@@ -21,11 +21,12 @@ from raytrain_plus.elastic.group import (
     holds,
     members_in,
     preparing,
+    size_for,
     wants_change,
     with_worker,
     without,
 )
-from raytrain_plus.elastic.policy import FRUITLESS, backoff_s, seat, useful_size
+from raytrain_plus.elastic.policy import FRUITLESS, backoff_s, seat
 from raytrain_plus.elastic.view import form_view
 
 Outcome = tuple[Group, list[e.Command]]
@@ -106,8 +107,7 @@ def _enough(group: Group, patient: bool = True) -> bool:
 def _join(group: Group, best: str) -> Outcome:
     limits = group.limits
     able = free(group)
-    size = useful_size(len(able), limits.minimum, limits.maximum, limits.shards)
-    seats = seat(group.seats, able, size)
+    seats = seat(group.seats, able, size_for(group, len(able)))
     held = holds(group, best)
     copies = tuple(name for name in seats if holds(group, name) != held)
     generation = group.generation + 1

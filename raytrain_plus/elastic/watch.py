@@ -14,6 +14,10 @@ WAITING = frozenset({"joining", "collective", "leaving"})
 """What can only end when others do their part."""
 LEAVE_S = 0.3
 """How long a worker may take to leave a collective once it is told to."""
+LEAVE_JOINING_S = 6.0
+"""The same while it forms its world, where it may wait for a connection (see `collective.torch.CONNECT_S`)."""
+LAST_S = 15.0
+"""The same where all who hold the state are late: without them everything would be lost."""
 LEAVE_SILENT_S = 1.0
 """For how long one that was last seen in a collective may say nothing when it is told to leave."""
 
@@ -82,15 +86,23 @@ def _wrong(pulse: Pulse, hang_s: float, now: float) -> str:
     return ""
 
 
-def overdue(pulses: Mapping[str, Pulse], now: float) -> list[str]:
-    """Who was told to leave its world, and is known to be inside a collective still, or says nothing from there."""
-    late = []
+def overdue(pulses: Mapping[str, Pulse], now: float, holders: Collection[str]) -> list[str]:
+    """Who was told to leave its world, and is known to be inside a collective still, or says nothing from there.
+
+    `holders` are the workers that may have the newest state: they are not given up all at once before `LAST_S`.
+    """
+    late = {}
     for name, pulse in pulses.items():
         if pulse.told is None or pulse.doing not in WAITING:
             continue
-        if pulse.heard - pulse.told > LEAVE_S or (now - pulse.told > LEAVE_SILENT_S and pulse.asked is not None):
-            late.append(name)
-    return late
+        limit_s = LEAVE_JOINING_S if pulse.doing == "joining" else LEAVE_S
+        if pulse.heard - pulse.told > limit_s or (
+            now - pulse.told > max(limit_s, LEAVE_SILENT_S) and pulse.asked is not None
+        ):
+            late[name] = now - pulse.told
+    if holders and set(holders) <= late.keys():
+        return [name for name, since_s in late.items() if since_s > LAST_S]
+    return list(late)
 
 
 class Pulses:

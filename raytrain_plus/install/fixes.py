@@ -13,6 +13,7 @@ HOROVOD_VERSION = "0.28.1"
 
 _PAIR = "third_party/gloo/gloo/transport/tcp/pair.cc"
 _OPERATIONS = "horovod/common/operations.cc"
+_TORCH = "horovod/torch/mpi_ops_v2.cc"
 _STORE = "horovod/common/gloo/http_store.cc"
 
 
@@ -199,6 +200,24 @@ EDITS: tuple[Edit, ...] = (
         new="""    horovod_global.shut_down = false;
     horovod_global.initialization_done = false;
     horovod_global.initialization_failed = false;
+""",
+    ),
+    Edit(
+        name="enqueue-without-the-interpreter-lock",
+        file=_TORCH,
+        reason="when a peer dies, the background thread gives up every tensor under the lock of its process sets, and "
+        "giving one up takes the interpreter's lock (torch counts references from Python there); whoever enqueues in "
+        "that moment takes the two locks the other way round, and the process stands still for good",
+        old="""int DoAllreduce(::torch::Tensor tensor, ::torch::Tensor output, int divisor,
+                const std::string& name, int reduce_op_int,
+                double prescale_factor, double postscale_factor,
+                int process_set_id) {
+""",
+        new="""int DoAllreduce(::torch::Tensor tensor, ::torch::Tensor output, int divisor,
+                const std::string& name, int reduce_op_int,
+                double prescale_factor, double postscale_factor,
+                int process_set_id) {
+  py::gil_scoped_release release_python_gil;
 """,
     ),
     Edit(

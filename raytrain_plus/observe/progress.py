@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain_plus.observe.events import Event
-from raytrain_plus.observe.standing import Standing, plural, told
+from raytrain_plus.observe.standing import Standing, plural
 from raytrain_plus.observe.summary import summary
 from raytrain_plus.result import Result
 
@@ -60,8 +60,7 @@ class PlainView:
         self._say(f"{name}: {plural(steps, 'step')}; starting workers")
 
     def event(self, event: Event) -> None:
-        self._standing.add(event)
-        line = told(event)
+        line = self._standing.add(event)
         if line:
             self._say(line)
         elif event["kind"] == "step_committed" and self._clock() >= self._due:
@@ -102,8 +101,7 @@ class TerminalView:
         self._live.start(refresh=True)
 
     def event(self, event: Event) -> None:
-        self._standing.add(event)
-        line = told(event)
+        line = self._standing.add(event)
         if line:
             self._say(line)
         if self._live is not None and (line or self._clock() - self._drawn >= LIVE_S):
@@ -158,8 +156,7 @@ class NotebookView:
         self._show([*self._lines, self._standing.line()])
 
     def event(self, event: Event) -> None:
-        self._standing.add(event)
-        line = told(event)
+        line = self._standing.add(event)
         if line:
             self._lines.append(line)
         if line or self._clock() - self._drawn >= LIVE_S:

@@ -31,22 +31,64 @@ class Standing:
     """(rows, seconds) of the latest steps. By the steps' own seconds: evaluations between them slow none down."""
     _recent_s: float = 0.0
     _first_of_view: bool = True
+    _members: list[str] = field(default_factory=list)
+    _lost: list[str] = field(default_factory=list)
+    """Losses of members that have not been told yet."""
+    _recovering: bool = False
 
-    def add(self, event: Event) -> None:
-        """Takes one event."""
+    def add(self, event: Event) -> str | None:
+        """Takes one event; the line that it deserves, if it does.
+
+        A loss gets one line, when it is recovered from or has to wait; a planned change gets one, too.
+        """
         kind = event["kind"]
         if kind == "step_committed":
             self.step, self.loss, self.waiting = event["step"] + 1, float(event["loss"]), ""
             self._time(event["samples"], event["seconds"])
-        elif kind == "view_formed":
-            self.workers, self.collective, self.waiting = len(event["members"]), event["collective"], ""
-            self._recent.clear()
-            self._recent_s = 0.0
-            self._first_of_view = True
-        elif kind == "evaluated":
-            self.evaluations.append((event["step"], event["metrics"]))
-        elif kind == "waiting":
+            return None
+        if kind == "view_formed":
+            return self._view(event)
+        if kind == "worker_lost":
+            what = f"{event['worker']} (pid {event['pid']}) was lost: {event['cause']}"
+            if event["worker"] not in self._members:
+                return what
+            self._lost.append(what)
+            self._recovering = True
+            self.waiting = "the others to go on"
+            return None
+        if kind == "waiting":
             self.waiting = event["for"]
+            return "; ".join([*self._untold(), f"waiting for {event['for']}"])
+        if kind == "recovered":
+            self._recovering = False
+            causes = self._untold() or [event["cause"]]
+            steps = f"{plural(event['steps_lost'], 'step')} lost"
+            if event["steps_recomputed"]:
+                steps += f", {plural(event['steps_recomputed'], 'step')} made again"
+            who = f"{len(event['kept'])} kept, {len(event['replaced'])} replaced"
+            return f"recovered in {event['stall_s']:.2f} s: {'; '.join(causes)}; {steps}; {who}"
+        if kind == "evaluated":
+            self.evaluations.append((event["step"], event["metrics"]))
+        return told(event)
+
+    def _untold(self) -> list[str]:
+        lost, self._lost = self._lost, []
+        return lost
+
+    def _view(self, event: Event) -> str | None:
+        before, self._members = self._members, [member["worker"] for member in event["members"]]
+        self.workers, self.collective, self.waiting = len(self._members), event["collective"], ""
+        self._recent.clear()
+        self._recent_s = 0.0
+        self._first_of_view = True
+        if not before:
+            return _ready(event)
+        if self._recovering or set(before) == set(self._members):
+            # Of this, what is told of the loss tells.
+            return None
+        came = [f"{name} joined" for name in self._members if name not in before]
+        went = [f"{name} left" for name in before if name not in self._members]
+        return f"{plural(self.workers, 'worker')} now: {', '.join([*came, *went])}"
 
     def _time(self, rows: int, seconds: float) -> None:
         if self._first_of_view:
@@ -121,26 +163,12 @@ def clock_text(seconds: float) -> str:
 
 
 def told(event: Event) -> str | None:
-    """A line for an event that deserves one, or None."""
+    """A line for an event that deserves one whatever was before, or None."""
     kind = event["kind"]
-    if kind == "view_formed":
-        return _view(event)
     if kind == "evaluated":
         return f"held out, {after_step(event['step'])}: {figures(event['metrics'])}"
-    if kind == "worker_joined":
-        return f"{event['worker']} (pid {event['pid']}) joined"
-    if kind == "worker_lost":
-        return f"{event['worker']} (pid {event['pid']}) was lost: {event['cause']}"
-    if kind == "recovered":
-        steps = f"{plural(event['steps_lost'], 'step')} lost, {plural(event['steps_recomputed'], 'step')} recomputed"
-        workers = f"{len(event['kept'])} kept, {len(event['replaced'])} replaced"
-        return f"recovered ({event['cause']}): stalled {event['stall_s']:.2f} s; {steps}; {workers}"
-    if kind == "waiting":
-        return f"waiting for {event['for']}"
     if kind == "drain_notice":
-        return f"node {event['node']} will leave"
-    if kind == "rescaled":
-        return f"from {plural(event['from'], 'worker')} to {event['to']}"
+        return f"node {event['node'][:12]} will leave"
     if kind == "checkpoint_failed":
         return f"the checkpoint after step {event['step'] + 1} failed: {event['error']}"
     if kind == "resumed":
@@ -148,7 +176,7 @@ def told(event: Event) -> str | None:
     return None
 
 
-def _view(event: Event) -> str:
+def _ready(event: Event) -> str:
     members = event["members"]
     hosted = sorted({len(member["shards"]) for member in members}, reverse=True)
     # Cells hold copies of one model and stages parts of it: one cell's members together hold it once.

@@ -22,7 +22,7 @@ def summary(result: Result, standing: Standing | None) -> list[str]:
     lines.append(f"  events   {result.path / 'events.ndjson'}")
     if result.error:
         return lines
-    return [*lines, f"  next     tensorboard --logdir {result.path / 'tensorboard'}"]
+    return [*lines, f"  next     pip install tensorboard && tensorboard --logdir {result.path / 'tensorboard'}"]
 
 
 def _head(result: Result) -> str:

@@ -111,7 +111,7 @@ class Worker:
         """Leaves the world whose members listen at these addresses; what the training thread does now."""
         self._control.interrupt(generation)
         if self._control.generation == generation:
-            cut(listening)
+            cut(listening, listeners=self._plan is not None and self._plan.collective == "horovod")
         return self._control.activity()
 
     def activity(self) -> Activity:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from raytrain_plus import Task
+from raytrain_plus.collective.horovod import HorovodWorld
+from raytrain_plus.data.reader import PREFETCH_STEPS
 
 
 class Net(Task):
@@ -86,8 +89,10 @@ class Sleeps(Net):
 class Faulty(Net):
     """Goes wrong as it is told: `fault` happens once, to the first process that gets there; `always`, from then on.
 
-    A `fault` is "where:what:after": after so many calls of a place (loss, backward, apply, applied, snapshot, adopt)
-    in a process, do what (kill, stop, raise, loop, hold, sleep). Every process that computes leaves a file.
+    A `fault` is "where:what:after": after so many calls of a place (loss, backward, apply, applied, snapshot, adopt,
+    evaluate; mesh: a newcomer's first batches, made while its world forms) in a process, do what (kill, stop, raise,
+    memory, loop, hold, rename, sleep). Every process that computes leaves a file; one that starts when there is a file
+    "late" is a newcomer.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class Faulty(Net):
         super().__init__()
         self.folder, self.fault, self.always, self.pad_s, self.double = Path(folder), fault, always, pad_s, double
         self.calls: dict[str, int] = {}
+        self.late = (self.folder / "late").exists()
 
     def parts(self) -> dict[str, Any]:
         parts = super().parts()
@@ -128,8 +134,16 @@ class Faulty(Net):
         return Scheduler(optimizer, 0.99)
 
     def collate(self, table: pa.Table) -> Any:
+        self.calls["collate"] = self.calls.get("collate", 0) + 1
+        # The step for practice takes one microbatch, and no more are made for it than are kept ready.
+        if self.late and self.calls.get("loss") == 1 and self.calls["collate"] > PREFETCH_STEPS + 2:
+            self.reach("mesh")
         batch = super().collate(table)
         return {**batch, "x": batch["x"].double()} if self.double else batch
+
+    def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        self.reach("evaluate")
+        return {"loss": super().loss(model, batch)}
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if "loss" not in self.calls:
@@ -158,6 +172,17 @@ class Faulty(Net):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif what == "raise":
             raise ValueError(f"a fault in {place}")
+        elif what == "memory":
+            raise MemoryError("cannot allocate 64 GiB")
+        elif what == "rename":
+            # This process's next sum has another name than the others': all wait for ever.
+            reduce = HorovodWorld.reduce
+
+            def renamed(world: HorovodWorld, tensor: torch.Tensor, name: str, operation: Any = "sum") -> Any:
+                HorovodWorld.reduce = reduce  # type: ignore[method-assign]
+                return reduce(world, tensor, f"{name}, renamed", operation)
+
+            HorovodWorld.reduce = renamed  # type: ignore[method-assign]
         elif what == "loop":
             while True:
                 time.sleep(0.01)
@@ -166,6 +191,19 @@ class Faulty(Net):
             ctypes.PyDLL(None).sleep(600)
         else:
             time.sleep(float(what.removeprefix("sleep")))
+
+
+class Stumbles(Net):
+    """Raises now and then, each time another error."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.chance = random.Random(os.getpid())
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.chance.random() < 0.01:
+            raise type(f"Error{self.chance.randrange(10**9)}", (ValueError,), {})("stumbled")
+        return super().loss(model, batch)
 
 
 class _Reached(torch.autograd.Function):

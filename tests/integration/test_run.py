@@ -116,13 +116,19 @@ def test_byte_gpt_trains_and_writes_json(tmp_path: Path) -> None:
         ({"data": {"path": "nowhere", "batch_size": 48}}, ["nowhere: there is no such file or folder"]),
         ({"steps": None}, ["neither `steps` nor `epochs`"]),
         ({"data": {"path": "DATA", "batch_size": 996, "shards": 498}}, ["400 rows are fewer than data.shards = 498"]),
+        (
+            {"data": {"path": "DATA", "batch_size": 402, "shards": 201}, "evaluate": {"path": "FEW", "every_steps": 1}},
+            ["200 rows are fewer than data.shards = 201"],
+        ),
+        ({"workers": {"min": 1, "gpus": 1}}, ["the cluster has room for 0 workers of 1 CPU and 1 GPU each"]),
         ({"storage": "/proc/nowhere"}, ["storage: /proc/nowhere: the storage folder cannot be written"]),
     ],
-    ids=["class", "module", "data", "length", "rows", "storage"],
+    ids=["class", "module", "data", "length", "rows", "held out", "gpu", "storage"],
 )
-def test_bad_input_is_told_before_ray_starts(tmp_path: Path, changes: dict[str, Any], expected: list[str]) -> None:
+def test_bad_input_is_told_before_a_run_begins(tmp_path: Path, changes: dict[str, Any], expected: list[str]) -> None:
     write_data(tmp_path / "data", rows=400)
-    text = json.dumps(changes).replace("DATA", str(tmp_path / "data"))
+    write_data(tmp_path / "few", rows=200)
+    text = json.dumps(changes).replace("DATA", str(tmp_path / "data")).replace("FEW", str(tmp_path / "few"))
     start = time.monotonic()
     code, out, err = raytrain("run", write_job(tmp_path, **json.loads(text)))
     assert code == 2, err
@@ -163,24 +169,28 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_shard(tmp_pa
     assert "Traceback" not in err
 
 
-def test_too_small_a_cluster_says_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [("{min: 3}", "workers.min: 3: the cluster"), ("{min: 2, spares: 1}", "workers.spares: 1: the cluster")],
+)
+def test_too_small_a_cluster_says_what_it_has(tmp_path: Path, setting: str, expected: str) -> None:
     write_data(tmp_path / "data")
     script = (
         "import ray, sys\nfrom raytrain_plus import InputError, run\nfrom raytrain_plus.jobfile import load_job\n"
         "ray.init(address='local', num_cpus=2, include_dashboard=False, logging_level='ERROR')\n"
-        "job, roots = load_job(sys.argv[1], ['workers.min=3'])\n"
+        "job, roots = load_job(sys.argv[1], ['workers=' + sys.argv[2]])\n"
         "try: run(job, quiet=True, roots=roots)\n"
         "except InputError as error: print(error)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{TASKS}"}
     done = subprocess.run(
-        [sys.executable, "-c", script, str(write_job(tmp_path))],
+        [sys.executable, "-c", script, str(write_job(tmp_path)), setting],
         capture_output=True,
         text=True,
         timeout=100,
         env=environment,
     )
-    assert "workers.min: 3: the cluster has room for 2 workers of 1 CPU" in done.stdout, done.stderr
+    assert f"{expected} has room for 2 workers of 1 CPU" in done.stdout, done.stderr
     assert "its 1 nodes have: 2 CPU" in done.stdout
 
 
@@ -232,9 +242,9 @@ def test_a_lost_worker_is_told_in_one_line_and_replaced(tmp_path: Path) -> None:
     os.kill(view["members"][1]["pid"], signal.SIGKILL)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
-    assert f"worker-1 (pid {view['members'][1]['pid']}) was lost: its process was killed or crashed" in out
-    assert "waiting for 1 more of at least 2 workers (each needs 1 CPU)" in out
-    [line] = [line for line in out.splitlines() if line.startswith("recovered (")]
+    lost = f"worker-1 (pid {view['members'][1]['pid']}) was lost: its process was killed or crashed"
+    assert f"{lost}; waiting for 1 more of at least 2 workers (each needs 1 CPU)" in out
+    [line] = [line for line in out.splitlines() if line.startswith("recovered in ")]
     assert "0 steps lost" in line
     assert "1 kept, 1 replaced" in line
     assert "recovered from 1 loss" in out

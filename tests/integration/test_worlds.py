@@ -172,7 +172,7 @@ def reduced(group: list[Member]) -> list[dict[str, Any]]:
     return [member.hear() for member in group]
 
 
-def kill_in_all_reduce(rounds: int, kind: str) -> dict[str, int]:
+def kill_in_all_reduce(rounds: int, kind: str, doing: str) -> dict[str, int]:
     """Kills one of three in mid-reduction, `rounds` times; how many survivors left in time, were late, or died."""
     counted = {"out": 0, "late": 0, "died": 0, "formed anew": 0}
     slowest = 0.0
@@ -181,7 +181,7 @@ def kill_in_all_reduce(rounds: int, kind: str) -> dict[str, int]:
             assert all("rank" in answer for answer in form(group, port))
             listening = [address for addresses in rendezvous.published().values() for address in addresses]
             for member in group:
-                member.tell(do="reduce_forever", length=200_000 + 1000 * (number % 7))
+                member.tell(do=doing, length=200_000 + 1000 * (number % 7))
             time.sleep(0.2 + 0.013 * (number % 11))
             victim = number % 3
             os.kill(group[victim].process.pid, signal.SIGKILL)
@@ -201,17 +201,19 @@ def kill_in_all_reduce(rounds: int, kind: str) -> dict[str, int]:
                 counted["formed anew"] += (
                     all("rank" in answer for answer in answers) and reduced(survivors) == [{"value": 3}] * 2
                 )
-    print(f"{rounds} kills of one in three: {counted}, slowest survivor out after {slowest:.3f} s")
+    print(f"{rounds} kills of one in three ({kind}, {doing}): {counted}, slowest survivor out after {slowest:.3f} s")
     return counted
 
 
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
-def test_a_peer_killed_in_an_all_reduce_lets_the_others_go(kind: str) -> None:
-    assert kill_in_all_reduce(2, kind) == {"out": 4, "late": 0, "died": 0, "formed anew": 2}
+@pytest.mark.parametrize("doing", ["reduce_forever", "flood"])
+def test_a_peer_killed_in_an_all_reduce_lets_the_others_go(kind: str, doing: str) -> None:
+    assert kill_in_all_reduce(2, kind, doing) == {"out": 4, "late": 0, "died": 0, "formed anew": 2}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
-def test_fifty_peers_killed_in_an_all_reduce(kind: str) -> None:
-    assert kill_in_all_reduce(50, kind) == {"out": 100, "late": 0, "died": 0, "formed anew": 50}
+@pytest.mark.parametrize("doing", ["reduce_forever", "flood"])
+def test_fifty_peers_killed_in_an_all_reduce(kind: str, doing: str) -> None:
+    assert kill_in_all_reduce(50, kind, doing) == {"out": 100, "late": 0, "died": 0, "formed anew": 50}

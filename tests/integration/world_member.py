@@ -53,6 +53,14 @@ class Member:
         while True:
             wait(self.world.reduce(torch.ones(order["length"]), "forever"), "a test", 20)
 
+    def flood(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Enqueues many, and only then waits: a death finds it in the midst of enqueuing."""
+        while True:
+            names = [f"flood.{number}" for number in range(300)]
+            works = [self.world.reduce(torch.ones(order["length"] // 1000), name) for name in names]
+            for work in works:
+                wait(work, "a test", 20)
+
     def close(self, order: dict[str, Any]) -> dict[str, Any]:
         self.world.close()
         self.world = None
@@ -81,7 +89,7 @@ def main() -> None:
         for line in sys.stdin:
             order = json.loads(line)
             if order["do"] == "cut":
-                cut([(address, port) for address, port in order["listening"]])
+                cut([(address, port) for address, port in order["listening"]], listeners=KIND == "horovod")
             else:
                 pool.submit(getattr(member, order["do"]), order).add_done_callback(told)
 

@@ -178,11 +178,70 @@ def test_a_size_that_makes_no_step_faster_is_not_formed() -> None:
     assert (group.phase, commands) == (T, [])
 
 
+def test_spares_are_held_back_from_growth_and_take_a_lost_ones_place() -> None:
+    limits = Limits(minimum=2, maximum=8, spares=1, shards=8, steps=4, max_failures=None, expected=4)
+    group, _ = begin(limits)
+    for number in range(4):
+        assert group.phase is G
+        group, commands = step(group, e.Warm(f"worker-{number}", -1))
+    [join] = [command for command in commands if isinstance(command, e.Join)]
+    assert [member.worker for member in join.view.members] == ["worker-0", "worker-1", "worker-2"]
+    group, _ = step(group, e.Committed(0, 0))
+    group, _ = step(group, e.Warm("worker-3", None))
+    assert group.phase is T
+    group, _ = step(group, e.Lost("worker-1"))
+    group, _ = step(group, e.Left("worker-0", 0, 1, "interrupted"))
+    group, [join] = step(group, e.Left("worker-2", 0, 1, "interrupted"))
+    assert isinstance(join, e.Join)
+    assert [member.worker for member in join.view.members] == ["worker-0", "worker-3", "worker-2"]
+    group, _ = step(group, e.Committed(1, 2))
+    # The next to come is a spare again, and the one after that makes the group grow.
+    group, _ = step(group, e.Warm("worker-4", None))
+    assert group.phase is T
+    group, commands = step(group, e.Warm("worker-5", None))
+    assert (group.phase, commands) == (P, [e.Pause(1)])
+
+
+def test_workers_that_wait_for_one_another_twice_at_one_step_end_the_run() -> None:
+    group = group_in(T)
+    for generation in (0, 1):
+        group, _ = step(group, e.Stuck(generation))
+        group, _ = step(group, e.Left("a", generation, 1, "interrupted"))
+        group, commands = step(group, e.Left("b", generation, 1, "interrupted"))
+        if generation == 0:
+            assert [type(command) for command in commands] == [e.Join]
+            for name in ("a", "b"):
+                group, _ = step(group, e.Joined(name, 1))
+    assert commands == [e.HandOver("a")]
+    assert group.failure == "all workers waited for one another in step 2, twice: the collective does not move"
+
+
+def test_a_loss_in_what_follows_the_last_step_does_not_cost_it() -> None:
+    group = group_in(T)
+    group, _ = step(group, e.Committed(0, 3))
+    group, _ = step(group, e.Lost("a"))
+    group, [join] = step(group, e.Left("b", 0, 3, "interrupted"))
+    # All steps are made; the evaluation after the last one is not.
+    assert isinstance(join, e.Join)
+    assert join.first_step == LIMITS.steps
+    group, _ = step(group, e.Joined("b", 1))
+    group, commands = step(group, e.Left("b", 1, 3, "finished"))
+    assert commands == [e.HandOver("b")]
+
+
+def test_a_stop_ends_stopped_even_where_nothing_can_be_saved() -> None:
+    group, _ = step(group_in(T), e.Stop())
+    group, _ = step(group, e.Lost("a"))
+    group, commands = step(group, e.Lost("b"))
+    assert commands == [e.End("stopped", "every worker that held the state after step 1 was lost")]
+
+
 SCOPES: dict[str, tuple[tuple[int, int, int], dict[str, int]]] = {
     "two deaths": ((1, 0, 2), {"capacity": 2, "deaths": 2}),
     "a death and a join": ((1, 0, 2), {"capacity": 1, "deaths": 1, "arrivals": 1}),
     "a drain": ((1, 0, 2), {"capacity": 2, "drains": 1}),
     "a spare": ((1, 1, 2), {"capacity": 3}),
+    "a spare, held back": ((1, 1, 2), {"capacity": 2, "deaths": 1}),
     "faults": ((1, 0, 2), {"capacity": 2, "faults": 2}),
     "limits and a death": ((1, 0, 2), {"capacity": 2, "lates": 1, "deaths": 1}),
     "a stop and a death": ((1, 0, 2), {"capacity": 2, "stops": 1, "deaths": 1}),

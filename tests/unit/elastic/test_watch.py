@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from raytrain_plus.elastic.watch import LEAVE_S, LEAVE_SILENT_S, Pulse, Pulses, judge, overdue
+from raytrain_plus.elastic.watch import (
+    LAST_S,
+    LEAVE_JOINING_S,
+    LEAVE_S,
+    LEAVE_SILENT_S,
+    Pulse,
+    Pulses,
+    judge,
+    overdue,
+)
 
 NOW = 1000.0
 HANG_S = 30.0
@@ -76,12 +85,27 @@ def test_what_was_long_when_last_heard_of_counts_not_what_may_have_ended_since()
 def test_who_is_told_to_leave_and_computes_has_time_and_who_waits_has_not() -> None:
     told = NOW - 2 * LEAVE_S
     inside = Pulse(doing="collective", heard=NOW, told=told)
-    assert overdue({"a": inside}, NOW) == ["a"]
-    assert overdue({"a": replace(inside, heard=told + LEAVE_S / 2)}, NOW) == []
-    assert overdue({"a": replace(inside, doing="computing")}, NOW) == []
-    assert overdue({"a": replace(inside, told=None)}, NOW) == []
+    assert overdue({"a": inside}, NOW, ["a", "b"]) == ["a"]
+    assert overdue({"a": replace(inside, heard=told + LEAVE_S / 2)}, NOW, ["a", "b"]) == []
+    assert overdue({"a": replace(inside, doing="computing")}, NOW, ["a", "b"]) == []
+    assert overdue({"a": replace(inside, told=None)}, NOW, ["a", "b"]) == []
     silent = Pulse(doing="collective", heard=NOW - 5, asked=NOW - 2, told=NOW - LEAVE_SILENT_S - 0.1)
-    assert overdue({"a": silent}, NOW) == ["a"]
+    assert overdue({"a": silent}, NOW, ["a", "b"]) == ["a"]
+
+
+def test_a_formation_may_take_longer_to_leave() -> None:
+    joining = Pulse(doing="joining", heard=NOW, told=NOW - 2 * LEAVE_S)
+    assert overdue({"a": joining}, NOW, ["a", "b"]) == []
+    assert overdue({"a": replace(joining, told=NOW - LEAVE_JOINING_S - 0.1)}, NOW, ["a", "b"]) == ["a"]
+
+
+def test_all_who_hold_the_state_are_not_given_up_at_once() -> None:
+    late = {name: Pulse(doing="collective", heard=NOW, told=NOW - 1) for name in "ab"}
+    assert overdue(late, NOW, ["a", "b", "c"]) == ["a", "b"]
+    assert overdue(late, NOW, ["a", "b"]) == []
+    assert overdue({**late, "b": replace(late["b"], doing="idle")}, NOW, ["a", "b"]) == ["a"]
+    lost = {name: replace(pulse, told=NOW - LAST_S - 0.1) for name, pulse in late.items()}
+    assert overdue(lost, NOW, ["a", "b"]) == ["a", "b"]
 
 
 def test_questions_and_answers() -> None:
@@ -111,4 +135,4 @@ def test_nobody_is_blamed_for_a_pause_of_our_own() -> None:
     pulses.told("a", 1.0)
     pulses.forgive(100.0)
     assert judge(pulses.all, ["a"], 30.0, 125.0).hung == {}
-    assert overdue(pulses.all, 101.1) == []
+    assert overdue(pulses.all, 101.1, ["a", "b"]) == []

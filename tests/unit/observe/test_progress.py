@@ -92,7 +92,7 @@ def test_a_reader_that_leaves_ends_neither_the_run_nor_the_process() -> None:
 def feed(there: View) -> None:
     there.start("gpt", 9)
     there.event(view(6, 6))
-    there.event(event("worker_lost", worker="worker-1", pid=7, node="n", cause="[red]killed :boom: " + "x" * 80))
+    there.event(event("worker_lost", worker="worker-9", pid=7, node="n", cause="[red]killed :boom: " + "x" * 80))
     for number in range(9):
         there.event(step(number))
     there.event(evaluated(8, loss=1.5))
@@ -119,7 +119,7 @@ def test_the_terminal_view_takes_nothing_for_markup_and_breaks_no_line_itself() 
     feed(live)
     live.finish(RESULT)
     assert f"was lost: [red]killed :boom: {'x' * 80}\n" in written(console)
-    assert "  next     tensorboard --logdir" in written(console)
+    assert "  next     pip install tensorboard && tensorboard --logdir" in written(console)
 
 
 @pytest.mark.parametrize("width", [20, 40, 61, 70, 80, 200])

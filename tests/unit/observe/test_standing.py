@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from raytrain_plus.observe import standing as module
-from raytrain_plus.observe.standing import Standing, told
+from raytrain_plus.observe.standing import Standing
 from tests.unit.observe.feed import evaluated, event, step, view
 
 
@@ -57,16 +57,21 @@ def test_steps_that_took_no_time_have_no_speed() -> None:
     assert (there.samples_per_s, there.seconds_left) == (None, None)
 
 
-RECOVERED = event(
-    "recovered",
-    cause="worker_lost",
-    stall_s=0.314,
-    steps_lost=0,
-    steps_recomputed=1,
-    kept=[{}, {}],
-    replaced=[{}],
-    phases={},
-)
+def recovered(recomputed: int = 0) -> dict[str, Any]:
+    return event(
+        "recovered",
+        cause="a collective broke",
+        stall_s=0.314,
+        steps_lost=0,
+        steps_recomputed=recomputed,
+        kept=[{}, {}],
+        replaced=[{}],
+        phases={},
+    )
+
+
+def lost(number: int) -> dict[str, Any]:
+    return event("worker_lost", worker=f"worker-{number}", pid=7, node="n", cause="killed")
 
 
 @pytest.mark.parametrize(
@@ -75,14 +80,14 @@ RECOVERED = event(
         (view(5, 4, 3), "3 workers ready, 5 or 4 or 3 shards each; 1,000 parameters; collective: horovod"),
         (evaluated(-1, loss=5.5, accuracy=0.1), "held out, untrained: loss 5.5000, accuracy 0.1000"),
         (evaluated(99, loss=5.5), "held out, after step 100: loss 5.5000"),
-        (event("worker_joined", worker="worker-2", pid=7, node="n"), "worker-2 (pid 7) joined"),
-        (event("worker_lost", worker="worker-2", pid=7, node="n", cause="killed"), "worker-2 (pid 7) was lost: killed"),
-        (RECOVERED, "recovered (worker_lost): stalled 0.31 s; 0 steps lost, 1 step recomputed; 2 kept, 1 replaced"),
+        (lost(2), "worker-2 (pid 7) was lost: killed"),
+        (recovered(1), "recovered in 0.31 s: a collective broke; 0 steps lost, 1 step made again; 2 kept, 1 replaced"),
         (event("waiting", **{"for": "2 CPUs"}), "waiting for 2 CPUs"),
-        (event("drain_notice", node="ab12", deadline=1.0), "node ab12 will leave"),
-        (event("rescaled", **{"from": 1, "to": 3}), "from 1 worker to 3"),
+        (event("drain_notice", node="ab12" * 10, deadline=1.0), "node ab12ab12ab12 will leave"),
         (event("checkpoint_failed", step=9, error="disk full"), "the checkpoint after step 10 failed: disk full"),
         (event("resumed", step=9, checkpoint="c-9", voided_to=12), "resumed after step 10 from c-9"),
+        (event("worker_joined", worker="worker-2", pid=7, node="n"), None),
+        (event("rescaled", **{"from": 1, "to": 3}), None),
         (step(3), None),
         (event("checkpoint_saved", step=3, seconds=1.0, stall_s=0.0), None),
         (event("run_started", job="", versions={}, address=""), None),
@@ -90,11 +95,37 @@ RECOVERED = event(
     ids=lambda value: value["kind"] if isinstance(value, dict) else "",
 )
 def test_events_that_deserve_a_line_get_one(one: dict[str, Any], line: str | None) -> None:
-    assert told(one) == line
+    assert Standing(total=10).add(one) == line
+
+
+@pytest.mark.parametrize(
+    ("events", "lines"),
+    [
+        (
+            [lost(1), view(6, 6), recovered()],
+            ["recovered in 0.31 s: worker-1 (pid 7) was lost: killed; 0 steps lost; 2 kept, 1 replaced"],
+        ),
+        (
+            [lost(1), event("waiting", **{"for": "1 more"}), view(6, 6), recovered()],
+            [
+                "worker-1 (pid 7) was lost: killed; waiting for 1 more",
+                "recovered in 0.31 s: a collective broke; 0 steps lost; 2 kept, 1 replaced",
+            ],
+        ),
+        ([event("worker_joined", worker="worker-3"), view(3, 3, 3, 3)], ["4 workers now: worker-3 joined"]),
+        ([event("rescaled", **{"from": 3, "to": 2}), view(6, 6)], ["2 workers now: worker-2 left"]),
+        ([lost(9)], ["worker-9 (pid 7) was lost: killed"]),
+    ],
+    ids=["loss", "long loss", "join", "leave", "spare"],
+)
+def test_a_change_of_the_group_is_told_in_one_line(events: list[dict[str, Any]], lines: list[str]) -> None:
+    standing = after(view(4, 4, 4), step(0))
+    told = [standing.add(one) for one in events]
+    assert [line for line in told if line] == lines
 
 
 def test_stages_of_one_cell_hold_the_model_together_and_cells_hold_copies() -> None:
     formed = view(6, 6, 6, 6)
     for index, member in enumerate(formed["members"]):
         member.update(cell=index // 2, stage=index % 2, params=[700, 300][index % 2])
-    assert "; 1,000 parameters;" in (told(formed) or "")
+    assert "; 1,000 parameters;" in (Standing(total=10).add(formed) or "")

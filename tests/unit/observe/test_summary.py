@@ -45,7 +45,7 @@ def test_a_finished_run_says_all_of_it() -> None:
         f"  folder   {FOLDER}",
         f"  model    {FOLDER / 'model.safetensors'}",
         f"  events   {FOLDER / 'events.ndjson'}",
-        f"  next     tensorboard --logdir {FOLDER / 'tensorboard'}",
+        f"  next     pip install tensorboard && tensorboard --logdir {FOLDER / 'tensorboard'}",
     ]
 
 

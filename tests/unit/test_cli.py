@@ -1,0 +1,90 @@
+"""The command line: its exit codes, and who is told what, and where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from raytrain_plus import cli
+from raytrain_plus.errors import InputError, RunError, TrainingError
+
+
+def ended(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of `raytrain` where its verb does `call`."""
+    monkeypatch.setattr(cli.cli, "main", lambda args, standalone_mode: call())
+    with pytest.raises(SystemExit) as left:
+        cli.main(["run", "job.yaml"])
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def call() -> Any:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (
+            InputError("3 is odd", where="workers", expected="an even number"),
+            2,
+            "workers: 3 is odd\n  expected: an even",
+        ),
+        (RunError("it broke"), 1, "it broke\n"),
+        (TrainingError("the task raised KeyError", "  File x"), 1, "  File x\nthe task raised KeyError\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (click.UsageError("no such option"), 2, "no such option"),
+    ],
+)
+def test_a_users_mistake_is_words_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, words: str
+) -> None:
+    assert ended(raising(error), monkeypatch) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_our_own_fault_keeps_its_traceback_and_asks_for_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(raising(ZeroDivisionError("ours")), monkeypatch) == 1
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert "Please report it" in err
+    assert "torch " in err
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (143, 143), (None, 0)])
+def test_a_verbs_own_code_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, code: int | None, expected: int) -> None:
+    assert ended(lambda: code, monkeypatch) == expected
+
+
+def test_unknown_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["fly"])
+    assert left.value.code == 2
+    assert "No such command 'fly'" in capsys.readouterr().err
+
+
+def test_a_job_that_is_wrong_is_told_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps({"task": "a:B", "data": {"path": "d", "batch_size": 7, "shards": 2}, "step": 3}))
+    with pytest.raises(SystemExit) as left:
+        cli.main(["validate", str(file), "--json"])
+    assert left.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "did you mean 'steps'?" in err
+    assert "7 is no multiple of data.shards = 2" in err

@@ -1,0 +1,58 @@
+"""A result survives its file, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from raytrain_plus.elastic.totals import WARM_UP_S, Totals
+from raytrain_plus.result import Result
+from raytrain_plus.training.records import StepRecord
+
+
+def record(step: int, time: float, seconds: float = 1.0, waited_s: float = 0.0) -> StepRecord:
+    return StepRecord(step=step, rows=8, loss=1.0 / (step + 1), seconds=seconds, waited_s=waited_s, time=time)
+
+
+def result_of(totals: Totals, path: Path) -> Result:
+    return totals.result(
+        name="run", status="finished", path=path, metrics={}, state_sha256=None, error=None, show=None, began=8.0
+    )
+
+
+def test_a_saved_result_loads_equal_and_says_everything_in_json(tmp_path: Path) -> None:
+    assert Result.load(tmp_path) is None
+    totals = Totals()
+    totals.add(record(0, 10.0))
+    result = result_of(totals, tmp_path)
+    result.save()
+    assert Result.load(tmp_path) == result
+    assert json.loads((tmp_path / "result.json").read_text()) == result.to_json()
+    assert not (tmp_path / "result.json.part").exists()
+
+
+def test_steps_add_up(tmp_path: Path) -> None:
+    totals = Totals()
+    # The first second is warm-up: what is waited for in it is not counted.
+    totals.add(record(0, 10.0, waited_s=0.9))
+    totals.add(record(1, 10.0 + WARM_UP_S, seconds=1.0, waited_s=0.25))
+    totals.add(record(2, 12.0, seconds=1.0, waited_s=0.25))
+    result = result_of(totals, tmp_path)
+    assert (result.steps, result.samples, result.metrics) == (3, 24, {"train_loss": 1 / 3})
+    assert (result.setup_s, result.seconds, result.data_wait) == (2.0, 2.0, 0.25)
+    assert (result.recoveries, result.stall_s, result.goodput) == (0, 0.0, 1.0)
+
+
+def test_losses_lower_the_goodput(tmp_path: Path) -> None:
+    totals = Totals()
+    totals.add(record(0, 10.0))
+    totals.recovered(1.0)
+    totals.recovered(1.5)
+    totals.add(record(1, 20.0))
+    result = result_of(totals, tmp_path)
+    assert (result.recoveries, result.stall_s, result.goodput) == (2, 2.5, 0.75)
+
+
+def test_a_run_without_a_step_has_no_figures(tmp_path: Path) -> None:
+    result = result_of(Totals(), tmp_path)
+    assert (result.steps, result.setup_s, result.seconds, result.goodput) == (0, None, 0.0, 1.0)

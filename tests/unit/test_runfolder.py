@@ -1,0 +1,86 @@
+"""Whether a job may use a run's folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raytrain_plus.errors import InputError
+from raytrain_plus.job import Data, Job
+from raytrain_plus.result import Result
+from raytrain_plus.runfolder import LEASE_S, Lease, check_writable, earlier_result, lease_holder
+
+JOB = Job(name="run", task="a:B", data=Data(path="d", batch_size=8), steps=3)
+
+
+def left_by(folder: Path, status: str, job: Job = JOB) -> Result:
+    folder.mkdir()
+    (folder / "job.yaml").write_text(job.to_yaml())
+    result = Result(name="run", status=status, exit_code=0, path=folder, steps=3, samples=24, metrics={"loss": 0.5})
+    result.save()
+    return result
+
+
+def test_a_name_that_is_free_may_be_used(tmp_path: Path) -> None:
+    assert earlier_result(tmp_path / "run", JOB, fresh=False) is None
+
+
+def test_the_same_job_that_finished_gives_its_result_again(tmp_path: Path) -> None:
+    result = left_by(tmp_path / "run", "finished")
+    assert earlier_result(tmp_path / "run", JOB, fresh=False) == result
+    # What the result does not depend on may differ.
+    elsewhere = replace(JOB, workers=replace(JOB.workers, min=2), elastic=replace(JOB.elastic, wait_s=1))
+    assert earlier_result(tmp_path / "run", elsewhere, fresh=False) == result
+
+
+@pytest.mark.parametrize("status", ["failed", "stopped"])
+def test_one_that_did_not_finish_is_in_the_way(tmp_path: Path, status: str) -> None:
+    left_by(tmp_path / "run", status)
+    with pytest.raises(InputError, match=rf"is there already \({status}\)"):
+        earlier_result(tmp_path / "run", JOB, fresh=False)
+
+
+def test_another_job_is_in_the_way_and_its_differences_are_named(tmp_path: Path) -> None:
+    left_by(tmp_path / "run", "finished")
+    other = replace(JOB, seed=1, data=replace(JOB.data, batch_size=16))
+    with pytest.raises(InputError, match=r"they differ in seed, data\.batch_size"):
+        earlier_result(tmp_path / "run", other, fresh=False)
+
+
+def test_fresh_moves_aside_and_overwrites_nothing(tmp_path: Path) -> None:
+    for _ in range(3):
+        left_by(tmp_path / "run", "failed")
+        assert earlier_result(tmp_path / "run", JOB, fresh=True) is None
+    assert not (tmp_path / "run").exists()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_living_run_is_in_the_way_even_of_a_fresh_one(tmp_path: Path) -> None:
+    left_by(tmp_path / "run", "failed")
+    lease = Lease(tmp_path / "run")
+    lease.renew()
+    with pytest.raises(InputError, match=r"is going on \(process \d+ on "):
+        earlier_result(tmp_path / "run", JOB, fresh=True)
+    lease.release()
+    assert earlier_result(tmp_path / "run", JOB, fresh=True) is None
+
+
+def test_a_lease_that_nobody_renews_ends(tmp_path: Path) -> None:
+    lease = {"time": time.time() - LEASE_S - 1, "pid": 1, "host": "h"}
+    (tmp_path / "lease.json").write_text(json.dumps(lease))
+    assert lease_holder(tmp_path) is None
+    (tmp_path / "lease.json").write_text(json.dumps({**lease, "time": time.time()}))
+    assert (lease_holder(tmp_path) or "").startswith("process 1 on h")
+    (tmp_path / "lease.json").write_text("{torn")
+    assert lease_holder(tmp_path) is None
+
+
+def test_a_storage_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "folder")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written"):
+        check_writable(tmp_path / "file" / "below")

@@ -1,0 +1,40 @@
+"""Where Ray no longer has what it never promised, less is known, and that is said once."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray._private import state
+
+from raytrain_plus.workers import ray_private
+
+
+def test_draining_nodes_have_their_deadline_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state.GlobalState, "get_draining_nodes", lambda self: {"a": 1500, "b": 0})
+    assert ray_private.draining_nodes() == {"a": 1.5, "b": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("get_draining_nodes", ray_private.draining_nodes),
+        ("get_max_resources_from_cluster_config", ray_private.most_there_can_be),
+    ],
+)
+def test_what_is_gone_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, ask: object
+) -> None:
+    monkeypatch.delattr(state.GlobalState, name)
+    assert ask() is None  # type: ignore[operator]
+    [record] = caplog.records
+    assert f"lacks what was there in {ray_private.SEEN}" in record.message
+    assert name in record.message
+
+
+def test_what_an_autoscaler_may_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state.GlobalState, "get_max_resources_from_cluster_config", lambda self: {"CPU": 8})
+    assert ray_private.most_there_can_be() == {"CPU": 8.0}
+    monkeypatch.setattr(state.GlobalState, "get_max_resources_from_cluster_config", lambda self: None)
+    assert ray_private.most_there_can_be() is None
