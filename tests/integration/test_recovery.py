@@ -22,6 +22,7 @@ from tests.integration.tasks import write_data
 pytestmark = pytest.mark.timeout(240)
 
 PAD_S = 0.003
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ def test_three_of_four_at_once(tmp_path: Path, undisturbed: dict[bool, list[floa
     check(run, before, [victim["pid"] for victim in victims], undisturbed[False])
 
 
-@pytest.mark.parametrize("what", ["stop", "loop", "hold"])
+@pytest.mark.parametrize("what", ["stop", pytest.param("loop", marks=SLOW), "hold"])
 def test_a_worker_that_hangs_is_found_and_replaced(
     tmp_path: Path, undisturbed: dict[bool, list[float]], what: str
 ) -> None:
@@ -132,7 +133,7 @@ def test_a_worker_that_hangs_is_found_and_replaced(
     check(run, before, [lost["pid"]], undisturbed[False])
 
 
-@pytest.mark.parametrize("fault", ["loss:sleep0.8:16", "loss:sleep3:0", "evaluate:sleep3:0"])
+@pytest.mark.parametrize("fault", ["loss:sleep0.8:16", pytest.param("loss:sleep3:0", marks=SLOW), "evaluate:sleep3:0"])
 def test_what_is_slow_but_healthy_is_no_hang(tmp_path: Path, fault: str) -> None:
     write_data(tmp_path / "data")
     slow = {"fault": fault, "always": "0.8" in fault}
@@ -164,7 +165,12 @@ def test_a_survivor_that_does_not_leave_is_replaced(tmp_path: Path, undisturbed:
 
 @pytest.mark.parametrize(
     "fault",
-    ["loss:kill:60", "backward:kill:60", "apply:kill:30", "applied:kill:30"],
+    [
+        pytest.param("loss:kill:60", marks=SLOW),
+        "backward:kill:60",
+        pytest.param("apply:kill:30", marks=SLOW),
+        "applied:kill:30",
+    ],
 )
 def test_a_worker_that_is_killed_anywhere_in_a_step(
     tmp_path: Path, undisturbed: dict[bool, list[float]], fault: str
@@ -187,7 +193,7 @@ def test_a_loss_during_the_recovery_from_another(tmp_path: Path, undisturbed: di
     check(run, before, [victim["pid"], second["pid"]], undisturbed[False])
 
 
-@pytest.mark.parametrize("place", ["mesh", "adopt"])
+@pytest.mark.parametrize("place", ["mesh", pytest.param("adopt", marks=SLOW)])
 def test_a_newcomer_that_is_killed_while_it_joins(
     tmp_path: Path, undisturbed: dict[bool, list[float]], place: str
 ) -> None:
