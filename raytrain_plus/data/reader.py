@@ -132,6 +132,9 @@ class Batches:
     ) -> None:
         # Nobody waits for the thread here: a group that changes goes on at once. Who takes over waits for it.
         self._closing.set()
+        while not self._ready.empty():
+            # Its thread may wait for room here, and would not look up for a moment.
+            self._ready.get_nowait()
         stream = self._stream
         if stream is not None:
             stream.close()

@@ -440,7 +440,7 @@ class Controller:
             if worker.state == "in":
                 self._journal.broke(time.time(), f"{name} was lost: {cause}")
         self._dismiss(name)
-        self._feed(e.Lost(name))
+        self._feed(e.Lost(name, cause))
 
     def _dismiss(self, name: str) -> None:
         self._pulses.drop(name)

@@ -64,6 +64,7 @@ class Lost:
     """A worker's process is gone, or counts as gone."""
 
     worker: str
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)

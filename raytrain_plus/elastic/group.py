@@ -80,6 +80,8 @@ class Group:
     """Failures since the last one that had a step committed before it."""
     fruitless_at: int = -2
     """The committed step at the last failure."""
+    cause: str = ""
+    """Of the last failure, in words."""
     stillborn: int = 0
     """Workers lost before they were warm, since the last one that became so."""
 

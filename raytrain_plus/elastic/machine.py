@@ -160,13 +160,17 @@ def _break(group: Group) -> Outcome:
     )
     limit = group.limits.max_failures
     if not group.failure and limit is not None and group.failures > limit:
-        group = replace(group, failure=f"more failures than elastic.max_failures = {limit}")
+        group = replace(group, failure=f"more failures than elastic.max_failures = {limit}{_last(group)}")
     elif not group.failure and group.fruitless > FRUITLESS:
-        group = replace(group, failure=f"{FRUITLESS} failures in a row with no step committed between them")
+        group = replace(group, failure=f"{FRUITLESS} failures in a row with no step between them{_last(group)}")
     inside = members_in(group)
     if inside:
         return group, [e.Interrupt(inside, group.generation)]
     return _settle(group)
+
+
+def _last(group: Group) -> str:
+    return f"; the last one: {group.cause}" if group.cause else ""
 
 
 def _run(group: Group) -> Outcome:
@@ -263,6 +267,7 @@ def _out(group: Group, event: e.Left) -> Group:
     group = replace(group, finished=group.finished or event.why == "finished")
     if event.why != "failed":
         return group
+    group = replace(group, cause=event.fault)
     if event.final:
         return replace(group, failure=group.failure or event.fault)
     return _fault(group, group.committed if event.holds is None else event.holds, event.fault)
@@ -291,15 +296,16 @@ def _left_leave(group: Group, event: e.Left) -> Outcome:
     return _settle(_out(group, event))
 
 
-def _gone(group: Group, name: str) -> Group:
-    born = group.workers[name].state not in ("coming", "up", "rehearsing")
-    return replace(without(group, name), stillborn=group.stillborn + (not born))
+def _gone(group: Group, event: e.Lost) -> Group:
+    born = group.workers[event.worker].state not in ("coming", "up", "rehearsing")
+    return replace(without(group, event.worker), stillborn=group.stillborn + (not born), cause=event.cause)
 
 
 def _lost_gather(group: Group, event: e.Lost) -> Outcome:
-    group = _gone(group, event.worker)
+    group = _gone(group, event)
     if group.stillborn > FRUITLESS:
-        return _close(replace(group, failure=f"{FRUITLESS} workers in a row were lost while they started"))
+        failure = f"{FRUITLESS} workers in a row were lost while they started{_last(group)}"
+        return _close(replace(group, failure=failure))
     group, started = _staff(group)
     group, settled = _settle(group)
     return group, [*started, *settled]
@@ -307,7 +313,7 @@ def _lost_gather(group: Group, event: e.Lost) -> Outcome:
 
 def _lost_inside(group: Group, event: e.Lost) -> Outcome:
     inside = group.workers[event.worker].state == "in"
-    group = _gone(group, event.worker)
+    group = _gone(group, event)
     if inside:
         return _break(group)
     if group.phase is Phase.TRAIN:
@@ -316,7 +322,7 @@ def _lost_inside(group: Group, event: e.Lost) -> Outcome:
 
 
 def _lost_leave(group: Group, event: e.Lost) -> Outcome:
-    return _settle(_gone(group, event.worker))
+    return _settle(_gone(group, event))
 
 
 def _lost_close(group: Group, event: e.Lost) -> Outcome:

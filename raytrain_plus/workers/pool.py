@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorPlacementGroupRemoved, ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorPlacementGroupRemoved, ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -90,12 +90,12 @@ class Pool:
 
 
 def answer(future: Future[Any], worker: str) -> Any:
-    """What a worker answered. Errors of the call are raised as themselves, a death as `WorkerLost`."""
+    """What a worker answered. Errors of the call are raised as themselves, what is Ray's own as `WorkerLost`."""
     try:
         return future.result(timeout=0)
     except RayTaskError as error:
         raise error.cause from None
-    except RayActorError as error:
+    except RayError as error:
         raise WorkerLost(f"{worker} died: {cause_of_death(error)}") from None
 
 

@@ -1,6 +1,8 @@
 """One rank of the loops that the platform is measured against, as anybody would write them. Started by `steps`.
 
-python -m tests.benchmarks.loop horovod|ddp JOB.yaml RANK PORT WARM_UP -> seconds per measured step, as JSON
+python -m tests.benchmarks.loop horovod|ddp|own JOB.yaml RANK PORT WARM_UP -> seconds per measured step, as JSON
+
+`own` is the platform's own loop in a process that no Ray and no controller knows of.
 """
 
 from __future__ import annotations
@@ -16,12 +18,20 @@ import torch
 import torch.distributed as dist
 
 from raytrain_plus.collective.formation import Formation
-from raytrain_plus.collective.horovod import _environment
+from raytrain_plus.collective.horovod import HorovodWorld, _environment
 from raytrain_plus.data.granule import Rows
 from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
+from raytrain_plus.elastic.view import host_shards
+from raytrain_plus.job import Job
 from raytrain_plus.jobfile import load_job
+from raytrain_plus.task import Task
 from raytrain_plus.taskfile import build_task, load_task
+from raytrain_plus.training.control import Control
+from raytrain_plus.training.loop import Limits, train
+from raytrain_plus.training.model import build_model
+from raytrain_plus.training.step import Stepper
 
 
 def main(kind: str, file: str, rank: int, port: int, warm_up: int) -> None:
@@ -29,6 +39,9 @@ def main(kind: str, file: str, rank: int, port: int, warm_up: int) -> None:
     torch.set_num_threads(1)
     assert isinstance(job.task, str)
     task = build_task(load_task(job.task, roots), job.args)
+    if kind == "own":
+        print(json.dumps(own(job, task, rank, port, warm_up)))
+        return
     batches = prepared(job, rank, task.collate)
     torch.manual_seed(job.seed)
     layers = task.layers()
@@ -37,10 +50,7 @@ def main(kind: str, file: str, rank: int, port: int, warm_up: int) -> None:
     if kind == "horovod":
         import horovod.torch as hvd
 
-        world = Formation(
-            generation=0, name="bench", rank=rank, size=2, address="127.0.0.1", server=("127.0.0.1", port), timeout_s=30
-        )
-        os.environ.update(_environment(world))
+        os.environ.update(_environment(formation(rank, port)))
         hvd.init()
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer: Any = hvd.DistributedOptimizer(
@@ -61,6 +71,46 @@ def main(kind: str, file: str, rank: int, port: int, warm_up: int) -> None:
         optimizer.step()
         loss.item()  # every loop, the platform too, knows its loss
     print(json.dumps((time.perf_counter() - start) / (len(batches) - warm_up)))
+
+
+def formation(rank: int, port: int) -> Formation:
+    return Formation(
+        generation=0, name="bench", rank=rank, size=2, address="127.0.0.1", server=("127.0.0.1", port), timeout_s=30
+    )
+
+
+def own(job: Job, task: Task, rank: int, port: int, warm_up: int) -> float:
+    """Seconds per step of the platform's own loop, alone."""
+    device = torch.device("cpu")
+    built = build_model(task, job.seed, device)
+    stepper = Stepper(task, built, seed=job.seed, shards=job.data.shards, clip_norm=None, device=device)
+    seen = index(job.data.path)
+    line = line_of(job, seen)
+    rows = Rows(index=seen, line=line, seed=job.seed, transform=None, granule=1024)
+    hosted = host_shards(job.data.shards, 2)[rank]
+    feed = Batches(
+        rows, shards=hosted, first_step=0, microbatches=1, collate=task.collate, cache_mb=1024, make_stream=None
+    )
+    told: list[Any] = []
+    control = Control()
+    control.begin(0)
+    world = HorovodWorld(formation(rank, port))
+    with feed:
+        train(
+            stepper,
+            feed,
+            world,
+            hosted=hosted,
+            shards=job.data.shards,
+            first_step=0,
+            steps=line.steps,
+            evaluation=None,
+            evaluated=-2,
+            limits=Limits(step_s=60, first_step_s=60, wait_s=60),
+            tell=told.append,
+            control=control,
+        )
+    return float((told[-1].time - told[warm_up - 1].time) / (len(told) - warm_up))
 
 
 def prepared(job: Any, rank: int, collate: Any) -> list[Any]:

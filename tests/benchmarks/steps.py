@@ -1,5 +1,7 @@
 """Steps per second: a bare Horovod loop, torch DDP, and this platform; interleaved, two workers, one thread each.
 
+The platform's own loop without Ray and controller stands beside them: what these cost while nothing fails.
+
 python -m tests.benchmarks.steps [--rounds 5]
 """
 
@@ -29,8 +31,12 @@ LOOP_S = 300.0
 SIZES = {
     "byte_gpt": ("tests.benchmarks.tasks:ByteGPT", 8, 160, 80),
     "mlp": ("tests.benchmarks.tasks:Mlp", 32, 3000, 1500),
+    "mlp_20ms": ("tests.benchmarks.tasks:Mlp", 256, 900, 450),
 }
 """task, rows per shard, steps, of them warm-up"""
+COST = "mlp_20ms"
+"""Steps of about 20 ms, on which the cost of Ray and controller is measured."""
+OWN = "raytrain_plus' loop, no Ray, no controller"
 
 
 def job(folder: Path, model: str, name: str, *, shards: int, rows: int, workers: int, cache_mb: int = 1024) -> Job:
@@ -99,6 +105,9 @@ def measure(folder: Path, rounds: int) -> None:
             took = seconds[model]
             took["bare Horovod loop"].append(loop("horovod", file, warm_up))
             took["raytrain_plus"].append(platform(base, warm_up)[0])
+            took[OWN].append(loop("own", file, warm_up))
+            if model == COST:
+                continue
             took["torch DDP"].append(loop("ddp", file, warm_up))
             eight = job(folder, model, f"{model}-8", shards=8, rows=2 * rows, workers=2)
             took["raytrain_plus, 8 shards"].append(platform(eight, warm_up)[0])
@@ -121,7 +130,12 @@ def report(model: str, seconds: dict[str, list[float]], waits: list[float]) -> N
         ratios = [b / v for b, v in zip(bare, values, strict=True)]
         spread = f"  ({min(ratios):.3f} to {max(ratios):.3f})"
         print(f"  {name:44}{1 / statistics.median(values):9.1f}{statistics.median(ratios):17.3f}{spread}")
-    alone, both = seconds["raytrain_plus, one worker, half the batch"], seconds["raytrain_plus"]
+    both = seconds["raytrain_plus"]
+    if model == COST:
+        cost: Any = statistics.median(b / a - 1 for a, b in zip(seconds[OWN], both, strict=True))
+        print(f"  Ray and controller cost {100 * cost:.1f} % of a step")
+        return
+    alone = seconds["raytrain_plus, one worker, half the batch"]
     weak: Any = statistics.median(a / b for a, b in zip(alone, both, strict=True))
     print(f"  weak scaling from 1 to 2 workers: {weak:.3f} of ideal")
     print(f"  streamed: {100 * statistics.median(waits):.2f} % of step time waiting for data")

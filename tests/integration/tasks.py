@@ -193,6 +193,17 @@ class Faulty(Net):
             time.sleep(float(what.removeprefix("sleep")))
 
 
+class Wide(Faulty):
+    """50 MB of weights and optimizer state."""
+
+    def parts(self) -> dict[str, Any]:
+        return {
+            "first": lambda: nn.Linear(6, 1024),
+            "wide": lambda: nn.Sequential(nn.ReLU(), nn.Linear(1024, 4096)),
+            "last": lambda: nn.Sequential(nn.ReLU(), nn.Linear(4096, 3)),
+        }
+
+
 class Stumbles(Net):
     """Raises now and then, each time another error."""
 

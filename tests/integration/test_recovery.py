@@ -121,7 +121,7 @@ def test_three_of_four_at_once(tmp_path: Path, undisturbed: dict[bool, list[floa
     check(run, before, [victim["pid"] for victim in victims], undisturbed[False])
 
 
-@pytest.mark.parametrize("what", ["stop", pytest.param("loop", marks=SLOW), "hold"])
+@pytest.mark.parametrize("what", ["stop", pytest.param("loop", marks=SLOW), pytest.param("hold", marks=SLOW)])
 def test_a_worker_that_hangs_is_found_and_replaced(
     tmp_path: Path, undisturbed: dict[bool, list[float]], what: str
 ) -> None:
@@ -298,7 +298,7 @@ def test_sixty_kills_in_a_row_make_nothing_grow_in_a_survivor(tmp_path: Path) ->
     early, late = np.median(figures[10:20], axis=0), np.median(figures[-10:], axis=0)
     assert (late <= 1.02 * early).all(), (early, late)
     run.kill(run.members()[0])
-    assert run.finish().error == "more failures than elastic.max_failures = 60"
+    assert str(run.finish().error).startswith("more failures than elastic.max_failures = 60; the last one: ")
 
 
 @pytest.mark.slow

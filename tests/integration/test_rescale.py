@@ -77,6 +77,22 @@ def test_machines_join_and_the_others_hardly_stop(tmp_path: Path, cluster: Clust
         assert gap <= 2 * step + 0.3, (gap, step)
 
 
+@pytest.mark.slow
+def test_machines_join_a_group_with_a_state_of_fifty_megabytes(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    run = Run(job(tmp_path, task="tasks:Wide", args={"pad_s": PAD_S}, workers=Workers(min=2, max=4), steps=300))
+    run.until_size(2)
+    run.until_step(10)
+    for size in (3, 4):
+        cluster.add_node(num_cpus=1)
+        run.until_size(size)
+        run.until_step(run.committed() + 30)
+        gap, step = longest_gap(run, run.events("view_formed")[-1]["time"])
+        print(f"to {size} workers: the longest gap {gap:.3f} s, a step {step:.3f} s")
+        assert gap <= 2 * step + 0.3
+    assert run.finish().recoveries == 0
+
+
 def longest_gap(run: Run, when: float) -> tuple[float, float]:
     """The longest time between two commits around a moment, and the usual one before."""
     times = np.array([event["time"] for event in run.events("step_committed")])
@@ -159,6 +175,7 @@ def test_too_few_for_too_long_end_the_run_with_the_model_of_the_last_commit(tmp_
     assert result.steps == run.committed() + 1
 
 
+@pytest.mark.slow
 def test_failures_are_bounded(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     elastic = Elastic(max_failures=1, wait_s=30)
@@ -170,7 +187,10 @@ def test_failures_are_bounded(tmp_path: Path, cluster: Cluster) -> None:
     run.until_size(2)
     run.kill(run.members()[0])
     result = run.finish()
-    assert (result.status, result.error) == ("failed", "more failures than elastic.max_failures = 1")
+    assert result.status == "failed"
+    assert str(result.error) == (
+        "more failures than elastic.max_failures = 1; the last one: its process was killed or crashed"
+    )
     assert (result.path / "model.safetensors").exists()
 
 
