@@ -201,7 +201,8 @@ def _knock(address: str) -> None:
 
 
 def _limits(job: Job, steps: int) -> Limits:
-    """What the group's machine goes by. Raises `InputError` where the cluster can never have `workers.min`."""
+    """What the group's machine goes by. Raises `InputError` where the cluster can never have
+    `workers.min` and `workers.spares`."""
     need = {"CPU": job.workers.cpus, "GPU": job.workers.gpus}
     shards = job.data.shards
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

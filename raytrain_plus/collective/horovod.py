@@ -6,7 +6,6 @@ dead peer aborts every survivor).
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import Any
 
@@ -33,7 +32,6 @@ class HorovodWorld:
         self.rank = formation.rank
         self.size = formation.size
         self._hvd = hvd
-        self._pending: set[int] = set()
         os.environ.update(_environment(formation))
         try:
             hvd.init()
@@ -47,28 +45,20 @@ class HorovodWorld:
         """Starts an in-place ring all-reduce."""
         op = self._hvd.Sum if operation == "sum" else self._hvd.Max
         try:
-            handle = self._hvd.allreduce_async_(tensor, op=op, name=name)
+            return _HorovodWork(self._hvd, self._hvd.allreduce_async_(tensor, op=op, name=name))
         except Exception as error:
             raise Interrupted(f"cannot start the all-reduce of {name}: {error}") from error
-        self._pending.add(handle)
-        return _HorovodWork(self._hvd, handle, self._pending)
 
     def close(self) -> None:
         """Shuts Horovod down in this process; it can be initialised again."""
+        # What nobody synchronised, Horovod forgets at its next `init`.
         self._hvd.shutdown()
-        # Horovod keeps the tensors of every handle that nobody synchronised, for good.
-        for handle in self._pending:
-            with contextlib.suppress(Exception):
-                if self._hvd.poll(handle):
-                    self._hvd.synchronize(handle)
-        self._pending.clear()
 
 
 class _HorovodWork:
-    def __init__(self, hvd: Any, handle: int, pending: set[int]) -> None:
+    def __init__(self, hvd: Any, handle: int) -> None:
         self._hvd = hvd
         self._handle = handle
-        self._pending = pending
 
     def done(self) -> bool:
         try:
@@ -78,7 +68,6 @@ class _HorovodWork:
             raise Interrupted(f"the world is broken: {error}") from error
 
     def finish(self) -> None:
-        self._pending.discard(self._handle)
         try:
             self._hvd.synchronize(self._handle)
         except Exception as error:

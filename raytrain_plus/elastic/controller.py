@@ -34,7 +34,7 @@ from raytrain_plus.elastic.watch import Pulses, judge, overdue
 from raytrain_plus.errors import RaytrainError, RunError, WorkerLost
 from raytrain_plus.result import Result
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
-from raytrain_plus.workers.plan import Assignment, Export, Joining, Outcome, Place, Plan, Ready
+from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready
 from raytrain_plus.workers.pool import Pool, answer
 from raytrain_plus.workers.ray_private import draining_nodes
 
@@ -89,7 +89,8 @@ class _Round:
 
     view: View
     server: RendezvousServer
-    joined: dict[str, Joining] = field(default_factory=dict)
+    slowest_s: float = 0.0
+    """Of those that have joined, how long the slowest took to form the world."""
     shas: dict[str, str] = field(default_factory=dict)
 
 
@@ -154,9 +155,9 @@ class Controller:
         """Takes a batch of applied steps and evaluations from a worker."""
         self._inbox.put(partial(self._reported, worker, generation, records))
 
-    def joined(self, worker: str, generation: int, joining: Joining) -> None:
-        """A worker is in its world and has the state."""
-        self._inbox.put(partial(self._joined, worker, generation, joining))
+    def joined(self, worker: str, generation: int, form_s: float) -> None:
+        """A worker is in its world, which took `form_s` seconds, and has the state."""
+        self._inbox.put(partial(self._joined, worker, generation, form_s))
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
@@ -356,11 +357,11 @@ class Controller:
             came_out = self._posted(self._came_out, name, view.generation)
             self._pool.ask(name, came_out, "serve", self._me, assignment)
 
-    def _joined(self, name: str, generation: int, joining: Joining) -> None:
+    def _joined(self, name: str, generation: int, form_s: float) -> None:
         if self._stale(generation, f"{name} joined"):
             return
         if self._round is not None:
-            self._round.joined[name] = joining
+            self._round.slowest_s = max(self._round.slowest_s, form_s)
         self._feed(e.Joined(name, generation))
 
     def _formed(self, formed: _Round) -> None:
@@ -370,8 +371,8 @@ class Controller:
             for name, worker in self._group.workers.items()
             if name not in members and not worker.leaving and worker.state in ("idle", "rehearsing")
         ]
-        slowest = max((joining.form_s for joining in formed.joined.values()), default=0.0)
-        self._journal.formed(time.time(), formed.view, self._ready, spares, self._order.plan.collective, slowest)
+        collective = self._order.plan.collective
+        self._journal.formed(time.time(), formed.view, self._ready, spares, collective, formed.slowest_s)
 
     def _reported(self, name: str, generation: int, records: Sequence[StepRecord | Evaluated]) -> None:
         if self._stale(generation, f"a report of {name}"):
@@ -492,6 +493,9 @@ class Controller:
 
     def _waits(self, have: int) -> None:
         need = self._order.limits.minimum
+        if have >= need:
+            # They are all there, and prepare.
+            return
         self._journal.waits(f"{need - have} more of at least {need} workers (each needs {self._pool.need})")
 
     def _handed(self, name: str, future: Future[Any]) -> None:

@@ -70,15 +70,6 @@ class Assignment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Joining:
-    """What joining took a member, in seconds."""
-
-    form_s: float
-    copy_s: float
-    """What was still waited for once the world was formed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """How a member came out of a generation."""
 

@@ -32,7 +32,7 @@ from raytrain_plus.data.granule import Rows, Transform
 from raytrain_plus.data.line import Line
 from raytrain_plus.data.of_job import evaluation_line, line_of
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.data.reader import Batches, held_out
+from raytrain_plus.data.reader import Batches, Collate, held_out
 from raytrain_plus.data.source import Index, index
 from raytrain_plus.errors import DataError, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
 from raytrain_plus.job import Job
@@ -44,7 +44,7 @@ from raytrain_plus.training.loop import Evaluation, Limits, train
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.records import Activity
 from raytrain_plus.training.step import Stepper
-from raytrain_plus.workers.plan import Assignment, Export, Joining, Outcome, Place, Plan, Ready
+from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready
 from raytrain_plus.workers.reporter import Reporter
 
 T = TypeVar("T")
@@ -64,6 +64,8 @@ class Worker:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._plan: Plan | None = None
         self._stepper: Stepper | None = None
+        self._rows: Rows | None = None
+        self._evaluation: Evaluation | None = None
         self._feed: Batches | None = None
 
     def place(self) -> Place:
@@ -167,6 +169,9 @@ class Worker:
             ) from None
         if plan.collective == "horovod":
             load_horovod()
+        transform = load_function(job.data.transform, roots) if job.data.transform else None
+        self._rows = _rows(plan.index, line_of(job, plan.index), job, transform)
+        self._evaluation = _evaluation(plan, task.collate, transform)
         self._plan = plan
         parameters = [value for _, value in self._stepper.named]
         return Ready(
@@ -199,15 +204,14 @@ class Worker:
                 # Its first batches are made while the world forms.
                 feed = stack.enter_context(self._open_feed(assignment.shards, assignment.first_step, stream=True))
                 stack.enter_context(reporter)
-                world, joining = self._join(assignment, copy)
+                world, form_s = self._join(assignment, copy)
                 # The last to come is the first to go: others wait until this world is left, not for the rest.
                 stack.callback(self._leave, world)
-                controller.joined.remote(self._name, generation, joining)
+                controller.joined.remote(self._name, generation, form_s)
                 why = self._train(assignment, feed, world, reporter.tell)
             outcome = Outcome(holds=stepper.held, why=why)
             if why == "finished":
-                sha = state_sha256(named_state(stepper.module, stepper.optimizer, stepper.named))
-                outcome = Outcome(holds=stepper.held, why=why, state_sha256=sha)
+                outcome = replace(outcome, state_sha256=_sha256(stepper))
         except (Interrupted, WaitExpired):
             outcome = Outcome(holds=stepper.held, why="interrupted")
         except RaytrainError as error:
@@ -219,12 +223,12 @@ class Worker:
         control.enter("idle")
         return replace(outcome, records=reporter.rest())
 
-    def _join(self, assignment: Assignment, copy: Future[Snapshot | None]) -> tuple[World, Joining]:
-        """Forms the world and takes the state, where there is one to take."""
+    def _join(self, assignment: Assignment, copy: Future[Snapshot | None]) -> tuple[World, float]:
+        """Forms the world and takes the state, where there is one to take; how many seconds the forming took."""
         assert self._stepper is not None
         start = time.monotonic()
         world = self._form(assignment.formation)
-        formed = time.monotonic()
+        form_s = time.monotonic() - start
         try:
             snapshot = copy.result()
             if snapshot is not None:
@@ -232,7 +236,7 @@ class Worker:
         except BaseException:
             self._leave(world)
             raise
-        return world, Joining(form_s=formed - start, copy_s=time.monotonic() - formed)
+        return world, form_s
 
     def _form(self, formation: Formation) -> World:
         assert self._plan is not None
@@ -273,7 +277,7 @@ class Worker:
             shards=job.data.shards,
             first_step=assignment.first_step,
             steps=self._plan.steps,
-            evaluation=self._evaluation(),
+            evaluation=self._evaluation,
             evaluated=assignment.evaluated,
             limits=Limits(
                 step_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S, wait_s=assignment.formation.timeout_s
@@ -285,10 +289,11 @@ class Worker:
     def _open_feed(self, hosted: tuple[int, ...], first_step: int, *, stream: bool) -> Batches:
         assert self._plan is not None
         assert self._stepper is not None
+        assert self._rows is not None
         plan, job = self._plan, self._plan.job
         node = ray.get_runtime_context().get_node_id()
         self._feed = Batches(
-            _rows(plan.index, line_of(job, plan.index), job, self._transform()),
+            self._rows,
             shards=hosted,
             first_step=first_step,
             microbatches=job.parallel.microbatches,
@@ -299,29 +304,11 @@ class Worker:
         )
         return self._feed
 
-    def _evaluation(self) -> Evaluation | None:
-        assert self._plan is not None
-        assert self._stepper is not None
-        job, seen = self._plan.job, self._plan.held_out
-        if job.evaluate is None or seen is None:
-            return None
-        rows = _rows(seen, evaluation_line(job, seen), job, self._transform())
-        size = job.data.batch_size // job.data.shards // job.parallel.microbatches
-        collate = self._stepper.task.collate
-        return Evaluation(
-            every_steps=job.evaluate.every_steps, batches=lambda shard: held_out(rows, shard, size, collate)
-        )
-
-    def _transform(self) -> Transform | None:
-        assert self._plan is not None
-        name = self._plan.job.data.transform
-        return load_function(name, [Path(root) for root in self._plan.roots]) if name else None
-
     def _export(self) -> Export:
         assert self._stepper is not None
         stepper = self._stepper
         stepper.buffers.restore()
-        sha = state_sha256(named_state(stepper.module, stepper.optimizer, stepper.named))
+        sha = _sha256(stepper)
         model = safetensors.torch.save(model_tensors(stepper.module))
         stepper.module.eval()
         with torch.no_grad():
@@ -331,6 +318,19 @@ class Worker:
 
 def _rows(seen: Index, line: Line, job: Job, transform: Transform | None) -> Rows:
     return Rows(index=seen, line=line, seed=job.seed, transform=transform, granule=job.data.granule)
+
+
+def _evaluation(plan: Plan, collate: Collate, transform: Transform | None) -> Evaluation | None:
+    job, seen = plan.job, plan.held_out
+    if job.evaluate is None or seen is None:
+        return None
+    rows = _rows(seen, evaluation_line(job, seen), job, transform)
+    size = job.data.batch_size // job.data.shards // job.parallel.microbatches
+    return Evaluation(every_steps=job.evaluate.every_steps, batches=lambda shard: held_out(rows, shard, size, collate))
+
+
+def _sha256(stepper: Stepper) -> str:
+    return state_sha256(named_state(stepper.module, stepper.optimizer, stepper.named))
 
 
 def open_stream(*arguments: Any, **settings: Any) -> Any:
