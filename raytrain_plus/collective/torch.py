@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import http.client
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,6 +22,8 @@ CONNECT_S = 5.0
 """Limit of connecting to a member that has published where it listens."""
 POLL_S = 0.01
 """Seconds between two looks for a key that another member has yet to publish."""
+CLOSE_S = 0.1
+"""Limit of waiting for a group to end; one that is stuck ends by itself, after its collectives' own limit."""
 
 
 class TorchWorld:
@@ -55,9 +58,22 @@ class TorchWorld:
             raise Interrupted(f"cannot start the all-reduce of {name}: {error}") from error
 
     def close(self) -> None:
-        """Drops the group and its sockets."""
+        """Drops the group and its sockets.
+
+        Dropping joins the group's threads, and Gloo does not tell a send that waits for room in a socket that the
+        socket broke: such a thread sits out its limit. It sits there alone; it holds the tensors that it sends, and
+        nothing reaches it any more.
+        """
+        last = [self._group]
         del self._group
-        self._stores.clear()
+        thread = threading.Thread(target=_drop, args=(last, self._stores), name="leaving a world", daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
+
+
+def _drop(last: list[dist.ProcessGroupGloo], stores: list[_Store]) -> None:
+    last.clear()
+    stores.clear()
 
 
 class _Store(dist.Store):

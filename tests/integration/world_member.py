@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,12 +28,18 @@ class Member:
 
     def __init__(self) -> None:
         self.world: Any = None
+        self.left = False
+
+    def interrupted(self) -> bool:
+        """Whether it is to leave a wait by itself. Horovod's work must end by the cut alone; torch's cannot always."""
+        return self.left and KIND == "torch"
 
     def form(self, order: dict[str, Any]) -> dict[str, Any]:
         formation = Formation(**{**order["formation"], "server": tuple(order["formation"]["server"])})
         if self.world is not None:
             self.world.close()
             self.world = None
+        self.left = False
         self.world = HorovodWorld(formation) if KIND == "horovod" else TorchWorld(formation)
         return {"rank": self.world.rank, "size": self.world.size}
 
@@ -50,16 +58,25 @@ class Member:
         return {"same": bool((tensor.numpy() == written).all())}
 
     def reduce_forever(self, order: dict[str, Any]) -> dict[str, Any]:
-        while True:
-            wait(self.world.reduce(torch.ones(order["length"]), "forever"), "a test", 20)
+        with self._closing():
+            while True:
+                wait(self.world.reduce(torch.ones(order["length"]), "forever"), "a test", 20, self.interrupted)
 
     def flood(self, order: dict[str, Any]) -> dict[str, Any]:
         """Enqueues many, and only then waits: a death finds it in the midst of enqueuing."""
-        while True:
-            names = [f"flood.{number}" for number in range(300)]
-            works = [self.world.reduce(torch.ones(order["length"] // 1000), name) for name in names]
-            for work in works:
-                wait(work, "a test", 20)
+        with self._closing():
+            while True:
+                names = [f"flood.{number}" for number in range(300)]
+                works = [self.world.reduce(torch.ones(order["length"] // 1000), name) for name in names]
+                for work in works:
+                    wait(work, "a test", 20, self.interrupted)
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.close({})
 
     def close(self, order: dict[str, Any]) -> dict[str, Any]:
         self.world.close()
@@ -89,6 +106,7 @@ def main() -> None:
         for line in sys.stdin:
             order = json.loads(line)
             if order["do"] == "cut":
+                member.left = True
                 cut([(address, port) for address, port in order["listening"]], listeners=KIND == "horovod")
             else:
                 pool.submit(getattr(member, order["do"]), order).add_done_callback(told)
