@@ -9,28 +9,35 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+Address = tuple[str, int]
+
+_SYN_SENT = "02"
 
 
-def cut(listening: Collection[tuple[str, int]], *, listeners: bool) -> int:
+def cut(listening: Collection[Address], *, listeners: bool) -> int:
     """Shuts down every TCP connection of this process from or to one of `listening`; how many.
 
-    With `listeners` also the sockets that listen there: who waits for a connection that never comes is let go, too. Not
-    for torch's Gloo, which ends the process when it cannot accept. The descriptors stay open: who opened them closes
-    them.
+    A connection that is being made to a machine that does not answer counts, too. With `listeners` also the sockets
+    that listen there: who waits for a connection that never comes is let go, too. Not for torch's Gloo, which ends the
+    process when it cannot accept. The descriptors stay open: who opened them closes them.
     """
     done = 0
     for entry in os.listdir("/proc/self/fd"):
         descriptor = int(entry)
         try:
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISSOCK(status.st_mode):
                 continue
-            with socket.socket(fileno=os.dup(descriptor)) as copy:
+            with _shared(descriptor) as copy:
                 if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
                     continue
                 if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and not listeners:
                     continue
-                if _ends(copy) & set(listening):
+                if _ends(copy, status.st_ino) & set(listening):
                     copy.shutdown(socket.SHUT_RDWR)
                     done += 1
         except OSError:
@@ -39,10 +46,35 @@ def cut(listening: Collection[tuple[str, int]], *, listeners: bool) -> int:
     return done
 
 
-def _ends(sock: socket.socket) -> set[tuple[str, int]]:
-    ends = {(sock.getsockname()[0], sock.getsockname()[1])}
+@contextmanager
+def _shared(descriptor: int) -> Iterator[socket.socket]:
+    """A socket object on a duplicate of the descriptor. Both share one blocking mode, which stays as it is."""
+    duplicate = os.dup(descriptor)
+    blocking = os.get_blocking(duplicate)
     try:
-        peer = sock.getpeername()
+        copy = socket.socket(fileno=duplicate)
+    except BaseException:
+        os.close(duplicate)
+        raise
+    with copy:
+        # A default timeout, if the user's code has set one, makes every new socket object change the mode.
+        os.set_blocking(duplicate, blocking)
+        yield copy
+
+
+def _ends(sock: socket.socket, inode: int) -> set[Address]:
+    ends = {sock.getsockname()[:2]}
+    try:
+        return ends | {sock.getpeername()[:2]}
     except OSError:
-        return ends
-    return ends | {(peer[0], peer[1])}
+        return ends | _connecting(inode)
+
+
+def _connecting(inode: int) -> set[Address]:
+    """Where a socket is connecting to that nobody has answered yet: the kernel tells only here."""
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == _SYN_SENT and fields[9] == str(inode):
+            address, port = fields[2].split(":")
+            return {(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16))}
+    return set()

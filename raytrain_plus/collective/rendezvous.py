@@ -20,14 +20,15 @@ import struct
 import threading
 from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 VALUE_BYTES = 64 << 10
 """Longest value taken: 136 bytes for each other member."""
 REQUEST_S = 5.0
-"""Limit of reading one request."""
+"""Limit of waiting for more of a request."""
 CLOSE_S = 5.0
-"""Limit of closing."""
+"""Limit of waiting for the server's thread."""
 
 _PATH = re.compile(
     r"/((?:torch|global|local_[\w.-]{1,128}|cross_\d{1,6})(?:_process_set_hash_\w{1,20})?)/((?:rank_)?\d{1,6})"
@@ -60,6 +61,11 @@ class RendezvousServer:
         class Server(ThreadingHTTPServer):
             daemon_threads = True
             request_queue_size = 256
+
+            def server_bind(self) -> None:
+                # Not as HTTPServer does: it asks a name server for this node's name, and may wait for it for long.
+                TCPServer.server_bind(self)
+                self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 """A member that dies in mid-request is told of elsewhere."""
@@ -114,15 +120,12 @@ class RendezvousServer:
 
 
 def listening_addresses(value: bytes) -> list[tuple[str, int]]:
-    """The (address, port) pairs in a value that a Gloo member published; IPv4 and IPv6."""
+    """The (address, port) pairs in a value that a Gloo member published; IPv4, as this server."""
     found = []
     for start in range(0, len(value) - _ADDRESS_BYTES + 1, _ADDRESS_BYTES):
         family, port = struct.unpack_from("<H", value, start)[0], struct.unpack_from(">H", value, start + 2)[0]
         if family == 2:
             found.append((".".join(map(str, value[start + 4 : start + 8])), port))
-        elif family == 10:
-            words = struct.unpack_from(">8H", value, start + 8)
-            found.append((":".join(f"{word:x}" for word in words), port))
     return found
 
 
@@ -149,7 +152,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not length.isdigit() or int(length) > VALUE_BYTES:
             self._answer(413)
             return
-        self._answer(self.rendezvous._put(*place, self.rfile.read(int(length))))
+        value = self.rfile.read(int(length))
+        if len(value) == int(length):  # else the member died in the midst of it
+            self._answer(self.rendezvous._put(*place, value))
 
     def do_DELETE(self) -> None:
         if self._place() is not None:

@@ -15,6 +15,7 @@ _PAIR = "third_party/gloo/gloo/transport/tcp/pair.cc"
 _OPERATIONS = "horovod/common/operations.cc"
 _TORCH = "horovod/torch/mpi_ops_v2.cc"
 _STORE = "horovod/common/gloo/http_store.cc"
+_CONTEXT = "horovod/common/gloo/gloo_context.cc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,24 @@ EDITS: tuple[Edit, ...] = (
                 double prescale_factor, double postscale_factor,
                 int process_set_id) {
   py::gil_scoped_release release_python_gil;
+""",
+    ),
+    Edit(
+        name="one-interface-for-all-meshes",
+        file=_CONTEXT,
+        reason="the mesh of the global process set forgets the interface that was asked for, and listens where the "
+        "machine's own name points to: on many machines that is 127.0.0.1, and members on two machines never meet",
+        old="""  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+  auto dev = CreateDevice(device_attr);
+
+  global_ctx = global_context.ctx;
+""",
+        new="""  device_attr.iface = global_context.gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+  auto dev = CreateDevice(device_attr);
+
+  global_ctx = global_context.ctx;
 """,
     ),
     Edit(

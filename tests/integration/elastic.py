@@ -23,12 +23,12 @@ Event = dict[str, Any]
 
 
 @contextmanager
-def raylets(count: int, cpus: int = 1) -> Iterator[Cluster]:
+def raylets(count: int, cpus: int = 1, **node_args: Any) -> Iterator[Cluster]:
     """A head without CPUs, where the controller lives, and so many nodes of `cpus` each."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **node_args})
     try:
         for _ in range(count):
-            cluster.add_node(num_cpus=cpus)
+            cluster.add_node(num_cpus=cpus, **node_args)
         ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
         yield cluster
     finally:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +28,9 @@ MEMBER = Path(__file__).parent / "world_member.py"
 class Member:
     """A process that obeys lines on its standard input and answers each with one JSON line."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, where: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(MEMBER), kind],
+            [*where, sys.executable, str(MEMBER), kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -54,18 +57,25 @@ class Member:
 
 @contextmanager
 def members(count: int, kind: str) -> Iterator[list[Member]]:
-    started = [Member(kind) for _ in range(count)]
-    try:
-        for member in started:
+    with ExitStack() as stack:
+        group = [stack.enter_context(started(kind)) for _ in range(count)]
+        for member in group:
             assert member.hear() == {"up": True}
-        yield started
+        yield group
+
+
+@contextmanager
+def started(kind: str, where: Sequence[str] = ()) -> Iterator[Member]:
+    """A member whose command begins with `where`; it is killed in the end."""
+    member = Member(kind, where)
+    try:
+        yield member
     finally:
-        for member in started:
-            member.process.kill()
-            member.process.wait(10)
-            for pipe in (member.process.stdin, member.process.stdout):
-                assert pipe is not None
-                pipe.close()
+        member.process.kill()
+        member.process.wait(10)
+        for pipe in (member.process.stdin, member.process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 @contextmanager
@@ -164,6 +174,43 @@ def test_a_peer_killed_in_mid_mesh_aborts_nobody() -> None:
         with server(2) as (_, port):
             assert form(survivors, port, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
         assert reduced(survivors) == [{"value": 3}, {"value": 3}]
+
+
+def test_a_peer_whose_machine_vanishes_in_mid_mesh_is_waited_for_by_nobody() -> None:
+    # A listener with a full queue answers no more than a machine that is gone; its low port makes others connect to it.
+    with members(2, "horovod") as group, ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0x1001), backlog=0))
+        full = [stack.enter_context(socket.socket()) for _ in range(4)]
+        for one in full:
+            one.setblocking(False)
+            one.connect_ex(silent.getsockname())
+        with server(3) as (rendezvous, port):
+            for rank, member in enumerate(group):
+                member.tell(do="form", formation=formation(rank, 3, port))
+            where = (struct.pack("<H", 2) + struct.pack(">H", 0x1001) + bytes([127, 0, 0, 1])).ljust(128, b"\0")
+            value = b"".join(where + struct.pack("<Q", number) for number in range(2))
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            client.request("PUT", "/global/2", value)
+            assert client.getresponse().status == 200
+            client.close()
+            time.sleep(1)
+            assert connecting_to(0x1001) > len(full) - 2
+            start = time.monotonic()
+            rendezvous.cancel()
+            listening = [address for addresses in rendezvous.published().values() for address in addresses]
+            for member in group:
+                member.tell(do="cut", listening=listening)
+            answers = [member.hear() for member in group]
+            assert time.monotonic() - start < 2.0
+        assert all("did not form" in answer.get("interrupted", "") for answer in answers), answers
+        with server(2) as (_, port):
+            assert form(group, port, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
+
+
+def connecting_to(port: int) -> int:
+    """Connections of this machine to that port that nobody has answered."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return sum(line.split()[2].endswith(f":{port:04X}") and line.split()[3] == "02" for line in lines)
 
 
 def reduced(group: list[Member]) -> list[dict[str, Any]]:

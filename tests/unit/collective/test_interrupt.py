@@ -1,6 +1,10 @@
 """Cutting sockets: those of the world, and no others."""
 
+import errno
+import os
+import select
 import socket
+import time
 
 import pytest
 
@@ -35,4 +39,37 @@ def test_who_waits_for_a_connection_is_let_go_where_that_is_wanted() -> None:
             listener.accept()
     finally:
         for end in (listener, client, server):
+            end.close()
+
+
+def test_who_connects_to_a_machine_that_does_not_answer_is_let_go() -> None:
+    # A listener with a full queue answers no more than a machine that is gone.
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent:
+        waiting = [socket.socket() for _ in range(4)]
+        try:
+            for one in waiting:
+                one.setblocking(False)
+                one.connect_ex(silent.getsockname())
+            time.sleep(0.1)
+            last = waiting[-1]
+            with pytest.raises(OSError, match="not connected"):
+                last.getpeername()
+            assert cut([silent.getsockname()], listeners=False) == len(waiting)
+            assert select.select([], [last], [], 1)[1] == [last]
+            assert last.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET
+        finally:
+            for one in waiting:
+                one.close()
+
+
+def test_no_socket_changes_its_blocking_mode() -> None:
+    listener, client, server = pair()
+    local = socket.socketpair()
+    try:
+        socket.setdefaulttimeout(3)
+        cut([("127.0.0.1", 1)], listeners=True)
+        assert [os.get_blocking(one.fileno()) for one in (listener, client, server, *local)] == [True] * 5
+    finally:
+        socket.setdefaulttimeout(None)
+        for end in (listener, client, server, *local):
             end.close()

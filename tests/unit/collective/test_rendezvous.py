@@ -2,6 +2,7 @@
 
 import http.client
 import pickle
+import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,25 @@ def test_cancelling_ends_the_wait_for_what_is_missing(served: Served) -> None:
     assert ask(client, "GET", "/global/1")[0] == 410
     assert ask(client, "GET", "/global/0")[0] == 200
     assert ask(client, "PUT", "/global/1", b"late")[0] == 410
+
+
+def test_no_name_server_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getfqdn(name: str = "") -> str:
+        raise AssertionError("a name server that does not answer would be waited for")
+
+    monkeypatch.setattr("socket.getfqdn", getfqdn)
+    server = RendezvousServer("127.0.0.1", size=2, peers=["127.0.0.1"])
+    assert server.start() > 0
+    server.close()
+
+
+def test_half_a_value_is_not_kept(served: Served) -> None:
+    _, client = served
+    with socket.create_connection((client.host, client.port)) as dies:
+        dies.sendall(b"PUT /global/1 HTTP/1.1\r\nContent-Length: 10\r\n\r\nhalf")
+        dies.shutdown(socket.SHUT_WR)
+        assert dies.recv(100) == b""
+    assert ask(client, "PUT", "/global/1", b"whole")[0] == 200
 
 
 def test_foreign_paths_ranks_sizes_and_pickles_are_refused(served: Served, tmp_path: Path) -> None:

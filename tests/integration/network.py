@@ -1,0 +1,71 @@
+"""A machine with a network of its own, whose cable can be pulled. Linux, root and iproute2 only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+HERE = "10.213.77.1"
+"""This side's address on the cable."""
+THERE = "10.213.77.2"
+POSSIBLE = os.geteuid() == 0 and shutil.which("ip") is not None
+
+
+class Cable:
+    """Between this machine and the other."""
+
+    def __init__(self, name: str, space: str) -> None:
+        self.name = name
+        self.there = ("ip", "netns", "exec", space)
+        """What a command begins with that is to run on the other machine."""
+
+    def pull(self) -> None:
+        """From now on nothing comes through, and nobody is told."""
+        _ip("link", "set", self.name, "down")
+
+
+@contextmanager
+def cable() -> Iterator[Cable]:
+    """A network namespace at the other end of a pair of virtual devices; what runs there is killed in the end."""
+    space = f"raytrain-{os.getpid()}"
+    near, far = f"rt{os.getpid()}a", f"rt{os.getpid()}b"
+    _ip("netns", "add", space)
+    try:
+        _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", space)
+        _ip("address", "add", f"{HERE}/30", "dev", near)
+        _ip("link", "set", near, "up")
+        for device in ("lo", far):
+            _ip("-n", space, "link", "set", device, "up")
+        _ip("-n", space, "address", "add", f"{THERE}/30", "dev", far)
+        yield Cable(near, space)
+    finally:
+        _ip("netns", "delete", space)
+
+
+@contextmanager
+def raylet_behind(cable: Cable, address: str) -> Iterator[None]:
+    """A Ray node of one CPU at the other end of the cable, of the cluster at `address`."""
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    process = subprocess.Popen(
+        [*cable.there, *start, "--address", address, "--node-ip-address", THERE, "--num-cpus", "1"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        there = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for one in there:
+            one.kill()
+        process.wait(10)
+        psutil.wait_procs(there, timeout=10)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=10)
