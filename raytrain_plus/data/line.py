@@ -84,6 +84,10 @@ class Line:
         self.steps = _steps_of_epochs(self.rows, shards, self.per_shard, epochs) if steps is None else steps
         self._tables: OrderedDict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = OrderedDict()
 
+    def __getstate__(self) -> dict[str, object]:
+        # Another thread may be filling the tables while this is pickled; who unpickles makes its own.
+        return {**self.__dict__, "_tables": OrderedDict()}
+
     def rows_before(self, shard: int, epoch: int) -> int:
         """How many rows the shard has had before `epoch`."""
         return max(0, -((shard - epoch * self.rows) // self.shards))

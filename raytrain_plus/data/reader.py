@@ -27,8 +27,10 @@ PREFETCH_STEPS = 4
 """Steps whose batches are made ahead."""
 LOOK_S = 0.02
 """Seconds between two looks at what else there is, while a step's batches are waited for."""
-STREAM_S = 60.0
-"""How long a stream that runs may keep a read waiting before it is read directly."""
+STREAM_S = 5.0
+"""How long a stream that runs may keep a read waiting before it is read directly: no step hangs for it."""
+JOIN_S = 5.0
+"""How long to wait for the thread of the batches that are taken over from; one that is stuck in a read is left."""
 
 Collate = Callable[[pa.Table], Any]
 
@@ -55,7 +57,7 @@ def cut(table: pa.Table, rows: int, collate: Collate) -> list[Microbatch]:
     A single row that is left over joins the microbatch before it: BatchNorm cannot train on one.
     """
     starts = list(range(0, table.num_rows, rows))
-    if len(starts) > 1 and table.num_rows - starts[-1] == 1:
+    if rows > 1 and len(starts) > 1 and table.num_rows - starts[-1] == 1:
         starts.pop()
     ends = [*starts[1:], table.num_rows]
     return [
@@ -135,9 +137,7 @@ class Batches:
         while not self._ready.empty():
             # Its thread may wait for room here, and would not look up for a moment.
             self._ready.get_nowait()
-        stream = self._stream
-        if stream is not None:
-            stream.close()
+        self._close_stream()
 
     def get(self, step: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> StepBatches:
         """The batches of the next step; `check` is called while it waits, and may raise.
@@ -160,32 +160,33 @@ class Batches:
     def _run(self) -> None:
         try:
             if self._before is not None:
-                self._before._thread.join()
+                # Two that read at once would read the same units twice.
+                self._before._thread.join(JOIN_S)
                 self._before = None
-            sources = {shard: _ShardRows(self._line, shard, self._first_step) for shard in self._shards}
+            sources = {shard: _ShardRows(self._line, shard) for shard in self._shards}
             upcoming = reads(self._line, self._shards, self._first_step)
             for step in range(self._first_step, self._line.steps):
-                if self._closing.is_set():
-                    return
                 if step == self._first_step + PREFETCH_STEPS + 2:
                     # The first step has its batch: loading and starting Ray Data, a second's work, must not delay it.
                     self._start_stream()
                 while any(source.lacks(step) for source in sources.values()):
+                    if self._closing.is_set():
+                        return
                     read = next(upcoming)
                     self._next_read = read.number + 1
                     sources[read.shard].add(self._read(read))
-                made = {
-                    shard: cut(source.take(step), self._microbatch_rows, self._collate)
-                    for shard, source in sources.items()
-                }
+                made = {}
+                for shard, source in sources.items():
+                    if self._closing.is_set():
+                        return
+                    made[shard] = cut(source.take(step), self._microbatch_rows, self._collate)
                 if not self._offer(made):
                     return
         except BaseException as error:
             self._offer(error)
         finally:
             # Once more: it may have been started after the reader was closed.
-            if self._stream is not None:
-                self._stream.close()
+            self._close_stream()
 
     def _offer(self, made: dict[int, list[Microbatch]] | BaseException) -> bool:
         while not self._closing.is_set():
@@ -196,8 +197,13 @@ class Batches:
                 continue
         return False
 
+    def _close_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
     def _start_stream(self) -> None:
-        if self._make_stream is None or (self._keep_units and len(self._units) == len(self._rows.index.unit_rows)):
+        if self._make_stream is None or self._has_every_unit() or self._closing.is_set():
             return
         index = self._rows.index
         upcoming = reads(self._line, self._shards, self._first_step)
@@ -206,7 +212,7 @@ class Batches:
             wanted = first_touches(wanted, frozenset(range(len(index.unit_rows))) - self._units.keys())
         stream = self._make_stream(
             self._rows,
-            grouped(wanted, index.unit_bytes, index.unit_rows),
+            grouped(wanted, self._bytes_of),
             whole_units=self._keep_units,
             expected_rows=(lambda read: index.unit_rows[read.piece.unit])
             if self._keep_units
@@ -231,20 +237,31 @@ class Batches:
 
     def _unit(self, read: Read) -> pa.Table:
         unit = read.piece.unit
-        if unit not in self._units and self._stream is not None:
-            for arrived, table in self._stream.take_units().items():
+        stream = self._stream
+        if unit not in self._units and stream is not None:
+            for arrived, table in stream.take_units().items():
                 self.streamed_reads += arrived not in self._units
                 self._units.setdefault(arrived, table)
         if unit not in self._units:
             self.direct_reads += 1
             self._units[unit] = read_unit(self._rows.index, unit)
+        if stream is not None and self._has_every_unit():
+            self._close_stream()
         return self._units[unit]
+
+    def _has_every_unit(self) -> bool:
+        return self._keep_units and len(self._units) == len(self._rows.index.unit_rows)
+
+    def _bytes_of(self, read: Read) -> float:
+        index, piece = self._rows.index, read.piece
+        share = 1.0 if self._keep_units else piece.rows / index.unit_rows[piece.unit]
+        return index.unit_bytes[piece.unit] * share
 
 
 class _ShardRows:
     """One shard's rows that are at hand but not yet used."""
 
-    def __init__(self, line: Line, shard: int, first_step: int) -> None:
+    def __init__(self, line: Line, shard: int) -> None:
         self._line = line
         self._shard = shard
         self._tables: list[pa.Table] = []
@@ -271,7 +288,7 @@ class _ShardRows:
 
 
 def held_out(rows: Rows, shard: int, microbatch_rows: int, collate: Collate) -> Iterator[Microbatch]:
-    """One shard's span of a held-out dataset, in microbatches of at most so many rows, read directly, unit by unit."""
+    """One shard's span of a held-out dataset, in microbatches (see `cut`), read directly, unit by unit."""
     _, length = rows.line.span(shard, 0)
     if not length:
         return

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from raytrain_plus.data.line import Line, Piece
 
 GROUP_BYTES = 32 << 20
 """Small reads share a task up to so many decoded bytes."""
+IN_VAIN = 10
+"""Epochs that are looked through for units that no shard of this worker has come by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +23,6 @@ class Read:
     step: int
     """The first step that needs it."""
     shard: int
-    start: int
-    """Its first row in the shard's own sequence."""
     piece: Piece
 
 
@@ -46,16 +46,16 @@ def _shard_reads(line: Line, shard: int, first_step: int) -> Iterator[Read]:
         if stop <= start:
             continue
         for piece in line.pieces_between(shard, start, stop):
-            yield Read(0, min(start // line.per_shard, last), shard, start, piece)
+            yield Read(0, min(start // line.per_shard, last), shard, piece)
             start += piece.rows
 
 
-def grouped(wanted: Iterable[Read], unit_bytes: Sequence[int], unit_rows: Sequence[int]) -> Iterator[tuple[Read, ...]]:
+def grouped(wanted: Iterable[Read], bytes_of: Callable[[Read], float]) -> Iterator[tuple[Read, ...]]:
     """Consecutive reads, gathered up to `GROUP_BYTES` a group; a larger one stands alone."""
     group: list[Read] = []
     filled = 0.0
     for read in wanted:
-        nbytes = unit_bytes[read.piece.unit] * read.piece.rows / max(1, unit_rows[read.piece.unit])
+        nbytes = bytes_of(read)
         if group and filled + nbytes > GROUP_BYTES:
             yield tuple(group)
             group, filled = [], 0.0
@@ -66,11 +66,19 @@ def grouped(wanted: Iterable[Read], unit_bytes: Sequence[int], unit_rows: Sequen
 
 
 def first_touches(wanted: Iterable[Read], units: Collection[int]) -> Iterator[Read]:
-    """Of each of `units` the first read alone, for a reader that keeps whole units; ends when all were touched."""
+    """Of each of `units` the first read alone, for a reader that keeps whole units.
+
+    Ends when all were touched, or when `IN_VAIN` epochs touched none: the shards of an unshuffled job come by some
+    units never.
+    """
     left = set(units)
+    touched = None
     for read in wanted:
-        if not left:
+        if touched is None:
+            touched = read.piece.epoch
+        if not left or read.piece.epoch > touched + IN_VAIN:
             return
         if read.piece.unit in left:
             left.remove(read.piece.unit)
+            touched = read.piece.epoch
             yield read

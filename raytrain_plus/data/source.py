@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +29,8 @@ class Index:
     unit_rows: tuple[int, ...]
     """For each unit, its rows."""
     unit_bytes: tuple[int, ...]
-    """For each unit, its bytes when decoded, as the footer says."""
+    """For each unit, about how many bytes it has when decoded: as the footer says, but no less than its fixed-width
+    columns take (the footer counts dictionary and run-length encoded values as they are encoded)."""
     schema: pa.Schema
     """The columns, without metadata."""
     fingerprint: str
@@ -64,10 +67,11 @@ def index(path: str | Path) -> Index:
         digest.update(f"{_relative(file, base)}\0{size}\0".encode())
         digest.update(hashlib.sha256(footer).digest())
         schemas.append(metadata.schema.to_arrow_schema().remove_metadata())
+        row_bytes = sum(_least_bytes(kind) for kind in schemas[-1].types)
         for group in range(metadata.num_row_groups):
             entry = metadata.row_group(group)
             if entry.num_rows:
-                units.append((number, group, entry.num_rows, entry.total_byte_size))
+                units.append((number, group, entry.num_rows, max(entry.total_byte_size, entry.num_rows * row_bytes)))
     _check_one_table(files, schemas)
     if not units:
         raise DataError(
@@ -115,6 +119,18 @@ def read_unit(data: Index, unit: int) -> pa.Table:
     return table.replace_schema_metadata(None)
 
 
+def _least_bytes(kind: pa.DataType) -> int:
+    """What a value of this type takes at least in memory; of a variable length, its offset."""
+    if pa.types.is_fixed_size_list(kind):
+        return int(kind.list_size) * _least_bytes(kind.value_type)
+    if pa.types.is_struct(kind):
+        return sum(_least_bytes(kind.field(number).type) for number in range(kind.num_fields))
+    try:
+        return max(1, int(kind.bit_width) // 8)
+    except ValueError:
+        return 4
+
+
 def _find(base: Path) -> list[Path]:
     if not base.exists():
         parents = [parent for parent in base.parents if parent.exists()]
@@ -125,16 +141,21 @@ def _find(base: Path) -> list[Path]:
         )
     if base.is_file():
         return [base]
-    try:
-        seen = [file for file in base.rglob("*") if file.is_file() and not _hidden(file.relative_to(base))]
-    except OSError as error:
-        raise DataError(f"cannot be listed: {error.strerror}", where=str(base)) from error
+    seen = [file for file in _walk(base) if file.is_file() and not _hidden(file.relative_to(base))]
     files = sorted((file for file in seen if file.suffix == ".parquet"), key=lambda file: _relative(file, base))
     if not files:
         kinds = Counter(file.suffix or "no ending" for file in seen)
         there = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)) or "nothing"
         raise DataError(f"holds no Parquet file, but {there}", where=str(base), expected="files named *.parquet")
     return files
+
+
+def _walk(base: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot be listed: {error.strerror}", where=str(error.filename)) from error
+
+    for folder, _, names in os.walk(base, onerror=refuse):
+        yield from (Path(folder) / name for name in names)
 
 
 def _hidden(relative: Path) -> bool:
@@ -177,6 +198,11 @@ def _check_one_table(files: list[Path], schemas: list[pa.Schema]) -> None:
     for name in dict.fromkeys([*first.names, *other.names]):
         here = first.field(name).type if name in first.names else None
         there = other.field(name).type if name in other.names else None
+        if here == there and first.field(name).nullable != other.field(name).nullable:
+            can, cannot = "can hold nulls", "cannot hold nulls"
+            spelled, expected = (can, cannot) if other.field(name).nullable else (cannot, can)
+            expected = f"one that {expected}"
+            break
         if here != there:
             spelled = f"is {there}" if there is not None else "is missing"
             expected = f"{here}" if here is not None else "no such column"

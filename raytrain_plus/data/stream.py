@@ -89,6 +89,7 @@ class Stream:
         roots: Sequence[str],
     ) -> None:
         self._rows = rows
+        self._sent: Any = None
         self._roots = roots
         self._groups = iter(groups)
         self._startup_s = STARTUP_S
@@ -118,12 +119,8 @@ class Stream:
     def take(self, number: int, timeout_s: float) -> pa.Table | None:
         """The rows of read `number`, waiting for it while it may still come; None where it will not, or not in time."""
         with self._news:
-            self._consumed_to = max(self._consumed_to, number)
-            self._drop_passed()
-            self._news.notify_all()
-            self._news.wait_for(
-                lambda: number in self._arrived or self.delivered > number or self.ended or self._closing, timeout_s
-            )
+            self._reader_is_at(number)
+            self._news.wait_for(lambda: self.delivered >= number or self.ended or self._closing, timeout_s)
             table = self._arrived.pop(number, None)
             if table is not None:
                 self._waiting_bytes -= table.nbytes
@@ -133,11 +130,7 @@ class Stream:
     def pass_by(self, number: int) -> None:
         """Says that the reader reads `number` itself: what arrives up to it is dropped."""
         with self._news:
-            if self._consumed_to == 0:
-                self._began_at = number
-            self._consumed_to = max(self._consumed_to, number + 1)
-            self._drop_passed()
-            self._news.notify_all()
+            self._reader_is_at(number + 1)
 
     def take_units(self) -> dict[int, pa.Table]:
         """The whole units that have arrived since the last call, by number."""
@@ -146,15 +139,10 @@ class Stream:
             return arrived
 
     def close(self) -> None:
-        """Ends the stream and its tasks soon, and lets whoever waits in `take` go at once."""
+        """Lets whoever waits in `take` go at once; the stream and its tasks end when the next rows arrive."""
         with self._news:
             self._closing = True
             self._news.notify_all()
-
-    def join(self, timeout_s: float) -> bool:
-        """Whether the stream has come to its end within so many seconds."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -163,6 +151,7 @@ class Stream:
                 groups = list(itertools.islice(ahead, HORIZON))
                 if not groups:
                     return
+                self._skip_to(groups[0][0].number)
                 self._execute(groups)
         except Exception:
             if not self._closing:
@@ -180,39 +169,53 @@ class Stream:
         rate = (self._consumed_to - self._began_at) / max(time.monotonic() - self._began, 0.001)
         return self._consumed_to + round(rate * self._startup_s)
 
+    def _skip_to(self, number: int) -> None:
+        """Nobody is to wait for what lies before `number`: the stream leaves it out."""
+        with self._news:
+            if self.delivered >= 0:
+                self.delivered = max(self.delivered, number - 1)
+                self._news.notify_all()
+
     def _execute(self, groups: list[tuple[Read, ...]]) -> None:
-        context = DataContext.get_current().copy()
+        if self._sent is None:
+            self._sent = ray.put(cloudpickle.dumps(self._rows))
+        wanted = {read.number: read for group in groups for read in group}
+        dataset = ray.data.read_datasource(
+            _Reads(self._sent, self._roots, groups, self._whole_units),
+            concurrency=min(TASKS_AT_ONCE, len(groups)),
+            override_num_blocks=len(groups),
+            num_cpus=0,
+            label_selector={"ray.io/node-id": self._node},
+        )
+        # The dataset's own context: the current one is the whole process's, where another stream may be ending.
+        context = dataset.context
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         context.execution_options.preserve_order = True
         context.execution_options.resource_limits = ExecutionResources.for_limits(
             object_store_memory=OBJECT_STORE_BYTES
         )
-        wanted = {read.number: read for group in groups for read in group}
-        with DataContext.current(context):
-            dataset = ray.data.read_datasource(
-                _Reads(ray.put(cloudpickle.dumps(self._rows)), self._roots, groups, self._whole_units),
-                concurrency=min(TASKS_AT_ONCE, len(groups)),
-                override_num_blocks=len(groups),
-                num_cpus=0,
-                label_selector={"ray.io/node-id": self._node},
-            )
-            batches: Any = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
-            partial: dict[int, list[pa.Table]] = {}
-            started = time.monotonic()
-            for number, batch in enumerate(batches):
-                if number == 0:
-                    self._startup_s = time.monotonic() - started
-                for read, table in _split(batch):
-                    partial.setdefault(read, []).append(table)
-                    have = sum(part.num_rows for part in partial[read])
-                    if have == self._expected_rows(wanted[read]) and not self._put(
-                        wanted[read], pa.concat_tables(partial.pop(read))
-                    ):
-                        return
+        batches: Any = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+        partial: dict[int, list[pa.Table]] = {}
+        started = time.monotonic()
+        for number, batch in enumerate(batches):
+            if self._closing:
+                return
+            if number == 0:
+                self._startup_s = time.monotonic() - started
+            for read, table in _split(batch):
+                partial.setdefault(read, []).append(table)
+                have = sum(part.num_rows for part in partial[read])
+                if have == self._expected_rows(wanted[read]) and not self._put(
+                    wanted[read], pa.concat_tables(partial.pop(read))
+                ):
+                    return
 
     def _put(self, read: Read, table: pa.Table) -> bool:
         """Keeps what arrived, when there is room; False where the stream is closing."""
+        if self._whole_units:
+            # It stays for long: a copy of our own, not a view that would hold Ray's object store.
+            table = table.take(np.arange(table.num_rows))
         with self._news:
             if (
                 not self._whole_units
@@ -230,6 +233,14 @@ class Stream:
             self._news.notify_all()
             return True
 
+    def _reader_is_at(self, number: int) -> None:
+        """The reader has passed what lies before `number`."""
+        if self._consumed_to == 0:
+            self._began_at = number
+        self._consumed_to = max(self._consumed_to, number)
+        self._drop_passed()
+        self._news.notify_all()
+
     def _drop_passed(self) -> None:
         """Forgets what the reader has passed by reading directly."""
         for number in [number for number in self._arrived if number < self._consumed_to]:
@@ -240,9 +251,6 @@ def _split(batch: pa.Table) -> Iterator[tuple[int, pa.Table]]:
     """A block, cut where its read changes."""
     numbers = batch.column(_NUMBER).to_numpy()
     rows = batch.drop_columns([_NUMBER])
-    at = 0
-    while at < len(numbers):
-        number = int(numbers[at])
-        end = at + int((numbers[at:] == number).sum())
-        yield number, rows.slice(at, end - at)
-        at = end
+    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist()] if len(numbers) else []
+    for start, end in zip(starts, [*starts[1:], len(numbers)], strict=False):
+        yield int(numbers[start]), rows.slice(start, end - start)

@@ -1,5 +1,6 @@
 """The line: every row once an epoch, steps of one size, spans equal within one row, whatever the numbers."""
 
+import pickle
 from collections import Counter
 
 import numpy as np
@@ -145,13 +146,28 @@ def test_reads_give_each_shard_its_rows_in_order(line: Line, data: st.DataObject
 
 def test_groups_hold_what_fits_and_keep_the_order() -> None:
     line = Line([10] * 6, shards=1, batch_size=10, seed=0, shuffle="none", epochs=1)
-    groups = list(grouped(reads(line, [0], 0), unit_bytes=[12 << 20] * 6, unit_rows=[10] * 6))
+    groups = list(grouped(reads(line, [0], 0), lambda read: 12 << 20))
     assert [[read.number for read in group] for group in groups] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_first_touches_ends_when_all_units_were_touched() -> None:
     line = Line([4, 4, 4], shards=2, batch_size=4, seed=0, steps=10**9)
     assert sorted(read.piece.unit for read in first_touches(reads(line, [1], 0), {0, 2})) == [0, 2]
+
+
+def test_first_touches_ends_where_some_units_are_never_touched() -> None:
+    # Without shuffling, the second of two shards sees the second half alone, for ever.
+    line = Line([4, 4, 4, 4], shards=2, batch_size=4, seed=0, shuffle="none", steps=10**9)
+    assert [read.piece.unit for read in first_touches(reads(line, [1], 0), {0, 1, 2, 3})] == [2, 3]
+
+
+def test_a_line_is_pickled_without_its_tables() -> None:
+    line = Line([4, 4, 4], shards=2, batch_size=4, seed=0, steps=100)
+    fresh = len(pickle.dumps(line))
+    before = [line.pieces(1, step) for step in range(20)]
+    assert len(pickle.dumps(line)) == fresh
+    again = pickle.loads(pickle.dumps(line))
+    assert [again.pieces(1, step) for step in range(20)] == before
 
 
 def test_read_factor() -> None:

@@ -1,6 +1,8 @@
 """What one pass over the footers finds, and what it refuses, with the place and the remedy."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -70,6 +72,37 @@ def test_schemas_that_differ_name_file_and_column(tmp_path: Path) -> None:
     text = failure(tmp_path)
     assert "b.parquet: column 'y' is string; 1 of 2 files differ" in text
     assert "int64, as in" in text
+
+
+def test_columns_of_which_only_one_can_hold_nulls(tmp_path: Path) -> None:
+    for name, nullable in (("a", True), ("b", False)):
+        schema = pa.schema([pa.field("x", pa.int64(), nullable=nullable)])
+        pq.write_table(pa.table({"x": [1]}, schema=schema), tmp_path / f"{name}.parquet")
+    with pytest.raises(DataError, match=r"b.parquet: column 'x' cannot hold nulls(.|\n)*one that can hold nulls"):
+        index(tmp_path)
+
+
+def test_what_repeats_is_counted_as_it_is_decoded(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [7] * 100_000, "y": [[1.0, 2.0]] * 100_000}), tmp_path / "a.parquet")
+    assert index(tmp_path).unit_bytes[0] >= 100_000 * 8
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    listed = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path) == closed:
+            raise PermissionError(13, "Permission denied", str(closed))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(
+        DataError, match=r"closed.*cannot be listed: Permission denied|cannot be listed: Permission.*closed"
+    ):
+        index(tmp_path)
 
 
 def test_a_missing_column(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""What the stream promises to its reader, without a Ray."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, cast
+
+import pyarrow as pa
+
+from raytrain_plus.data.line import Piece
+from raytrain_plus.data.reads import Read
+from raytrain_plus.data.stream import Stream, _split
+
+
+def stream() -> Stream:
+    return Stream(cast(Any, None), [], whole_units=False, expected_rows=lambda read: 1, node="", roots=[])
+
+
+def arrive(into: Stream, number: int) -> None:
+    assert into._put(Read(number, 0, 0, Piece(0, number, 0, 1)), pa.table({"x": [number]}))
+
+
+def test_a_read_that_arrived_is_taken_and_those_before_it_are_dropped() -> None:
+    made = stream()
+    for number in range(3):
+        arrive(made, number)
+    taken = made.take(1, 5)
+    assert taken is not None
+    assert taken.column("x").to_pylist() == [1]
+    assert made.take(0, 5) is None
+    assert list(made._arrived) == [2]
+
+
+def test_nobody_waits_for_what_the_stream_leaves_out() -> None:
+    made = stream()
+    arrive(made, 0)
+    made._skip_to(5)
+    start = time.monotonic()
+    assert made.take(3, 5) is None
+    assert made.take(4, 5) is None
+    assert time.monotonic() - start < 1
+    assert made.delivered == 4
+
+
+def test_a_stream_that_has_delivered_nothing_does_not_seem_to_be_ahead() -> None:
+    made = stream()
+    made._skip_to(5)
+    assert made.delivered == -1
+
+
+def test_who_waits_is_let_go_when_it_arrives_and_when_the_stream_closes() -> None:
+    made = stream()
+    got: list[Any] = []
+    waiting = threading.Thread(target=lambda: got.extend([made.take(2, 5), made.take(3, 5)]))
+    waiting.start()
+    for number in range(3):
+        arrive(made, number)
+    made.close()
+    waiting.join(5)
+    assert [table and table.column("x").to_pylist() for table in got] == [[2], None]
+
+
+def test_a_block_is_cut_where_its_read_changes() -> None:
+    block = pa.table({"x": [1, 2, 3, 4], "_raytrain_read": [7, 7, 9, 9]})
+    assert [(number, part.column("x").to_pylist()) for number, part in _split(block)] == [(7, [1, 2]), (9, [3, 4])]
+    assert list(_split(block.slice(0, 0))) == []
