@@ -47,8 +47,11 @@ class Commits(Generic[Record]):
     def report(self, member: str, records: Sequence[Record]) -> list[Record]:
         """Takes one member's newly applied steps; the records of the steps that this commits, in order.
 
-        Where several members report a step, the record that came last stands: it is the one that completed it.
+        Word of who is no member any more changes nothing. Where several members report a step, the record that came
+        last stands: it is the one that completed it.
         """
+        if member not in self._applied:
+            return []
         for record in records:
             self._applied[member] = max(self._applied[member], record.step)
             if record.step >= self.next_step:

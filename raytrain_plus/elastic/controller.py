@@ -30,7 +30,7 @@ from raytrain_plus.elastic.group import Limits, Phase, holders, holds, members_i
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.elastic.patience import PREPARE_S, clock_of, limit_s, stop_limit_s
 from raytrain_plus.elastic.view import View
-from raytrain_plus.elastic.watch import Pulses, judge, overdue
+from raytrain_plus.elastic.watch import LAST_S, Pulses, judge, overdue
 from raytrain_plus.errors import RaytrainError, RunError, WorkerLost
 from raytrain_plus.result import Result
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
@@ -137,11 +137,10 @@ class Controller:
                 last = now
                 self._look(now)
             return self._closing
-        except RaytrainError:
-            raise
         except Exception as failure:
             if self._journal.opened:
-                self._finish("failed", f"{failure}\n{traceback.format_exc()}", None)
+                ours = "" if isinstance(failure, RaytrainError) else f"\n{traceback.format_exc()}"
+                self._finish("failed", f"{failure}{ours}", None)
             raise
         finally:
             self._over.set()
@@ -173,7 +172,7 @@ class Controller:
         """Does what is in the inbox, or waits a moment for something."""
         try:
             self._inbox.get(timeout=TICK_S)()
-            while True:
+            while self._closing is None:
                 self._inbox.get_nowait()()
         except queue.Empty:
             return
@@ -187,7 +186,8 @@ class Controller:
         self._ask(now)
         for name in overdue(self._pulses.all, now, holders(self._group)):
             self._lost(name, "it did not leave a broken collective in time")
-        verdict = judge(self._pulses.all, members_in(self._group), self._elastic.hang_timeout_s, now)
+        group = self._group
+        verdict = judge(self._pulses.all, members_in(group), holders(group), self._elastic.hang_timeout_s, now)
         for name, what in verdict.hung.items():
             self._lost(name, what)
         generation = self._group.generation
@@ -256,8 +256,6 @@ class Controller:
         elif isinstance(command, e.Dismiss):
             self._dismiss(command.worker)
         elif isinstance(command, e.HandOver):
-            held = holds(self._group, command.worker)
-            self._journal.regroup(time.time(), [command.worker], held)
             self._pool.ask(command.worker, self._posted(self._handed, command.worker), "export")
         elif isinstance(command, e.Wait):
             if self._group.generation >= 0:
@@ -279,10 +277,9 @@ class Controller:
             return
         self._pool.start(name)
         self._pool.watch(name, self._posted(self._died, name))
-        asked = time.time()
-        self._pool.ask(name, self._posted(self._came, name, asked), "place")
+        self._pool.ask(name, self._posted(self._came, name), "place")
 
-    def _came(self, name: str, asked: float, future: Future[Any]) -> None:
+    def _came(self, name: str, future: Future[Any]) -> None:
         try:
             place: Place = answer(future, name)
         except WorkerLost:
@@ -290,12 +287,21 @@ class Controller:
         if name not in self._pool:
             return
         self._places[name] = place
-        self._journal.came(place, asked, time.time())
+        self._journal.came(place)
+        # Asked once the process is there, so that the answer is quick.
+        self._pool.ask(name, self._posted(self._clocked, name, time.time()), "clock")
         self._pulses.add(name, time.monotonic())
         self._feed(e.Up(name))
         if place.node in self._draining:
             self._feed(e.Notice(name))
         self._pool.ask(name, self._posted(self._prepared, name), "prepare", self._order.plan, PREPARE_S)
+
+    def _clocked(self, name: str, asked: float, future: Future[Any]) -> None:
+        try:
+            clock_s: float = answer(future, name)
+        except WorkerLost:
+            return
+        self._journal.clocked(name, clock_s, asked, time.time())
 
     def _prepared(self, name: str, future: Future[Any]) -> None:
         try:
@@ -350,12 +356,15 @@ class Controller:
                 formation=formation,
                 shards=member.shards,
                 first_step=command.first_step,
-                source=source if name in command.copies else (),
+                copies=name in command.copies,
                 evaluated=self._journal.evaluated,
             )
             self._pulses.left(name, time.monotonic())
             came_out = self._posted(self._came_out, name, view.generation)
             self._pool.ask(name, came_out, "serve", self._me, assignment)
+            if name in command.copies:
+                # A call of its own, which ends: a reference lives as long as the call that it was given to.
+                self._pool.call(name, "take", view.generation, source)
 
     def _joined(self, name: str, generation: int, form_s: float) -> None:
         if self._stale(generation, f"{name} joined"):
@@ -387,7 +396,7 @@ class Controller:
             outcome: Outcome = answer(future, name)
         except WorkerLost:
             return
-        if self._stale(generation, f"{name} came out"):
+        if self._stale(generation, f"{name} came out") or name not in self._group.workers:
             return
         self._reported(name, generation, outcome.records)
         self._pulses.left(name, time.monotonic())
@@ -397,7 +406,7 @@ class Controller:
             self._errors[outcome.fault] = outcome.error
             log.info("%s failed in generation %d: %s", name, generation, outcome.fault)
         if outcome.why in ("failed", "interrupted"):
-            self._journal.broke(time.time(), f"{name}: {outcome.fault}" if outcome.fault else "")
+            self._journal.broke(time.time(), f"{name}: {outcome.fault}" if outcome.why == "failed" else "")
         self._feed(e.Left(name, generation, outcome.holds, outcome.why, outcome.fault, outcome.final))
 
     def _stale(self, generation: int, what: str) -> bool:
@@ -419,6 +428,10 @@ class Controller:
         try:
             activity: Activity = answer(future, name)
         except WorkerLost:
+            return
+        except Exception:
+            # It owes an answer still, and is lost when it owes it for too long.
+            log.warning("%s cannot say what it does", name, exc_info=True)
             return
         now = time.monotonic()
         self._pulses.heard(name, activity.doing, activity.since_s, activity.limit_s, now)
@@ -452,20 +465,27 @@ class Controller:
         """On a thread of its own, because Ray may take its time: who will leave, and who is silent."""
         draining: dict[str, float | None] | None = {}
         while not self._over.wait(NODE_POLL_S):
-            if draining is not None:
-                draining = draining_nodes()
-            if draining is not None and draining != self._draining:
-                self._inbox.put(partial(self._noticed, draining))
-            now = time.monotonic()
-            pulses = dict(self._pulses.all)
-            silent = {
-                self._places[name].node
-                for name, pulse in pulses.items()
-                if pulse.silent_s(now) > NODE_SILENT_S and name in self._places
-            }
-            for node in silent:
-                if not _answers(node):
-                    self._inbox.put(partial(self._node_lost, node))
+            try:
+                if draining is not None:
+                    draining = draining_nodes()
+                if draining is not None and draining != self._draining:
+                    self._inbox.put(partial(self._noticed, draining))
+                for node in self._silent_nodes():
+                    if not (_answers(node) or _answers(node)):
+                        self._inbox.put(partial(self._node_lost, node))
+            except Exception:
+                # Ray's own head may be out of reach for a moment.
+                log.warning("cannot look after the nodes; trying again", exc_info=True)
+
+    def _silent_nodes(self) -> set[str]:
+        now = time.monotonic()
+        places = dict(self._places)
+        silent_s = {name: pulse.silent_s(now) for name, pulse in dict(self._pulses.all).items() if name in places}
+        silent = {name for name, since_s in silent_s.items() if since_s > NODE_SILENT_S}
+        if set(holders(self._group)) <= silent:
+            # It may be our own network that is gone: not all who hold the state are given up at once.
+            silent = {name for name in silent if silent_s[name] > NODE_SILENT_S + LAST_S}
+        return {places[name].node for name in silent}
 
     def _noticed(self, draining: Mapping[str, float | None]) -> None:
         before, self._draining = self._draining, dict(draining)
@@ -487,7 +507,7 @@ class Controller:
     # The end
 
     def _stop(self) -> None:
-        if self._stopping_since is None:
+        if self._stopping_since is None and self._group.phase is not Phase.CLOSE:
             self._stopping_since = time.monotonic()
         self._feed(e.Stop())
 
@@ -499,12 +519,16 @@ class Controller:
         self._journal.waits(f"{need - have} more of at least {need} workers (each needs {self._pool.need})")
 
     def _handed(self, name: str, future: Future[Any]) -> None:
+        if name != self._group.lead:
+            return
         try:
             self._export = answer(future, name)
         except WorkerLost:
             return
         except RaytrainError as error:
             self._errors["export"] = error
+        # What it alone holds is committed now that it is out of its hands.
+        self._journal.regroup(time.time(), [name], holds(self._group, name))
         self._feed(e.Handed())
 
     def _end(self, end: e.End) -> None:

@@ -51,6 +51,8 @@ class Worker:
     """The step whose state it has: -1 the initial one; None a dirty one, half a copy, or none that counts."""
     leaving: bool = False
     joined: bool = False
+    proved: bool = False
+    """It was in a world that was formed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +84,8 @@ class Group:
     """The committed step at the last failure."""
     cause: str = ""
     """Of the last failure, in words."""
+    unformed: int = 0
+    """Worlds in a row that did not form."""
     stillborn: int = 0
     """Workers lost before they were warm, since the last one that became so."""
 
@@ -138,6 +142,19 @@ def size_for(group: Group, count: int) -> int:
     limits = group.limits
     keep = min(count, max(limits.minimum, len(group.seats)))
     return useful_size(max(count - limits.spares, keep), limits.minimum, limits.maximum, limits.shards)
+
+
+def suspects(group: Group) -> list[str]:
+    """Members because of whom, it seems, no world forms for the second time: those that were never in one.
+
+    Nobody, while too few others would be left.
+    """
+    if group.phase is not Phase.JOIN or group.unformed < 1:
+        return []
+    proved = [name for name in free(group) if group.workers[name].proved]
+    if len(proved) < group.limits.minimum:
+        return []
+    return [name for name in group.seats if name in group.workers and not group.workers[name].proved]
 
 
 def preparing(group: Group) -> bool:

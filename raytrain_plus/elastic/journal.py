@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +14,16 @@ from raytrain_plus.elastic.commits import Commits
 from raytrain_plus.elastic.incidents import Incidents
 from raytrain_plus.elastic.totals import Totals
 from raytrain_plus.elastic.view import View
-from raytrain_plus.observe.events import EventLog
+from raytrain_plus.observe.events import EventLog, read_events
 from raytrain_plus.observe.tensorboard import Scalars
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import Lease
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.workers.plan import Export, Place, Ready
+
+EVENTS = "events.ndjson"
+KEPT = 10_000
+"""Events kept in memory, at least; who follows from further back gets them out of the file."""
 
 
 class Journal:
@@ -30,6 +35,7 @@ class Journal:
         self._rows = rows
         self._news = threading.Condition()
         self._told: list[dict[str, Any]] = []
+        self._dropped = 0
         self._early: list[dict[str, Any]] = []
         self._folder: Path | None = None
         self._lease: Lease | None = None
@@ -59,7 +65,7 @@ class Journal:
         self._lease = Lease(folder)
         self._lease.renew()
         (folder / "job.yaml").write_text(job_yaml)
-        self._log = EventLog(folder / "events.ndjson")
+        self._log = EventLog(folder / EVENTS)
         self._scalars = Scalars(folder / "tensorboard")
         early, self._early = self._early, []
         self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
@@ -81,15 +87,22 @@ class Journal:
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
         with self._news:
-            self._news.wait_for(lambda: len(self._told) > cursor, timeout_s)
-            return self._told[cursor:]
+            self._news.wait_for(lambda: self._dropped + len(self._told) > cursor, timeout_s)
+            if cursor >= self._dropped or self._folder is None:
+                return self._told[max(0, cursor - self._dropped) :]
+            until = min(self._dropped, cursor + KEPT)
+        return list(itertools.islice(read_events(self._folder / EVENTS), cursor, until))
 
-    def came(self, place: Place, asked: float, answered: float) -> None:
-        """A worker is there; it was asked where at one moment, and its answer came at another, both in Unix seconds."""
-        # On one machine the clocks are one; between machines this is right to the length of the call.
-        offset = (asked + answered) / 2 - place.clock_s
-        self._offsets[place.worker] = offset if abs(offset) > answered - asked else 0.0
+    def came(self, place: Place) -> None:
+        """A worker is there."""
         self._places[place.worker] = place
+        self._offsets[place.worker] = 0.0
+
+    def clocked(self, worker: str, clock_s: float, asked: float, answered: float) -> None:
+        """A worker, asked at one moment, said `clock_s`; its answer came at another. All in Unix seconds."""
+        # On one machine the clocks are one; between machines this is right to the length of the call.
+        offset = (asked + answered) / 2 - clock_s
+        self._offsets[worker] = offset if abs(offset) > answered - asked else 0.0
 
     def gone(self, worker: str, cause: str) -> None:
         """A worker was lost."""
@@ -164,7 +177,10 @@ class Journal:
         """The run is over: its last event and its result, in its folder where it has one."""
         sha = export.state_sha256 if export else None
         if export is not None and self._folder is not None:
-            (self._folder / "model.safetensors").write_bytes(export.model)
+            # Whole or not at all.
+            unfinished = self._folder / ".model.safetensors.part"
+            unfinished.write_bytes(export.model)
+            unfinished.replace(self._folder / "model.safetensors")
         result = self._totals.result(
             name=name,
             status=status,
@@ -232,6 +248,9 @@ class Journal:
             self._scalars.add(event)
         with self._news:
             self._told.append(event)
+            if len(self._told) > 2 * KEPT:
+                del self._told[:KEPT]
+                self._dropped += KEPT
             self._news.notify_all()
 
 

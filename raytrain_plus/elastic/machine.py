@@ -22,6 +22,7 @@ from raytrain_plus.elastic.group import (
     members_in,
     preparing,
     size_for,
+    suspects,
     wants_change,
     with_worker,
     without,
@@ -87,21 +88,26 @@ def _settle(group: Group) -> Outcome:
         useless = [name for name, worker in group.workers.items() if worker.state == "idle"]
         for name in useless:
             group = without(group, name)
-        group, started = _staff(replace(group, phase=Phase.GATHER))
-        return group, [*(e.Dismiss(name) for name in useless), *started, _wait(group)]
+        group, gathered = _gather(group)
+        return group, [*(e.Dismiss(name) for name in useless), *gathered]
     if not _enough(group):
-        group, started = _staff(replace(group, phase=Phase.GATHER))
-        return group, [*started, _wait(group)]
+        return _gather(group)
     return _join(group, best)
+
+
+def _gather(group: Group) -> Outcome:
+    # Who was lost while others trained says nothing of who comes now.
+    stillborn = group.stillborn if group.phase is Phase.GATHER else 0
+    group, started = _staff(replace(group, phase=Phase.GATHER, stillborn=stillborn))
+    return group, [*started, _wait(group)]
 
 
 def _enough(group: Group, patient: bool = True) -> bool:
     count = len(free(group))
     if count < group.limits.minimum:
         return False
-    if not patient:
-        return True
-    return not preparing(group) and (group.generation >= 0 or count >= group.limits.expected)
+    # A group that has trained goes on with those who can; who still prepares joins later, and stops nobody.
+    return not patient or group.generation >= 0 or (not preparing(group) and count >= group.limits.expected)
 
 
 def _join(group: Group, best: str) -> Outcome:
@@ -151,17 +157,23 @@ def _end(group: Group, unsaved: str = "") -> Outcome:
 def _break(group: Group) -> Outcome:
     """The world is broken: whoever is inside leaves it, and what follows is decided when all are out."""
     same = group.fruitless_at == group.committed
+    for name in suspects(group):
+        group = with_worker(group, name, leaving=True)
     group = replace(
         group,
-        phase=Phase.LEAVE,
         failures=group.failures + 1,
         fruitless=group.fruitless + 1 if same else 1,
         fruitless_at=group.committed,
+        unformed=group.unformed + (group.phase is Phase.JOIN),
+        phase=Phase.LEAVE,
     )
     limit = group.limits.max_failures
-    if not group.failure and limit is not None and group.failures > limit:
+    if group.stopping or group.failure:
+        # The run ends anyway.
+        limit = None
+    elif limit is not None and group.failures > limit:
         group = replace(group, failure=f"more failures than elastic.max_failures = {limit}{_last(group)}")
-    elif not group.failure and group.fruitless > FRUITLESS:
+    elif group.fruitless > FRUITLESS:
         group = replace(group, failure=f"{FRUITLESS} failures in a row with no step between them{_last(group)}")
     inside = members_in(group)
     if inside:
@@ -175,7 +187,9 @@ def _last(group: Group) -> str:
 
 def _run(group: Group) -> Outcome:
     """The world is formed and steps: what was put off till now."""
-    group = replace(group, phase=Phase.TRAIN)
+    group = replace(group, phase=Phase.TRAIN, unformed=0)
+    for name in members_in(group):
+        group = with_worker(group, name, proved=True)
     commands: list[e.Command] = []
     for name, worker in list(group.workers.items()):
         if worker.state != "idle":
@@ -265,9 +279,9 @@ def _committed_join(group: Group, event: e.Committed) -> Outcome:
 def _out(group: Group, event: e.Left) -> Group:
     group = with_worker(group, event.worker, state="idle", holds=event.holds, joined=False)
     group = replace(group, finished=group.finished or event.why == "finished")
+    group = replace(group, cause=event.fault or group.cause)
     if event.why != "failed":
         return group
-    group = replace(group, cause=event.fault)
     if event.final:
         return replace(group, failure=group.failure or event.fault)
     return _fault(group, group.committed if event.holds is None else event.holds, event.fault)
@@ -316,9 +330,12 @@ def _lost_inside(group: Group, event: e.Lost) -> Outcome:
     group = _gone(group, event)
     if inside:
         return _break(group)
-    if group.phase is Phase.TRAIN:
-        return _staff(group)
-    return group, []
+    if group.phase is not Phase.TRAIN:
+        return group, []
+    group, started = _staff(group)
+    # Others may have waited for it, to join together.
+    group, paused = _review(group)
+    return group, [*started, *paused]
 
 
 def _lost_leave(group: Group, event: e.Lost) -> Outcome:
@@ -335,7 +352,9 @@ def _notice(group: Group, event: e.Notice) -> Outcome:
 
 
 def _notice_gather(group: Group, event: e.Notice) -> Outcome:
-    return _staff(_notice(group, event)[0])
+    group, started = _staff(_notice(group, event)[0])
+    group, settled = _settle(group)
+    return group, [*started, *settled]
 
 
 def _notice_train(group: Group, event: e.Notice) -> Outcome:
@@ -371,7 +390,7 @@ def _late_gather(group: Group, event: e.Late) -> Outcome:
 
 
 def _late(group: Group, event: e.Late) -> Outcome:
-    return _break(group)
+    return _break(replace(group, cause=f"{group.phase.value} took too long"))
 
 
 def _stuck(group: Group, event: e.Stuck) -> Outcome:
@@ -404,7 +423,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_G, e.Committed): Rule(_nothing, (_G,)),
     (_G, e.Left): Rule(_nothing, (_G,)),
     (_G, e.Lost): Rule(_lost_gather, (_G, _J, _C, _E)),
-    (_G, e.Notice): Rule(_notice_gather, (_G,)),
+    (_G, e.Notice): Rule(_notice_gather, (_G, _J, _C, _E)),
     (_G, e.Stop): Rule(_stop_gather, (_C, _E)),
     (_G, e.Late): Rule(_late_gather, (_J, _C, _E)),
     (_G, e.Stuck): Rule(_nothing, (_G,)),
@@ -425,7 +444,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_T, e.Joined): Rule(_nothing, (_T,)),
     (_T, e.Committed): Rule(_committed, (_T,)),
     (_T, e.Left): Rule(_left, (_T, _J, _L, _G, _C, _E)),
-    (_T, e.Lost): Rule(_lost_inside, (_T, _J, _L, _G, _C, _E)),
+    (_T, e.Lost): Rule(_lost_inside, (_T, _J, _P, _L, _G, _C, _E)),
     (_T, e.Notice): Rule(_notice_train, (_T, _P)),
     (_T, e.Stop): Rule(_stop_train, (_P,)),
     (_T, e.Late): Rule(_nothing, (_T,)),

@@ -17,7 +17,7 @@ LEAVE_S = 0.3
 LEAVE_JOINING_S = 6.0
 """The same while it forms its world, where it may wait for a connection (see `collective.torch.CONNECT_S`)."""
 LAST_S = 15.0
-"""The same where all who hold the state are late: without them everything would be lost."""
+"""How much longer to wait where all who hold the state would be given up: without them everything would be lost."""
 LEAVE_SILENT_S = 1.0
 """For how long one that was last seen in a collective may say nothing when it is told to leave."""
 
@@ -65,23 +65,31 @@ class Verdict:
     """All wait for one another, and nothing moves."""
 
 
-def judge(pulses: Mapping[str, Pulse], inside: Collection[str], hang_s: float, now: float) -> Verdict:
-    """Who has hung. `inside` are the members of the present generation; `hang_s` is `elastic.hang_timeout_s`."""
-    hung = {name: what for name, pulse in pulses.items() if (what := _wrong(pulse, hang_s, now))}
+def judge(
+    pulses: Mapping[str, Pulse], inside: Collection[str], holders: Collection[str], hang_s: float, now: float
+) -> Verdict:
+    """Who has hung. `inside` are the members of the present generation; `hang_s` is `elastic.hang_timeout_s`.
+
+    `holders` are the workers that may have the newest state: they are not given up all at once before `LAST_S` more.
+    """
+    hung = {name: what for name, pulse in pulses.items() if (what := _wrong(pulse, hang_s, 0.0, now))}
+    if holders and set(holders) <= hung.keys():
+        hung = {name: what for name in hung if (what := _wrong(pulses[name], hang_s, LAST_S, now))}
     if hung or not inside:
         return Verdict(hung)
     stuck = all(
-        name in pulses and pulses[name].doing == "collective" and pulses[name].lasted_s > hang_s for name in inside
+        name in pulses and pulses[name].doing in ("collective", "leaving") and pulses[name].lasted_s > hang_s
+        for name in inside
     )
     return Verdict({}, stuck)
 
 
-def _wrong(pulse: Pulse, hang_s: float, now: float) -> str:
+def _wrong(pulse: Pulse, hang_s: float, more_s: float, now: float) -> str:
     works = pulse.doing not in WAITING and pulse.doing != "idle"
     # Whoever may take longer for what it does (a first step, an import) may say nothing for as long.
-    if pulse.silent_s(now) > (max(hang_s, pulse.limit_s) if works else hang_s):
+    if pulse.silent_s(now) > (max(hang_s, pulse.limit_s) if works else hang_s) + more_s:
         return f"hung: its process has not answered for {pulse.silent_s(now):.0f} s"
-    if works and pulse.lasted_s > pulse.limit_s:
+    if works and pulse.lasted_s > pulse.limit_s + more_s:
         return f"hung: no progress for {pulse.lasted_s:.0f} s while {_SPELLED.get(pulse.doing, pulse.doing)}"
     return ""
 
@@ -96,10 +104,10 @@ def overdue(pulses: Mapping[str, Pulse], now: float, holders: Collection[str]) -
         if pulse.told is None or pulse.doing not in WAITING:
             continue
         limit_s = LEAVE_JOINING_S if pulse.doing == "joining" else LEAVE_S
-        if pulse.heard - pulse.told > limit_s or (
-            now - pulse.told > max(limit_s, LEAVE_SILENT_S) and pulse.asked is not None
-        ):
-            late[name] = now - pulse.told
+        # Who computed until a moment ago has had that moment only.
+        began = max(pulse.told, pulse.since)
+        if pulse.heard - began > limit_s or (now - began > max(limit_s, LEAVE_SILENT_S) and pulse.asked is not None):
+            late[name] = now - began
     if holders and set(holders) <= late.keys():
         return [name for name, since_s in late.items() if since_s > LAST_S]
     return list(late)

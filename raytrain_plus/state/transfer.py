@@ -47,16 +47,21 @@ def take(
     tensors: dict[str, torch.Tensor] = {f"param/{name}": value.detach() for name, value in (*parameters, *frozen)}
     tensors |= {f"buffer/{name}": value.detach() for name, value in buffers.items()}
     plain: dict[str, Any] = {}
+    on_cpu: list[str] = []
     names = {id(value): name for name, value in parameters}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"optim/{names[id(parameter)]}/{key}"] = value.detach()
+                name = f"optim/{names[id(parameter)]}/{key}"
+                tensors[name] = value.detach()
+                if value.device.type == "cpu":
+                    on_cpu.append(name)
             else:
                 plain[f"{names[id(parameter)]}/{key}"] = value
     packed = {name: _pack(value) for name, value in tensors.items()}
     values = {
         "optimizer": plain,
+        "on_cpu": frozenset(on_cpu),
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
@@ -84,25 +89,26 @@ def put(
     """Swaps a snapshot in. Raises `TaskError` where it is another model's: before anything is changed."""
     targets: dict[str, torch.Tensor] = {f"param/{name}": value for name, value in (*parameters, *frozen)}
     targets |= {f"buffer/{name}": value for name, value in buffers.items()}
-    given = {name for name in snapshot.tensors if not name.startswith("optim/")}
-    if given != targets.keys():
-        raise TaskError(f"the task built another model than on other workers: {sorted(given ^ targets.keys())[:3]}")
+    optim = {name: _parameter_of(name) for name in snapshot.tensors if name.startswith("optim/")}
+    given = snapshot.tensors.keys() - optim.keys()
+    by_name = dict(parameters)
+    differing = sorted((given ^ targets.keys()) | (set(optim.values()) - by_name.keys()))
+    if differing:
+        raise TaskError(f"the task built another model than on other workers: {differing[:3]}")
     for name, target in targets.items():
         if tuple(target.shape) != snapshot.tensors[name][1]:
             raise TaskError(f"the task built another model than on other workers: {name} has another shape")
     with torch.no_grad():
         for name, target in targets.items():
             _fill(target, snapshot.tensors[name])
-    by_name = dict(parameters)
     optimizer.state.clear()
-    for name, packed in snapshot.tensors.items():
-        if name.startswith("optim/"):
-            parameter, _, key = name.removeprefix("optim/").rpartition("/")
-            # A scalar (a step count) stays on the CPU, where optimizers keep it.
-            device = by_name[parameter].device if packed[1] else torch.device("cpu")
-            value = torch.empty(packed[1], dtype=getattr(torch, packed[0]), device=device)
-            _fill(value, packed)
-            optimizer.state[by_name[parameter]][key] = value
+    for name, parameter in optim.items():
+        packed = snapshot.tensors[name]
+        # A step count stays on the CPU where the optimizer keeps it there.
+        device = torch.device("cpu") if name in snapshot.values["on_cpu"] else by_name[parameter].device
+        value = torch.empty(packed[1], dtype=getattr(torch, packed[0]), device=device)
+        _fill(value, packed)
+        optimizer.state[by_name[parameter]][name.rpartition("/")[2]] = value
     for name, value in snapshot.values["optimizer"].items():
         parameter, _, key = name.rpartition("/")
         optimizer.state[by_name[parameter]][key] = copy.deepcopy(value)
@@ -110,6 +116,11 @@ def put(
         group.update(copy.deepcopy(values))
     if scheduler is not None:
         scheduler.load_state_dict(copy.deepcopy(snapshot.values["scheduler"]))
+
+
+def _parameter_of(name: str) -> str:
+    """The parameter that an optimizer's tensor belongs to."""
+    return name.removeprefix("optim/").rpartition("/")[0]
 
 
 def _pack(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], Array]:

@@ -50,6 +50,10 @@ class Control:
         """Whether this worker is to leave its world."""
         return self._interrupt_at >= self._generation
 
+    def over(self, generation: int) -> bool:
+        """Whether there is nothing more to do in that generation, which may not have begun here."""
+        return self._interrupt_at >= generation or self._generation > generation
+
     def check(self) -> None:
         """Raises `Interrupted` where this worker is to leave its world."""
         if self.interrupted():

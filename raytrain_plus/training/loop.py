@@ -72,6 +72,7 @@ def train(
             return
         if step in (-1, steps - 1) or (step + 1) % evaluation.every_steps == 0:
             control.patience(limits.first_step_s)
+            control.enter("data")
             metrics = evaluate(
                 stepper,
                 evaluation.batches,

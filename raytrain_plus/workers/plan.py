@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.data.source import Index
@@ -42,8 +41,6 @@ class Place:
     pid: int
     node: str
     address: str
-    clock_s: float
-    """Unix seconds by the worker's clock when it answered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +60,8 @@ class Assignment:
     formation: Formation
     shards: tuple[int, ...]
     first_step: int
-    source: tuple[Any, ...]
-    """A Ray reference of the donor's snapshot where the state is to be copied; else empty."""
+    copies: bool
+    """Whether it takes the donor's state, which `Worker.take` is told of."""
     evaluated: int
     """The highest step whose evaluation has been heard of; -2 where none has."""
 

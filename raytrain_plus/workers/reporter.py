@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -9,6 +10,9 @@ from types import TracebackType
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
+
+log = logging.getLogger(__name__)
 
 PERIOD_S = 0.1
 """Seconds between two batches."""
@@ -22,6 +26,7 @@ class Reporter:
     def __init__(self, send: Callable[[Sequence[Any]], Any]) -> None:
         self._send = send
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._kept: list[Any] = []
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
 
@@ -41,20 +46,24 @@ class Reporter:
         self._thread.join(FLUSH_S)
 
     def rest(self) -> list[Any]:
-        """What has not been sent."""
+        """What has not been sent, or not surely. To be asked for when the thread has ended."""
+        return [*self._kept, *self._waiting()]
+
+    def _waiting(self) -> list[Any]:
         records: list[Any] = []
         while not self._queue.empty():
             records.append(self._queue.get_nowait())
         return records
 
     def _run(self) -> None:
-        pending: Any = None
         while not self._ending.wait(PERIOD_S):
-            records = self.rest()
-            if records:
+            self._kept += self._waiting()
+            if not self._kept:
+                continue
+            try:
                 # One batch at a time: the next waits until the controller has taken this one.
-                if pending is not None:
-                    ray.get(pending, timeout=FLUSH_S)
-                pending = self._send(records)
-        if pending is not None:
-            ray.get(pending, timeout=FLUSH_S)
+                ray.get(self._send(self._kept), timeout=FLUSH_S)
+                self._kept = []
+            except RayError:
+                # Sent again with what comes; that the controller has some of it twice changes nothing.
+                log.warning("a report did not reach the controller; trying again", exc_info=True)

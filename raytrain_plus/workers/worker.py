@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +67,7 @@ class Worker:
         self._rows: Rows | None = None
         self._evaluation: Evaluation | None = None
         self._feed: Batches | None = None
+        self._copies: dict[int, Future[Snapshot]] = {}
 
     def place(self) -> Place:
         """Who and where this process is."""
@@ -75,8 +76,11 @@ class Worker:
             pid=os.getpid(),
             node=ray.get_runtime_context().get_node_id(),
             address=ray.util.get_node_ip_address(),
-            clock_s=time.time(),
         )
+
+    def clock(self) -> float:
+        """Unix seconds by this process's clock."""
+        return time.time()
 
     def prepare(self, plan: Plan, limit_s: float) -> Ready:
         """Imports and builds the task, makes the data where this node lacks it. Raises what is wrong with either."""
@@ -89,16 +93,20 @@ class Worker:
     def serve(self, controller: Any, assignment: Assignment) -> Outcome:
         """Takes part in one generation, from joining its world to leaving it, and says how that ended.
 
-        The controller keeps this call pending. The copy of the state is fetched here, while the training thread joins.
+        The controller keeps this call pending.
         """
         self._control.begin(assignment.generation)
-        copy: Future[Snapshot | None] = Future()
-        served = self._thread.submit(self._serve, controller, assignment, copy)
+        return self._thread.submit(self._serve, controller, assignment).result()
+
+    def take(self, generation: int, source: tuple[Any]) -> None:
+        """Fetches the donor's state, named by a Ray reference, while the training thread joins that generation."""
+        if self._control.over(generation):
+            return
+        copy = self._copies.setdefault(generation, Future())
         try:
-            copy.set_result(self._fetch(assignment))
+            copy.set_result(self._fetch(generation, source[0]))
         except BaseException as error:
             copy.set_exception(error)
-        return served.result()
 
     def snapshot(self) -> Snapshot:
         """This worker's state, for others. It is between two steps, and stays so until whoever copies has copied."""
@@ -173,11 +181,12 @@ class Worker:
         self._rows = _rows(plan.index, line_of(job, plan.index), job, transform)
         self._evaluation = _evaluation(plan, task.collate, transform)
         self._plan = plan
-        parameters = [value for _, value in self._stepper.named]
+        trained = [value for _, value in self._stepper.named]
+        held = [*built.module.parameters(), *built.module.buffers()]
         return Ready(
-            parameters=sum(value.numel() for value in parameters),
-            # Weights, and an optimizer's two figures for each.
-            state_bytes=3 * sum(value.numel() * value.element_size() for value in parameters),
+            parameters=sum(value.numel() for value in trained),
+            # An optimizer has two figures, as a rule, for each weight that it trains.
+            state_bytes=sum(value.nbytes for value in held) + 2 * sum(value.nbytes for value in trained),
         )
 
     def _rehearse(self) -> None:
@@ -190,12 +199,13 @@ class Worker:
             self._stepper.run(0, batches.shards, SoloWorld(), control=Control(), wait_s=FIRST_STEP_S)
         self._stepper.held = None
 
-    def _serve(self, controller: Any, assignment: Assignment, copy: Future[Snapshot | None]) -> Outcome:
+    def _serve(self, controller: Any, assignment: Assignment) -> Outcome:
         assert self._plan is not None
         assert self._stepper is not None
         stepper, control, generation = self._stepper, self._control, assignment.generation
         reporter = Reporter(lambda records: controller.report.remote(self._name, generation, records))
         outcome = Outcome(holds=None, why="interrupted")
+        joined = False
         try:
             with ExitStack() as stack:
                 control.patience(assignment.formation.timeout_s)
@@ -204,16 +214,19 @@ class Worker:
                 # Its first batches are made while the world forms.
                 feed = stack.enter_context(self._open_feed(assignment.shards, assignment.first_step, stream=True))
                 stack.enter_context(reporter)
-                world, form_s = self._join(assignment, copy)
+                world, form_s = self._join(assignment)
                 # The last to come is the first to go: others wait until this world is left, not for the rest.
                 stack.callback(self._leave, world)
+                joined = True
                 controller.joined.remote(self._name, generation, form_s)
                 why = self._train(assignment, feed, world, reporter.tell)
             outcome = Outcome(holds=stepper.held, why=why)
             if why == "finished":
                 outcome = replace(outcome, state_sha256=_sha256(stepper))
-        except (Interrupted, WaitExpired):
-            outcome = Outcome(holds=stepper.held, why="interrupted")
+        except (Interrupted, WaitExpired) as error:
+            # That a peer is gone is told by others, and better.
+            known = control.interrupted() or (joined and isinstance(error, Interrupted))
+            outcome = Outcome(holds=stepper.held, why="interrupted", fault="" if known else str(error))
         except RaytrainError as error:
             final = isinstance(error, (TrainingError, TaskError))
             fault = f"{type(error).__name__}: {error}"
@@ -223,16 +236,15 @@ class Worker:
         control.enter("idle")
         return replace(outcome, records=reporter.rest())
 
-    def _join(self, assignment: Assignment, copy: Future[Snapshot | None]) -> tuple[World, float]:
+    def _join(self, assignment: Assignment) -> tuple[World, float]:
         """Forms the world and takes the state, where there is one to take; how many seconds the forming took."""
         assert self._stepper is not None
         start = time.monotonic()
         world = self._form(assignment.formation)
         form_s = time.monotonic() - start
         try:
-            snapshot = copy.result()
-            if snapshot is not None:
-                self._stepper.adopt(snapshot)
+            if assignment.copies:
+                self._stepper.adopt(self._copied(assignment))
         except BaseException:
             self._leave(world)
             raise
@@ -247,20 +259,32 @@ class Worker:
     def _leave(self, world: World) -> None:
         self._control.enter("leaving")
         world.close()
+        self._control.enter("idle")
 
-    def _fetch(self, assignment: Assignment) -> Snapshot | None:
-        """The donor's state, whole and undamaged. Raises `Interrupted` where it does not come."""
-        if not assignment.source:
-            return None
-        reference = assignment.source[0]
+    def _copied(self, assignment: Assignment) -> Snapshot:
+        """What `take` fetched. Raises `Interrupted` where it does not come."""
+        copy = self._copies.setdefault(assignment.generation, Future())
+        try:
+            while not copy.done():
+                self._control.check()
+                wait([copy], LOOK_S)
+            snapshot = copy.result()
+        finally:
+            # Nothing keeps the copy, and the object store's memory, when it is in place.
+            self._copies.clear()
+        if snapshot.step != assignment.first_step - 1:
+            raise Interrupted(f"the donor's state is of step {snapshot.step}, not {assignment.first_step - 1}")
+        return snapshot
+
+    def _fetch(self, generation: int, reference: Any) -> Snapshot:
+        """The donor's state, undamaged. Raises `Interrupted` where it does not come."""
         while not ray.wait([reference], timeout=LOOK_S)[0]:
-            self._control.check()
+            if self._control.over(generation):
+                raise Interrupted("the group changes")
         try:
             snapshot: Snapshot = ray.get(reference)
         except ray.exceptions.RayError as error:
             raise Interrupted(f"the donor's state did not come: {type(error).__name__}") from None
-        if snapshot.step != assignment.first_step - 1:
-            raise Interrupted(f"the donor's state is of step {snapshot.step}, not {assignment.first_step - 1}")
         if digest(snapshot.tensors) != snapshot.digest:
             raise Interrupted("the donor's state came damaged")
         return snapshot
@@ -311,8 +335,12 @@ class Worker:
         sha = _sha256(stepper)
         model = safetensors.torch.save(model_tensors(stepper.module))
         stepper.module.eval()
-        with torch.no_grad():
-            show = stepper.task.show(stepper.module)
+        try:
+            with torch.no_grad():
+                show = stepper.task.show(stepper.module)
+        except Exception as error:
+            # The model is what counts.
+            show = f"Task.show failed: {_users_error(error)}"
         return Export(model=model, show=show, state_sha256=sha)
 
 

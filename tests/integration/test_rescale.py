@@ -124,6 +124,30 @@ def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: 
     np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("who", ["another", pytest.param("the one that leaves", marks=pytest.mark.slow)])
+def test_a_loss_while_a_machine_is_left(tmp_path: Path, cluster: Cluster, who: str) -> None:
+    write_data(tmp_path / "data")
+    expected = losses_of_an_undisturbed_run(tmp_path)
+    cluster.add_node(num_cpus=1)
+    run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=1, max=3)))
+    leaver, *others = run.until_size(3)
+    before = born(others)
+    run.until_step(10)
+    drain(cluster, leaver["node"], 20)
+    noticed = time.time()
+    run.until_told("drain_notice")
+    victim = others[1] if who == "another" else leaver
+    run.kill(victim)
+    run.until(lambda: not psutil.pid_exists(leaver["pid"]), "the end of its process")
+    assert time.time() < noticed + 10
+    kept = [member["pid"] for member in others if member is not victim]
+    assert {pid: psutil.Process(pid).create_time() for pid in kept} == {pid: before[pid] for pid in kept}
+    result = run.finish()
+    assert (result.status, result.steps) == ("finished", 200)
+    assert set(kept) <= {member["pid"] for member in run.members()}
+    np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
+
+
 def test_a_size_that_would_make_no_step_faster_is_not_formed(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     cluster.add_node(num_cpus=1)

@@ -40,6 +40,8 @@ class World:
     """In flight, oldest first."""
     members: tuple[tuple[str, int | None], ...] = ()
     """The present generation's members and the steps they have applied, the dead ones' last."""
+    donor: str = ""
+    """Who gives the state to the members that lack it; no member itself where it is to leave."""
     paused: int = -1
     """The generation that was asked to pause."""
     announced: int = -1
@@ -145,7 +147,10 @@ def _key(world: World) -> Any:
     return (
         group.phase,
         len(group.seats),
-        tuple(sorted((names[name], w.state, w.holds, w.leaving, w.joined) for name, w in group.workers.items())),
+        tuple(
+            sorted((names[name], w.state, w.holds, w.leaving, w.joined, w.proved) for name, w in group.workers.items())
+        ),
+        min(group.unformed, 1),
         group.committed,
         names.get(group.lead),
         group.stopping,
@@ -168,6 +173,7 @@ def _key(world: World) -> Any:
         tuple(names[name] for name in world.starting),
         tuple(mail),
         tuple((names.get(name), held) for name, held in world.members),
+        names.get(world.donor) if any(proc.copying for _, proc in world.procs) else None,
         world.paused == group.generation,
         world.announced,
         world.capacity,
@@ -226,9 +232,12 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             if proc.interrupted:
                 continue
         if proc.copying:
-            if formed and not peers_gone:
+            if world.donor not in procs and not peers_gone:
+                took("interrupted")
+                yield _leave(world, name, e.Left(name, generation, None, "interrupted"))
+            if formed and not peers_gone and world.donor in procs:
                 took("copied")
-                donor_holds = max(step for step in applied.values() if step is not None)
+                donor_holds = procs[world.donor].holds
                 done = replace(proc, copying=False, holds=donor_holds)
                 yield _with(
                     replace(
@@ -379,6 +388,5 @@ def _join(world: World, command: e.Join) -> World:
         world = _with(world, name, replace(procs[name], inside=view.generation, copying=copying, interrupted=False))
         if not copying:
             world = replace(world, mail=(*world.mail, e.Joined(name, view.generation)))
-    return replace(
-        world, members=tuple((name, None if name in command.copies else command.first_step - 1) for name in names)
-    )
+    members = tuple((name, None if name in command.copies else command.first_step - 1) for name in names)
+    return replace(world, members=members, donor=command.donor)

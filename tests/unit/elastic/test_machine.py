@@ -62,7 +62,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], tuple[Phase, list[str]]] = {
     (G, e.Up): (G, []),
     (G, e.Warm): (G, ["Wait"]),
     (G, e.Lost): (G, ["Start", "Wait"]),
-    (G, e.Notice): (G, ["Start"]),
+    (G, e.Notice): (G, ["Start", "Wait"]),
     (G, e.Stop): (E, ["End"]),
     (G, e.Late): (E, ["End"]),
     (J, e.Joined): (T, []),
@@ -200,6 +200,68 @@ def test_spares_are_held_back_from_growth_and_take_a_lost_ones_place() -> None:
     assert group.phase is T
     group, commands = step(group, e.Warm("worker-5", None))
     assert (group.phase, commands) == (P, [e.Pause(1)])
+
+
+def test_survivors_go_on_without_a_newcomer_that_still_prepares() -> None:
+    group = group_in(T)
+    group = replace(group, workers={**group.workers, "new": Worker("up")})
+    group, _ = step(group, e.Lost("a"))
+    group, [join] = step(group, e.Left("b", 0, 1, "interrupted"))
+    assert isinstance(join, e.Join)
+    assert [member.worker for member in join.view.members] == ["b"]
+
+
+def test_workers_that_waited_for_one_that_is_lost_join_without_it() -> None:
+    limits = Limits(minimum=1, maximum=4, spares=0, shards=12, steps=4, max_failures=None, expected=2)
+    group = group_in(T)
+    others = {"c": Worker("idle"), "d": Worker("up")}
+    group = replace(group, limits=limits, workers={**group.workers, **others})
+    group, commands = step(group, e.Lost("d"))
+    assert (group.phase, commands[-1]) == (P, e.Pause(0))
+
+
+def test_a_newcomer_with_which_no_world_forms_is_dismissed() -> None:
+    limits = Limits(minimum=1, maximum=3, spares=0, shards=3, steps=4, max_failures=None, expected=2)
+    proved = Worker("in", holds=1, proved=True)
+    workers = {"a": proved, "b": proved, "new": Worker("in", holds=None)}
+    group = replace(group_in(J), limits=limits, seats=("a", "b", "new"), workers=workers)
+    for generation in (0, 1):
+        group, _ = step(group, e.Late(generation))
+        for name in ("a", "b"):
+            group, _ = step(group, e.Left(name, generation, 1, "interrupted"))
+        group, [join] = step(group, e.Left("new", generation, None, "interrupted"))
+        assert isinstance(join, e.Join)
+        assert ("new" in {member.worker for member in join.view.members}) == (generation == 0)
+    for name in ("a", "b"):
+        group, commands = step(group, e.Joined(name, 2))
+    assert e.Dismiss("new") in commands
+    assert [type(command) for command in commands if not isinstance(command, e.Dismiss)] == [e.Start]
+
+
+def test_a_first_world_that_does_not_form_has_no_suspects() -> None:
+    group = group_in(J)
+    for generation in (0, 1):
+        group, _ = step(group, e.Late(generation))
+        group, _ = step(group, e.Left("a", generation, 1, "interrupted", "no interface has the address"))
+        group, [join] = step(group, e.Left("b", generation, 1, "interrupted"))
+        assert isinstance(join, e.Join)
+        assert len(join.view.members) == 2
+    assert group.cause == "no interface has the address"
+
+
+def test_a_run_that_is_to_stop_does_not_fail_by_its_limits() -> None:
+    group = replace(group_in(P), limits=replace(LIMITS, max_failures=0), stopping=True)
+    group, _ = step(group, e.Late(0))
+    group, _ = step(group, e.Left("a", 0, 1, "interrupted"))
+    group, commands = step(group, e.Left("b", 0, 1, "interrupted"))
+    assert (group.failure, commands) == ("", [e.HandOver("a")])
+
+
+def test_who_was_lost_while_others_trained_does_not_count_when_too_few_are_left() -> None:
+    group = replace(group_in(T), limits=replace(LIMITS, minimum=2), stillborn=10)
+    group, _ = step(group, e.Lost("a"))
+    group, _ = step(group, e.Left("b", 0, 1, "interrupted"))
+    assert (group.phase, group.stillborn) == (G, 0)
 
 
 def test_workers_that_wait_for_one_another_twice_at_one_step_end_the_run() -> None:

@@ -47,7 +47,7 @@ WAITS = pulse("collective", 100.0)
     ],
 )
 def test_the_one_that_does_not_wait_has_hung(culprit: Pulse, word: str) -> None:
-    verdict = judge({"a": WAITS, "b": culprit, "c": WAITS}, ["a", "b", "c"], HANG_S, NOW)
+    verdict = judge({"a": WAITS, "b": culprit, "c": WAITS}, ["a", "b", "c"], ["a", "b", "c"], HANG_S, NOW)
     assert list(verdict.hung) == ["b"]
     assert word in verdict.hung["b"]
     assert not verdict.stuck
@@ -66,20 +66,34 @@ def test_the_one_that_does_not_wait_has_hung(culprit: Pulse, word: str) -> None:
     ],
 )
 def test_slow_is_not_hung(healthy: Pulse) -> None:
-    verdict = judge({"a": WAITS, "b": healthy}, ["a", "b"], HANG_S, NOW)
+    verdict = judge({"a": WAITS, "b": healthy}, ["a", "b"], ["a", "b"], HANG_S, NOW)
     assert verdict.hung == {}
     assert not verdict.stuck
 
 
 def test_all_inside_a_collective_are_stuck() -> None:
-    assert judge({"a": WAITS, "b": WAITS, "spare": pulse("idle", 1)}, ["a", "b"], HANG_S, NOW).stuck
-    assert not judge({"a": WAITS}, ["a", "b"], HANG_S, NOW).stuck
-    assert not judge({"a": WAITS}, [], HANG_S, NOW).stuck
+    assert judge({"a": WAITS, "b": WAITS, "spare": pulse("idle", 1)}, ["a", "b"], ["a", "b"], HANG_S, NOW).stuck
+    assert not judge({"a": WAITS}, ["a", "b"], ["a", "b"], HANG_S, NOW).stuck
+    assert not judge({"a": WAITS}, [], [], HANG_S, NOW).stuck
+
+
+def test_one_that_does_not_come_out_of_its_world_at_a_boundary_is_stuck() -> None:
+    assert judge({"a": pulse("leaving", 31.0), "b": pulse("idle", 31.0)}, ["a"], ["a", "b"], HANG_S, NOW).stuck
+
+
+def test_all_who_hold_the_state_have_hung_only_after_more_time() -> None:
+    long = {name: pulse("computing", HANG_S + 1) for name in "ab"}
+    assert judge(long, ["a", "b"], ["a", "b"], HANG_S, NOW).hung == {}
+    assert list(judge(long, ["a", "b"], ["a", "b", "c"], HANG_S, NOW).hung) == ["a", "b"]
+    longer = {name: pulse("computing", HANG_S + LAST_S + 1) for name in "ab"}
+    assert list(judge(longer, ["a", "b"], ["a", "b"], HANG_S, NOW).hung) == ["a", "b"]
+    silent = {name: pulse("collective", 1.0, silent_s=HANG_S + 1) for name in "ab"}
+    assert judge(silent, ["a", "b"], ["a", "b"], HANG_S, NOW).hung == {}
 
 
 def test_what_was_long_when_last_heard_of_counts_not_what_may_have_ended_since() -> None:
     heard = Pulse(doing="computing", since=NOW - 45, limit_s=HANG_S, heard=NOW - 20)
-    assert judge({"a": heard}, ["a"], HANG_S, NOW).hung == {}
+    assert judge({"a": heard}, ["a"], ["a", "b"], HANG_S, NOW).hung == {}
 
 
 def test_who_is_told_to_leave_and_computes_has_time_and_who_waits_has_not() -> None:
@@ -91,6 +105,12 @@ def test_who_is_told_to_leave_and_computes_has_time_and_who_waits_has_not() -> N
     assert overdue({"a": replace(inside, told=None)}, NOW, ["a", "b"]) == []
     silent = Pulse(doing="collective", heard=NOW - 5, asked=NOW - 2, told=NOW - LEAVE_SILENT_S - 0.1)
     assert overdue({"a": silent}, NOW, ["a", "b"]) == ["a"]
+
+
+def test_who_computed_until_a_moment_ago_has_had_that_moment_only() -> None:
+    leaves = Pulse(doing="leaving", since=NOW - 0.05, heard=NOW, told=NOW - 3)
+    assert overdue({"a": leaves}, NOW, ["a", "b"]) == []
+    assert overdue({"a": replace(leaves, since=NOW - 2 * LEAVE_S)}, NOW, ["a", "b"]) == ["a"]
 
 
 def test_a_formation_may_take_longer_to_leave() -> None:
@@ -134,5 +154,5 @@ def test_nobody_is_blamed_for_a_pause_of_our_own() -> None:
     pulses.asked("a", 1.0)
     pulses.told("a", 1.0)
     pulses.forgive(100.0)
-    assert judge(pulses.all, ["a"], 30.0, 125.0).hung == {}
+    assert judge(pulses.all, ["a"], ["a", "b"], 30.0, 125.0).hung == {}
     assert overdue(pulses.all, 101.1, ["a", "b"]) == []

@@ -1,0 +1,61 @@
+"""Reports reach the controller once or more, in order, whatever the network does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from raytrain_plus.workers import reporter as module
+from raytrain_plus.workers.reporter import Reporter
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PERIOD_S", 0.002)
+
+
+def test_what_is_told_is_sent_in_order_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(module.ray, "get", lambda reference, timeout: None)
+    with Reporter(sent.extend) as reporter:
+        for number in range(100):
+            reporter.tell(number)
+    assert [*sent, *reporter.rest()] == list(range(100))
+
+
+def test_a_batch_that_did_not_arrive_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[list[Any]] = []
+    arrived = threading.Event()
+
+    def send(records: Sequence[Any]) -> None:
+        batches.append(list(records))
+
+    def get(reference: Any, timeout: float) -> None:
+        if len(batches) == 1:
+            raise GetTimeoutError("the controller is out of reach")
+        arrived.set()
+
+    monkeypatch.setattr(module.ray, "get", get)
+    with Reporter(send) as reporter:
+        reporter.tell("a")
+        assert arrived.wait(5)
+    assert batches == [["a"], ["a"]]
+    assert reporter.rest() == []
+
+
+def test_what_never_arrived_is_in_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = threading.Event()
+
+    def get(reference: Any, timeout: float) -> None:
+        tried.set()
+        raise GetTimeoutError("the controller is out of reach")
+
+    monkeypatch.setattr(module.ray, "get", get)
+    with Reporter(lambda records: None) as reporter:
+        reporter.tell("a")
+        assert tried.wait(5)
+    assert reporter.rest() == ["a"]
