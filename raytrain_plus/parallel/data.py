@@ -22,18 +22,32 @@ BUCKET_BYTES = 4 << 20
 class Gradients:
     """The gradients of a model's parameters, as views into flat buckets."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        bucket_bytes: int = BUCKET_BYTES,
+        rider: Callable[[torch.dtype], int] | None = None,
+    ) -> None:
+        """`rider` says how many numbers of a floating type are to be summed along with the first bucket."""
         self.buckets: list[torch.Tensor] = []
+        self.rider = torch.zeros(0)
+        """The end of the first bucket, written before the step's last backward and read when the bucket is summed."""
         self._waiting: list[int] = []
         self._sizes: list[int] = []
         self._submit: Callable[[int], None] | None = None
         self._next = 0
         self._check: Callable[[], None] = lambda: None
         self._views: list[tuple[nn.Parameter, torch.Tensor]] = []
-        for members in plan_buckets(parameters, bucket_bytes):
-            flat = torch.zeros(
-                sum(parameter.numel() for parameter in members), dtype=members[0].dtype, device=members[0].device
-            )
+        planned = plan_buckets(parameters, bucket_bytes)
+        if rider is not None and not (planned and planned[0][0].dtype.is_floating_point):
+            planned.insert(0, [])
+        for index, members in enumerate(planned):
+            like = members[0] if members else torch.zeros(0)
+            riding = rider(like.dtype) if rider is not None and index == 0 else 0
+            own = sum(parameter.numel() for parameter in members)
+            flat = torch.zeros(own + riding, dtype=like.dtype, device=like.device)
+            if riding:
+                self.rider = flat[own:]
             at = 0
             for parameter in members:
                 parameter.grad = view = flat[at : at + parameter.numel()].view_as(parameter)
@@ -45,7 +59,7 @@ class Gradients:
         self._waiting = list(self._sizes)
 
     def zero(self) -> None:
-        """Clears every gradient."""
+        """Clears every gradient, and what rides along."""
         for bucket in self.buckets:
             bucket.zero_()
 
@@ -78,7 +92,7 @@ class Gradients:
         return works
 
     def scale(self, factor: float) -> None:
-        """Multiplies every gradient."""
+        """Multiplies every gradient, and what rides along, which has been read by then."""
         for bucket in self.buckets:
             bucket.mul_(factor)
 

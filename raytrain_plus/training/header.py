@@ -5,6 +5,10 @@
 
 Each shard's slots have one writer and everyone else adds zero, so a sum hands the writer's bits to all unchanged, and
 every worker computes the same loss, in shard order, whatever the ring did.
+
+It travels at the end of the first gradient bucket, because a sum of its own, however small, costs a step a round of
+agreement on what to sum. A bucket of floating numbers sums whole numbers exactly as long as they fit its significant
+bits: the header goes as digits that do.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 _SLOTS = 3
+_DIGIT_BITS = {"float64": 32, "float32": 16, "float16": 8, "bfloat16": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,22 @@ class ShardReport:
 def size(shards: int) -> int:
     """Length of the header of a job with `shards` shards."""
     return shards * _SLOTS + 1
+
+
+def digits(shards: int, dtype: str) -> int:
+    """How many numbers of the floating type `dtype` carry the header of a job with `shards` shards."""
+    return size(shards) * 64 // _DIGIT_BITS[dtype]
+
+
+def to_digits(header: npt.NDArray[np.int64], dtype: str) -> npt.NDArray[np.float64]:
+    """The header as whole numbers that `dtype` sums exactly where each has one writer."""
+    return header.view(f"u{_DIGIT_BITS[dtype] // 8}").astype(np.float64)
+
+
+def from_digits(summed: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.int64]:
+    """The header out of its summed digits. A flag that very many set stays set."""
+    bits = _DIGIT_BITS[dtype]
+    return np.minimum(summed, 2.0**bits - 1).astype(f"u{bits // 8}").view(np.int64)
 
 
 def encode(reports: dict[int, ShardReport], shards: int, wishes_pause: bool) -> npt.NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 each hosted shard, in order
     committed buffers back -> each microbatch: keys set, forward, weighted backward
-last backward of all:  header submitted -> backward, buckets submitted as they fill
+last backward of all:  buckets submitted as they fill; the header rides on the first
 all sums there -> checked -> divided by the weight -> clipped -> optimizer, scheduler, buffers    = applied
 """
 
@@ -51,7 +51,9 @@ class Stepper:
         self.named = [(name, value) for name, value in named if value.requires_grad]
         self.optimizer = task.optimizer(self.named)
         self.scheduler = task.scheduler(self.optimizer)
-        self.gradients = Gradients([value for _, value in self.named])
+        self.gradients = Gradients(
+            [value for _, value in self.named], rider=lambda dtype: header.digits(shards, _name_of(dtype))
+        )
         self.buffers = Buffers(built.module, task)
         self.keys = LayerKeys(built.module, built.layers, seed)
         self.device = device
@@ -76,11 +78,12 @@ class Stepper:
         (after `wait_s` in one collective) where the world breaks.
         """
         self.module.train()
-        works, head = self._forward_backward(step, shards, world, control)
+        works = self._forward_backward(step, shards, world, control)
         control.enter("collective")
-        for name, work in works:
-            wait(work, f"the sum of {name} in step {step}", wait_s, control.interrupted)
-        totals = header.decode(head.numpy())
+        for index, work in enumerate(works):
+            wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
+        head = self.gradients.rider
+        totals = header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), _name_of(head.dtype)))
         if totals.bad_shards:
             raise TrainingError(_not_finite(step, totals.bad_shards))
         sums, maxima = self._reduce_buffers(step, world, wait_s, control)
@@ -105,7 +108,7 @@ class Stepper:
 
     def _forward_backward(
         self, step: int, shards: Mapping[int, Sequence[Microbatch]], world: World, control: Control
-    ) -> tuple[list[tuple[str, Work]], torch.Tensor]:
+    ) -> list[Work]:
         self.gradients.zero()
         self.buffers.begin_step()
         reports: dict[int, header.ShardReport] = {}
@@ -133,13 +136,11 @@ class Stepper:
 
     def _last_backward(
         self, loss: torch.Tensor, reports: dict[int, header.ShardReport], world: World, control: Control
-    ) -> tuple[list[tuple[str, Work]], torch.Tensor]:
-        # Submitted first, so that its round trip hides behind the backward pass.
-        head = torch.from_numpy(header.encode(reports, self._shards, control.pausing()))
-        works = [("the header", world.reduce(head, "header"))]
-        gradients = self.gradients.reduce_during(loss.backward, world, control.check)
-        works += [(f"gradient bucket {index}", work) for index, work in enumerate(gradients)]
-        return works, head
+    ) -> list[Work]:
+        head = self.gradients.rider
+        encoded = header.encode(reports, self._shards, control.pausing())
+        head.copy_(torch.from_numpy(header.to_digits(encoded, _name_of(head.dtype))))
+        return self.gradients.reduce_during(loss.backward, world, control.check)
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, float]:
         result = self.task.loss(self.module, to_device(microbatch.batch, self.device))
@@ -183,6 +184,10 @@ class Stepper:
             raise TrainingError(f"the gradient of step {step} is not finite (norm {norm}), though its loss is")
         if norm > limit:
             self.gradients.scale(limit / (norm + 1e-6))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -3,10 +3,12 @@
 import math
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.training.header import ShardReport, decode, encode, size
+from raytrain_plus.training.header import ShardReport, decode, digits, encode, from_digits, size, to_digits
 
 
 def test_sum_of_headers_is_the_step() -> None:
@@ -38,3 +40,24 @@ def test_the_loss_has_the_same_bits_however_shards_are_hosted(losses: list[float
         mine = {k: ShardReport(1, 1.0, losses[k]) for k in range(shards) if host[k] == group}
         total += encode(mine, shards, wishes_pause=False)
     assert decode(total).loss == expected
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@given(losses=st.lists(st.floats(), min_size=2, max_size=6), workers=st.integers(2, 5))
+def test_digits_are_summed_without_losing_a_bit(dtype: str, losses: list[float], workers: int) -> None:
+    shards = len(losses)
+    headers = [
+        encode({k: ShardReport(7, 0.1, losses[k]) for k in range(worker, shards, workers)}, shards, worker == 1)
+        for worker in range(workers)
+    ]
+    parts = [torch.from_numpy(to_digits(header, dtype)).to(getattr(torch, dtype)) for header in headers]
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    assert len(total) == digits(shards, dtype)
+    assert from_digits(total.to(torch.float64).numpy(), dtype).tolist() == sum(headers).tolist()  # type: ignore[union-attr]
+
+
+def test_a_pause_that_all_of_very_many_wish_for_is_no_overflow() -> None:
+    header = encode({}, 1, wishes_pause=True)
+    assert decode(from_digits(to_digits(header, "bfloat16") * 256, "bfloat16")).pause
