@@ -37,7 +37,8 @@ class Data:
     """What an epoch permutes: nothing, the order of row groups, or that and the rows inside each."""
 
     transform: str | None = None
-    """`module:function(table, rng)` applied to granules of rows before batching; keeps the number of rows."""
+    """`module:function(table, rng)` applied to granules of rows before batching; keeps the number of rows, and bears
+    being called from two threads, or two processes, at once."""
 
     granule: int = 1024
     """Rows that `transform` sees at once, at most."""

@@ -65,7 +65,8 @@ class Task:
         """A batch from its rows. Default: a dict of tensors, one per column.
 
         Numeric and boolean columns become (rows,) tensors, fixed-size and equally long lists (rows, length, ...).
-        Override it for strings, ragged lists, or anything that needs the whole batch.
+        Override it for strings, ragged lists, or anything that needs the whole batch. It is called on a thread that
+        runs ahead of the steps, and during an evaluation on the training thread as well: it must bear both at once.
         """
         return {name: column_tensor(table, name) for name in table.column_names}
 

@@ -166,6 +166,8 @@ class Faulty(Net):
                 os.close(os.open(self.folder / "fault", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 return
+        with (self.folder / f"reached-{os.getpid()}").open("a") as file:
+            file.write(f"{place}\n")
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif what == "stop":

@@ -263,7 +263,8 @@ def test_the_same_exception_twice_ends_the_run_with_the_state_of_the_last_commit
     assert "Traceback (your code only)" in str(result.error)
     assert (result.path / "model.safetensors").exists()
     assert json.loads((result.path / "result.json").read_text())["steps"] == run.committed() + 1 > 10
-    assert len(run.events("view_formed")) == 2
+    # It was tried again once, and not more often; the second world may break before all have joined it.
+    assert max(len(file.read_text().split()) for file in tmp_path.glob("reached-*")) == 2
 
 
 def test_a_spare_takes_the_empty_place(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
