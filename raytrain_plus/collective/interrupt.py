@@ -26,6 +26,7 @@ def cut(listening: Collection[Address], *, listeners: bool) -> int:
     process when it cannot accept. The descriptors stay open: who opened them closes them.
     """
     done = 0
+    wanted, connecting = set(listening), _connecting()
     for entry in os.listdir("/proc/self/fd"):
         descriptor = int(entry)
         try:
@@ -37,7 +38,7 @@ def cut(listening: Collection[Address], *, listeners: bool) -> int:
                     continue
                 if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and not listeners:
                     continue
-                if _ends(copy, status.st_ino) & set(listening):
+                if not wanted.isdisjoint(_ends(copy, connecting.get(status.st_ino))):
                     copy.shutdown(socket.SHUT_RDWR)
                     done += 1
         except OSError:
@@ -62,19 +63,20 @@ def _shared(descriptor: int) -> Iterator[socket.socket]:
         yield copy
 
 
-def _ends(sock: socket.socket, inode: int) -> set[Address]:
-    ends = {sock.getsockname()[:2]}
+def _ends(sock: socket.socket, connecting_to: Address | None) -> list[Address]:
+    here: Address = sock.getsockname()[:2]
     try:
-        return ends | {sock.getpeername()[:2]}
+        return [here, sock.getpeername()[:2]]
     except OSError:
-        return ends | _connecting(inode)
+        return [here] if connecting_to is None else [here, connecting_to]
 
 
-def _connecting(inode: int) -> set[Address]:
-    """Where a socket is connecting to that nobody has answered yet: the kernel tells only here."""
+def _connecting() -> dict[int, Address]:
+    """Inode of each socket that connects and has no answer yet -> where to: the kernel tells only here."""
+    found: dict[int, Address] = {}
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == _SYN_SENT and fields[9] == str(inode):
-            address, port = fields[2].split(":")
-            return {(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16))}
-    return set()
+        _, _, remote, state, *_, inode = line.split()[:10]
+        if state == _SYN_SENT:
+            address, port = remote.split(":")
+            found[int(inode)] = (socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16))
+    return found
