@@ -30,7 +30,7 @@ from raytrain_plus.elastic.group import Limits, Phase, holders, holds, members_i
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.elastic.patience import PREPARE_S, clock_of, limit_s, stop_limit_s
 from raytrain_plus.elastic.view import View
-from raytrain_plus.elastic.watch import LAST_S, Pulses, judge, overdue
+from raytrain_plus.elastic.watch import Pulses, judge, overdue, silent
 from raytrain_plus.errors import RaytrainError, RunError, WorkerLost
 from raytrain_plus.result import Result
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
@@ -479,13 +479,8 @@ class Controller:
 
     def _silent_nodes(self) -> set[str]:
         now = time.monotonic()
-        places = dict(self._places)
-        silent_s = {name: pulse.silent_s(now) for name, pulse in dict(self._pulses.all).items() if name in places}
-        silent = {name for name, since_s in silent_s.items() if since_s > NODE_SILENT_S}
-        if set(holders(self._group)) <= silent:
-            # It may be our own network that is gone: not all who hold the state are given up at once.
-            silent = {name for name in silent if silent_s[name] > NODE_SILENT_S + LAST_S}
-        return {places[name].node for name in silent}
+        names = silent(dict(self._pulses.all), holders(self._group), NODE_SILENT_S, now)
+        return {self._places[name].node for name in names}
 
     def _noticed(self, draining: Mapping[str, float | None]) -> None:
         before, self._draining = self._draining, dict(draining)

@@ -72,11 +72,10 @@ def judge(
 
     `holders` are the workers that may have the newest state: they are not given up all at once before `LAST_S` more.
     """
-    hung = {name: what for name, pulse in pulses.items() if (what := _wrong(pulse, hang_s, 0.0, now))}
-    if holders and set(holders) <= hung.keys():
-        hung = {name: what for name in hung if (what := _wrong(pulses[name], hang_s, LAST_S, now))}
-    if hung or not inside:
-        return Verdict(hung)
+    wrong = {name: found for name, pulse in pulses.items() if (found := _wrong(pulse, hang_s, now))}
+    lost = _given_up({name: over_s for name, (over_s, _) in wrong.items()}, holders)
+    if lost or not inside:
+        return Verdict({name: wrong[name][1] for name in lost})
     stuck = all(
         name in pulses and pulses[name].doing in ("collective", "leaving") and pulses[name].lasted_s > hang_s
         for name in inside
@@ -84,14 +83,33 @@ def judge(
     return Verdict({}, stuck)
 
 
-def _wrong(pulse: Pulse, hang_s: float, more_s: float, now: float) -> str:
+def _given_up(late_s: Mapping[str, float], holders: Collection[str]) -> list[str]:
+    """Of those that are late by so many seconds, who is lost; where all `holders` are late, only after `LAST_S`."""
+    if holders and set(holders) <= late_s.keys():
+        return [name for name, since_s in late_s.items() if since_s > LAST_S]
+    return list(late_s)
+
+
+def silent(pulses: Mapping[str, Pulse], holders: Collection[str], limit_s: float, now: float) -> list[str]:
+    """Who has owed an answer for longer than `limit_s`.
+
+    Where all `holders` have, it may be our own network that is gone, and they have `LAST_S` more.
+    """
+    late_s = {name: pulse.silent_s(now) - limit_s for name, pulse in pulses.items() if pulse.silent_s(now) > limit_s}
+    return _given_up(late_s, holders)
+
+
+def _wrong(pulse: Pulse, hang_s: float, now: float) -> tuple[float, str] | None:
+    """By how many seconds a worker is over its limit, and what is wrong with it."""
     works = pulse.doing not in WAITING and pulse.doing != "idle"
     # Whoever may take longer for what it does (a first step, an import) may say nothing for as long.
-    if pulse.silent_s(now) > (max(hang_s, pulse.limit_s) if works else hang_s) + more_s:
-        return f"hung: its process has not answered for {pulse.silent_s(now):.0f} s"
-    if works and pulse.lasted_s > pulse.limit_s + more_s:
-        return f"hung: no progress for {pulse.lasted_s:.0f} s while {_SPELLED.get(pulse.doing, pulse.doing)}"
-    return ""
+    over_s = pulse.silent_s(now) - (max(hang_s, pulse.limit_s) if works else hang_s)
+    if over_s > 0:
+        return over_s, f"hung: its process has not answered for {pulse.silent_s(now):.0f} s"
+    if works and pulse.lasted_s > pulse.limit_s:
+        what = _SPELLED.get(pulse.doing, pulse.doing)
+        return pulse.lasted_s - pulse.limit_s, f"hung: no progress for {pulse.lasted_s:.0f} s while {what}"
+    return None
 
 
 def overdue(pulses: Mapping[str, Pulse], now: float, holders: Collection[str]) -> list[str]:
@@ -108,9 +126,7 @@ def overdue(pulses: Mapping[str, Pulse], now: float, holders: Collection[str]) -
         began = max(pulse.told, pulse.since)
         if pulse.heard - began > limit_s or (now - began > max(limit_s, LEAVE_SILENT_S) and pulse.asked is not None):
             late[name] = now - began
-    if holders and set(holders) <= late.keys():
-        return [name for name, since_s in late.items() if since_s > LAST_S]
-    return list(late)
+    return _given_up(late, holders)
 
 
 class Pulses:

@@ -15,6 +15,7 @@ from raytrain_plus.elastic.watch import (
     Pulses,
     judge,
     overdue,
+    silent,
 )
 
 NOW = 1000.0
@@ -89,6 +90,16 @@ def test_all_who_hold_the_state_have_hung_only_after_more_time() -> None:
     assert list(judge(longer, ["a", "b"], ["a", "b"], HANG_S, NOW).hung) == ["a", "b"]
     silent = {name: pulse("collective", 1.0, silent_s=HANG_S + 1) for name in "ab"}
     assert judge(silent, ["a", "b"], ["a", "b"], HANG_S, NOW).hung == {}
+
+
+def test_a_silence_of_all_who_hold_the_state_may_be_our_own() -> None:
+    quiet = {name: pulse("computing", 1.0, silent_s=4.0) for name in "ab"}
+    assert silent(quiet, ["a", "b", "c"], 3.0, NOW) == ["a", "b"]
+    assert silent(quiet, [], 3.0, NOW) == ["a", "b"]
+    assert silent(quiet, ["a", "b"], 3.0, NOW) == []
+    assert silent(quiet, ["a"], 4.0, NOW) == []
+    longer = {name: pulse("computing", 1.0, silent_s=3.0 + LAST_S + 0.1) for name in "ab"}
+    assert silent(longer, ["a", "b"], 3.0, NOW) == ["a", "b"]
 
 
 def test_what_was_long_when_last_heard_of_counts_not_what_may_have_ended_since() -> None:
