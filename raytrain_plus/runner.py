@@ -38,7 +38,7 @@ from raytrain_plus.result import Result
 from raytrain_plus.runfolder import check_writable, earlier_result
 from raytrain_plus.taskfile import load_function, load_task
 from raytrain_plus.workers.plan import Plan
-from raytrain_plus.workers.ray_private import most_there_can_be
+from raytrain_plus.workers.ray_private import most_there_can_be, silent_about_deaths
 
 FOLLOW_S = 0.25
 """Longest wait for news of the run: bounds how soon a signal is heard, too."""
@@ -188,7 +188,8 @@ def _connected(job: Job, address: str | None) -> Iterator[float]:
             remedy="check the address, or leave it out to start Ray on this machine",
         ) from error
     try:
-        yield time.time()
+        with silent_about_deaths():
+            yield time.time()
     finally:
         ray.shutdown()
 

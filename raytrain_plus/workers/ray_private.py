@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
-from typing import TypeVar
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import ray
 
 SEEN = "2.60"
 """The newest Ray in which this was seen working."""
+
+DEATH = "A worker died or was killed while executing a task"
+"""How Ray begins ten lines about a worker's death on the driver's screen."""
 
 T = TypeVar("T")
 
@@ -38,6 +43,27 @@ def most_there_can_be() -> dict[str, float] | None:
         return None if most is None else {name: float(amount) for name, amount in most.items()}
 
     return _or_nothing(ask, "a cluster counts as one that cannot grow, before a run starts")
+
+
+@contextlib.contextmanager
+def silent_about_deaths() -> Iterator[None]:
+    """While it is open, Ray prints nothing of its own on this process's screen when a worker dies: we say it in one
+    line. What workers print is shown as before."""
+
+    def filters() -> list[Any]:
+        from ray._private import ray_logging
+
+        found = [ray_logging.stdout_deduplicator, ray_logging.stderr_deduplicator]
+        return [filter_ for filter_ in found if filter_.skip_re is None]
+
+    changed = _or_nothing(filters, "Ray prints ten lines of its own when a worker dies") or []
+    for filter_ in changed:
+        filter_.skip_re = re.compile(re.escape(DEATH))
+    try:
+        yield
+    finally:
+        for filter_ in changed:
+            filter_.skip_re = None
 
 
 def _or_nothing(ask: Callable[[], T | None], consequence: str) -> T | None:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray._private import state
+from ray._private import ray_logging, state
 
 from raytrain_plus.workers import ray_private
 
@@ -38,3 +38,24 @@ def test_what_an_autoscaler_may_bring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ray_private.most_there_can_be() == {"CPU": 8.0}
     monkeypatch.setattr(state.GlobalState, "get_max_resources_from_cluster_config", lambda self: None)
     assert ray_private.most_there_can_be() is None
+
+
+def shown(line: str) -> list[str]:
+    """What Ray would print of a line that comes from a raylet."""
+    batch = {"lines": [line], "pid": "raylet", "is_err": False, "ip": "", "job": ""}
+    return [line for printed in ray_logging.stdout_deduplicator.deduplicate(batch) for line in printed["lines"]]
+
+
+def test_ray_says_nothing_of_deaths_while_we_do() -> None:
+    death = f"{ray_private.DEATH} by an unexpected system error. To troubleshoot ... (one)"
+    with ray_private.silent_about_deaths():
+        assert shown(death) == []
+        assert shown("what a worker printed") == ["what a worker printed"]
+    assert shown(death) == [death]
+
+
+def test_ray_may_print_otherwise_one_day(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delattr(ray_logging, "stdout_deduplicator")
+    with ray_private.silent_about_deaths():
+        pass
+    assert "stdout_deduplicator" in caplog.text
