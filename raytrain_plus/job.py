@@ -132,6 +132,10 @@ class Job:
     collective: Literal["auto", "horovod", "torch"] = "auto"
     """The library that sums gradients. `auto`: Horovod where it is really built, else torch.distributed."""
 
+    reduction: Literal["ring", "exact"] = "ring"
+    """How gradients are summed. `exact`: rounded to a common grid first, so that the result has the same bits on any
+    number of workers and through any failure; twice the bytes."""
+
     clip_norm: float | None = None
     """Largest global norm of the gradient; None leaves it alone."""
 
@@ -174,6 +178,7 @@ _SAME = (
     "epochs",
     "workers.threads",
     "parallel.microbatches",
+    "reduction",
     "clip_norm",
 )
 """What makes two jobs the same: all that the result depends on."""
@@ -342,6 +347,16 @@ def _shard_room(minimum: int, shards: int) -> _Problem:
     )
 
 
+EXACT_SHARDS = 4096
+"""More of them could add up to more than `reduction: exact` counts."""
+
+
+def _exact(reduction: str, shards: int) -> _Problem:
+    if reduction != "exact" or shards <= EXACT_SHARDS:
+        return None
+    return f"data.shards = {shards} is more than an exact sum holds", f"at most {EXACT_SHARDS} shards", ""
+
+
 def _gpus(gpus: float) -> _Problem:
     return None if gpus in (0, 1) else (f"{gpus:g} is not allowed", "0 or 1: a worker trains on one device", "")
 
@@ -380,6 +395,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("workers.threads",), _at_least(1)),
     (("parallel.microbatches",), _at_least(1)),
     (("parallel.microbatches", "data.batch_size", "data.shards"), _microbatches),
+    (("reduction", "data.shards"), _exact),
     (("clip_norm",), _above_zero),
     (("elastic.hang_timeout_s",), _above_zero),
     (("elastic.max_failures",), _at_least(0)),

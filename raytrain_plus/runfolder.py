@@ -74,6 +74,19 @@ def earlier_result(folder: Path, job: Job, fresh: bool) -> Result | None:
     return result
 
 
+def find_run(name: str, storage: str) -> Path:
+    """A run's folder, by its path or by its name under `storage`. Raises `InputError` where there is none."""
+    places = (Path(name), Path(storage) / name)
+    for place in places:
+        if (place / "job.yaml").exists():
+            return place
+    raise InputError(
+        f"there is no run '{name}'",
+        where=" and ".join(str(place) for place in places),
+        remedy="name a run's folder, or say with --storage where it lies",
+    )
+
+
 class Lease:
     """Says in a run's folder that somebody holds it; renewed by its holder."""
 

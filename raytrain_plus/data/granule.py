@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from raytrain_plus.data.ledger import ROW_ID
 from raytrain_plus.data.line import Line, Piece, mix
 from raytrain_plus.data.source import Index, read_unit
 from raytrain_plus.errors import TrainingError
@@ -19,6 +20,11 @@ from raytrain_plus.errors import TrainingError
 Transform = Callable[[pa.Table, np.random.Generator], pa.Table]
 
 _GRANULES = 3
+
+
+def without_ids(rows: pa.Table) -> pa.Table:
+    """The rows as their files have them."""
+    return rows.drop_columns([ROW_ID])
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,7 @@ class Rows:
     granule: int
 
     def read(self, piece: Piece) -> pa.Table:
-        """The rows of one piece."""
+        """The rows of one piece, with their ids."""
         return self.cut(read_unit(self.index, piece.unit), piece)
 
     def cut(self, unit: pa.Table, piece: Piece) -> pa.Table:
@@ -57,11 +63,11 @@ class Rows:
     def _transformed(self, rows: pa.Table, piece: Piece, number: int) -> pa.Table:
         assert self.transform is not None
         rng = np.random.Generator(np.random.PCG64(mix(self.seed, _GRANULES, piece.epoch, piece.unit, number)))
-        made = self.transform(rows, rng)
+        made = self.transform(without_ids(rows), rng)
         if not isinstance(made, pa.Table) or made.num_rows != rows.num_rows:
             got = f"{made.num_rows} rows" if isinstance(made, pa.Table) else type(made).__name__
             raise TrainingError(
                 f"data.transform returned {got} for {rows.num_rows} rows (granule {number} of "
                 f"{self.index.name(piece.unit)}); it must keep their number: filter in data.prepare instead"
             )
-        return made
+        return made.append_column(ROW_ID, rows.column(ROW_ID))

@@ -42,17 +42,18 @@ def mix(*parts: int) -> int:
     """
     state = np.zeros(1, dtype=np.uint64)
     for part in parts:
-        state = _splitmix64(state + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
+        state = splitmix64(state + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
     return int(state[0])
 
 
 def order(key: int, length: int) -> npt.NDArray[np.int64]:
     """A permutation of range(length): the indices i sorted by splitmix64(key + i), ties by i."""
-    values = _splitmix64(np.arange(length, dtype=np.uint64) + np.uint64(key))
+    values = splitmix64(np.arange(length, dtype=np.uint64) + np.uint64(key))
     return np.argsort(values, kind="stable").astype(np.int64)
 
 
-def _splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Each value mixed, modulo 2^64."""
     with np.errstate(over="ignore"):
         z = values + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -17,7 +17,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from raytrain_plus.data.granule import Rows
+from raytrain_plus.data.granule import Rows, without_ids
+from raytrain_plus.data.ledger import ROW_ID
 from raytrain_plus.data.line import Line
 from raytrain_plus.data.reads import Read, first_touches, grouped, reads
 from raytrain_plus.data.source import read_unit
@@ -41,6 +42,10 @@ class Microbatch:
 
     batch: Any
     rows: int
+    start: int = 0
+    """Where its rows begin in the shard's own sequence."""
+    ids: int = 0
+    """The sum of its rows' ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +56,8 @@ class StepBatches:
     waited_s: float
 
 
-def cut(table: pa.Table, rows: int, collate: Collate) -> list[Microbatch]:
-    """A shard's rows in microbatches of `rows`; the last one takes what is left.
+def cut(table: pa.Table, rows: int, collate: Collate, at: int = 0) -> list[Microbatch]:
+    """A shard's rows, which begin at `at` of its sequence, in microbatches of `rows`; the last one takes what is left.
 
     A single row that is left over joins the microbatch before it: BatchNorm cannot train on one.
     """
@@ -60,8 +65,12 @@ def cut(table: pa.Table, rows: int, collate: Collate) -> list[Microbatch]:
     if rows > 1 and len(starts) > 1 and table.num_rows - starts[-1] == 1:
         starts.pop()
     ends = [*starts[1:], table.num_rows]
+    ids = table.column(ROW_ID).to_numpy()
+    table = without_ids(table)
     return [
-        Microbatch(_collated(table.slice(start, end - start), collate), end - start)
+        Microbatch(
+            _collated(table.slice(start, end - start), collate), end - start, at + start, int(ids[start:end].sum())
+        )
         for start, end in zip(starts, ends, strict=True)
     ]
 
@@ -116,7 +125,9 @@ class Batches:
         self._before = before
         self._make_stream = make_stream
         self._stream: Any = None
-        self._ready: queue.Queue[dict[int, list[Microbatch]] | BaseException] = queue.Queue(PREFETCH_STEPS)
+        self._ready: queue.SimpleQueue[dict[int, list[Microbatch]] | BaseException] = queue.SimpleQueue()
+        self._room = threading.Semaphore(PREFETCH_STEPS)
+        self._taken = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
@@ -134,9 +145,8 @@ class Batches:
     ) -> None:
         # Nobody waits for the thread here: a group that changes goes on at once. Who takes over waits for it.
         self._closing.set()
-        while not self._ready.empty():
-            # Its thread may wait for room here, and would not look up for a moment.
-            self._ready.get_nowait()
+        # Its thread may wait for room.
+        self._room.release()
         self._close_stream()
 
     def get(self, step: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> StepBatches:
@@ -145,6 +155,7 @@ class Batches:
         Raises what reading or collating raised, `WaitExpired` after `timeout_s`.
         """
         start = time.monotonic()
+        self.more()
         while True:
             try:
                 made = self._ready.get(timeout=LOOK_S)
@@ -155,7 +166,17 @@ class Batches:
                     raise WaitExpired(f"the data of step {step} did not come within {timeout_s:g} s") from error
         if isinstance(made, BaseException):
             raise made
+        self._taken += 1
         return StepBatches(made, time.monotonic() - start)
+
+    def more(self) -> None:
+        """Lets the thread make batches in the place of those that were taken.
+
+        To be called when the training thread has nothing to compute: both hold the interpreter's lock in turn.
+        """
+        while self._taken:
+            self._taken -= 1
+            self._room.release()
 
     def _run(self) -> None:
         try:
@@ -163,7 +184,7 @@ class Batches:
                 # Two that read at once would read the same units twice.
                 self._before._thread.join(JOIN_S)
                 self._before = None
-            sources = {shard: _ShardRows(self._line, shard) for shard in self._shards}
+            sources = {shard: _ShardRows(self._line, shard, self._first_step) for shard in self._shards}
             upcoming = reads(self._line, self._shards, self._first_step)
             for step in range(self._first_step, self._line.steps):
                 if step == self._first_step + PREFETCH_STEPS + 2:
@@ -179,7 +200,8 @@ class Batches:
                 for shard, source in sources.items():
                     if self._closing.is_set():
                         return
-                    made[shard] = cut(source.take(step), self._microbatch_rows, self._collate)
+                    at = source.at
+                    made[shard] = cut(source.take(step), self._microbatch_rows, self._collate, at)
                 if not self._offer(made):
                     return
         except BaseException as error:
@@ -189,13 +211,11 @@ class Batches:
             self._close_stream()
 
     def _offer(self, made: dict[int, list[Microbatch]] | BaseException) -> bool:
-        while not self._closing.is_set():
-            try:
-                self._ready.put(made, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+        self._room.acquire()
+        if self._closing.is_set():
+            return False
+        self._ready.put(made)
+        return True
 
     def _close_stream(self) -> None:
         stream, self._stream = self._stream, None
@@ -261,9 +281,11 @@ class Batches:
 class _ShardRows:
     """One shard's rows that are at hand but not yet used."""
 
-    def __init__(self, line: Line, shard: int) -> None:
+    def __init__(self, line: Line, shard: int, first_step: int) -> None:
         self._line = line
         self._shard = shard
+        self.at = first_step * line.per_shard
+        """Where the next row lies in the shard's own sequence."""
         self._tables: list[pa.Table] = []
         self._have = 0
 
@@ -277,6 +299,7 @@ class _ShardRows:
     def take(self, step: int) -> pa.Table:
         wanted = self._line.rows_in_step(self._shard, step)
         self._have -= wanted
+        self.at += wanted
         parts = []
         while wanted:
             table = self._tables.pop(0)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.errors import DataError
 
 
@@ -22,12 +24,18 @@ class Index:
     path: str
     files: tuple[str, ...]
     """Relative to `path`, sorted; the file's own name where `path` is a file."""
+    file_bytes: tuple[int, ...]
+    """For each file, its size."""
+    file_footers: tuple[str, ...]
+    """For each file, SHA-256 over its footer."""
     unit_file: tuple[int, ...]
     """For each unit, its file's number."""
     unit_group: tuple[int, ...]
     """For each unit, its row group in that file."""
     unit_rows: tuple[int, ...]
     """For each unit, its rows."""
+    file_groups: tuple[tuple[int, ...], ...]
+    """For each file, the rows of its row groups; empty ones are no units."""
     unit_bytes: tuple[int, ...]
     """For each unit, about how many bytes it has when decoded: as the footer says, but no less than its fixed-width
     columns take (the footer counts dictionary and run-length encoded values as they are encoded)."""
@@ -40,6 +48,19 @@ class Index:
     def rows(self) -> int:
         """Rows in all."""
         return sum(self.unit_rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the data was, file by file, for whoever checks later that it still is."""
+        entries = zip(self.files, self.file_bytes, self.file_footers, self.file_groups, strict=True)
+        return {
+            "path": self.path,
+            "fingerprint": self.fingerprint,
+            "rows": self.rows,
+            "files": [
+                {"path": path, "bytes": size, "footer_sha256": footer, "row_groups": list(groups)}
+                for path, size, footer, groups in entries
+            ],
+        }
 
     def file(self, number: int) -> Path:
         """Where file `number` lies."""
@@ -61,11 +82,14 @@ def index(path: str | Path) -> Index:
     digest = hashlib.sha256()
     schemas: list[pa.Schema] = []
     units: list[tuple[int, int, int, int]] = []
+    marks: list[tuple[int, str, tuple[int, ...]]] = []
     for number, file in enumerate(files):
         metadata, footer = _footer(file)
         size = file.stat().st_size
+        groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+        marks.append((size, hashlib.sha256(footer).hexdigest(), groups))
         digest.update(f"{_relative(file, base)}\0{size}\0".encode())
-        digest.update(hashlib.sha256(footer).digest())
+        digest.update(bytes.fromhex(marks[-1][1]))
         schemas.append(metadata.schema.to_arrow_schema().remove_metadata())
         row_bytes = sum(_least_bytes(kind) for kind in schemas[-1].types)
         for group in range(metadata.num_row_groups):
@@ -81,6 +105,9 @@ def index(path: str | Path) -> Index:
     return Index(
         path=str(base),
         files=tuple(_relative(file, base) for file in files),
+        file_bytes=tuple(size for size, _, _ in marks),
+        file_footers=tuple(footer for _, footer, _ in marks),
+        file_groups=tuple(groups for _, _, groups in marks),
         unit_file=columns[0],
         unit_group=columns[1],
         unit_rows=columns[2],
@@ -88,6 +115,21 @@ def index(path: str | Path) -> Index:
         schema=schemas[0],
         fingerprint=digest.hexdigest(),
     )
+
+
+def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    """In which files the data of two `Index.to_json` differ, in words."""
+    here = {file["path"]: file for file in now["files"]}
+    there = {file["path"]: file for file in then["files"]}
+    found = [f"{path} is missing" for path in sorted(there.keys() - here.keys())]
+    found += [f"{path} is new" for path in sorted(here.keys() - there.keys())]
+    for path in sorted(here.keys() & there.keys()):
+        mine, theirs = here[path], there[path]
+        if mine["bytes"] != theirs["bytes"]:
+            found.append(f"{path} has {mine['bytes']:,} bytes, not {theirs['bytes']:,}")
+        elif mine["footer_sha256"] != theirs["footer_sha256"]:
+            found.append(f"{path} holds other rows")
+    return found
 
 
 def check_enough(data: Index, shards: int) -> None:
@@ -102,7 +144,7 @@ def check_enough(data: Index, shards: int) -> None:
 
 
 def read_unit(data: Index, unit: int) -> pa.Table:
-    """All rows of one unit, in the file's order. Raises `DataError` naming file and row group."""
+    """All rows of one unit, in the file's order, with their ids. Raises `DataError` naming file and row group."""
     try:
         with pq.ParquetFile(data.file(data.unit_file[unit])) as file:
             table = file.read_row_group(data.unit_group[unit], use_threads=False)
@@ -116,7 +158,8 @@ def read_unit(data: Index, unit: int) -> pa.Table:
             where=data.name(unit),
             remedy="leave the data alone while a run reads it",
         )
-    return table.replace_schema_metadata(None)
+    file, group = data.files[data.unit_file[unit]], data.unit_group[unit]
+    return table.replace_schema_metadata(None).append_column(ROW_ID, pa.array(row_ids(file, group, table.num_rows)))
 
 
 def _least_bytes(kind: pa.DataType) -> int:

@@ -331,7 +331,7 @@ class Controller:
         order, view = self._order, command.view
         if not self._journal.opened:
             address = ray.get_runtime_context().gcs_address
-            self._journal.open(order.folder, order.job_yaml, order.versions, address)
+            self._journal.open(order.folder, order.job_yaml, order.versions, address, order.plan.index.to_json())
         names = [member.worker for member in view.members]
         self._journal.regroup(time.time(), names, command.first_step - 1)
         if self._round is not None:

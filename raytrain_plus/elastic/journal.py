@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from raytrain_plus.data.parts import Parts
 from raytrain_plus.elastic.commits import Commits
 from raytrain_plus.elastic.incidents import Incidents
 from raytrain_plus.elastic.totals import Totals
@@ -40,6 +42,7 @@ class Journal:
         self._folder: Path | None = None
         self._lease: Lease | None = None
         self._log: EventLog | None = None
+        self._parts: Parts | None = None
         self._scalars: Scalars | None = None
         self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
         self._totals = Totals()
@@ -58,14 +61,18 @@ class Journal:
         """The highest step that is committed; -1 before any."""
         return self._commits.next_step - 1
 
-    def open(self, folder: Path, job_yaml: str, versions: Mapping[str, str], address: str) -> None:
-        """Makes the run's folder, and begins."""
+    def open(
+        self, folder: Path, job_yaml: str, versions: Mapping[str, str], address: str, dataset: Mapping[str, Any]
+    ) -> None:
+        """Makes the run's folder, and begins. `dataset`: what the data is, as in `Index.to_json`."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._lease = Lease(folder)
         self._lease.renew()
         (folder / "job.yaml").write_text(job_yaml)
+        (folder / "dataset.json").write_text(json.dumps(dataset, indent=1) + "\n")
         self._log = EventLog(folder / EVENTS)
+        self._parts = Parts(folder)
         self._scalars = Scalars(folder / "tensorboard")
         early, self._early = self._early, []
         self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
@@ -193,6 +200,8 @@ class Journal:
         )
         if self._folder is None:
             return result
+        if self._parts is not None:
+            self._parts.flush()
         result.save()
         self._tell(
             "run_finished",
@@ -210,12 +219,16 @@ class Journal:
             self._lease.release()
         if self._scalars is not None:
             self._scalars.close()
+        if self._parts is not None:
+            self._parts.close()
         if self._log is not None:
             self._log.close()
 
     def _commit(self, records: Iterable[StepRecord]) -> None:
         for record in records:
             self._totals.add(record)
+            if self._parts is not None:
+                self._parts.add(self.generation, record.step, record.notes)
             self._tell(
                 "step_committed",
                 record.time,

@@ -7,11 +7,12 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
 from raytrain_plus.errors import TrainingError
 
@@ -20,48 +21,71 @@ BUCKET_BYTES = 4 << 20
 
 
 class Gradients:
-    """The gradients of a model's parameters, as views into flat buckets."""
+    """The gradients of a model's parameters, as views into flat buckets, and their sums over shards and workers.
+
+    What travels is the bucket itself, to which every shard's backward has added; or, for an exact sum, a vector beside
+    it, to which each shard's gradients are added rounded.
+    """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        named: Sequence[tuple[str, nn.Parameter]],
         bucket_bytes: int = BUCKET_BYTES,
         rider: Callable[[torch.dtype], int] | None = None,
+        exact_shards: int | None = None,
     ) -> None:
-        """`rider` says how many numbers of a floating type are to be summed along with the first bucket."""
+        """`rider` says how many numbers of a floating type are to be summed along with the first bucket.
+
+        With `exact_shards`, the job's number of them, sums are exact: the same bits in any order.
+        """
         self.buckets: list[torch.Tensor] = []
+        self.exact: list[ExactSum] = []
+        """Beside each bucket, where sums are exact."""
         self.rider = torch.zeros(0)
-        """The end of the first bucket, written before the step's last backward and read when the bucket is summed."""
+        """Summed along with the first bucket: written before the step's last backward, read when that is summed."""
         self._waiting: list[int] = []
-        self._sizes: list[int] = []
+        self._groups: list[list[torch.Tensor]] = []
         self._submit: Callable[[int], None] | None = None
         self._next = 0
         self._check: Callable[[], None] = lambda: None
         self._views: list[tuple[nn.Parameter, torch.Tensor]] = []
-        planned = plan_buckets(parameters, bucket_bytes)
+        names = {id(parameter): name for name, parameter in named}
+        planned = plan_buckets([parameter for _, parameter in named], bucket_bytes)
         if rider is not None and not (planned and planned[0][0].dtype.is_floating_point):
             planned.insert(0, [])
         for index, members in enumerate(planned):
             like = members[0] if members else torch.zeros(0)
-            riding = rider(like.dtype) if rider is not None and index == 0 else 0
+            dtype = like.dtype if exact_shards is None else torch.float64
+            riding = rider(dtype) if rider is not None and index == 0 else 0
             own = sum(parameter.numel() for parameter in members)
-            flat = torch.zeros(own + riding, dtype=like.dtype, device=like.device)
-            if riding:
-                self.rider = flat[own:]
-            at = 0
+            flat = torch.zeros(own + (riding if exact_shards is None else 0), dtype=like.dtype, device=like.device)
+            group: list[torch.Tensor] = []
             for parameter in members:
+                at = sum(view.numel() for view in group)
                 parameter.grad = view = flat[at : at + parameter.numel()].view_as(parameter)
-                at += parameter.numel()
+                group.append(view)
                 self._views.append((parameter, view))
-                parameter.register_post_accumulate_grad_hook(self._hook(len(self.buckets)))
+                parameter.register_post_accumulate_grad_hook(self._hook(index))
+            if exact_shards is not None:
+                sizes = {names[id(parameter)]: parameter.numel() for parameter in members}
+                self.exact.append(ExactSum(sizes, exact_shards, like.device, riding))
+            if riding:
+                self.rider = self.exact[0].rider if self.exact else flat[own:]
             self.buckets.append(flat)
-            self._sizes.append(len(members))
-        self._waiting = list(self._sizes)
+            self._groups.append(group)
 
-    def zero(self) -> None:
-        """Clears every gradient, and what rides along."""
+    def begin(self, scales: Mapping[str, int]) -> None:
+        """Clears every gradient, and what rides along. `scales`: the exponents of the quanta of an exact sum."""
         for bucket in self.buckets:
             bucket.zero_()
+        for exact in self.exact:
+            exact.begin(scales)
+
+    def end_shard(self) -> None:
+        """A shard's gradients are complete, and another shard comes."""
+        for index, exact in enumerate(self.exact):
+            exact.add(self._groups[index])
+            self.buckets[index].zero_()
 
     def reduce_during(
         self, backward: Callable[[], None], world: World, check: Callable[[], None] = lambda: None
@@ -72,16 +96,23 @@ class Gradients:
         task put another tensor in the place of a gradient.
         """
         works: list[Work] = []
-        self._waiting = list(self._sizes)
+        self._waiting = [len(group) for group in self._groups]
         self._next = 0
         self._check = check
-        self._submit = lambda index: works.append(world.reduce(self.buckets[index], f"gradients.{index}"))
+
+        def submit(index: int) -> None:
+            if self.exact:
+                self.exact[index].add(self._groups[index])
+            wire = self.exact[index].wire if self.exact else self.buckets[index]
+            works.append(world.reduce(wire, f"gradients.{index}"))
+
+        self._submit = submit
         try:
             backward()
             # Parameters that took no part in this backward have not reported; their zeros (or the sums of earlier
             # microbatches) are complete all the same.
             while self._next < len(self.buckets):
-                self._submit(self._next)
+                submit(self._next)
                 self._next += 1
         finally:
             self._submit = None
@@ -90,6 +121,12 @@ class Gradients:
                 "the task replaced a parameter's .grad (zero_grad, perhaps): the platform owns gradients"
             )
         return works
+
+    def take_sums(self) -> None:
+        """Puts the exact sums, each rounded once, in the place of the gradients."""
+        for group, exact in zip(self._groups, self.exact, strict=False):
+            for view, total in zip(group, exact.sums, strict=True):
+                view.copy_(total.view_as(view))
 
     def scale(self, factor: float) -> None:
         """Multiplies every gradient, and what rides along, which has been read by then."""

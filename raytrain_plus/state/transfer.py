@@ -35,21 +35,31 @@ class Snapshot:
     digest: str
 
 
-def take(
-    step: int,
-    buffers: Mapping[str, torch.Tensor],
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    frozen: Sequence[tuple[str, nn.Parameter]],
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-) -> Snapshot:
-    """The state after `step`. `buffers` are the committed ones; `parameters` those that train, `frozen` the others."""
-    tensors: dict[str, torch.Tensor] = {f"param/{name}": value.detach() for name, value in (*parameters, *frozen)}
-    tensors |= {f"buffer/{name}": value.detach() for name, value in buffers.items()}
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Where a worker keeps its training state."""
+
+    buffers: Mapping[str, torch.Tensor]
+    """The committed ones."""
+    parameters: Sequence[tuple[str, nn.Parameter]]
+    """Those that train."""
+    frozen: Sequence[tuple[str, nn.Parameter]]
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scales: dict[str, int]
+    """The grids of the next exact sums; empty where sums are not exact."""
+
+
+def take(step: int, holding: Holding) -> Snapshot:
+    """The state after `step`."""
+    tensors: dict[str, torch.Tensor] = {
+        f"param/{name}": value.detach() for name, value in (*holding.parameters, *holding.frozen)
+    }
+    tensors |= {f"buffer/{name}": value.detach() for name, value in holding.buffers.items()}
     plain: dict[str, Any] = {}
     on_cpu: list[str] = []
-    names = {id(value): name for name, value in parameters}
-    for parameter, state in optimizer.state.items():
+    names = {id(value): name for name, value in holding.parameters}
+    for parameter, state in holding.optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 name = f"optim/{names[id(parameter)]}/{key}"
@@ -62,8 +72,11 @@ def take(
     values = {
         "optimizer": plain,
         "on_cpu": frozenset(on_cpu),
-        "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"} for group in holding.optimizer.param_groups
+        ],
+        "scheduler": None if holding.scheduler is None else holding.scheduler.state_dict(),
+        "scales": dict(holding.scales),
     }
     return Snapshot(step, packed, values, digest(packed))
 
@@ -78,20 +91,15 @@ def digest(tensors: Mapping[str, tuple[str, tuple[int, ...], Array]]) -> str:
     return total.hexdigest()
 
 
-def put(
-    snapshot: Snapshot,
-    buffers: Mapping[str, torch.Tensor],
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    frozen: Sequence[tuple[str, nn.Parameter]],
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-) -> None:
+def put(snapshot: Snapshot, holding: Holding) -> None:
     """Swaps a snapshot in. Raises `TaskError` where it is another model's: before anything is changed."""
-    targets: dict[str, torch.Tensor] = {f"param/{name}": value for name, value in (*parameters, *frozen)}
-    targets |= {f"buffer/{name}": value for name, value in buffers.items()}
+    targets: dict[str, torch.Tensor] = {
+        f"param/{name}": value for name, value in (*holding.parameters, *holding.frozen)
+    }
+    targets |= {f"buffer/{name}": value for name, value in holding.buffers.items()}
     optim = {name: _parameter_of(name) for name in snapshot.tensors if name.startswith("optim/")}
     given = snapshot.tensors.keys() - optim.keys()
-    by_name = dict(parameters)
+    by_name = dict(holding.parameters)
     differing = sorted((given ^ targets.keys()) | (set(optim.values()) - by_name.keys()))
     if differing:
         raise TaskError(f"the task built another model than on other workers: {differing[:3]}")
@@ -101,21 +109,23 @@ def put(
     with torch.no_grad():
         for name, target in targets.items():
             _fill(target, snapshot.tensors[name])
-    optimizer.state.clear()
+    holding.optimizer.state.clear()
     for name, parameter in optim.items():
         packed = snapshot.tensors[name]
         # A step count stays on the CPU where the optimizer keeps it there.
         device = torch.device("cpu") if name in snapshot.values["on_cpu"] else by_name[parameter].device
         value = torch.empty(packed[1], dtype=getattr(torch, packed[0]), device=device)
         _fill(value, packed)
-        optimizer.state[by_name[parameter]][name.rpartition("/")[2]] = value
+        holding.optimizer.state[by_name[parameter]][name.rpartition("/")[2]] = value
     for name, value in snapshot.values["optimizer"].items():
         parameter, _, key = name.rpartition("/")
-        optimizer.state[by_name[parameter]][key] = copy.deepcopy(value)
-    for group, values in zip(optimizer.param_groups, snapshot.values["groups"], strict=True):
+        holding.optimizer.state[by_name[parameter]][key] = copy.deepcopy(value)
+    for group, values in zip(holding.optimizer.param_groups, snapshot.values["groups"], strict=True):
         group.update(copy.deepcopy(values))
-    if scheduler is not None:
-        scheduler.load_state_dict(copy.deepcopy(snapshot.values["scheduler"]))
+    if holding.scheduler is not None:
+        holding.scheduler.load_state_dict(copy.deepcopy(snapshot.values["scheduler"]))
+    holding.scales.clear()
+    holding.scales.update(snapshot.values["scales"])
 
 
 def _parameter_of(name: str) -> str:

@@ -6,9 +6,13 @@ rows, and an integer one the maximum, unless the task says otherwise: so the res
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+
 import torch
 from torch import nn
 
+from raytrain_plus.collective.exact import ExactSum
+from raytrain_plus.collective.world import Operation
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.task import BufferRule, Task
 
@@ -16,25 +20,33 @@ from raytrain_plus.task import BufferRule, Task
 class Buffers:
     """The committed buffers of a model, and the sums that become the next ones."""
 
-    def __init__(self, module: nn.Module, task: Task) -> None:
+    def __init__(self, module: nn.Module, task: Task, exact_shards: int | None = None) -> None:
+        """With `exact_shards`, the job's number of shards, means do not depend on the order in which they are added."""
         self._named = dict(module.named_buffers())
         self._rules = {name: _rule(task, name, buffer) for name, buffer in self._named.items()}
         self.committed = {name: buffer.detach().clone() for name, buffer in self._named.items()}
-        rows = {"mean": torch.float64, "first": torch.float64, "max": torch.int64}
-        self._sums = {
-            name: torch.zeros(buffer.numel(), dtype=rows[rule], device=buffer.device)
-            for name, buffer in self._named.items()
-            if (rule := self._rules[name]) in rows
-        }
-        self._lowest = torch.iinfo(torch.int64).min
+        means, firsts, largest = (self._sizes(rule) for rule in ("mean", "first", "max"))
+        device = next((buffer.device for buffer in self._named.values()), torch.device("cpu"))
+        self.exact = ExactSum(means, exact_shards, device, sum(firsts.values())) if exact_shards and means else None
+        if self.exact is None:
+            self._flat = torch.zeros(sum(means.values()) + sum(firsts.values()), dtype=torch.float64, device=device)
+            parts: Sequence[torch.Tensor] = self._flat.split([*means.values(), *firsts.values()])
+        else:
+            self._flat = self.exact.wire
+            parts = [*self.exact.sums, *self.exact.rider.split(list(firsts.values()))]
+        self._maxima = torch.zeros(sum(largest.values()), dtype=torch.int64, device=device)
+        self._sums = dict(zip((*means, *firsts), parts, strict=True))
+        self._sums |= dict(zip(largest, self._maxima.split(list(largest.values())), strict=True))
 
-    def __len__(self) -> int:
-        return len(self._sums)
+    def _sizes(self, rule: BufferRule) -> dict[str, int]:
+        return {name: buffer.numel() for name, buffer in self._named.items() if self._rules[name] == rule}
 
-    def begin_step(self) -> None:
-        """Forgets the last step's sums."""
-        for name, total in self._sums.items():
-            total.fill_(self._lowest if self._rules[name] == "max" else 0)
+    def begin_step(self, scales: Mapping[str, int]) -> None:
+        """Forgets the last step's sums. `scales`: the exponents of the quanta of an exact sum."""
+        self._flat.zero_()
+        self._maxima.fill_(torch.iinfo(torch.int64).min)
+        if self.exact is not None:
+            self.exact.begin(scales)
 
     def restore(self) -> None:
         """Puts the committed values into the model."""
@@ -44,11 +56,17 @@ class Buffers:
 
     def end_shard(self, shard: int, rows: int) -> None:
         """Adds what the shard's forward passes left in the buffers."""
+        means: list[torch.Tensor] = []
         with torch.no_grad():
             for name, buffer in self._named.items():
                 rule = self._rules[name]
                 if rule == "mean":
-                    self._sums[name].add_(buffer.reshape(-1).to(torch.float64), alpha=rows)
+                    # The change is what is averaged: what stays the same, a mask with infinities say, stays as it is.
+                    before = self.committed[name]
+                    change = torch.where(buffer == before, 0.0, buffer.to(torch.float64) - before)
+                    means.append(change.reshape(-1).mul_(rows))
+                    if self.exact is None:
+                        self._sums[name].add_(means[-1])
                 elif rule == "first" and shard == 0:
                     self._sums[name].add_(buffer.reshape(-1).to(torch.float64))
                 elif rule == "max":
@@ -57,29 +75,25 @@ class Buffers:
                     raise TrainingError(
                         f"the buffer '{name}' changed in a forward pass, which its rule 'refuse' forbids"
                     )
+            if self.exact is not None:
+                self.exact.add(means)
 
-    def to_reduce(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(float64 vector to be summed, int64 vector whose maximum is wanted) over workers; None where empty."""
-        return self._flat(torch.float64), self._flat(torch.int64)
+    def to_reduce(self) -> Iterator[tuple[torch.Tensor, str, Operation]]:
+        """(vector, name, operation): what is to be reduced over workers, in place."""
+        if len(self._flat):
+            yield self._flat, "buffers.sum", "sum"
+        if len(self._maxima):
+            yield self._maxima, "buffers.max", "max"
 
-    def _flat(self, dtype: torch.dtype) -> torch.Tensor | None:
-        parts = [total for total in self._sums.values() if total.dtype == dtype]
-        return torch.cat(parts) if parts else None
-
-    def commit(self, sums: torch.Tensor | None, maxima: torch.Tensor | None, rows: int) -> None:
-        """Makes the reduced values the committed ones, and the model's."""
-        at = {torch.float64: 0, torch.int64: 0}
+    def commit(self, rows: int) -> None:
+        """Makes the reduced values the committed ones, and the model's. `rows`: those of the whole step."""
         with torch.no_grad():
             for name, buffer in self._named.items():
                 if name in self._sums:
-                    dtype = self._sums[name].dtype
-                    source = sums if dtype == torch.float64 else maxima
-                    assert source is not None
-                    value = source[at[dtype] : at[dtype] + buffer.numel()]
-                    at[dtype] += buffer.numel()
+                    value = self._sums[name].reshape(buffer.shape)
                     if self._rules[name] == "mean":
-                        value = value / rows
-                    self.committed[name].copy_(value.reshape(buffer.shape))
+                        value = value / rows + self.committed[name]
+                    self.committed[name].copy_(value)
                 buffer.copy_(self.committed[name])
 
 

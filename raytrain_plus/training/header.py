@@ -1,7 +1,7 @@
 """The header: what all workers must know of a step beside its gradients, as one int64 vector summed once a step.
 
-    shard 0                shard 1            ...   flags
-    rows | weight | loss   rows | weight | loss     pause wishes
+    shard 0                              shard 1 ...   flags
+    start | rows | ids | weight | loss                 pause wishes        (`data.ledger.NOTE`)
 
 Each shard's slots have one writer and everyone else adds zero, so a sum hands the writer's bits to all unchanged, and
 every worker computes the same loss, in shard order, whatever the ring did.
@@ -13,25 +13,26 @@ bits: the header goes as digits that do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-_SLOTS = 3
+from raytrain_plus.data.ledger import NOTE
+
+_SLOTS = NOTE.itemsize // 8
 _DIGIT_BITS = {"float64": 32, "float32": 16, "float16": 8, "bfloat16": 8}
 
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
-    """What one shard says of its part of a step."""
+    """What one shard says of its part of a step, as in `data.ledger.NOTE`."""
 
+    start: int
     rows: int
-    """Rows that went through the forward pass."""
+    ids: int
     weight: float
-    """Their weight: as many as the rows, unless the task's loss says otherwise."""
     loss: float
-    """Sum of loss times weight over the shard's microbatches."""
 
 
 def size(shards: int) -> int:
@@ -58,10 +59,9 @@ def from_digits(summed: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.i
 def encode(reports: dict[int, ShardReport], shards: int, wishes_pause: bool) -> npt.NDArray[np.int64]:
     """The header of a worker that hosts the shards in `reports`."""
     header = np.zeros(size(shards), dtype=np.int64)
+    notes = header[:-1].view(NOTE)
     for shard, report in reports.items():
-        at = shard * _SLOTS
-        header[at] = report.rows
-        header[at + 1 : at + 3] = np.array([report.weight, report.loss], dtype=np.float64).view(np.int64)
+        notes[shard] = astuple(report)
     header[-1] = int(wishes_pause)
     return header
 
@@ -78,17 +78,21 @@ class StepTotals:
     """Shards whose loss or weight is not finite."""
     pause: bool
     """Somebody wishes that the group stops at this boundary."""
+    notes: bytes
+    """Each shard's `NOTE`, in shard order."""
 
 
 def decode(header: npt.NDArray[np.int64]) -> StepTotals:
     """Reads a summed header."""
-    slots = header[:-1].reshape(-1, _SLOTS)
-    values = np.ascontiguousarray(slots[:, 1:]).view(np.float64)
-    rows = weight = loss = 0.0
-    for shard_rows, (shard_weight, shard_loss) in zip(slots[:, 0], values, strict=True):
-        rows += int(shard_rows)
-        weight += float(shard_weight)
-        loss += float(shard_loss)
-    bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-    mean = loss / weight if weight else float("nan")
-    return StepTotals(int(rows), weight, mean, tuple(int(shard) for shard in bad), bool(header[-1]))
+    notes = header[:-1].view(NOTE)
+    # One after the other, in shard order: NumPy would add in an order of its own.
+    weight, loss = sum(notes["weight"].tolist()), sum(notes["loss"].tolist())
+    bad = np.flatnonzero(~(np.isfinite(notes["weight"]) & np.isfinite(notes["loss"])))
+    return StepTotals(
+        rows=int(notes["rows"].sum()),
+        weight=weight,
+        loss=loss / weight if weight else float("nan"),
+        bad_shards=tuple(bad.tolist()),
+        pause=bool(header[-1]),
+        notes=notes.tobytes(),
+    )

@@ -24,6 +24,9 @@ class Feed(Protocol):
     def get(self, step: int, timeout_s: float, check: Callable[[], None]) -> StepBatches:
         """The batches of `step`; steps are asked for in order. `check` is called while it waits, and may raise."""
 
+    def more(self) -> None:
+        """The training thread waits for others: a good moment to make batches."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
@@ -92,7 +95,7 @@ def train(
         control.patience(limit_s)
         control.enter("data")
         batches = feed.get(step, limit_s, control.check)
-        applied = stepper.run(step, batches.shards, world, control=control, wait_s=limits.wait_s)
+        applied = stepper.run(step, batches.shards, world, control=control, wait_s=limits.wait_s, meanwhile=feed.more)
         tell(
             StepRecord(
                 step=step,
@@ -101,6 +104,7 @@ def train(
                 seconds=time.monotonic() - start,
                 waited_s=batches.waited_s,
                 time=time.time(),
+                notes=applied.notes,
             )
         )
         evaluate_after(step)

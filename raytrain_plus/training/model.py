@@ -62,16 +62,16 @@ def _check_module(value: Any, source: str) -> None:
                 )
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with every tensor in it (dicts, lists and tuples searched) on `device`; the very same on the CPU."""
-    if device.type == "cpu":
+def to_device(batch: Any, device: torch.device, copy: bool = False) -> Any:
+    """`batch` with every tensor in it (dicts, lists and tuples searched) on `device`; with `copy`, none the same."""
+    if device.type == "cpu" and not copy:
         return batch
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return batch.to(device, non_blocking=True, copy=copy)
     if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: to_device(value, device, copy) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(to_device(value, device, copy) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(to_device(value, device, copy) for value in batch)
     return batch

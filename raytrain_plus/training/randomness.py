@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,16 @@ def set_random_key(key: int) -> None:
         torch.cuda.manual_seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
+
+
+def repeatable() -> None:
+    """From now on this process computes the same bits from the same numbers, or says which operation cannot."""
+    # cuBLAS reads it when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # Memory that nobody has written yet is nobody's result; to fill it costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 class LayerKeys:

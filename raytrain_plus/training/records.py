@@ -18,6 +18,8 @@ class StepRecord:
     """Of `seconds`, how long the data was waited for."""
     time: float
     """Unix seconds by this worker's clock."""
+    notes: bytes = b""
+    """What each shard gave: `data.ledger.NOTE`s in shard order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,21 +4,24 @@ each hosted shard, in order
     committed buffers back -> each microbatch: keys set, forward, weighted backward
 last backward of all:  buckets submitted as they fill; the header rides on the first
 all sums there -> checked -> divided by the weight -> clipped -> optimizer, scheduler, buffers    = applied
+
+Where sums are exact (`collective.exact`) and one did not fit its grid, the whole step is made again, on a grid that
+fits: nothing has changed by then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from raytrain_plus.collective.world import Work, World, wait
 from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.errors import TrainingError
+from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.parallel.data import Gradients, square_norm
 from raytrain_plus.state import transfer
 from raytrain_plus.task import Task
@@ -27,6 +30,9 @@ from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import Built, to_device
 from raytrain_plus.training.randomness import LayerKeys
+
+TRIES = 3
+"""How often a step is made until its exact sums fit their grids; the second time they do, if a step can be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,28 +43,45 @@ class Applied:
     loss: float
     pause: bool
     """Somebody wished that the group stops at this boundary."""
+    notes: bytes
+    """What each shard gave, for the ledger: `data.ledger.NOTE`s in shard order."""
 
 
 class Stepper:
     """Holds a model's training state and moves it step by step."""
 
     def __init__(
-        self, task: Task, built: Built, *, seed: int, shards: int, clip_norm: float | None, device: torch.device
+        self,
+        task: Task,
+        built: Built,
+        *,
+        seed: int,
+        shards: int,
+        clip_norm: float | None,
+        device: torch.device,
+        exact: bool = False,
     ) -> None:
+        """`exact`: sums over shards are the same bits in any order. Raises `TaskError` for what cannot be summed so."""
         self.task = task
         self.module = built.module
         named = list(built.module.named_parameters())
         self.named = [(name, value) for name, value in named if value.requires_grad]
         self.optimizer = task.optimizer(self.named)
         self.scheduler = task.scheduler(self.optimizer)
+        exact_shards = shards if exact else None
+        if exact:
+            _check_exact(named)
         self.gradients = Gradients(
-            [value for _, value in self.named], rider=lambda dtype: header.digits(shards, _name_of(dtype))
+            self.named, rider=lambda dtype: header.digits(shards, _name_of(dtype)), exact_shards=exact_shards
         )
-        self.buffers = Buffers(built.module, task)
+        self.buffers = Buffers(built.module, task, exact_shards)
         self.keys = LayerKeys(built.module, built.layers, seed)
         self.device = device
         self.held: int | None = -1
         """The step whose state this is; None while it is being changed, and after a change that did not end."""
+        self.scales: dict[str, int] = {}
+        """The grids of the next exact sums, by parameter and buffer."""
+        self._exact = [*self.gradients.exact, *([self.buffers.exact] if self.buffers.exact else [])]
         self._frozen = [(name, value) for name, value in named if not value.requires_grad]
         self._shards = shards
         self._clip_norm = clip_norm
@@ -71,67 +94,92 @@ class Stepper:
         *,
         control: Control,
         wait_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Applied:
         """Makes step `step` over the microbatches of the hosted `shards`, together with the world's other members.
+
+        `meanwhile` is called when its own part is computed, before the wait for the others'.
 
         Raises `TrainingError` where a loss is not finite (before anything changed) and `Interrupted` or `WaitExpired`
         (after `wait_s` in one collective) where the world breaks.
         """
         self.module.train()
-        works = self._forward_backward(step, shards, world, control)
-        control.enter("collective")
-        for index, work in enumerate(works):
-            wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
-        head = self.gradients.rider
-        totals = header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), _name_of(head.dtype)))
-        if totals.bad_shards:
-            raise TrainingError(_not_finite(step, totals.bad_shards))
-        sums, maxima = self._reduce_buffers(step, world, wait_s, control)
+        scales = self.scales
+        for _ in range(TRIES):
+            works = self._forward_backward(step, shards, world, control, scales)
+            control.enter("collective")
+            meanwhile()
+            for index, work in enumerate(works):
+                wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
+            head = self.gradients.rider
+            totals = header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), _name_of(head.dtype)))
+            if totals.bad_shards:
+                raise TrainingError(_not_finite(step, totals.bad_shards))
+            self._reduce_buffers(step, world, wait_s, control)
+            readings = [exact.read() for exact in self._exact]
+            if all(reading.settled for reading in readings):
+                break
+            scales = {**scales, **self._measured(step, world, wait_s, control)}
+        else:
+            raise TrainingError(
+                f"the gradients of step {step} are others each time they are computed, by far; "
+                "`reduction: exact` needs a loss that draws its random numbers from torch, NumPy or random"
+            )
         control.enter("applying")
-        self._apply(step, totals, sums, maxima)
-        return Applied(rows=totals.rows, loss=totals.loss, pause=totals.pause)
+        self._apply(step, totals, {name: scale for reading in readings for name, scale in reading.scales.items()})
+        return Applied(rows=totals.rows, loss=totals.loss, pause=totals.pause, notes=totals.notes)
 
     def snapshot(self) -> transfer.Snapshot:
         """The committed state, for a worker that lacks it. Not to be called while a step applies."""
         assert self.held is not None, "a dirty state is never given away"
-        return transfer.take(self.held, *self._parts())
+        return transfer.take(self.held, self._holding())
 
     def adopt(self, snapshot: transfer.Snapshot) -> None:
         """Takes another worker's state in place of its own."""
         self.held = None
-        transfer.put(snapshot, *self._parts())
+        transfer.put(snapshot, self._holding())
         self.buffers.restore()
         self.held = snapshot.step
 
-    def _parts(self) -> tuple[Any, ...]:
-        return self.buffers.committed, self.named, self._frozen, self.optimizer, self.scheduler
+    def _holding(self) -> transfer.Holding:
+        return transfer.Holding(
+            self.buffers.committed, self.named, self._frozen, self.optimizer, self.scheduler, self.scales
+        )
 
     def _forward_backward(
-        self, step: int, shards: Mapping[int, Sequence[Microbatch]], world: World, control: Control
+        self,
+        step: int,
+        shards: Mapping[int, Sequence[Microbatch]],
+        world: World,
+        control: Control,
+        scales: Mapping[str, int],
     ) -> list[Work]:
-        self.gradients.zero()
-        self.buffers.begin_step()
+        self.gradients.begin(scales)
+        self.buffers.begin_step(scales)
         reports: dict[int, header.ShardReport] = {}
         last = max(shards, default=-1)
         for shard in sorted(shards):
             self.buffers.restore()
-            rows, weight_sum, loss_sum = 0, 0.0, 0.0
+            rows, ids, weight_sum, loss_sum = 0, 0, 0.0, 0.0
+            start = shards[shard][0].start
             for index, microbatch in enumerate(shards[shard]):
                 control.check()
                 control.enter("computing")
                 with self.keys.microbatch(step, shard, index):
                     loss, weight = self._loss(microbatch)
                     rows += microbatch.rows
+                    ids += microbatch.ids
                     weight_sum += weight
                     loss_sum += float(loss.detach()) * weight
                     if shard != last or index + 1 != len(shards[shard]):
                         (loss * weight).backward()
                         continue
-                    reports[shard] = header.ShardReport(rows, weight_sum, loss_sum)
+                    reports[shard] = header.ShardReport(start, rows, ids, weight_sum, loss_sum)
                     self.buffers.end_shard(shard, rows)
                     return self._last_backward(loss * weight, reports, world, control)
-            reports[shard] = header.ShardReport(rows, weight_sum, loss_sum)
+            reports[shard] = header.ShardReport(start, rows, ids, weight_sum, loss_sum)
             self.buffers.end_shard(shard, rows)
+            self.gradients.end_shard()
         raise AssertionError("a worker in a world hosts at least one shard with rows in every step")
 
     def _last_backward(
@@ -143,16 +191,18 @@ class Stepper:
         return self.gradients.reduce_during(loss.backward, world, control.check)
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, float]:
-        result = self.task.loss(self.module, to_device(microbatch.batch, self.device))
+        # An exact sum may need the step once more, and the same bits from it: a task that writes into its batch writes
+        # into a copy, which lies in memory alike wherever the rows came from.
+        batch = to_device(microbatch.batch, self.device, copy=bool(self._exact))
+        result = self.task.loss(self.module, batch)
         loss, weight = result if isinstance(result, tuple) else (result, float(microbatch.rows))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TrainingError(f"{type(self.task).__name__}.loss returned {shape}; expected a tensor with one value")
         return loss.reshape(()), float(weight)
 
-    def _apply(
-        self, step: int, totals: header.StepTotals, sums: torch.Tensor | None, maxima: torch.Tensor | None
-    ) -> None:
+    def _apply(self, step: int, totals: header.StepTotals, scales: dict[str, int]) -> None:
+        self.gradients.take_sums()
         self.gradients.scale(1.0 / totals.weight)
         if self._clip_norm is not None:
             self._clip(step, self._clip_norm)
@@ -160,23 +210,31 @@ class Stepper:
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        self.buffers.commit(sums, maxima, totals.rows)
+        self.buffers.commit(totals.rows)
+        self.scales = scales
         self.held = step
 
-    def _reduce_buffers(
-        self, step: int, world: World, wait_s: float, control: Control
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if not len(self.buffers):
-            return None, None
-        sums, maxima = self.buffers.to_reduce()
-        works = []
-        if sums is not None:
-            works.append(world.reduce(sums, "buffers.sum"))
-        if maxima is not None:
-            works.append(world.reduce(maxima, "buffers.max", "max"))
+    def _reduce_buffers(self, step: int, world: World, wait_s: float, control: Control) -> None:
+        works = [world.reduce(vector, name, operation) for vector, name, operation in self.buffers.to_reduce()]
         for work in works:
             wait(work, f"the buffers of step {step}", wait_s, control.interrupted)
-        return sums, maxima
+
+    def _measured(self, step: int, world: World, wait_s: float, control: Control) -> dict[str, int]:
+        """The grids that fit this step's values. Raises `TrainingError` where some are not finite."""
+        largest = torch.from_numpy(np.concatenate([exact.largest() for exact in self._exact])).to(self.device)
+        work = world.reduce(largest, "exact.largest", "max")
+        wait(work, f"the largest values of step {step}", wait_s, control.interrupted)
+        parts = np.split(largest.cpu().numpy(), np.cumsum([len(exact.names) for exact in self._exact])[:-1])
+        bad = [name for exact, part in zip(self._exact, parts, strict=True) for name in exact.not_finite(part)]
+        if bad:
+            raise TrainingError(
+                f"step {step} gives values that are not finite for {', '.join(bad[:3])}, though its loss is finite; "
+                "nothing of this step was applied"
+            )
+        scales: dict[str, int] = {}
+        for exact, part in zip(self._exact, parts, strict=True):
+            scales |= exact.scales_from(part)
+        return scales
 
     def _clip(self, step: int, limit: float) -> None:
         norm = math.sqrt(square_norm([(name, _gradient(value)) for name, value in self.named]))
@@ -184,6 +242,17 @@ class Stepper:
             raise TrainingError(f"the gradient of step {step} is not finite (norm {norm}), though its loss is")
         if norm > limit:
             self.gradients.scale(limit / (norm + 1e-6))
+
+
+def _check_exact(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    for name, value in named:
+        if value.requires_grad and value.dtype not in (torch.float32, torch.float64):
+            raise TaskError(
+                f"the parameter '{name}' is {_name_of(value.dtype)}, which `reduction: exact` does not sum",
+                where="reduction: exact",
+                expected="float32 or float64 parameters",
+                remedy="keep the parameters in float32, or use reduction: ring",
+            )
 
 
 def _name_of(dtype: torch.dtype) -> str:

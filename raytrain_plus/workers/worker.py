@@ -33,7 +33,7 @@ from raytrain_plus.data.line import Line
 from raytrain_plus.data.of_job import evaluation_line, line_of
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.reader import Batches, Collate, held_out
-from raytrain_plus.data.source import Index, index
+from raytrain_plus.data.source import Index, differences, index
 from raytrain_plus.errors import DataError, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
 from raytrain_plus.job import Job
 from raytrain_plus.state.named import model_tensors, named_state, state_sha256
@@ -42,6 +42,7 @@ from raytrain_plus.taskfile import build_task, fault_of, load_function, load_tas
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.loop import Evaluation, Limits, train
 from raytrain_plus.training.model import build_model
+from raytrain_plus.training.randomness import repeatable
 from raytrain_plus.training.records import Activity
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready
@@ -149,6 +150,8 @@ class Worker:
         self._control.patience(limit_s)
         self._control.enter("preparing")
         torch.set_num_threads(plan.job.workers.threads)
+        if plan.job.reduction == "exact":
+            repeatable()
         sys.path[:0] = [root for root in plan.roots if root not in sys.path]
         roots = [Path(root) for root in plan.roots]
         job = plan.job
@@ -157,15 +160,21 @@ class Worker:
         else:
             assert isinstance(job.task, str), "a class travels pickled"
             cls = load_task(job.task, roots)
-        _same_data(job.data.path, job.data.prepare, roots, plan.index.fingerprint)
+        _same_data(job.data.path, job.data.prepare, roots, plan.index)
         if job.evaluate is not None and plan.held_out is not None:
-            _same_data(job.evaluate.path, job.data.prepare, roots, plan.held_out.fingerprint)
+            _same_data(job.evaluate.path, job.data.prepare, roots, plan.held_out)
         task = build_task(cls, job.args)
         device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
         try:
             built = build_model(task, job.seed, device)
             self._stepper = Stepper(
-                task, built, seed=job.seed, shards=job.data.shards, clip_norm=job.clip_norm, device=device
+                task,
+                built,
+                seed=job.seed,
+                shards=job.data.shards,
+                clip_norm=job.clip_norm,
+                device=device,
+                exact=job.reduction == "exact",
             )
         except TaskError:
             raise
@@ -368,15 +377,16 @@ def open_stream(*arguments: Any, **settings: Any) -> Any:
     return Stream(*arguments, **settings)
 
 
-def _same_data(path: str, spec: str | None, roots: list[Path], fingerprint: str) -> None:
+def _same_data(path: str, spec: str | None, roots: list[Path], expected: Index) -> None:
     """Makes the data where this node lacks it, and holds what is there against what the driver saw."""
     prepare(spec, path, roots)
-    seen = index(path).fingerprint
-    if seen != fingerprint:
+    seen = index(path)
+    if seen.fingerprint != expected.fingerprint:
+        found = differences(seen.to_json(), expected.to_json())
         raise DataError(
-            f"this node ({os.uname().nodename}) sees other data than the driver",
+            f"this node ({os.uname().nodename}) sees other data than the driver: {'; '.join(found[:3])}",
             where=path,
-            expected=f"fingerprint {fingerprint[:12]}, found {seen[:12]}",
+            expected=f"the data with the fingerprint {expected.fingerprint[:12]}, not {seen.fingerprint[:12]}",
             remedy="put the same files there on every node, or name a shared folder",
         )
 

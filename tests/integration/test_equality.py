@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from raytrain_plus import Data, Evaluate, Job, Parallel, Workers, run
-from raytrain_plus.data.granule import Rows
+from raytrain_plus.data.granule import Rows, without_ids
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.source import index
 from raytrain_plus.observe.events import read_events
@@ -71,7 +71,7 @@ def plain_losses(job: Job, named: bool, transform: Any = None) -> list[float]:
         for shard in range(job.data.shards):
             for name, value in model.named_buffers():
                 value.copy_(before[name])
-            table = pa.concat_tables([rows.read(piece) for piece in line.pieces(shard, step)])
+            table = pa.concat_tables([without_ids(rows.read(piece)) for piece in line.pieces(shard, step)])
             size = line.per_shard // m
             starts = [start for start in range(0, table.num_rows, size) if start == 0 or table.num_rows - start > 1]
             for number, start in enumerate(starts):
@@ -153,11 +153,13 @@ def test_evaluation_is_an_exact_mean_over_rows_whatever_the_workers(tmp_path: Pa
         transform=None,
         granule=8,
     )
-    batch = task.collate(pa.concat_tables([rows.read(piece) for piece in rows.line.pieces_between(0, 0, 1)]))
+    batch = task.collate(
+        pa.concat_tables([without_ids(rows.read(piece)) for piece in rows.line.pieces_between(0, 0, 1)])
+    )
     assert batch["x"].shape == (1, 6)
     whole = pa.concat_tables(
         [
-            rows.read(piece)
+            without_ids(rows.read(piece))
             for shard in range(8)
             for piece in rows.line.pieces_between(shard, 0, rows.line.span(shard, 0)[1])
         ]

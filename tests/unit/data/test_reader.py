@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.granule import Rows
+from raytrain_plus.data.granule import Rows, without_ids
+from raytrain_plus.data.ledger import row_ids
 from raytrain_plus.data.line import Line
 from raytrain_plus.data.reader import Batches, from_stream, held_out
 from raytrain_plus.data.source import index, read_unit
@@ -50,11 +51,28 @@ def gather(rows: Rows, make_stream=None, cache_mb: int = 0, shards: tuple[int, .
     )
     with feed:
         steps = [feed.get(step, 10).shards for step in range(first, rows.line.steps)]
+    for step, made in enumerate(steps):
+        for shard, (only,) in made.items():
+            assert (only.start, only.ids) == ((step + first) * rows.line.per_shard, noted(rows, step + first, shard))
     return {
         (step + first, shard): [row for mb in mbs for row in mb.batch]
         for step, made in enumerate(steps)
         for shard, mbs in made.items()
     }, feed
+
+
+def noted(rows: Rows, step: int, shard: int) -> int:
+    """What the ids of the shard's rows in that step sum up to, by another way than the reader's."""
+    total = 0
+    for piece in rows.line.pieces(shard, step):
+        unit = piece.unit
+        ids = row_ids(
+            rows.index.files[rows.index.unit_file[unit]], rows.index.unit_group[unit], rows.index.unit_rows[unit]
+        )
+        order = rows.line.permutation(piece.epoch, unit)
+        places = range(len(ids)) if order is None else order.tolist()
+        total += sum(int(ids[place]) for place in places[piece.start : piece.start + piece.rows])
+    return total
 
 
 class ThreadStream:
@@ -92,7 +110,7 @@ def test_batches_are_the_lines_rows(folder: Path) -> None:
     rows = rows_of(folder)
     made, _ = gather(rows)
     for (step, shard), got in made.items():
-        expected = [row for piece in rows.line.pieces(shard, step) for row in to_rows(rows.read(piece))]
+        expected = [row for piece in rows.line.pieces(shard, step) for row in to_rows(without_ids(rows.read(piece)))]
         assert got == expected
     everything = sorted(value for got in made.values() for (value,) in got)
     assert everything == sorted([n * 100 + i for n in range(3) for i in range(37)] * 3)
@@ -161,7 +179,10 @@ def test_microbatches_split_a_shards_rows_and_the_last_takes_the_rest(folder: Pa
     rows = Rows(index=seen, line=line, seed=0, transform=None, granule=8)
     feed = Batches(rows, shards=[0, 1], first_step=0, microbatches=4, collate=to_rows, cache_mb=0, make_stream=None)
     with feed:
-        sizes = [[mb.rows for mb in feed.get(step, 10).shards[0]] for step in range(line.steps)]
+        steps = [feed.get(step, 10).shards[0] for step in range(line.steps)]
+    sizes = [[mb.rows for mb in made] for made in steps]
+    assert [mb.start for mb in steps[1]] == [8, 10, 12, 14]
+    assert sum(mb.ids for mb in steps[1]) == noted(rows, 1, 0)
     assert sizes[0] == [2, 2, 2, 2]
     assert sum(sizes[-1]) == line.rows_in_step(0, line.steps - 1)
     assert all(size == 2 for size in sizes[-1][:-1])

@@ -15,7 +15,7 @@ from raytrain_plus.workers.plan import Place
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
     made = Journal(batch_size=8, rows=80)
-    made.open(tmp_path / "run", "name: x\n", {}, "here")
+    made.open(tmp_path / "run", "name: x\n", {}, "here", {})
     yield made
     made.close()
 

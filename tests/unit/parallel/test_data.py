@@ -18,6 +18,10 @@ class Recording(SoloWorld):
         return super().reduce(tensor, name, operation)
 
 
+def named(values: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    return [(f"p{number}", value) for number, value in enumerate(values)]
+
+
 def parameters(*sizes: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.arange(size, dtype=torch.float32)) for size in sizes]
 
@@ -30,7 +34,7 @@ def test_buckets_run_from_the_last_parameter_and_split_by_size_and_dtype() -> No
 
 def test_gradients_are_whole_when_submitted_and_in_order() -> None:
     first, second, unused = parameters(3, 2, 5)
-    gradients = Gradients([first, second, unused], bucket_bytes=8)
+    gradients = Gradients(named([first, second, unused]), bucket_bytes=8)
     world = Recording()
     (first.sum() + 2 * second.sum()).backward()
     gradients.reduce_during(lambda: (first.sum() * 3 + second.sum()).backward(), world)
@@ -39,27 +43,27 @@ def test_gradients_are_whole_when_submitted_and_in_order() -> None:
     gradients.scale(0.5)
     assert first.grad is not None
     assert first.grad.tolist() == [2.0] * 3
-    gradients.zero()
+    gradients.begin({})
     assert first.grad.tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("kinds", [[torch.float32], [torch.complex64], []])
 def test_what_rides_along_is_summed_with_the_first_bucket(kinds: list[torch.dtype]) -> None:
     values = [nn.Parameter(torch.ones(2, dtype=kind)) for kind in kinds]
-    gradients = Gradients(values, rider=lambda dtype: 3 if dtype == torch.float32 else 0)
+    gradients = Gradients(named(values), rider=lambda dtype: 3 if dtype == torch.float32 else 0)
     world = Recording()
     gradients.rider.copy_(torch.tensor([1.0, 2.0, 3.0]))
     backward = (lambda: sum(value.abs().sum() for value in values).backward()) if values else (lambda: None)  # type: ignore[union-attr]
     gradients.reduce_during(backward, world)
     name, first = world.submitted[0]
     assert (name, first[-3:].tolist()) == ("gradients.0", [1.0, 2.0, 3.0])
-    gradients.zero()
+    gradients.begin({})
     assert gradients.rider.tolist() == [0.0] * 3
 
 
 def test_a_replaced_gradient_is_refused() -> None:
     (value,) = parameters(3)
-    gradients = Gradients([value])
+    gradients = Gradients(named([value]))
 
     def backward() -> None:
         value.grad = None
@@ -70,5 +74,5 @@ def test_a_replaced_gradient_is_refused() -> None:
 
 
 def test_square_norm_is_float64_and_in_name_order() -> None:
-    named = [("b", torch.full((10,), 1e20)), ("a", torch.ones(4))]
-    assert square_norm(named) == pytest.approx(1e41)
+    tensors = [("b", torch.full((10,), 1e20)), ("a", torch.ones(4))]
+    assert square_norm(tensors) == pytest.approx(1e41)

@@ -12,7 +12,7 @@ from torch import nn
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.named import named_state, state_sha256
-from raytrain_plus.state.transfer import digest, put, take
+from raytrain_plus.state.transfer import Holding, digest, put, take
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
@@ -34,9 +34,11 @@ class Holder:
         self.frozen = [(name, value) for name, value in self.model.named_parameters() if not value.requires_grad]
         self.optimizer = make([value for _, value in self.named])
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+        self.scales = {"2.weight": -30 - seed}
 
-    def parts(self) -> tuple[Any, ...]:
-        return dict(self.model.named_buffers()), self.named, self.frozen, self.optimizer, self.scheduler
+    def holding(self) -> Holding:
+        buffers = dict(self.model.named_buffers())
+        return Holding(buffers, self.named, self.frozen, self.optimizer, self.scheduler, self.scales)
 
     def step(self) -> None:
         torch.manual_seed(1)
@@ -59,11 +61,12 @@ def test_the_copy_goes_on_as_the_original_does(
         donor.step()
     for _ in range(receiver_steps):
         receiver.step()
-    snapshot = pickle.loads(pickle.dumps(take(2, *donor.parts()), protocol=5))
+    snapshot = pickle.loads(pickle.dumps(take(2, donor.holding()), protocol=5))
     assert digest(snapshot.tensors) == snapshot.digest
-    put(snapshot, *receiver.parts())
+    put(snapshot, receiver.holding())
     for _ in range(2):
         assert receiver.sha() == donor.sha()
+        assert receiver.scales == donor.scales
         assert receiver.optimizer.param_groups[0]["lr"] == donor.optimizer.param_groups[0]["lr"]
         assert torch.equal(receiver.model.hidden, donor.model.hidden)
         assert torch.equal(receiver.model[2].bias, donor.model[2].bias)
@@ -72,7 +75,7 @@ def test_the_copy_goes_on_as_the_original_does(
 
 
 def test_damage_is_seen() -> None:
-    snapshot = take(0, *Holder(OPTIMIZERS[0], seed=1).parts())
+    snapshot = take(0, Holder(OPTIMIZERS[0], seed=1).holding())
     name = next(iter(snapshot.tensors))
     dtype, shape, data = snapshot.tensors[name]
     other = data.copy()
@@ -85,16 +88,16 @@ def test_another_models_state_is_refused_before_anything_changes() -> None:
     donor, receiver = Holder(OPTIMIZERS[0], seed=1), Holder(OPTIMIZERS[0], seed=2, width=6)
     before = receiver.sha()
     with pytest.raises(TaskError, match="another model"):
-        put(take(0, *donor.parts()), *receiver.parts())
+        put(take(0, donor.holding()), receiver.holding())
     assert receiver.sha() == before
 
 
 def test_what_was_received_is_neither_kept_nor_written_to() -> None:
     donor, receiver = Holder(OPTIMIZERS[0], seed=1), Holder(OPTIMIZERS[0], seed=2)
     donor.step()
-    snapshot = pickle.loads(pickle.dumps(take(0, *donor.parts()), protocol=5))
+    snapshot = pickle.loads(pickle.dumps(take(0, donor.holding()), protocol=5))
     for _, _, data in snapshot.tensors.values():
         data.setflags(write=False)
-    put(snapshot, *receiver.parts())
+    put(snapshot, receiver.holding())
     receiver.step()
     assert digest(snapshot.tensors) == snapshot.digest

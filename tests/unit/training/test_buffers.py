@@ -26,39 +26,49 @@ class Holder(nn.Module):
         self.register_buffer("count", torch.tensor(0))
         self.register_buffer("first", torch.zeros(1))
         self.register_buffer("fixed", torch.ones(1))
+        self.register_buffer("mask", torch.tensor([1e-20, -torch.inf]))
 
 
 RULES = Ruled(first="first", fixed="refuse")
 ROWS = [2, 2, 4]
 
 
-def step(hosted: list[list[int]]) -> list[dict[str, torch.Tensor]]:
+def step(hosted: list[list[int]], exact_shards: int | None = None) -> list[dict[str, torch.Tensor]]:
     """The buffers of each worker after a step in which every shard leaves its own values."""
     holders = [Holder() for _ in hosted]
-    all_buffers = [Buffers(holder, RULES) for holder in holders]
+    all_buffers = [Buffers(holder, RULES, exact_shards) for holder in holders]
     flat = []
     for holder, buffers, shards in zip(holders, all_buffers, hosted, strict=True):
-        buffers.begin_step()
+        buffers.begin_step({"mean": -30})
         for shard in shards:
             buffers.restore()
             assert holder.mean.sum() == 0
             holder.mean += torch.tensor([1.0, 10.0]) * (shard + 1)
             holder.count += shard + 5
             holder.first += shard + 1
+            assert holder.mask[1] == -torch.inf
             buffers.end_shard(shard, ROWS[shard])
-        flat.append(buffers.to_reduce())
-    sums = torch.stack([entry[0] for entry in flat if entry[0] is not None]).sum(dim=0)
-    maxima = torch.stack([entry[1] for entry in flat if entry[1] is not None]).amax(dim=0)
+        flat.append(list(buffers.to_reduce()))
+    for parts in zip(*flat, strict=True):
+        together = torch.stack([vector for vector, _, _ in parts])
+        reduced = together.sum(dim=0) if parts[0][2] == "sum" else together.amax(dim=0)
+        for vector, _, _ in parts:
+            vector.copy_(reduced)
     for buffers in all_buffers:
-        buffers.commit(sums, maxima, sum(ROWS))
+        assert buffers.exact is None or buffers.exact.read().settled
+        buffers.commit(sum(ROWS))
     return [{name: value.clone() for name, value in holder.named_buffers()} for holder in holders]
 
 
+@pytest.mark.parametrize("exact_shards", [None, 3])
 @pytest.mark.parametrize("hosted", [[[0, 1, 2]], [[0, 1], [2]], [[2], [0], [1]]])
-def test_means_are_weighted_by_rows_integers_take_the_largest_and_first_is_shard_0s(hosted: list[list[int]]) -> None:
-    for buffers in step(hosted):
+def test_means_are_weighted_by_rows_integers_take_the_largest_and_first_is_shard_0s(
+    hosted: list[list[int]], exact_shards: int | None
+) -> None:
+    for buffers in step(hosted, exact_shards):
         expected = sum(rows * (shard + 1) for shard, rows in enumerate(ROWS)) / sum(ROWS)
         assert torch.equal(buffers["mean"], torch.tensor([expected, 10 * expected]))
+        assert torch.equal(buffers["mask"], torch.tensor([1e-20, -torch.inf]))
         assert (int(buffers["count"]), float(buffers["first"]), float(buffers["fixed"])) == (7, 1.0, 1.0)
 
 
@@ -75,7 +85,7 @@ def test_restore_puts_back_what_a_step_that_was_left_has_changed() -> None:
 def test_a_refused_buffer_that_changes_is_named() -> None:
     holder = Holder()
     buffers = Buffers(holder, RULES)
-    buffers.begin_step()
+    buffers.begin_step({})
     holder.fixed += 1
     with pytest.raises(TrainingError, match="'fixed' changed in a forward pass"):
         buffers.end_shard(0, 2)

@@ -8,21 +8,31 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.training.header import ShardReport, decode, digits, encode, from_digits, size, to_digits
 
 
 def test_sum_of_headers_is_the_step() -> None:
-    left = encode({0: ShardReport(4, 4.0, 2.0), 1: ShardReport(4, 4.0, 6.0)}, shards=3, wishes_pause=False)
-    right = encode({2: ShardReport(2, 8.0, 8.0)}, shards=3, wishes_pause=True)
+    left = encode(
+        {0: ShardReport(0, 4, 10, 4.0, 2.0), 1: ShardReport(8, 4, 11, 4.0, 6.0)}, shards=3, wishes_pause=False
+    )
+    right = encode({2: ShardReport(16, 2, 12, 8.0, 8.0)}, shards=3, wishes_pause=True)
     totals = decode(left + right)
     assert (totals.rows, totals.weight, totals.loss, totals.pause) == (10, 16.0, 1.0, True)
     assert totals.bad_shards == ()
+    notes = np.frombuffer(totals.notes, NOTE)
+    assert notes["start"].tolist() == [0, 8, 16]
+    assert notes["ids"].tolist() == [10, 11, 12]
 
 
 def test_a_loss_that_is_not_finite_names_its_shards() -> None:
-    reports = {0: ShardReport(1, 1.0, 1.0), 1: ShardReport(1, 1.0, math.nan), 3: ShardReport(1, 1.0, math.inf)}
+    reports = {
+        0: ShardReport(0, 1, 7, 1.0, 1.0),
+        1: ShardReport(0, 1, 7, 1.0, math.nan),
+        3: ShardReport(0, 1, 7, 1.0, math.inf),
+    }
     header = encode(reports, shards=4, wishes_pause=False)
-    header += encode({2: ShardReport(1, 1.0, 1.0)}, shards=4, wishes_pause=False)
+    header += encode({2: ShardReport(0, 1, 7, 1.0, 1.0)}, shards=4, wishes_pause=False)
     assert decode(header).bad_shards == (1, 3)
 
 
@@ -37,7 +47,7 @@ def test_the_loss_has_the_same_bits_however_shards_are_hosted(losses: list[float
     host = [order.randrange(groups) for _ in losses]  # type: ignore[attr-defined]
     total = np.zeros(size(shards), dtype=np.int64)
     for group in range(groups):
-        mine = {k: ShardReport(1, 1.0, losses[k]) for k in range(shards) if host[k] == group}
+        mine = {k: ShardReport(0, 1, 7, 1.0, losses[k]) for k in range(shards) if host[k] == group}
         total += encode(mine, shards, wishes_pause=False)
     assert decode(total).loss == expected
 
@@ -47,7 +57,11 @@ def test_the_loss_has_the_same_bits_however_shards_are_hosted(losses: list[float
 def test_digits_are_summed_without_losing_a_bit(dtype: str, losses: list[float], workers: int) -> None:
     shards = len(losses)
     headers = [
-        encode({k: ShardReport(7, 0.1, losses[k]) for k in range(worker, shards, workers)}, shards, worker == 1)
+        encode(
+            {k: ShardReport(2**40, 7, 2**62 + 3, 0.1, losses[k]) for k in range(worker, shards, workers)},
+            shards,
+            worker == 1,
+        )
         for worker in range(workers)
     ]
     parts = [torch.from_numpy(to_digits(header, dtype)).to(getattr(torch, dtype)) for header in headers]

@@ -1,0 +1,134 @@
+"""The exact sum: every shard's values are rounded to one grid before anybody adds them.
+
+Floating-point sums depend on their order, and a ring's order on its size. Sums of whole multiples of one quantum do
+not, as long as they stay below 2^53 quanta: float64 holds each of them exactly. A tensor's quantum q is a power of two;
+a value x is rounded to it by (x + C) - C with C = 1.5 * 2^52 * q, in float64, where the numbers around C lie q apart.
+
+Beside the values travels, for each tensor, the sum over shards of the largest magnitude in quanta: it bounds every
+partial sum, so it says whether the sum was exact, and it gives the next step's quantum. Itself a sum of whole numbers,
+it is the same on every worker. A sum whose quantum was too small or far too large is not settled: nobody uses it, all
+agree on the largest magnitude, and the shards add again.
+
+The rounding is that of Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013, with the grid known
+beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+LIMIT_BITS = 51
+"""A tensor's largest magnitudes, in quanta and summed over shards, stay below 2 to this power. An overflow in each of
+4096 shards (`job.EXACT_SHARDS`) is still seen."""
+USUAL_BITS = 45
+"""What that sum is to have in a usual step: room for steps 64 times larger, quanta 2^-40 below a value or finer."""
+LEAST_BITS = 31
+"""Below so many bits the sum is not taken: the values have become so small that the grid is too coarse for them."""
+_SMALLEST, _LARGEST = -1074, 969
+"""Exponents of the quanta that float64 can round to."""
+_HUGE = 1000
+"""Magnitudes of 2 to this power and more count as infinite: their sums could not be held."""
+_ZERO, _NOT_FINITE = -(1 << 20), 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the sums of largest magnitudes say, the same on every worker."""
+
+    settled: bool
+    """The sums are exact, and fine enough."""
+    scales: Mapping[str, int]
+    """The exponents of the quanta for the next step. Tensors that were zero everywhere keep theirs."""
+
+
+class ExactSum:
+    """Some tensors' sums over shards, as one flat vector to be reduced over a world."""
+
+    def __init__(self, sizes: Mapping[str, int], shards: int, device: torch.device, riding: int = 0) -> None:
+        """`sizes`: the number of values of each tensor, by name. `riding` further numbers are summed along, as they
+        are."""
+        self.names = tuple(sizes)
+        own, count = sum(sizes.values()), len(sizes)
+        self.wire = torch.zeros(own + count + riding, dtype=torch.float64, device=device)
+        """What is to be summed over the world, in place."""
+        self.sums = self.wire[:own].split(list(sizes.values()))
+        """Each tensor's sum, flat."""
+        self.rider = self.wire[own + count :]
+        self._magnitudes = self.wire[own : own + count]
+        self._rounded = torch.zeros(max(sizes.values(), default=0), dtype=torch.float64, device=device)
+        self._largest = torch.zeros(count, dtype=torch.float64, device=device)
+        self._shards = shards
+        self._exponents: list[int | None] = []
+        self._quanta = self._largest
+
+    def begin(self, scales: Mapping[str, int]) -> None:
+        """Starts anew, with the given exponents of the quanta. A tensor without one is measured, and not settled."""
+        self.wire.zero_()
+        self._largest.zero_()
+        self._exponents = [scales.get(name) for name in self.names]
+        quanta = [math.ldexp(1.0, _SMALLEST if exponent is None else exponent) for exponent in self._exponents]
+        self._quanta = torch.tensor(quanta, dtype=torch.float64, device=self.wire.device)
+
+    def add(self, values: Sequence[torch.Tensor]) -> None:
+        """Adds one shard's values of every tensor."""
+        if not values:
+            return
+        norms = [torch.linalg.vector_norm(value, math.inf).to(torch.float64) for value in values]
+        largest = torch.stack(norms)
+        torch.maximum(self._largest, largest, out=self._largest)
+        magnitudes = (largest / self._quanta).ceil_().nan_to_num_(nan=2.0**LIMIT_BITS)
+        self._magnitudes.add_(magnitudes.clamp_(max=2.0**LIMIT_BITS))
+        for value, total, exponent in zip(values, self.sums, self._exponents, strict=True):
+            if exponent is None:
+                continue
+            middle = math.ldexp(1.5, 52 + exponent)
+            rounded = self._rounded[: value.numel()]
+            rounded.copy_(value.reshape(-1))
+            rounded.add_(middle).sub_(middle)
+            total.add_(rounded)
+
+    def read(self) -> Reading:
+        """What came out, after the sum over the world."""
+        settled, scales = True, {}
+        for name, exponent, magnitude in zip(self.names, self._exponents, self._magnitudes.tolist(), strict=True):
+            if magnitude == 0:
+                if exponent is not None:
+                    scales[name] = exponent
+                continue
+            bits = math.frexp(magnitude)[1]
+            if exponent is None or bits > LIMIT_BITS or (bits < LEAST_BITS and exponent > _SMALLEST):
+                settled = False
+            else:
+                scales[name] = _possible(exponent + bits - USUAL_BITS)
+        return Reading(settled, scales)
+
+    def largest(self) -> npt.NDArray[np.int64]:
+        """For each tensor, to which power of two the magnitudes added here stay below it: its maximum over the world
+        is what `scales_from` takes."""
+        largest = self._largest.cpu().numpy()
+        finite = np.nan_to_num(largest, nan=0.0, posinf=0.0)
+        exponents: npt.NDArray[np.int64] = np.frexp(finite)[1].astype(np.int64)
+        exponents[largest == 0] = _ZERO
+        exponents[~np.isfinite(largest) | (exponents > _HUGE)] = _NOT_FINITE
+        return exponents
+
+    def scales_from(self, largest: npt.NDArray[np.int64]) -> dict[str, int]:
+        """The exponents with which the sum settles; tensors that are zero everywhere, or not finite, have none."""
+        # All shards together stay below the limit even if each is as large as the largest.
+        bits = min(USUAL_BITS, LIMIT_BITS - 1 - math.ceil(math.log2(self._shards)))
+        known = zip(self.names, largest.tolist(), strict=True)
+        return {name: _possible(top - bits) for name, top in known if top not in (_ZERO, _NOT_FINITE)}
+
+    def not_finite(self, largest: npt.NDArray[np.int64]) -> list[str]:
+        """The tensors in which some shard's values are not finite."""
+        return [name for name, top in zip(self.names, largest.tolist(), strict=True) if top == _NOT_FINITE]
+
+
+def _possible(exponent: int) -> int:
+    return min(max(exponent, _SMALLEST), _LARGEST)

@@ -1,0 +1,402 @@
+"""Checks a run's ledger against its dataset: which rows were used never, once, or more than once.
+
+What the ledger should say is computed here anew, from the documented formulas (DESIGN and the docstrings of `data.line`
+and `data.ledger`) and the files' footers. Nothing is shared with the code that planned and read the rows: a fault there
+must not be able to hide itself here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from raytrain_plus.errors import InputError
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+BLOCK_ROWS = 1 << 20
+"""Rows whose ids are computed together: bounds the memory."""
+TOLD = 20
+"""Faults that are told in words; the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """What became of the rows of one epoch that were due by the last audited step."""
+
+    epoch: int
+    due: int
+    never: int
+    once: int
+    more: int
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What an audit found."""
+
+    run: str
+    rows: int
+    """Of the dataset."""
+    files: int
+    steps: int
+    """Of the job."""
+    audited_to: int
+    """The newest step that the ledger holds; -1 where it holds none."""
+    status: str
+    """The run's, or `unfinished` where it is going on or was killed."""
+    epochs: tuple[Epoch, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def clean(self) -> bool:
+        """Whether every row that was due was used once."""
+        return not self.faults
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return {"clean": self.clean, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        said = [
+            f"{self.run}: {self.rows:,} rows in {self.files:,} file{'s' * (self.files != 1)}; "
+            f"{self.audited_to + 1:,} of {self.steps:,} steps audited; the run: {self.status}",
+            f"  {'epoch':>6}{'rows due':>16}{'never used':>14}{'once':>16}{'more often':>14}",
+        ]
+        shown = self.epochs if len(self.epochs) <= TOLD else [*self.epochs[:3], *self.epochs[-3:]]
+        for number, epoch in enumerate(shown):
+            if len(shown) < len(self.epochs) and number == 3:
+                said.append(f"  {'...':>6}")
+            part = "" if epoch.due == self.rows else "  (not finished)"
+            said.append(f"  {epoch.epoch:>6}{epoch.due:>16,}{epoch.never:>14,}{epoch.once:>16,}{epoch.more:>14,}{part}")
+        said += [f"  fault: {fault}" for fault in self.faults[:TOLD]]
+        if len(self.faults) > TOLD:
+            said.append(f"  and {len(self.faults) - TOLD:,} more faults; --json tells them all")
+        if self.clean:
+            said.append("  every row that was due was used exactly once")
+        return said
+
+
+def audit(run: Path) -> Audit:
+    """Audits the run in this folder. Raises `InputError` where there is no run to audit."""
+    job, then = _described(run)
+    data = Path(then["path"])
+    faults = _changed(data, then)
+    line = _Line(job, then)
+    entries, torn = _entries(run)
+    faults += torn
+    status, ended = _status(run)
+    audited_to = int(entries["step"].max(initial=-1))
+    due_to = ended if ended is not None else audited_to
+    entries, strange = _only_due(entries, line, due_to)
+    faults += strange
+    faults += _doubled_or_missing(entries, line, due_to)
+    good = line.check(entries, faults)
+    epochs = line.use(entries[good], due_to)
+    return Audit(
+        run=run.name,
+        rows=line.rows,
+        files=len(then["files"]),
+        steps=line.steps,
+        audited_to=audited_to,
+        status=status,
+        epochs=tuple(epochs),
+        faults=tuple(faults),
+    )
+
+
+def _described(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        return yaml.safe_load((run / "job.yaml").read_text()), json.loads((run / "dataset.json").read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(
+            "there is no run to audit",
+            where=str(run),
+            expected="a run's folder, with job.yaml and dataset.json in it",
+            remedy="name the run's folder, or its name and --storage",
+        ) from error
+
+
+def _status(run: Path) -> tuple[str, int | None]:
+    """The run's status, and the last step that it must have entered, where it ended in order."""
+    file = run / "result.json"
+    if not file.exists():
+        return "unfinished", None
+    result = json.loads(file.read_text())
+    return result["status"], result["steps"] - 1
+
+
+def _changed(data: Path, then: Mapping[str, Any]) -> list[str]:
+    """How the files differ from those that the run began with."""
+    if not data.exists():
+        return [f"the dataset is gone: {data}"]
+    now = {}
+    if data.is_file():
+        now[data.name] = data
+    else:
+        for folder, _, names in os.walk(data):
+            for name in names:
+                path = Path(folder, name).relative_to(data)
+                if name.endswith(".parquet") and not any(part[0] in "._" for part in path.parts):
+                    now[path.as_posix()] = data / path
+    was = {file["path"]: file for file in then["files"]}
+    faults = [f"{name}, which the run began with, is missing" for name in sorted(was.keys() - now.keys())]
+    faults += [f"{name} is foreign: the run did not begin with it" for name in sorted(now.keys() - was.keys())]
+    for name in sorted(now.keys() & was.keys()):
+        size = now[name].stat().st_size
+        if size != was[name]["bytes"]:
+            faults.append(f"{name} has changed: {size:,} bytes, {was[name]['bytes']:,} when the run began")
+            continue
+        raw = _footer(now[name], size)
+        if hashlib.sha256(raw).hexdigest() != was[name]["footer_sha256"]:
+            faults.append(f"{name} has changed: its footer is another")
+            continue
+        metadata = pq.read_metadata(now[name])
+        groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        if groups != was[name]["row_groups"]:
+            faults.append(f"{name} holds other row groups than the run counted")
+    return faults
+
+
+def _footer(file: Path, size: int) -> bytes:
+    with file.open("rb") as stream:
+        stream.seek(max(0, size - 8))
+        length = int.from_bytes(stream.read(4), "little")
+        stream.seek(max(0, size - 8 - length))
+        return stream.read(length)
+
+
+_ENTRY = np.dtype([(name, "<i8") for name in ("generation", "step", "shard", "start", "rows")] + [("ids", "<u8")])
+
+
+def _entries(run: Path) -> tuple[npt.NDArray[Any], list[str]]:
+    """The ledger's rows that are not void, and what is wrong with its files."""
+    parts, faults = [], []
+    for file in sorted((run / "ledger").glob("*.parquet")):
+        try:
+            table = pq.read_table(file, columns=list(_ENTRY.names or ()))
+        except (OSError, pa.ArrowException, KeyError) as error:
+            faults.append(f"ledger/{file.name} cannot be read: {str(error).splitlines()[0]}")
+            continue
+        part = np.empty(table.num_rows, _ENTRY)
+        for name in _ENTRY.names or ():
+            part[name] = table.column(name).to_numpy()
+        parts.append(part)
+    entries = np.concatenate(parts) if parts else np.empty(0, _ENTRY)
+    for generation, step in _resumptions(run):
+        entries = entries[(entries["generation"] >= generation) | (entries["step"] <= step)]
+    return entries, faults
+
+
+def _resumptions(run: Path) -> Iterator[tuple[int, int]]:
+    """(generation, step): what older generations did after that step is void."""
+    file = run / "events.ndjson"
+    if not file.exists():
+        return
+    with file.open() as lines:
+        for line in lines:
+            if '"resumed"' in line and line.endswith("\n"):
+                event = json.loads(line)
+                if event["kind"] == "resumed":
+                    yield event["generation"], event["step"]
+
+
+def _only_due(entries: npt.NDArray[Any], line: _Line, due_to: int) -> tuple[npt.NDArray[Any], list[str]]:
+    """The entries of steps and shards that the job has, and what the others are."""
+    fits = (entries["step"] >= 0) & (entries["step"] <= due_to)
+    fits &= (entries["shard"] >= 0) & (entries["shard"] < line.shards)
+    faults = [f"step {entry['step']} of shard {entry['shard']} was never due" for entry in entries[~fits]]
+    return entries[fits], faults
+
+
+def _doubled_or_missing(entries: npt.NDArray[Any], line: _Line, due_to: int) -> list[str]:
+    faults = []
+    keys = entries["step"] * line.shards + entries["shard"]
+    values, counts = np.unique(keys, return_counts=True)
+    for key in values[counts > 1]:
+        faults.append(f"step {key // line.shards} is entered more than once for shard {key % line.shards}")
+    for key in np.setdiff1d(np.arange((due_to + 1) * line.shards), values, assume_unique=True):
+        faults.append(f"step {key // line.shards} is not entered for shard {key % line.shards}")
+    return faults
+
+
+class _Line:
+    """Which rows a shard was to give to a step, and their ids."""
+
+    def __init__(self, job: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+        data = job["data"]
+        self._seed = int(job["seed"])
+        self._shuffle = data["shuffle"]
+        self.shards = int(data["shards"])
+        self.per_shard = int(data["batch_size"]) // self.shards
+        self._files = [file["path"] for file in then["files"]]
+        units = [
+            (number, group, rows)
+            for number, file in enumerate(then["files"])
+            for group, rows in enumerate(file["row_groups"])
+            if rows
+        ]
+        self._unit_file = np.array([number for number, _, _ in units], np.int64)
+        self._unit_rows = np.array([rows for _, _, rows in units], np.int64)
+        places = [group for _, group, _ in units]
+        keys = [int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "little") for path in self._files]
+        with np.errstate(over="ignore"):
+            self._unit_key = _scramble(np.array(keys, np.uint64)[self._unit_file] + np.array(places, np.uint64))
+        self.rows = int(self._unit_rows.sum())
+        self._epochs = job["epochs"]
+        self.steps = int(job["steps"]) if self._epochs is None else self._steps(int(self._epochs))
+
+    def _steps(self, epochs: int) -> int:
+        each = epochs * self.rows // self.shards
+        full, left = divmod(each, self.per_shard)
+        something = left > 0 or epochs * self.rows % self.shards > 0
+        return full + (something and (left >= 2 or full == 0))
+
+    def _before(self, epoch: int) -> Ints:
+        """For each shard, how many rows it was to have had before `epoch`."""
+        k = np.arange(self.shards)
+        return np.maximum(0, -((k - epoch * self.rows) // self.shards))
+
+    def _ends(self, step: int) -> Ints:
+        """For each shard, where its rows of `step` end in its own sequence."""
+        if self._epochs is not None and step == self.steps - 1:
+            return self._before(int(self._epochs))
+        return np.full(self.shards, (step + 1) * self.per_shard)
+
+    def check(self, entries: npt.NDArray[Any], faults: list[str]) -> npt.NDArray[np.bool_]:
+        """Which entries name the rows that were due, and whose ids are theirs; what is wrong with others."""
+        starts = entries["step"] * self.per_shard
+        ends = np.where(
+            entries["step"] == self.steps - 1, self._ends(self.steps - 1)[entries["shard"]], starts + self.per_shard
+        )
+        placed = (entries["start"] == starts) & (entries["rows"] == ends - starts)
+        for entry, start, end in zip(entries[~placed], starts[~placed], ends[~placed], strict=True):
+            stop = entry["start"] + entry["rows"]
+            faults.append(
+                f"step {entry['step']}, shard {entry['shard']}: rows [{entry['start']}, {stop}) of its line were used, "
+                f"not [{start}, {end})"
+            )
+        stops = entries["start"] + np.maximum(entries["rows"], 0)
+        expected = np.zeros(len(entries), np.uint64)
+        last = int(stops.max(initial=0)) * self.shards // self.rows + 1
+        for epoch in range(last + 1):
+            before, after = self._before(epoch), self._before(epoch + 1)
+            offsets = np.concatenate([[0], np.cumsum(after - before)[:-1]])
+            shard = entries["shard"]
+            low = np.clip(entries["start"], before[shard], after[shard])
+            high = np.clip(stops, before[shard], after[shard])
+            inside = np.flatnonzero(high > low)
+            if not len(inside):
+                continue
+            sums = self._sums(epoch)
+            shift = (offsets - before)[shard[inside]]
+            expected[inside] += sums[high[inside] + shift] - sums[low[inside] + shift]
+        right: npt.NDArray[np.bool_] = expected == entries["ids"]
+        for entry in entries[~right]:
+            files = ", ".join(self._files_of(int(entry["shard"]), int(entry["start"]), int(entry["rows"])))
+            faults.append(
+                f"step {entry['step']}, shard {entry['shard']}: other rows were used than those of its line ({files})"
+            )
+        return right
+
+    def use(self, entries: npt.NDArray[Any], due_to: int) -> list[Epoch]:
+        """How often each row that was due by `due_to` was used."""
+        due = self._ends(due_to) if due_to >= 0 else np.zeros(self.shards, np.int64)
+        epochs = int(np.ceil(due.max() * self.shards / self.rows)) + 1 if len(due) else 0
+        counts = np.zeros((epochs + 1, 3), np.int64)
+        bounds = [self._before(epoch) for epoch in range(epochs + 2)]
+        for shard in range(self.shards):
+            mine = entries[entries["shard"] == shard]
+            edges = np.array([bound[shard] for bound in bounds])
+            points = np.concatenate([mine["start"], mine["start"] + mine["rows"], edges, [0, due[shard]]])
+            changes = np.concatenate([np.ones(len(mine)), -np.ones(len(mine)), np.zeros(len(edges) + 2)])
+            order = np.argsort(points, kind="stable")
+            points, depth = points[order], np.cumsum(changes[order])
+            lengths = np.diff(points)
+            keep = (lengths > 0) & (points[:-1] < due[shard])
+            epoch = np.searchsorted(edges, points[:-1][keep], side="right") - 1
+            often = np.minimum(depth[:-1][keep], 2).astype(int)
+            np.add.at(counts, (epoch, often), lengths[keep])
+        return [
+            Epoch(number, int(row.sum()), int(row[0]), int(row[1]), int(row[2]))
+            for number, row in enumerate(counts)
+            if row.sum()
+        ]
+
+    def _unit_order(self, epoch: int) -> Ints:
+        count = len(self._unit_rows)
+        if self._shuffle == "none":
+            return np.arange(count)
+        return np.argsort(_scramble(_chain(self._seed, 1, epoch) + np.arange(count, dtype=np.uint64)), kind="stable")
+
+    def _sums(self, epoch: int) -> Words:
+        """Running sums, from 0, of the ids of the epoch's rows in its order."""
+        order = self._unit_order(epoch)
+        sums = np.zeros(self.rows + 1, np.uint64)
+        at = 1
+        for units in _blocks(order, self._unit_rows[order]):
+            lengths = self._unit_rows[units]
+            unit = np.repeat(np.arange(len(units)), lengths)
+            place = (np.arange(len(unit)) - np.repeat(np.cumsum(lengths) - lengths, lengths)).astype(np.uint64)
+            ids = _scramble(self._unit_key[units][unit] + place) >> np.uint64(32)
+            if self._shuffle == "rows":
+                keys = _scramble(_chain(self._seed, 2, epoch) + units.astype(np.uint64))
+                ids = ids[np.lexsort((place, _scramble(keys[unit] + place), unit))]
+            sums[at : at + len(ids)] = ids
+            at += len(ids)
+        return np.cumsum(sums, out=sums)
+
+    def _files_of(self, shard: int, start: int, rows: int) -> list[str]:
+        """The files in which the shard's rows lie."""
+        found: dict[str, None] = {}
+        epoch = start * self.shards // self.rows
+        epoch -= int(self._before(epoch)[shard] > start)
+        while rows > 0:
+            before, after = self._before(epoch), self._before(epoch + 1)
+            count = min(rows, int(after[shard]) - start)
+            if count > 0:
+                low = int((after - before)[:shard].sum()) + start - int(before[shard])
+                order = self._unit_order(epoch)
+                ends = np.cumsum(self._unit_rows[order])
+                first, last = np.searchsorted(ends, [low, low + count - 1], side="right")
+                found |= dict.fromkeys(self._files[self._unit_file[unit]] for unit in order[first : last + 1])
+                start, rows = start + count, rows - count
+            epoch += 1
+        return sorted(found)
+
+
+def _blocks(units: Ints, rows: Ints) -> Iterator[Ints]:
+    """The units, in order, in runs of about `BLOCK_ROWS` rows."""
+    number = (np.cumsum(rows) - rows) // BLOCK_ROWS
+    for run in np.split(np.arange(len(units)), np.flatnonzero(np.diff(number)) + 1):
+        yield units[run]
+
+
+def _chain(*parts: int) -> np.uint64:
+    value = np.zeros(1, np.uint64)
+    for part in parts:
+        with np.errstate(over="ignore"):
+            value = _scramble(value + np.uint64(part % 2**64))
+    return np.uint64(value[0])
+
+
+def _scramble(values: Words) -> Words:
+    """splitmix64, by its published definition."""
+    with np.errstate(over="ignore"):
+        z = values + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -1,0 +1,142 @@
+"""The ledger's files: Parquet parts in a run's folder, written in the background as steps commit.
+
+A part holds a thousand steps, or fewer where a step has very many shards. The newest one is written anew, whole, as it
+grows: what lies in the folder is at any moment complete up to some step. A part's name carries the generation and the
+step that it begins with, so that no two controllers of a run ever write the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_plus.data.ledger import NOTE
+
+FOLDER = "ledger"
+SCHEMA = pa.schema(
+    [
+        pa.field("generation", pa.int64()),
+        pa.field("step", pa.int64()),
+        pa.field("shard", pa.int64()),
+        pa.field("start", pa.int64()),
+        pa.field("rows", pa.int64()),
+        pa.field("weight", pa.float64()),
+        pa.field("ids", pa.uint64()),
+    ]
+)
+"""One row for each shard of each committed step; see `data.ledger.NOTE`."""
+PERIOD_S = 2.0
+"""Seconds between two writings, at least; where writing takes long, fifty times as long as it took."""
+PART_STEPS = 1000
+PART_NOTES = 1_000_000
+"""A part ends with so many steps or notes, whichever comes first."""
+_ENCODINGS = dict.fromkeys(("generation", "step", "shard", "start", "rows"), "DELTA_BINARY_PACKED") | {
+    "weight": "BYTE_STREAM_SPLIT",
+    "ids": "BYTE_STREAM_SPLIT",
+}
+
+
+class Parts:
+    """The ledger of a run while it is written."""
+
+    def __init__(self, run_folder: Path) -> None:
+        """Makes the folder. Raises `OSError` where that is not possible."""
+        self._folder = run_folder / FOLDER
+        self._folder.mkdir(exist_ok=True)
+        self._news = threading.Condition()
+        self._pending: list[tuple[int, int, bytes]] = []
+        self._part: list[tuple[int, int, bytes]] = []
+        self._busy = threading.Lock()
+        self._closing = False
+        self._failed: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._thread.start()
+
+    def add(self, generation: int, step: int, notes: bytes) -> None:
+        """Enters a committed step. Raises `OSError` where earlier ones could not be written."""
+        with self._news:
+            if self._failed is not None:
+                raise self._failed
+            self._pending.append((generation, step, notes))
+
+    def flush(self) -> None:
+        """Returns when all that was entered is on disk. Raises `OSError` where it cannot be written."""
+        with self._busy:
+            while True:
+                with self._news:
+                    pending = self._pending[:PART_STEPS]
+                if not pending:
+                    return
+                room = _steps_of_a_part(pending[0][2]) - len(self._part)
+                if room <= 0:
+                    self._part = []
+                    continue
+                grown = [*self._part, *pending[:room]]
+                self._write(grown)
+                self._part = grown
+                with self._news:
+                    # Not before it is on disk: what failed is tried again with what came since.
+                    del self._pending[: len(pending[:room])]
+
+    def close(self) -> None:
+        """Writes what is left. Raises `OSError` where that is not possible."""
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
+        self._thread.join()
+        self.flush()
+
+    def _run(self) -> None:
+        period_s = PERIOD_S
+        while True:
+            with self._news:
+                if self._news.wait_for(lambda: self._closing, period_s):
+                    return
+            start = time.monotonic()
+            try:
+                self.flush()
+            except OSError as error:
+                with self._news:
+                    self._failed = error
+                return
+            period_s = max(PERIOD_S, 50 * (time.monotonic() - start))
+
+    def _write(self, part: list[tuple[int, int, bytes]]) -> None:
+        generation, step, _ = part[0]
+        file = self._folder / f"{generation:08d}-{step:012d}.parquet"
+        unfinished = self._folder / f".{file.name}.part"
+        with unfinished.open("wb") as sink:
+            pq.write_table(table_of(part), sink, compression="zstd", use_dictionary=False, column_encoding=_ENCODINGS)
+            sink.flush()
+            os.fsync(sink.fileno())
+        unfinished.replace(file)
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def table_of(entries: list[tuple[int, int, bytes]]) -> pa.Table:
+    """(generation, step, the `NOTE`s of its shards) as rows of the ledger."""
+    notes = [np.frombuffer(notes, NOTE) for _, _, notes in entries]
+    lengths = [len(of_step) for of_step in notes]
+    whole = np.concatenate(notes)
+    columns = {
+        "generation": np.repeat([generation for generation, _, _ in entries], lengths),
+        "step": np.repeat([step for _, step, _ in entries], lengths),
+        "shard": np.concatenate([np.arange(length) for length in lengths]),
+        **{name: np.ascontiguousarray(whole[name]) for name in ("start", "rows", "weight")},
+        "ids": whole["ids"].astype(np.uint64),
+    }
+    return pa.table({name: columns[name] for name in SCHEMA.names}, schema=SCHEMA)
+
+
+def _steps_of_a_part(notes: bytes) -> int:
+    return max(1, min(PART_STEPS, PART_NOTES * NOTE.itemsize // max(1, len(notes))))

@@ -1,0 +1,274 @@
+"""The audit finds what was planted, and nothing where nothing is wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrain_plus import Data, Job
+from raytrain_plus.data.audit import Audit, Epoch, audit
+from raytrain_plus.data.granule import Rows
+from raytrain_plus.data.ledger import NOTE
+from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.parts import Parts, table_of
+from raytrain_plus.data.reader import Batches
+from raytrain_plus.data.source import index
+from raytrain_plus.errors import InputError
+
+
+def write_data(folder: Path, sizes: list[int], group: int) -> None:
+    folder.mkdir(parents=True)
+    for number, size in enumerate(sizes):
+        table = pa.table({"x": pa.array(np.arange(size, dtype=np.int64) + 1000 * number)})
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=group)
+
+
+def job_of(folder: Path, **changes: object) -> Job:
+    data = Data(path=str(folder / "data"), batch_size=12, shards=4)
+    return replace(Job(name="run", task="a:B", data=data, epochs=2, storage=str(folder)), **changes)  # type: ignore[arg-type]
+
+
+def notes_of(job: Job) -> list[np.ndarray]:
+    """What the run's own readers deliver, step by step."""
+    seen = index(job.data.path)
+    rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=None, granule=4)
+    made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.line.steps)]
+    for shards in ((0, 2), (1, 3)) if job.data.shards == 4 else (range(job.data.shards),):
+        feed = Batches(rows, shards=shards, first_step=0, microbatches=1, collate=len, cache_mb=0, make_stream=None)
+        with feed:
+            for step in range(rows.line.steps):
+                for shard, batches in feed.get(step, 10).shards.items():
+                    count = sum(batch.rows for batch in batches)
+                    made[step][shard] = (batches[0].start, count, sum(batch.ids for batch in batches), count, 0.0)
+    return made
+
+
+def run_of(job: Job, notes: list[np.ndarray], status: str | None = "finished", generation: int = 0) -> Path:
+    run = Path(job.storage) / job.name
+    run.mkdir()
+    (run / "job.yaml").write_text(job.to_yaml())
+    (run / "dataset.json").write_text(json.dumps(index(job.data.path).to_json()))
+    (run / "events.ndjson").write_text("")
+    written = Parts(run)
+    for step, of_step in enumerate(notes):
+        written.add(generation, step, of_step.tobytes())
+    written.close()
+    if status is not None:
+        (run / "result.json").write_text(json.dumps({"status": status, "steps": len(notes)}))
+    return run
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    write_data(tmp_path / "data", [37, 20, 1], 10)
+    return job_of(tmp_path)
+
+
+def test_a_run_in_which_nothing_went_wrong(job: Job) -> None:
+    found = audit(run_of(job, notes_of(job)))
+    assert found.faults == ()
+    assert found.epochs == (Epoch(0, 58, 0, 58, 0), Epoch(1, 58, 0, 58, 0))
+    assert (found.audited_to, found.steps, found.status) == (9, 10, "finished")
+    assert found.lines()[-1] == "  every row that was due was used exactly once"
+    assert found.to_json()["clean"] is True
+
+
+def lost_row(notes: list[np.ndarray]) -> None:
+    notes[3][1]["rows"] -= 1
+
+
+def doubled_row(notes: list[np.ndarray]) -> None:
+    notes[3][1]["rows"] += 1
+
+
+def other_rows(notes: list[np.ndarray]) -> None:
+    notes[3][1]["ids"] += 1
+
+
+def swapped(notes: list[np.ndarray]) -> None:
+    notes[3][[1, 2]] = notes[3][[2, 1]]
+
+
+def lost_step(notes: list[np.ndarray]) -> None:
+    notes[3]["rows"] = 0
+    notes[3]["ids"] = 0
+
+
+@pytest.mark.parametrize(
+    ("plant", "words", "never"),
+    [
+        (lost_row, "step 3, shard 1: rows [9, 11) of its line were used, not [9, 12)", 3),
+        (doubled_row, "step 3, shard 1: rows [9, 13) of its line were used, not [9, 12)", 3),
+        (other_rows, "step 3, shard 1: other rows were used than those of its line (", 3),
+        (swapped, "step 3, shard 2: other rows were used than those of its line (", 6),
+        (lost_step, "step 3, shard 0: rows [9, 9) of its line were used, not [9, 12)", 12),
+    ],
+)
+def test_a_wrong_entry_is_named(job: Job, plant: Callable[[list[np.ndarray]], None], words: str, never: int) -> None:
+    notes = notes_of(job)
+    plant(notes)
+    found = audit(run_of(job, notes))
+    assert any(fault.startswith(words) for fault in found.faults), found.faults
+    assert sum(epoch.never for epoch in found.epochs) == never
+    assert not found.clean
+
+
+def test_a_row_that_was_used_twice_is_counted(job: Job) -> None:
+    # The shard's next row comes twice: at the end of one step, with its own id, and again in the next.
+    notes = notes_of(job)
+    table = pa.concat_tables([pq.read_table(file) for file in sorted((run_of(job, notes) / "ledger").iterdir())])
+    seen = index(job.data.path)
+    rows = Rows(index=seen, line=line_of(job, seen), seed=0, transform=None, granule=4)
+    [piece, *_] = rows.line.pieces_between(1, 12, 13)
+    notes[3][1]["rows"] += 1
+    notes[3][1]["ids"] += rows.read(piece).column("_raytrain_id").to_pylist()[0]
+    found = audit(run_of(replace(job, name="other"), notes))
+    assert sum(epoch.more for epoch in found.epochs) == 1
+    assert sum(epoch.never for epoch in found.epochs) == 0
+    assert len(found.faults) == 1
+    assert table.num_rows == 40
+
+
+def test_a_step_that_was_entered_twice(job: Job) -> None:
+    notes = notes_of(job)
+    run = run_of(job, notes)
+    pq.write_table(table_of([(1, 4, notes[4].tobytes())]), run / "ledger" / "00000001-000000000004.parquet")
+    found = audit(run)
+    assert found.faults[0] == "step 4 is entered more than once for shard 0"
+    assert sum(epoch.more for epoch in found.epochs) == 12
+
+
+def test_a_step_that_is_missing(job: Job) -> None:
+    notes = notes_of(job)
+    run = run_of(job, notes)
+    [part] = (run / "ledger").iterdir()
+    table = pq.read_table(part)
+    pq.write_table(table.filter(pa.compute.not_equal(table.column("step"), 4)), part)
+    found = audit(run)
+    assert found.faults[0] == "step 4 is not entered for shard 0"
+    assert sum(epoch.never for epoch in found.epochs) == 12
+
+
+def test_a_step_beyond_the_last(job: Job) -> None:
+    notes = notes_of(job)
+    found = audit(run_of(job, [*notes, notes[0]], status=None))
+    assert not found.clean
+    notes = notes_of(job)
+    found = audit(run_of(replace(job, name="other", steps=8, epochs=None), notes[:8]))
+    assert found.clean
+
+
+def test_a_foreign_a_missing_and_a_changed_file(job: Job) -> None:
+    run = run_of(job, notes_of(job))
+    data = Path(job.data.path)
+    (data / "0.parquet").rename(data / "new.parquet")
+    write_data(data / "made", [20], 9)
+    (data / "made" / "0.parquet").replace(data / "1.parquet")
+    found = audit(run)
+    assert [fault.partition(" ")[0] for fault in found.faults] == ["0.parquet,", "new.parquet", "1.parquet"]
+    assert "is missing" in found.faults[0]
+    assert "is foreign" in found.faults[1]
+    assert "has changed" in found.faults[2]
+
+
+def test_a_torn_part(job: Job) -> None:
+    run = run_of(job, notes_of(job))
+    [part] = (run / "ledger").iterdir()
+    part.write_bytes(part.read_bytes()[:-20])
+    found = audit(run)
+    assert found.faults[0].startswith(f"ledger/{part.name} cannot be read")
+    assert found.audited_to == -1
+
+
+def test_a_run_that_is_going_on_is_judged_on_what_is_due(job: Job) -> None:
+    found = audit(run_of(job, notes_of(job)[:6], status=None))
+    assert found.clean
+    assert (found.audited_to, found.status) == (5, "unfinished")
+    assert found.epochs == (Epoch(0, 58, 0, 58, 0), Epoch(1, 14, 0, 14, 0))
+    assert "(not finished)" in found.lines()[3]
+
+
+def test_a_finished_run_must_have_entered_every_step(job: Job) -> None:
+    notes = notes_of(job)
+    run = run_of(job, notes[:8])
+    (run / "result.json").write_text(json.dumps({"status": "finished", "steps": 10}))
+    found = audit(run)
+    assert "step 8 is not entered for shard 0" in found.faults
+
+
+def test_what_a_total_loss_made_void_does_not_count(job: Job) -> None:
+    notes = notes_of(job)
+    run = run_of(job, notes[:7], status=None)
+    entries = [(5, step, notes[step].tobytes()) for step in range(4, 10)]
+    pq.write_table(table_of(entries), run / "ledger" / "00000005-000000000004.parquet")
+    assert not audit(run).clean
+    event = {"time": 0.0, "generation": 5, "kind": "resumed", "step": 3, "checkpoint": "x", "voided_to": 6}
+    (run / "events.ndjson").write_text(json.dumps(event) + "\n")
+    assert audit(run).clean
+
+
+def test_there_is_nothing_to_audit(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no run to audit"):
+        audit(tmp_path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shards=st.integers(1, 5),
+    extra=st.integers(0, 11),
+    files=st.integers(1, 7),
+    group=st.sampled_from([1, 3, 100]),
+    per_shard=st.integers(1, 4),
+    epochs=st.integers(1, 4),
+    shuffle=st.sampled_from(["none", "units", "rows"]),
+    seed=st.integers(0, 3),
+)
+def test_every_size_of_dataset_is_clean(
+    tmp_path_factory: pytest.TempPathFactory,
+    shards: int,
+    extra: int,
+    files: int,
+    group: int,
+    per_shard: int,
+    epochs: int,
+    shuffle: str,
+    seed: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("sizes")
+    rows = shards + min(extra, 2 * shards + 1)
+    sizes = [len(part) for part in np.array_split(np.arange(rows), files) if len(part)]
+    write_data(folder / "data", sizes, group)
+    data = Data(path=str(folder / "data"), batch_size=shards * per_shard, shards=shards, shuffle=shuffle)  # type: ignore[arg-type]
+    job = job_of(folder, data=data, epochs=epochs, seed=seed)
+    found: Audit = audit(run_of(job, notes_of(job)))
+    assert found.faults == ()
+    assert [epoch.once for epoch in found.epochs] == [rows] * epochs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ten_million_rows(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    column = pa.array(np.zeros(10_000_000, dtype=np.int8))
+    for number in range(10):
+        part = pa.table({"x": column.slice(number * 1_000_000, 1_000_000)})
+        pq.write_table(part, tmp_path / "data" / f"{number}.parquet", row_group_size=10_000)
+    data = Data(path=str(tmp_path / "data"), batch_size=1200, shards=12)
+    job = job_of(tmp_path, data=data, epochs=1)
+    run = run_of(job, notes_of(job))
+    started = time.monotonic()
+    found = audit(run)
+    took = time.monotonic() - started
+    print(f"10 million rows audited in {took:.1f} s")
+    assert found.clean
+    assert took < 60

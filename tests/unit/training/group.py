@@ -1,0 +1,183 @@
+"""Workers that train in one process, without Ray: threads that run one at a time, in an order drawn by chance.
+
+They are killed at any moment, join, leave, and sum in any order; what holds for the real ones must hold for them.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from raytrain_plus.collective.world import Operation
+from raytrain_plus.elastic.view import host_shards
+from raytrain_plus.errors import Interrupted
+from raytrain_plus.training.control import Control
+from raytrain_plus.training.step import Applied, Stepper
+
+STEP_S = 60.0
+
+
+class Killed(BaseException):
+    """What ends a worker of this group."""
+
+
+@dataclass
+class Round:
+    """One world: what its members have submitted, and what became of it."""
+
+    size: int
+    draw: random.Random
+    kill_after: int | None
+    """Calls of any member after which the caller dies; None lets all live."""
+    baton: threading.Lock = field(default_factory=threading.Lock)
+    submitted: dict[tuple[str, int], dict[int, torch.Tensor]] = field(default_factory=dict)
+    summed: set[tuple[str, int]] = field(default_factory=set)
+    calls: int = 0
+    broken: bool = False
+
+    def passed(self) -> None:
+        """One more call; raises `Killed` where it is the caller's last."""
+        self.calls += 1
+        if self.kill_after is not None and self.calls > self.kill_after and not self.broken:
+            self.broken = True
+            raise Killed
+
+    def complete(self, key: tuple[str, int], operation: Operation) -> bool:
+        """Sums what all have submitted, in an order drawn by chance."""
+        parts = self.submitted[key]
+        if key in self.summed:
+            return True
+        if len(parts) < self.size:
+            return False
+        order = list(parts.values())
+        self.draw.shuffle(order)
+        total = order[0].clone()
+        for part in order[1:]:
+            total = total + part if operation == "sum" else torch.maximum(total, part)
+        for part in order:
+            part.copy_(total)
+        self.summed.add(key)
+        return True
+
+
+class GroupWorld:
+    """A member's side of a round."""
+
+    def __init__(self, rank: int, of: Round) -> None:
+        self.rank = rank
+        self.size = of.size
+        self._of = of
+        self._times: dict[str, int] = {}
+
+    def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> _Work:
+        self._of.passed()
+        time_of = self._times[name] = self._times.get(name, 0) + 1
+        self._of.submitted.setdefault((name, time_of), {})[self.rank] = tensor
+        return _Work(self._of, (name, time_of), operation)
+
+    def close(self) -> None:
+        """There is nothing to leave."""
+
+
+@dataclass
+class _Work:
+    of: Round
+    key: tuple[str, int]
+    operation: Operation
+
+    def done(self) -> bool:
+        # Whoever waits lets another one run.
+        self.of.baton.release()
+        time.sleep(0)
+        self.of.baton.acquire()
+        self.of.passed()
+        if self.of.complete(self.key, self.operation):
+            return True
+        if self.of.broken:
+            raise Interrupted("a peer is gone")
+        return False
+
+    def finish(self) -> None:
+        """The sum is in place."""
+
+
+@dataclass
+class Member:
+    """One worker: alive, and with a state, or dead."""
+
+    stepper: Stepper
+    alive: bool = True
+
+
+class Group:
+    """Trains by a schedule drawn by chance: every step on another number of workers, with deaths in it."""
+
+    def __init__(self, make: Callable[[], Stepper], batches: Callable[[int, Sequence[int]], dict], shards: int) -> None:  # type: ignore[type-arg]
+        """`make` builds a worker's stepper; `batches(step, hosted)` are its microbatches."""
+        self._make = make
+        self._batches = batches
+        self._shards = shards
+        self.members = [Member(make())]
+        self.losses: dict[int, float] = {}
+        self.deaths = 0
+
+    def train(self, steps: int, draw: random.Random, deaths: bool = True) -> None:
+        """Makes all steps."""
+        while True:
+            donor = max(self.members, key=lambda member: -1 if member.stepper.held is None else member.stepper.held)
+            held = donor.stepper.held
+            assert held is not None
+            if held + 1 == steps:
+                return
+            self._resize(draw.randint(1, 8), donor, draw)
+            round_ = Round(len(self.members), draw, draw.randrange(40) if deaths and draw.random() < 0.4 else None)
+            self._step(held + 1, round_)
+            if not any(member.alive and member.stepper.held is not None for member in self.members):
+                self.members = [Member(self._make())]
+                self.losses.clear()  # all are gone: another run begins
+            self.members = [member for member in self.members if member.alive]
+
+    def _resize(self, size: int, donor: Member, draw: random.Random) -> None:
+        others = [member for member in self.members if member is not donor]
+        draw.shuffle(others)
+        self.members = [donor, *others[: size - 1]]
+        while len(self.members) < size:
+            self.members.append(Member(self._make()))
+        snapshot = donor.stepper.snapshot()
+        for member in self.members:
+            if member.stepper.held != donor.stepper.held or draw.random() < 0.2:
+                member.stepper.adopt(snapshot)
+        draw.shuffle(self.members)
+
+    def _step(self, step: int, round_: Round) -> None:
+        hosted = host_shards(self._shards, len(self.members))
+        threads = [
+            threading.Thread(target=self._run, args=(member, GroupWorld(rank, round_), step, hosted[rank], round_))
+            for rank, member in enumerate(self.members)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(STEP_S)
+            assert not thread.is_alive(), "a worker of the group is stuck"
+
+    def _run(self, member: Member, world: GroupWorld, step: int, hosted: Sequence[int], round_: Round) -> None:
+        control = Control()
+        control.begin(0)
+        with round_.baton:
+            try:
+                applied: Applied = member.stepper.run(
+                    step, self._batches(step, hosted), world, control=control, wait_s=STEP_S
+                )
+                before = self.losses.setdefault(step, applied.loss)
+                assert before == applied.loss, "a step that was made again has another loss"
+            except Interrupted:
+                return
+            except Killed:
+                member.alive = False
+                self.deaths += 1
