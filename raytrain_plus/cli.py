@@ -14,7 +14,7 @@ import click
 
 from raytrain_plus.errors import InputError, RaytrainError
 
-_EPILOG = "Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 130 and 143 stopped by a signal."
+_EPILOG = "Exit codes: 0 done, 1 failed (or a fault was found), 2 the input is wrong, 130 and 143 stopped by a signal."
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG)
@@ -63,6 +63,53 @@ def validate(job: str, overrides: Sequence[str], as_json: bool) -> int:
     report = validate_job(loaded, roots)
     click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
     return 0
+
+
+@cli.command()
+@_job
+@_set
+@click.option("--workers", default="1,2,4", show_default=True, help="Numbers of workers to compare.")
+@click.option("--kill", "kills", default=0, help="Workers to kill in each run that has more than one.")
+@click.option("--steps", default=20, show_default=True, help="Steps to make.")
+@click.option("--address", help="Ray cluster to join; else RAY_ADDRESS, else one is started here.")
+@_json
+def verify(
+    job: str, overrides: Sequence[str], workers: str, kills: int, steps: int, address: str | None, as_json: bool
+) -> int:
+    """Run the first steps of the job in the file JOB on several numbers of workers and compare every bit."""
+    from raytrain_plus.jobfile import load_job
+
+    loaded, roots = load_job(job, overrides)
+    sizes = [int(size) for size in workers.split(",") if size.strip().isdigit()]
+    if not sizes or len(sizes) != len(workers.split(",")) or kills < 0 or steps < 1:
+        raise click.UsageError("--workers takes numbers with commas between them, --kill and --steps whole numbers")
+    from raytrain_plus.verify import verify as verify_job
+
+    verdict = verify_job(
+        loaded,
+        sizes,
+        kills=kills,
+        steps=steps,
+        address=address,
+        roots=roots,
+        tell=(lambda line: None) if as_json else (lambda line: click.echo(line, err=True)),
+    )
+    click.echo(json.dumps(verdict.to_json()) if as_json else "\n".join(verdict.lines()))
+    return 0 if verdict.agree else 1
+
+
+@cli.command()
+@click.argument("run")
+@click.option("--storage", default="runs", show_default=True, help="Where a run that is given by its name lies.")
+@_json
+def audit(run: str, storage: str, as_json: bool) -> int:
+    """Check which rows the run RUN (a folder, or a name) used never, once, or more than once."""
+    from raytrain_plus.data.audit import audit
+    from raytrain_plus.runfolder import find_run
+
+    found = audit(find_run(run, storage))
+    click.echo(json.dumps(found.to_json()) if as_json else "\n".join(found.lines()))
+    return 0 if found.clean else 1
 
 
 @cli.command()

@@ -73,7 +73,7 @@ def run(
     collective = choose_collective(job.collective, job.workers.min)
     pickled = _task_to_send(job, search)
     seen, held_out = _look_at_data(job, search)
-    with _connected(job, address) as began:
+    with connected(job, address) as began:
         order = Order(
             plan=Plan(
                 job=job if pickled is None else replace(job, task=_spelled(job.task)),
@@ -161,7 +161,7 @@ KNOCK_S = 5.0
 
 
 @contextlib.contextmanager
-def _connected(job: Job, address: str | None) -> Iterator[float]:
+def connected(job: Job, address: str | None) -> Iterator[float]:
     """A Ray to run on; yields the moment at which it was there. One that we start ends with the run."""
     if ray.is_initialized():
         yield time.time()

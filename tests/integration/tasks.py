@@ -252,3 +252,10 @@ def write_data(folder: Path, rows: int = 500, files: int = 3, group: int = 20, s
         table = pa.table({"x": x, "y": pa.array(labels[chosen], pa.int64())})
         pq.write_table(table, folder / f"{number}.parquet", row_group_size=group)
     return folder
+
+
+class Unkeyed(Net):
+    """Draws from a generator that no key seeds."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().loss(model, {**batch, "x": batch["x"] + random.SystemRandom().gauss(0, 0.1)})

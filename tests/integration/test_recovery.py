@@ -16,6 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from raytrain_plus import Elastic, Evaluate, Result, Workers
+from raytrain_plus.data.audit import audit
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.tasks import write_data
 
@@ -74,6 +75,8 @@ def check(run: Run, before: dict[int, float], lost: list[int], expected: list[fl
     result = run.finish()
     assert result.status == "finished", result.error
     np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
+    found = audit(result.path)
+    assert found.clean, found.faults
     for recovered in run.events("recovered"):
         assert recovered["steps_lost"] == 0
         assert recovered["stall_s"] == pytest.approx(sum(recovered["phases"].values()), abs=0.01)

@@ -1,0 +1,273 @@
+"""Runs a job's first steps on several numbers of workers, with real deaths, and says whether the bits agree."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.numpy
+
+from raytrain_plus.data.audit import audit
+from raytrain_plus.errors import InputError, RunError
+from raytrain_plus.job import Job
+from raytrain_plus.observe.events import read_events
+from raytrain_plus.result import Result
+from raytrain_plus.runner import connected, run
+from raytrain_plus.workers.fault import kill_process
+
+LOOK_S = 0.01
+"""Seconds between two looks at what a run has told."""
+CULPRITS = (
+    "random numbers from a generator of its own, which no key seeds (use torch's, NumPy's or Python's global ones)",
+    "a buffer or an attribute that the loss changes in place, and that is not registered",
+    "an operation whose result depends on timing (a nondeterministic kernel, a set's order, the clock)",
+)
+"""What makes a task give other bits, most frequent first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run of the first steps."""
+
+    workers: int
+    to_kill: int
+    """Workers that were to be killed while it ran."""
+    killed: int
+    """Those that were, before it ended."""
+    state_sha256: str
+    losses: tuple[float, ...]
+    metrics: dict[str, float]
+    audit_clean: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the trials say together."""
+
+    name: str
+    steps: int
+    trials: tuple[Trial, ...]
+    differs: str
+    """Where the first difference lies, in words; empty where there is none."""
+
+    @property
+    def agree(self) -> bool:
+        """Whether all gave the same bits, and used the same rows."""
+        return not self.differs and all(trial.audit_clean for trial in self.trials)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return {"agree": self.agree, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        said = [f"{self.name}: its first {self.steps} steps, reduction: exact"]
+        for trial in self.trials:
+            who = f"{trial.workers} worker{'s' * (trial.workers != 1)}"
+            if trial.to_kill:
+                who += (
+                    f", {trial.killed} killed"
+                    if trial.killed == trial.to_kill
+                    else f", {trial.killed} of {trial.to_kill} killed"
+                )
+            rows = "audit clean" if trial.audit_clean else "AUDIT NOT CLEAN"
+            said.append(
+                f"  {who:24} state {trial.state_sha256[:16]}  last loss {trial.losses[-1]!r:22}  {rows}  "
+                f"{trial.seconds:.1f} s"
+            )
+        if self.differs:
+            said += [f"  they differ: {self.differs}", "  the usual culprits:"]
+            said += [f"    - {culprit}" for culprit in CULPRITS]
+        elif self.agree:
+            said.append("  every run gave the same bits, and used every row once")
+        if any(trial.killed < trial.to_kill for trial in self.trials):
+            said.append("  a run ended before all were killed that were to be: give it more --steps")
+        return said
+
+
+def verify(
+    job: Job,
+    sizes: Sequence[int],
+    *,
+    kills: int = 0,
+    steps: int = 20,
+    address: str | None = None,
+    roots: Sequence[Path] = (),
+    tell: Callable[[str], None] = lambda line: None,
+) -> Verdict:
+    """Runs the first `steps` steps of `job` on each number of workers in `sizes`; where there is more than one worker,
+    `kills` of them are killed.
+
+    `tell` is told what is being done. Raises `InputError` where the job cannot be verified, `RunError` where a run
+    fails.
+    """
+    _check(job, sizes)
+    largest = max(sizes)
+    with (
+        tempfile.TemporaryDirectory(prefix="raytrain-verify-") as folder,
+        connected(replace(job, workers=replace(job.workers, min=1, max=largest, spares=0)), address),
+    ):
+        trials = []
+        for number, size in enumerate(sizes):
+            tell(f"{size} worker{'s' * (size != 1)} ...")
+            trials.append(_trial(job, Path(folder), f"{number}", size, kills if size > 1 else 0, steps, roots))
+        differs = ""
+        for number, trial in enumerate(trials):
+            if not _same(trials[0], trial):
+                pair = ((sizes[0], trials[0].to_kill), (sizes[number], trial.to_kill))
+                differs = _first_difference(job, Path(folder), trials[0], trial, pair, roots, tell)
+                break
+    return Verdict(job.name, len(trials[0].losses), tuple(trials), differs)
+
+
+def _check(job: Job, sizes: Sequence[int]) -> None:
+    if job.reduction != "exact":
+        raise InputError(
+            "only an exact sum has the same bits on any number of workers",
+            where=f"reduction: {job.reduction}",
+            remedy="--set reduction=exact",
+        )
+    for size in sizes:
+        if not 1 <= size <= job.data.shards:
+            raise InputError(
+                f"{size} workers cannot train this job",
+                where="--workers",
+                expected=f"from 1 to data.shards = {job.data.shards}",
+            )
+
+
+def _trial(job: Job, folder: Path, name: str, size: int, kills: int, steps: int, roots: Sequence[Path]) -> Trial:
+    shortened = replace(
+        job,
+        name=name,
+        steps=min(steps, job.steps or steps),
+        epochs=None,
+        workers=replace(job.workers, min=1 if kills else size, max=size, spares=0),
+        storage=str(folder),
+    )
+    killer = _Killer(folder / name / "events.ndjson", kills, shortened.steps or steps)
+    with killer:
+        result = run(shortened, quiet=True, fresh=True, roots=roots)
+    if result.status != "finished":
+        raise RunError(f"the run on {size} workers {result.status}: {result.error or 'by a signal'}")
+    return _trial_of(result, size, kills, killer.killed)
+
+
+def _trial_of(result: Result, size: int, kills: int, killed: int) -> Trial:
+    events = list(read_events(result.path / "events.ndjson"))
+    assert result.state_sha256 is not None
+    return Trial(
+        workers=size,
+        to_kill=kills,
+        killed=killed,
+        state_sha256=result.state_sha256,
+        losses=tuple(event["loss"] for event in events if event["kind"] == "step_committed"),
+        metrics=dict(result.metrics),
+        audit_clean=audit(result.path).clean,
+        seconds=result.seconds,
+    )
+
+
+def _same(one: Trial, other: Trial) -> bool:
+    return (one.state_sha256, one.losses, one.metrics) == (other.state_sha256, other.losses, other.metrics)
+
+
+def _first_difference(
+    job: Job,
+    folder: Path,
+    one: Trial,
+    other: Trial,
+    pair: tuple[tuple[int, int], tuple[int, int]],
+    roots: Sequence[Path],
+    tell: Callable[[str], None],
+) -> str:
+    """The first step after which two runs have another state, and the first tensor that differs then.
+
+    A step's loss tells of the state before it: the search runs the job to ever closer steps.
+    """
+    differing = (step for step, (a, b) in enumerate(zip(one.losses, other.losses, strict=False)) if a != b)
+    high = next(differing, len(one.losses) - 1)
+    low = 0
+    found = ""
+    while low <= high:
+        middle = (low + high) // 2
+        tell(f"they differ; looking at the state after step {middle} ...")
+        names = [f"to-{middle}-{side}" for side in ("one", "other")]
+        for name, (size, kills) in zip(names, pair, strict=True):
+            _trial(job, folder, name, size, kills if middle else 0, middle + 1, roots)
+        tensor = _first_tensor(*(folder / name / "model.safetensors" for name in names))
+        if tensor:
+            found = f"after step {middle}, first in {tensor}"
+            high = middle - 1
+        else:
+            low = middle + 1
+    if found:
+        return found
+    return f"from step {high}; run anew, the steps before it agree: it does not happen every time"
+
+
+def _first_tensor(one: Path, other: Path) -> str:
+    """The first tensor, by name, that differs between two models; empty where none does."""
+    mine, theirs = safetensors.numpy.load_file(one), safetensors.numpy.load_file(other)
+    for name in sorted(mine.keys() | theirs.keys()):
+        if name not in mine or name not in theirs or mine[name].tobytes() != theirs[name].tobytes():
+            return f"'{name}'"
+    return ""
+
+
+class _Killer:
+    """Kills members of a run at moments drawn by chance, while it is open."""
+
+    def __init__(self, events: Path, kills: int, steps: int) -> None:
+        self._events = events
+        self._draw = random.Random(kills)
+        # Early enough that the run does not end before.
+        self._moments = sorted(self._draw.randrange(max(1, steps // 2)) for _ in range(kills))
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
+        self.killed = 0
+
+    def __enter__(self) -> _Killer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for moment in self._moments:
+            while True:
+                if self._over.wait(LOOK_S):
+                    return
+                members, committed = _present(self._events)
+                if committed >= moment and len(members) > 1:
+                    break
+            victim = self._draw.choice(members)
+            kill_process(victim["node"], victim["pid"])
+            self.killed += 1
+
+
+def _present(events: Path) -> tuple[list[dict[str, Any]], int]:
+    """The members of a run's newest view that live, and its newest step."""
+    members: list[dict[str, Any]] = []
+    committed = -1
+    for event in _told(events):
+        if event["kind"] == "view_formed":
+            members = event["members"]
+        elif event["kind"] == "worker_lost":
+            members = [member for member in members if member["worker"] != event["worker"]]
+        elif event["kind"] == "step_committed":
+            committed = event["step"]
+    return members, committed
+
+
+def _told(events: Path) -> Iterator[dict[str, Any]]:
+    if events.exists():
+        yield from read_events(events)

@@ -1,0 +1,179 @@
+"""`reduction: exact` on a real cluster: the same bits on any number of workers, through any death; every row once."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from raytrain_plus import Data, Elastic, Evaluate, Job, Workers
+from raytrain_plus.data.audit import audit
+from tests.integration.elastic import Run, job
+from tests.integration.tasks import write_data
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("eight")]
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[None]:
+    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
+    """BatchNorm, dropout, AdamW, clipping, an augmentation; granules that spans cut, epochs that a step straddles."""
+    data = Data(path=str(tmp_path / "data"), batch_size=36, shards=12, transform="tasks:noisy", granule=7, cache_mb=0)
+    held_out = Evaluate(path=str(tmp_path / "data"), every_steps=20)
+    settings: dict[str, Any] = {"data": data, "steps": 60, "reduction": "exact", "evaluate": held_out, **changes}
+    return job(tmp_path, name=name, **settings)
+
+
+def ended(run: Run) -> tuple[str | None, list[float], dict[str, float]]:
+    """Hash, losses and figures of a run whose audit is clean."""
+    result = run.finish()
+    assert result.status == "finished", result.error
+    found = audit(result.path)
+    assert found.clean, found.faults
+    return result.state_sha256, run.losses(), dict(result.metrics)
+
+
+def train(job: Job) -> tuple[str | None, list[float], dict[str, float]]:
+    return ended(Run(job))
+
+
+def test_the_same_bits_on_other_numbers_of_workers_and_through_a_death(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    expected = train(exact(tmp_path, "one", workers=Workers(min=1)))
+    assert train(exact(tmp_path, "torch", workers=Workers(min=3), collective="torch")) == expected
+    run = Run(exact(tmp_path, "killed", workers=Workers(min=2, max=4), args={"fault": "applied:kill:30"}))
+    assert ended(run) == expected
+    assert len(run.events("recovered")) >= 1
+    ring = train(exact(tmp_path, "ring", workers=Workers(min=3), reduction="ring"))
+    assert ring[0] != expected[0]
+    assert ring[1] == pytest.approx(expected[1], rel=1e-4)
+
+
+def verify(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "raytrain_plus", "verify", str(file), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=REPOSITORY,
+    )
+
+
+def test_verify_compares_sizes_with_real_deaths_and_names_what_differs(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    sound = exact(tmp_path, "sound", args={"pad_s": 0.01}, task="tests.integration.tasks:Faulty", evaluate=None)
+    sound = replace(sound, data=replace(sound.data, transform=None), workers=Workers())
+    (tmp_path / "sound.yaml").write_text(sound.to_yaml())
+    done = verify(tmp_path / "sound.yaml", "--workers", "1,3", "--kill", "1", "--steps", "30")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 workers, 1 killed" in done.stdout
+    assert "every run gave the same bits, and used every row once" in done.stdout
+    unsound = replace(sound, name="unsound", task="tests.integration.tasks:Unkeyed", args={})
+    (tmp_path / "unsound.yaml").write_text(unsound.to_yaml())
+    done = verify(tmp_path / "unsound.yaml", "--workers", "1,2", "--steps", "6", "--json")
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["differs"] == "after step 0, first in 'first.weight'"
+    assert [trial["audit_clean"] for trial in found["trials"]] == [True, True]
+    done = verify(tmp_path / "unsound.yaml", "--set", "reduction=ring")
+    assert done.returncode == 2
+    assert "--set reduction=exact" in done.stderr
+
+
+def test_what_changes_behind_a_runs_back_is_found(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    result = Run(exact(tmp_path, "run", steps=5, evaluate=None)).finish()
+    command = [sys.executable, "-m", "raytrain_plus", "audit", "run", "--storage", str(result.path.parent)]
+    clean = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert (clean.returncode, "used exactly once" in clean.stdout) == (0, True), clean.stdout + clean.stderr
+    (tmp_path / "data" / "9.parquet").write_bytes((tmp_path / "data" / "0.parquet").read_bytes())
+    foreign = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert foreign.returncode == 1
+    assert json.loads(foreign.stdout)["faults"] == ["9.parquet is foreign: the run did not begin with it"]
+    gone = subprocess.run([*command[:-3], "nobody"], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert (gone.returncode, "there is no run 'nobody'" in gone.stderr) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_same_bits_on_one_to_eight_workers(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    found = [train(exact(tmp_path, f"on-{size}", workers=Workers(min=size))) for size in (1, 2, 3, 4, 5, 8)]
+    assert all(other == found[0] for other in found)
+
+
+def disturbed(job: Job, number: int) -> tuple[str | None, list[float], dict[str, float]]:
+    """A run in which workers die at moments drawn by chance."""
+    draw = random.Random(number)
+    run = Run(job)
+    for _ in range(draw.randint(1, 4)):
+        run.until(lambda: len(run.members()) > 1 if run.events("view_formed") else False, "a group")
+        run.until_step(run.committed() + draw.randint(1, 12))
+        time.sleep(draw.random() * 0.3)
+        if run.result is not None:
+            break
+        run.kill(draw.choice(run.members()))
+        run.until_told("worker_lost", len(run.events("worker_lost")) + 1)
+    return ended(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_one_hash_through_ten_runs_with_deaths_of_a_net_with_batchnorm_and_dropout(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    changes: dict[str, Any] = {"steps": 150, "workers": Workers(min=1, max=4), "elastic": Elastic(wait_s=60)}
+    expected = train(exact(tmp_path, "quiet", **{**changes, "workers": Workers(min=2)}))
+    for number in range(10):
+        assert disturbed(exact(tmp_path, f"run-{number}", args={"pad_s": 0.005}, **changes), number) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_one_hash_through_ten_runs_with_deaths_of_the_byte_gpt(tmp_path: Path) -> None:
+    def gpt(name: str, workers: Workers) -> Job:
+        return Job(
+            name=name,
+            task="examples.byte_gpt:ByteGPT",
+            data=Data(path=str(tmp_path / "gpt"), prepare="examples.byte_gpt:prepare", batch_size=12, shards=12),
+            steps=100,
+            clip_norm=1.0,
+            reduction="exact",
+            workers=workers,
+            storage=str(tmp_path / "runs"),
+        )
+
+    (tmp_path / "gpt").parent.mkdir(exist_ok=True)
+    expected = train(gpt("quiet", Workers(min=2)))
+    for number in range(10):
+        assert disturbed(gpt(f"run-{number}", Workers(min=1, max=4)), 100 + number) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_fifty_deaths_between_apply_and_hand_over_leave_the_ledger_whole(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    settings: dict[str, Any] = {"steps": 4000, "workers": Workers(min=1, max=3), "evaluate": None}
+    # Every process dies in its fortieth apply, just after it.
+    args = {"fault": "applied:kill:40", "always": True, "pad_s": 0.002}
+    run = Run(exact(tmp_path, "run", args=args, elastic=Elastic(wait_s=60, max_failures=50), **settings))
+    run.until(lambda: len(run.events("worker_lost")) >= 50, "fifty deaths", timeout_s=1000)
+    result = run.finish(timeout_s=120)
+    assert result.status == "failed"
+    found = audit(result.path)
+    assert found.clean, found.faults
+    assert found.audited_to + 1 == result.steps == run.committed() + 1
