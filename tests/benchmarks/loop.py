@@ -1,6 +1,6 @@
 """One rank of the loops that the platform is measured against, as anybody would write them. Started by `steps`.
 
-python -m tests.benchmarks.loop horovod|ddp|own JOB.yaml RANK PORT WARM_UP -> seconds per measured step, as JSON
+python -m tests.benchmarks.loop horovod|ddp|own JOB.yaml RANK SIZE PORT WARM_UP -> seconds per measured step, as JSON
 
 `own` is the platform's own loop in a process that no Ray and no controller knows of.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.horovod import HorovodWorld, _environment
-from raytrain_plus.data.granule import Rows
+from raytrain_plus.data.granule import Rows, without_ids
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
@@ -34,13 +34,13 @@ from raytrain_plus.training.model import build_model
 from raytrain_plus.training.step import Stepper
 
 
-def main(kind: str, file: str, rank: int, port: int, warm_up: int) -> None:
+def main(kind: str, file: str, rank: int, size: int, port: int, warm_up: int) -> None:
     job, roots = load_job(file)
     torch.set_num_threads(1)
     assert isinstance(job.task, str)
     task = build_task(load_task(job.task, roots), job.args)
     if kind == "own":
-        print(json.dumps(own(job, task, rank, port, warm_up)))
+        print(json.dumps(own(job, task, rank, size, port, warm_up)))
         return
     batches = prepared(job, rank, task.collate)
     torch.manual_seed(job.seed)
@@ -50,14 +50,14 @@ def main(kind: str, file: str, rank: int, port: int, warm_up: int) -> None:
     if kind == "horovod":
         import horovod.torch as hvd
 
-        os.environ.update(_environment(formation(rank, port)))
+        os.environ.update(_environment(formation(rank, size, port)))
         hvd.init()
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer: Any = hvd.DistributedOptimizer(
             task.optimizer(list(model.named_parameters())), named_parameters=model.named_parameters()
         )
     else:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
         call = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = task.optimizer(list(model.named_parameters()))
     start = 0.0
@@ -73,28 +73,36 @@ def main(kind: str, file: str, rank: int, port: int, warm_up: int) -> None:
     print(json.dumps((time.perf_counter() - start) / (len(batches) - warm_up)))
 
 
-def formation(rank: int, port: int) -> Formation:
+def formation(rank: int, size: int, port: int) -> Formation:
     return Formation(
-        generation=0, name="bench", rank=rank, size=2, address="127.0.0.1", server=("127.0.0.1", port), timeout_s=30
+        generation=0, name="bench", rank=rank, size=size, address="127.0.0.1", server=("127.0.0.1", port), timeout_s=30
     )
 
 
-def own(job: Job, task: Task, rank: int, port: int, warm_up: int) -> float:
+def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> float:
     """Seconds per step of the platform's own loop, alone."""
     device = torch.device("cpu")
     built = build_model(task, job.seed, device)
-    stepper = Stepper(task, built, seed=job.seed, shards=job.data.shards, clip_norm=None, device=device)
+    stepper = Stepper(
+        task,
+        built,
+        seed=job.seed,
+        shards=job.data.shards,
+        clip_norm=None,
+        device=device,
+        exact=job.reduction == "exact",
+    )
     seen = index(job.data.path)
     line = line_of(job, seen)
     rows = Rows(index=seen, line=line, seed=job.seed, transform=None, granule=1024)
-    hosted = host_shards(job.data.shards, 2)[rank]
+    hosted = host_shards(job.data.shards, size)[rank]
     feed = Batches(
         rows, shards=hosted, first_step=0, microbatches=1, collate=task.collate, cache_mb=1024, make_stream=None
     )
     told: list[Any] = []
     control = Control()
     control.begin(0)
-    world = HorovodWorld(formation(rank, port))
+    world = HorovodWorld(formation(rank, size, port))
     with feed:
         train(
             stepper,
@@ -119,9 +127,10 @@ def prepared(job: Any, rank: int, collate: Any) -> list[Any]:
     line = line_of(job, seen)
     rows = Rows(index=seen, line=line, seed=job.seed, transform=None, granule=1024)
     return [
-        collate(pa.concat_tables([rows.read(piece) for piece in line.pieces(rank, step)])) for step in range(line.steps)
+        collate(pa.concat_tables([without_ids(rows.read(piece)) for piece in line.pieces(rank, step)]))
+        for step in range(line.steps)
     ]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:7]))

@@ -52,9 +52,9 @@ def job(folder: Path, model: str, name: str, *, shards: int, rows: int, workers:
     )
 
 
-def loop(kind: str, file: Path, warm_up: int) -> float:
-    """Seconds per step of a loop without the platform, the slower of its two ranks."""
-    server = RendezvousServer("127.0.0.1", size=2, peers=["127.0.0.1"])
+def loop(kind: str, file: Path, warm_up: int, size: int = 2) -> float:
+    """Seconds per step of a loop without the platform, the slowest of its ranks."""
+    server = RendezvousServer("127.0.0.1", size=size, peers=["127.0.0.1"])
     port = server.start()
     if kind == "ddp":
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -62,9 +62,9 @@ def loop(kind: str, file: Path, warm_up: int) -> float:
     command = [sys.executable, "-m", "tests.benchmarks.loop", kind, str(file)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(port), str(warm_up)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+            [*command, str(rank), str(size), str(port), str(warm_up)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
         )
-        for rank in range(2)
+        for rank in range(size)
     ]
     try:
         return max(float(json.loads(rank.communicate(timeout=LOOP_S)[0].splitlines()[-1])) for rank in ranks)
