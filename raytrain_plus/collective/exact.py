@@ -24,8 +24,7 @@ import numpy.typing as npt
 import torch
 
 LIMIT_BITS = 51
-"""A tensor's largest magnitudes, in quanta and summed over shards, stay below 2 to this power. An overflow in each of
-4096 shards (`job.EXACT_SHARDS`) is still seen."""
+"""A tensor's largest magnitudes, in quanta and summed over shards, stay below 2 to this power."""
 USUAL_BITS = 45
 """What that sum is to have in a usual step: room for steps 64 times larger, quanta 2^-40 below a value or finer."""
 LEAST_BITS = 31
@@ -82,8 +81,8 @@ class ExactSum:
         norms = [torch.linalg.vector_norm(value, math.inf).to(torch.float64) for value in values]
         largest = torch.stack(norms)
         torch.maximum(self._largest, largest, out=self._largest)
-        magnitudes = (largest / self._quanta).ceil_().nan_to_num_(nan=2.0**LIMIT_BITS)
-        self._magnitudes.add_(magnitudes.clamp_(max=2.0**LIMIT_BITS))
+        # Too large, infinite, or not a number: the sum then shows it.
+        self._magnitudes.add_((largest / self._quanta).ceil_())
         for value, total, exponent in zip(values, self.sums, self._exponents, strict=True):
             if exponent is None:
                 continue
@@ -102,7 +101,8 @@ class ExactSum:
                     scales[name] = exponent
                 continue
             bits = math.frexp(magnitude)[1]
-            if exponent is None or bits > LIMIT_BITS or (bits < LEAST_BITS and exponent > _SMALLEST):
+            fits = magnitude < 2.0**LIMIT_BITS
+            if exponent is None or not fits or (bits < LEAST_BITS and exponent > _SMALLEST):
                 settled = False
             else:
                 scales[name] = _possible(exponent + bits - USUAL_BITS)

@@ -172,7 +172,7 @@ def test_a_survivor_that_does_not_leave_is_replaced(tmp_path: Path, undisturbed:
         pytest.param("loss:kill:60", marks=SLOW),
         "backward:kill:60",
         pytest.param("apply:kill:30", marks=SLOW),
-        "applied:kill:30",
+        pytest.param("applied:kill:30", marks=SLOW),
     ],
 )
 def test_a_worker_that_is_killed_anywhere_in_a_step(

@@ -124,7 +124,8 @@ def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: 
     np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("who", ["another", pytest.param("the one that leaves", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["another", "the one that leaves"])
 def test_a_loss_while_a_machine_is_left(tmp_path: Path, cluster: Cluster, who: str) -> None:
     write_data(tmp_path / "data")
     expected = losses_of_an_undisturbed_run(tmp_path)

@@ -181,6 +181,21 @@ def test_a_foreign_a_missing_and_a_changed_file(job: Job) -> None:
     assert "has changed" in found.faults[2]
 
 
+def test_a_file_that_has_changed_without_a_change_of_size(tmp_path: Path) -> None:
+    def write(first: int) -> None:
+        table = pa.table({"x": pa.array(np.arange(first, first + 50, dtype=np.int64))})
+        pq.write_table(table, tmp_path / "data" / "0.parquet", compression="none", use_dictionary=False)
+
+    (tmp_path / "data").mkdir()
+    write(0)
+    job = job_of(tmp_path)
+    run = run_of(job, notes_of(job))
+    size = (tmp_path / "data" / "0.parquet").stat().st_size
+    write(7)
+    assert (tmp_path / "data" / "0.parquet").stat().st_size == size
+    assert audit(run).faults == ("0.parquet has changed: its footer is another",)
+
+
 def test_a_torn_part(job: Job) -> None:
     run = run_of(job, notes_of(job))
     [part] = (run / "ledger").iterdir()

@@ -12,8 +12,9 @@ from torch import nn
 
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.errors import TaskError, TrainingError
+from raytrain_plus.errors import Interrupted, TaskError, TrainingError
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import build_model
@@ -30,6 +31,7 @@ class Small(Task):
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
+        self.calls = 0
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -40,7 +42,8 @@ class Small(Task):
         return torch.optim.AdamW([value for _, value in parameters], lr=1e-2)
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        batch["x"].mul_(0.5)  # a task may write into its batch
+        self.calls += 1
+        batch["y"].add_(1).remainder_(3)  # a task may write into its batch
         return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
@@ -122,6 +125,46 @@ def test_exact_and_ring_learn_the_same() -> None:
     assert exact == pytest.approx(ring, rel=1e-4)
 
 
+def test_a_step_is_made_again_only_where_its_grid_does_not_fit() -> None:
+    task = Small()
+    one = stepper(task)
+    control = Control()
+    control.begin(0)
+    times = []
+    for step in range(STEPS):
+        task.calls = 0
+        one.run(step, batches(step, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+        times.append(task.calls / (2 * SHARDS))
+    # The first step, which nothing is known for; the one with inputs a thousand times larger; and that after it, in
+    # which the gradient of the bias before BatchNorm is a thousand times larger: it is nothing but rounding.
+    assert times == [2, 1, 1, 2, 2]
+
+
+class Breaking(SoloWorld):
+    """Breaks when the step is made again."""
+
+    submitted = 0
+
+    def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
+        self.submitted += name == "gradients.0"
+        if self.submitted == 2:
+            raise Interrupted("a peer is gone")
+        return super().reduce(tensor, name, operation)
+
+
+def test_a_step_that_is_broken_off_leaves_the_grids_as_they_were() -> None:
+    one = stepper()
+    control = Control()
+    control.begin(0)
+    for step in range(3):
+        one.run(step, batches(step, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+    before = dict(one.scales)
+    assert len(before) == 8 + 2  # of each parameter, and of BatchNorm's two buffers
+    with pytest.raises(Interrupted):
+        one.run(3, batches(3, range(SHARDS)), Breaking(), control=control, wait_s=1)
+    assert (one.scales, one.held) == (before, 2)
+
+
 def test_float64_parameters() -> None:
     expected, _ = alone(Small(torch.float64))
     group = Group(
@@ -158,11 +201,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named() -> None:
 class Erratic(Small):
     """A thousand times larger each time that the step is made."""
 
-    calls = 0
-
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        self.calls += 1
-        return super().loss(model, batch) * 1000.0 ** ((self.calls - 1) // (2 * SHARDS))
+        return super().loss(model, batch) * 1000.0 ** (self.calls // (2 * SHARDS))
 
 
 def test_a_step_that_is_another_each_time_is_named() -> None:
