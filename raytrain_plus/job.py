@@ -348,7 +348,7 @@ def _shard_room(minimum: int, shards: int) -> _Problem:
 
 
 EXACT_SHARDS = 4096
-"""More of them could add up to more than `reduction: exact` counts."""
+"""With more of them the grid of `reduction: exact` would have to be coarser than float32 is."""
 
 
 def _exact(reduction: str, shards: int) -> _Problem:

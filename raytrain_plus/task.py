@@ -66,7 +66,8 @@ class Task:
 
         Numeric and boolean columns become (rows,) tensors, fixed-size and equally long lists (rows, length, ...).
         Override it for strings, ragged lists, or anything that needs the whole batch. It is called on a thread that
-        runs ahead of the steps, and during an evaluation on the training thread as well: it must bear both at once.
+        runs ahead of the steps, and during an evaluation on the training thread as well: it must bear both at once, and
+        draw no random numbers (`data.transform` has a generator for them).
         """
         return {name: column_tensor(table, name) for name in table.column_names}
 

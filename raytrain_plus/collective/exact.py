@@ -26,11 +26,11 @@ import torch
 LIMIT_BITS = 51
 """A tensor's largest magnitudes, in quanta and summed over shards, stay below 2 to this power."""
 USUAL_BITS = 45
-"""What that sum is to have in a usual step: room for steps 64 times larger, quanta 2^-40 below a value or finer."""
+"""What that sum is to have in a usual step: a quantum is 2^-44 of it or finer, and it may grow 64 times in a step."""
 LEAST_BITS = 31
-"""Below so many bits the sum is not taken: the values have become so small that the grid is too coarse for them."""
-_SMALLEST, _LARGEST = -1074, 969
-"""Exponents of the quanta that float64 can round to."""
+"""What each of several alike shards is to have at least: with less, the grid has become too coarse for the values."""
+_SMALLEST, _LARGEST = -1022, 969
+"""Exponents of the quanta that float64 can round to, also where it takes the smallest numbers for zero."""
 _HUGE = 1000
 """Magnitudes of 2 to this power and more count as infinite: their sums could not be held."""
 _ZERO, _NOT_FINITE = -(1 << 20), 1 << 20
@@ -62,7 +62,10 @@ class ExactSum:
         self._magnitudes = self.wire[own : own + count]
         self._rounded = torch.zeros(max(sizes.values(), default=0), dtype=torch.float64, device=device)
         self._largest = torch.zeros(count, dtype=torch.float64, device=device)
-        self._shards = shards
+        spread = math.ceil(math.log2(shards))
+        # All shards together stay below the limit even if each is as large as the largest.
+        self._measured_bits = min(USUAL_BITS, LIMIT_BITS - 1 - spread)
+        self._least_bits = min(LEAST_BITS + spread, self._measured_bits)
         self._exponents: list[int | None] = []
         self._quanta = self._largest
 
@@ -71,18 +74,18 @@ class ExactSum:
         self.wire.zero_()
         self._largest.zero_()
         self._exponents = [scales.get(name) for name in self.names]
-        quanta = [math.ldexp(1.0, _SMALLEST if exponent is None else exponent) for exponent in self._exponents]
+        # Where nothing is known, only whether there is anything but zero.
+        quanta = [math.ldexp(1.0, exponent or 0) for exponent in self._exponents]
         self._quanta = torch.tensor(quanta, dtype=torch.float64, device=self.wire.device)
 
     def add(self, values: Sequence[torch.Tensor]) -> None:
         """Adds one shard's values of every tensor."""
         if not values:
             return
-        norms = [torch.linalg.vector_norm(value, math.inf).to(torch.float64) for value in values]
-        largest = torch.stack(norms)
+        largest = torch.stack([_largest(value) for value in values])
         torch.maximum(self._largest, largest, out=self._largest)
         # Too large, infinite, or not a number: the sum then shows it.
-        self._magnitudes.add_((largest / self._quanta).ceil_())
+        self._magnitudes.add_((largest / self._quanta).ceil_().maximum(torch.sign(largest)))
         for value, total, exponent in zip(values, self.sums, self._exponents, strict=True):
             if exponent is None:
                 continue
@@ -102,7 +105,7 @@ class ExactSum:
                 continue
             bits = math.frexp(magnitude)[1]
             fits = magnitude < 2.0**LIMIT_BITS
-            if exponent is None or not fits or (bits < LEAST_BITS and exponent > _SMALLEST):
+            if exponent is None or not fits or (bits < self._least_bits and exponent > _SMALLEST):
                 settled = False
             else:
                 scales[name] = _possible(exponent + bits - USUAL_BITS)
@@ -120,14 +123,20 @@ class ExactSum:
 
     def scales_from(self, largest: npt.NDArray[np.int64]) -> dict[str, int]:
         """The exponents with which the sum settles; tensors that are zero everywhere, or not finite, have none."""
-        # All shards together stay below the limit even if each is as large as the largest.
-        bits = min(USUAL_BITS, LIMIT_BITS - 1 - math.ceil(math.log2(self._shards)))
         known = zip(self.names, largest.tolist(), strict=True)
-        return {name: _possible(top - bits) for name, top in known if top not in (_ZERO, _NOT_FINITE)}
+        return {name: _possible(top - self._measured_bits) for name, top in known if top not in (_ZERO, _NOT_FINITE)}
 
     def not_finite(self, largest: npt.NDArray[np.int64]) -> list[str]:
         """The tensors in which some shard's values are not finite."""
         return [name for name, top in zip(self.names, largest.tolist(), strict=True) if top == _NOT_FINITE]
+
+
+def _largest(value: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude, in float64; NaN where one is not a number."""
+    if not value.numel():
+        return torch.zeros((), dtype=torch.float64, device=value.device)
+    norm: torch.Tensor = torch.linalg.vector_norm(value, math.inf)
+    return norm.to(torch.float64)
 
 
 def _possible(exponent: int) -> int:

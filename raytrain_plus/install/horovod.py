@@ -48,7 +48,7 @@ def install_horovod(say: Callable[[str], None]) -> Path:
             f"building Horovod {HOROVOD_VERSION} for Python {platform.python_version()}, torch {torch}; about 2 minutes"
         )
         start = time.monotonic()
-        wheel = _build(kept, say)
+        wheel = _build(kept, torch, say)
         say(f"built in {time.monotonic() - start:.0f} s; kept in {wheel}")
     else:
         say(f"taking {wheel}")
@@ -99,7 +99,7 @@ def _torch_version() -> str:
         ) from None
 
 
-def _build(kept: Path, say: Callable[[str], None]) -> Path:
+def _build(kept: Path, torch: str, say: Callable[[str], None]) -> Path:
     with tempfile.TemporaryDirectory(prefix="raytrain-horovod-") as name:
         work = Path(name)
         say("fetching its source")
@@ -126,7 +126,7 @@ def _build(kept: Path, say: Callable[[str], None]) -> Path:
         source = work / archive.name.removesuffix(".tar.gz")
         apply_all(source, EDITS)
         package = source / "horovod" / "__init__.py"
-        package.write_text(package.read_text().replace(f"'{HOROVOD_VERSION}'", f"'{fixed_version()}'"))
+        package.write_text(package.read_text().replace(f"'{HOROVOD_VERSION}'", f"'{fixed_version(torch)}'"))
         say(f"applied {len(EDITS)} fixes; compiling")
         _pip(
             ["wheel", "--no-deps", "--no-build-isolation", "-w", str(work / "wheel"), str(source)],

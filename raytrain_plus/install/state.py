@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from raytrain_plus.errors import InputError
 from raytrain_plus.install.fixes import EDITS, HOROVOD_VERSION, digest
 
 REMEDY = "raytrain install-horovod"
@@ -31,24 +33,37 @@ class HorovodState:
     """The command that mends it; empty where nothing is wrong."""
 
 
-def fixed_version() -> str:
-    """The version of a Horovod that carries this package's fixes."""
-    return f"{HOROVOD_VERSION}+raytrain.{digest(EDITS)}"
+def fixed_version(torch: str) -> str:
+    """The version of a Horovod that carries this package's fixes and is built against that torch."""
+    return f"{HOROVOD_VERSION}+raytrain.{digest(EDITS)}.torch.{re.sub(r'[^a-z0-9]+', '.', torch.lower())}"
 
 
 def horovod_state() -> HorovodState:
-    """Looks at the installed package's version alone: cheap, and certain as long as torch was not changed since."""
+    """Looks at versions alone, which is cheap: that of the build, and of the torch that it was built against."""
     try:
-        installed = version("horovod")
-    except PackageNotFoundError:
-        return HorovodState(False, "it is not installed", REMEDY)
-    if installed != fixed_version():
-        return HorovodState(
-            False,
-            f"the installed build {installed} lacks fixes without which a lost worker takes the others along",
-            REMEDY,
-        )
-    return HorovodState(True, installed, "")
+        installed, torch = version("horovod"), version("torch")
+    except PackageNotFoundError as error:
+        return HorovodState(False, f"{error.name} is not installed", REMEDY)
+    wanted = fixed_version(torch)
+    if installed == wanted:
+        return HorovodState(True, installed, "")
+    if installed.partition(".torch.")[0] == wanted.partition(".torch.")[0]:
+        return HorovodState(False, f"the installed build {installed} is for another torch than {torch}", REMEDY)
+    return HorovodState(
+        False, f"the installed build {installed} lacks fixes without which a lost worker takes the others along", REMEDY
+    )
+
+
+def choose_collective(wanted: str, workers: int) -> str:
+    """`horovod` or `torch`. Raises `InputError` where Horovod was named and is not really built."""
+    if wanted == "torch":
+        return "torch"
+    state = horovod_state()
+    if state.usable:
+        return "horovod"
+    if wanted == "horovod":
+        raise InputError(f"Horovod cannot be used: {state.reason}", where="collective: horovod", remedy=state.remedy)
+    return "torch"
 
 
 def probe() -> HorovodState:

@@ -44,6 +44,7 @@ class Gradients:
         self.rider = torch.zeros(0)
         """Summed along with the first bucket: written before the step's last backward, read when that is summed."""
         self._waiting: list[int] = []
+        self._reported: set[int] = set()
         self._groups: list[list[torch.Tensor]] = []
         self._submit: Callable[[int], None] | None = None
         self._next = 0
@@ -97,6 +98,7 @@ class Gradients:
         """
         works: list[Work] = []
         self._waiting = [len(group) for group in self._groups]
+        self._reported.clear()
         self._next = 0
         self._check = check
 
@@ -138,6 +140,12 @@ class Gradients:
             if self._submit is None:
                 return
             self._check()
+            if id(parameter) in self._reported:
+                raise TrainingError(
+                    "a parameter's gradient came twice in one backward pass, as activation checkpointing makes it for "
+                    "layers that share weights: pass use_reentrant=False to torch.utils.checkpoint"
+                )
+            self._reported.add(id(parameter))
             self._waiting[bucket] -= 1
             while self._next < len(self._waiting) and self._waiting[self._next] == 0:
                 self._submit(self._next)

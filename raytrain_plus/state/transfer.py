@@ -7,11 +7,11 @@ hash agrees, and only then swaps it in.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -30,8 +30,8 @@ class Snapshot:
     step: int
     tensors: Mapping[str, tuple[str, tuple[int, ...], Array]]
     """Name -> (dtype, shape, bytes)."""
-    values: Mapping[str, Any]
-    """What is no tensor: the optimizer's plain values and settings, the scheduler's state."""
+    values: bytes
+    """What is no tensor, pickled: the optimizer's plain values and settings, the scheduler's state, the grids."""
     digest: str
 
 
@@ -78,12 +78,13 @@ def take(step: int, holding: Holding) -> Snapshot:
         "scheduler": None if holding.scheduler is None else holding.scheduler.state_dict(),
         "scales": dict(holding.scales),
     }
-    return Snapshot(step, packed, values, digest(packed))
+    plain_bytes = cloudpickle.dumps(values)
+    return Snapshot(step, packed, plain_bytes, digest(step, packed, plain_bytes))
 
 
-def digest(tensors: Mapping[str, tuple[str, tuple[int, ...], Array]]) -> str:
-    """XXH3 (128 bits) over names, kinds, shapes and bytes, by name: it guards against damage, not against malice."""
-    total = xxhash.xxh3_128()
+def digest(step: int, tensors: Mapping[str, tuple[str, tuple[int, ...], Array]], values: bytes) -> str:
+    """XXH3 (128 bits) over all of it, tensors by name: it guards against damage, not against malice."""
+    total = xxhash.xxh3_128(f"{step}\0".encode() + values)
     for name in sorted(tensors):
         dtype, shape, data = tensors[name]
         total.update(f"{name}\0{dtype}\0{shape}\0".encode())
@@ -93,6 +94,7 @@ def digest(tensors: Mapping[str, tuple[str, tuple[int, ...], Array]]) -> str:
 
 def put(snapshot: Snapshot, holding: Holding) -> None:
     """Swaps a snapshot in. Raises `TaskError` where it is another model's: before anything is changed."""
+    values = cloudpickle.loads(snapshot.values)
     targets: dict[str, torch.Tensor] = {
         f"param/{name}": value for name, value in (*holding.parameters, *holding.frozen)
     }
@@ -113,19 +115,19 @@ def put(snapshot: Snapshot, holding: Holding) -> None:
     for name, parameter in optim.items():
         packed = snapshot.tensors[name]
         # A step count stays on the CPU where the optimizer keeps it there.
-        device = torch.device("cpu") if name in snapshot.values["on_cpu"] else by_name[parameter].device
+        device = torch.device("cpu") if name in values["on_cpu"] else by_name[parameter].device
         value = torch.empty(packed[1], dtype=getattr(torch, packed[0]), device=device)
         _fill(value, packed)
         holding.optimizer.state[by_name[parameter]][name.rpartition("/")[2]] = value
-    for name, value in snapshot.values["optimizer"].items():
+    for name, value in values["optimizer"].items():
         parameter, _, key = name.rpartition("/")
-        holding.optimizer.state[by_name[parameter]][key] = copy.deepcopy(value)
-    for group, values in zip(holding.optimizer.param_groups, snapshot.values["groups"], strict=True):
-        group.update(copy.deepcopy(values))
+        holding.optimizer.state[by_name[parameter]][key] = value
+    for group, settings in zip(holding.optimizer.param_groups, values["groups"], strict=True):
+        group.update(settings)
     if holding.scheduler is not None:
-        holding.scheduler.load_state_dict(copy.deepcopy(snapshot.values["scheduler"]))
+        holding.scheduler.load_state_dict(values["scheduler"])
     holding.scales.clear()
-    holding.scales.update(snapshot.values["scales"])
+    holding.scales.update(values["scales"])
 
 
 def _parameter_of(name: str) -> str:

@@ -23,9 +23,15 @@ class Buffers:
     def __init__(self, module: nn.Module, task: Task, exact_shards: int | None = None) -> None:
         """With `exact_shards`, the job's number of shards, means do not depend on the order in which they are added."""
         self._named = dict(module.named_buffers())
+        self._owners = {
+            name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self._named
+        }
         self._rules = {name: _rule(task, name, buffer) for name, buffer in self._named.items()}
         self.committed = {name: buffer.detach().clone() for name, buffer in self._named.items()}
-        means, firsts, largest = (self._sizes(rule) for rule in ("mean", "first", "max"))
+        means = self._sizes("mean")
+        firsts = {name: size for name, size in self._sizes("first").items() if self._named[name].is_floating_point()}
+        # A whole number that one shard writes is a maximum, too: no other number is as small as what others write.
+        largest = self._sizes("max") | {name: size for name, size in self._sizes("first").items() if name not in firsts}
         device = next((buffer.device for buffer in self._named.values()), torch.device("cpu"))
         self.exact = ExactSum(means, exact_shards, device, sum(firsts.values())) if exact_shards and means else None
         if self.exact is None:
@@ -52,26 +58,40 @@ class Buffers:
         """Puts the committed values into the model."""
         with torch.no_grad():
             for name, buffer in self._named.items():
-                buffer.copy_(self.committed[name])
+                self._put_back(name, buffer)
+
+    def _put_back(self, name: str, buffer: torch.Tensor) -> None:
+        buffer.copy_(self.committed[name])
+        owner, attribute = self._owners[name]
+        # A forward pass may have put another tensor in its place.
+        owner._buffers[attribute] = buffer
 
     def end_shard(self, shard: int, rows: int) -> None:
-        """Adds what the shard's forward passes left in the buffers."""
+        """Adds what the shard's forward passes left in the buffers.
+
+        To be called before the last backward: one that computes parts of the forward pass again changes them again.
+        """
         means: list[torch.Tensor] = []
         with torch.no_grad():
-            for name, buffer in self._named.items():
-                rule = self._rules[name]
+            for name, rule in self._rules.items():
+                owner, attribute = self._owners[name]
+                buffer = owner._buffers[attribute]
+                if buffer is None or buffer.shape != self.committed[name].shape:
+                    raise TrainingError(f"the buffer '{name}' was removed, or got another shape, in a forward pass")
                 if rule == "mean":
                     # The change is what is averaged: what stays the same, a mask with infinities say, stays as it is.
                     before = self.committed[name]
-                    change = torch.where(buffer == before, 0.0, buffer.to(torch.float64) - before)
+                    same = (buffer == before) | (buffer.isnan() & before.isnan())
+                    change = torch.where(same, 0.0, buffer.to(torch.float64) - before)
                     means.append(change.reshape(-1).mul_(rows))
                     if self.exact is None:
                         self._sums[name].add_(means[-1])
-                elif rule == "first" and shard == 0:
-                    self._sums[name].add_(buffer.reshape(-1).to(torch.float64))
+                elif rule == "first":
+                    if shard == 0:
+                        self._sums[name].copy_(buffer.reshape(-1))
                 elif rule == "max":
                     torch.maximum(self._sums[name], buffer.reshape(-1).to(torch.int64), out=self._sums[name])
-                elif rule == "refuse" and not torch.equal(buffer, self.committed[name]):
+                elif rule == "refuse" and not _equal(buffer, self.committed[name]):
                     raise TrainingError(
                         f"the buffer '{name}' changed in a forward pass, which its rule 'refuse' forbids"
                     )
@@ -94,12 +114,18 @@ class Buffers:
                     if self._rules[name] == "mean":
                         value = value / rows + self.committed[name]
                     self.committed[name].copy_(value)
-                buffer.copy_(self.committed[name])
+                self._put_back(name, buffer)
 
 
 def _rule(task: Task, name: str, buffer: torch.Tensor) -> BufferRule:
-    default: BufferRule = "mean" if buffer.is_floating_point() else "max"
+    default: BufferRule = "mean" if buffer.is_floating_point() else "refuse" if buffer.is_complex() else "max"
     rule = task.buffer_rule(name) or default
+    if buffer.is_complex() and rule != "refuse":
+        raise TaskError(
+            f"buffer_rule('{name}') says '{rule}' for a complex buffer",
+            expected="'refuse'",
+            remedy="keep its real and imaginary parts in one buffer each, if it changes",
+        )
     if rule == "max" and buffer.is_floating_point():
         raise TaskError(
             f"buffer_rule('{name}') says 'max' for a floating buffer", expected="'mean', 'first' or 'refuse'"
@@ -107,3 +133,8 @@ def _rule(task: Task, name: str, buffer: torch.Tensor) -> BufferRule:
     if rule == "mean" and not buffer.is_floating_point():
         raise TaskError(f"buffer_rule('{name}') says 'mean' for {buffer.dtype}", expected="'max', 'first' or 'refuse'")
     return rule
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the values are the same; what is not a number counts as equal to itself."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

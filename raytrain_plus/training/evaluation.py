@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,11 @@ def evaluate(
     """
     table: dict[int, dict[str, float]] = {}
     rows_of: dict[int, int] = {}
-    stepper.buffers.restore()
+    names: list[str] = []
     stepper.module.eval()
     with torch.no_grad():
         for shard in sorted(hosted):
+            stepper.buffers.restore()
             sums: dict[str, float] = {}
             rows = 0
             for index, microbatch in enumerate(batches(shard)):
@@ -47,22 +49,44 @@ def evaluate(
                 control.enter("computing")
                 with stepper.keys.microbatch("evaluate", shard, index):
                     figures = stepper.task.evaluate(stepper.module, to_device(microbatch.batch, stepper.device))
-                for name, value in _checked(figures).items():
+                given = _checked(figures)
+                if table or sums:
+                    _check_same(names, given)
+                names = sorted(given)
+                for name, value in given.items():
                     sums[name] = sums.get(name, 0.0) + value * microbatch.rows
                 rows += microbatch.rows
             table[shard], rows_of[shard] = sums, rows
+    stepper.buffers.restore()
     stepper.module.train()
-    names = sorted({name for sums in table.values() for name in sums})
+    control.enter("collective")
+    _agree(names, world, step, control, wait_s)
     flat = np.zeros((shards, len(names) + 1), dtype=np.float64)
     for shard, sums in table.items():
         flat[shard, 0] = rows_of[shard]
         flat[shard, 1:] = [sums.get(name, 0.0) for name in names]
     total = torch.from_numpy(flat)
-    control.enter("collective")
     work = world.reduce(total, f"evaluation.{','.join(names)}")
     wait(work, f"the evaluation after step {step}", wait_s, control.interrupted)
     summed = [sum(column) for column in total.numpy().T.tolist()]
     return {name: value / summed[0] for name, value in zip(names, summed[1:], strict=True)}
+
+
+def _check_same(names: Sequence[str], given: Mapping[str, float]) -> None:
+    if sorted(given) != names:
+        one, other = ", ".join(names) or "none", ", ".join(sorted(given)) or "none"
+        raise TrainingError(f"evaluate gave other figures for other batches: {one}, and {other}")
+
+
+def _agree(names: Sequence[str], world: World, step: int, control: Control, wait_s: float) -> None:
+    """Raises `TrainingError` where another worker's batches gave other figures: no sum of theirs would match."""
+    mine = zlib.crc32("\0".join(names).encode())
+    seen = torch.tensor([mine, -mine])
+    wait(
+        world.reduce(seen, "evaluation.names", "max"), f"the evaluation after step {step}", wait_s, control.interrupted
+    )
+    if int(seen[0]) != -int(seen[1]):
+        raise TrainingError(f"evaluate gave other figures for other batches; for some, {', '.join(names) or 'none'}")
 
 
 def _checked(figures: Mapping[str, Any]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +64,20 @@ def _check_module(value: Any, source: str) -> None:
 
 
 def to_device(batch: Any, device: torch.device, copy: bool = False) -> Any:
-    """`batch` with every tensor in it (dicts, lists and tuples searched) on `device`; with `copy`, none the same."""
+    """`batch` with every tensor in it on `device`; with `copy`, none of them the same.
+
+    Dicts, lists and tuples are searched; what is of another kind is moved by its own `to`, where it has one.
+    """
     if device.type == "cpu" and not copy:
         return batch
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True, copy=copy)
-    if isinstance(batch, dict):
+    if type(batch) is dict:
         return {key: to_device(value, device, copy) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device, copy) for value in batch))
-    if isinstance(batch, (list, tuple)):
+    if type(batch) in (list, tuple):
         return type(batch)(to_device(value, device, copy) for value in batch)
-    return batch
+    # Of a kind of its own, such as a tokenizer's; most know how to move themselves.
+    made = deepcopy(batch) if copy else batch
+    return made.to(device) if device.type != "cpu" and hasattr(made, "to") else made

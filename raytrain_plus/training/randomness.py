@@ -57,28 +57,49 @@ class LayerKeys:
         self._seed = seed
 
     @contextlib.contextmanager
-    def microbatch(self, step: int | str, shard: int, microbatch: int) -> Iterator[None]:
+    def microbatch(self, step: int | str, shard: int, microbatch: int) -> Iterator[Keyed]:
         """Keys everything drawn inside: (seed, step, shard, microbatch, layer, use)."""
         prefix = (self._seed, step, shard, microbatch)
         set_random_key(random_key(*prefix, "", 0))
+        keyed = Keyed()
         handles = [
-            self._model.get_submodule(name).register_forward_pre_hook(_Keyed(prefix, name)) for name in self._layers
+            self._model.get_submodule(name).register_forward_pre_hook(_Hook(prefix, name, keyed))
+            for name in self._layers
         ]
         try:
-            yield
+            yield keyed
         finally:
             for handle in handles:
                 handle.remove()
 
+    def apply(self, step: int) -> None:
+        """Keys what an optimizer draws in that step: (seed, step, 'apply')."""
+        set_random_key(random_key(self._seed, step, "apply"))
 
-class _Keyed:
+
+class Keyed:
+    """One microbatch while it is keyed."""
+
+    def __init__(self) -> None:
+        self.again = False
+
+    def backward(self) -> None:
+        """The backward pass begins: a layer that is called from now on is computed again (activation checkpointing),
+        with the numbers that it drew the first time."""
+        self.again = True
+
+
+class _Hook:
     """A forward hook that counts the uses of its layer within one microbatch."""
 
-    def __init__(self, prefix: tuple[int | str, ...], name: str) -> None:
+    def __init__(self, prefix: tuple[int | str, ...], name: str, keyed: Keyed) -> None:
         self._prefix = prefix
         self._name = name
+        self._keyed = keyed
         self._use = 0
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
+        # A backward pass goes through the uses from the last to the first.
+        self._use -= self._keyed.again
         set_random_key(random_key(*self._prefix, self._name, self._use))
-        self._use += 1
+        self._use += not self._keyed.again

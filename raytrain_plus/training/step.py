@@ -22,7 +22,7 @@ from torch import nn
 from raytrain_plus.collective.world import Work, World, wait
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TaskError, TrainingError
-from raytrain_plus.parallel.data import Gradients, square_norm
+from raytrain_plus.parallel.data import BUCKET_BYTES, Gradients, square_norm
 from raytrain_plus.state import transfer
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
@@ -60,6 +60,7 @@ class Stepper:
         clip_norm: float | None,
         device: torch.device,
         exact: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """`exact`: sums over shards are the same bits in any order. Raises `TaskError` for what cannot be summed so."""
         self.task = task
@@ -72,7 +73,10 @@ class Stepper:
         if exact:
             _check_exact(named)
         self.gradients = Gradients(
-            self.named, rider=lambda dtype: header.digits(shards, _name_of(dtype)), exact_shards=exact_shards
+            self.named,
+            bucket_bytes,
+            rider=lambda dtype: header.digits(shards, _name_of(dtype)),
+            exact_shards=exact_shards,
         )
         self.buffers = Buffers(built.module, task, exact_shards)
         self.keys = LayerKeys(built.module, built.layers, seed)
@@ -156,6 +160,7 @@ class Stepper:
     ) -> list[Work]:
         self.gradients.begin(scales)
         self.buffers.begin_step(scales)
+        before = self._weights()
         reports: dict[int, header.ShardReport] = {}
         last = max(shards, default=-1)
         for shard in sorted(shards):
@@ -165,22 +170,37 @@ class Stepper:
             for index, microbatch in enumerate(shards[shard]):
                 control.check()
                 control.enter("computing")
-                with self.keys.microbatch(step, shard, index):
+                with self.keys.microbatch(step, shard, index) as keyed:
                     loss, weight = self._loss(microbatch)
                     rows += microbatch.rows
                     ids += microbatch.ids
                     weight_sum += weight
                     loss_sum += float(loss.detach()) * weight
-                    if shard != last or index + 1 != len(shards[shard]):
-                        (loss * weight).backward()
-                        continue
-                    reports[shard] = header.ShardReport(start, rows, ids, weight_sum, loss_sum)
-                    self.buffers.end_shard(shard, rows)
-                    return self._last_backward(loss * weight, reports, world, control)
-            reports[shard] = header.ShardReport(start, rows, ids, weight_sum, loss_sum)
-            self.buffers.end_shard(shard, rows)
+                    if index + 1 == len(shards[shard]):
+                        reports[shard] = header.ShardReport(start, rows, ids, weight_sum, loss_sum)
+                        self.buffers.end_shard(shard, rows)
+                    self._check_unchanged(before)
+                    keyed.backward()
+                    if shard == last and index + 1 == len(shards[shard]):
+                        return self._last_backward(loss * weight, reports, world, control)
+                    (loss * weight).backward()
             self.gradients.end_shard()
         raise AssertionError("a worker in a world hosts at least one shard with rows in every step")
+
+    def _weights(self) -> list[int]:
+        """How often each parameter has been written to."""
+        return [value._version for _, value in (*self.named, *self._frozen)]
+
+    def _check_unchanged(self, before: Sequence[int]) -> None:
+        now = self._weights()
+        if now != before:
+            changed = next(
+                name for (name, _), a, b in zip((*self.named, *self._frozen), now, before, strict=True) if a != b
+            )
+            raise TrainingError(
+                f"the loss changed the parameter '{changed}' in place, once for every microbatch: only a step may; "
+                "a moving average belongs into a buffer (register_buffer)"
+            )
 
     def _last_backward(
         self, loss: torch.Tensor, reports: dict[int, header.ShardReport], world: World, control: Control
@@ -207,6 +227,8 @@ class Stepper:
         if self._clip_norm is not None:
             self._clip(step, self._clip_norm)
         self.held = None
+        # An optimizer may draw, too.
+        self.keys.apply(step)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()

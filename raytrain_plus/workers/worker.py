@@ -34,7 +34,16 @@ from raytrain_plus.data.of_job import evaluation_line, line_of
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.reader import Batches, Collate, held_out
 from raytrain_plus.data.source import Index, differences, index
-from raytrain_plus.errors import DataError, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
+from raytrain_plus.errors import (
+    DataError,
+    InputError,
+    Interrupted,
+    RaytrainError,
+    TaskError,
+    TrainingError,
+    WaitExpired,
+)
+from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job import Job
 from raytrain_plus.state.named import model_tensors, named_state, state_sha256
 from raytrain_plus.state.transfer import Snapshot, digest
@@ -42,7 +51,7 @@ from raytrain_plus.taskfile import build_task, fault_of, load_function, load_tas
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.loop import Evaluation, Limits, train
 from raytrain_plus.training.model import build_model
-from raytrain_plus.training.randomness import repeatable
+from raytrain_plus.training.randomness import random_key, repeatable, set_random_key
 from raytrain_plus.training.records import Activity
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready
@@ -163,6 +172,7 @@ class Worker:
         _same_data(job.data.path, job.data.prepare, roots, plan.index)
         if job.evaluate is not None and plan.held_out is not None:
             _same_data(job.evaluate.path, job.data.prepare, roots, plan.held_out)
+        set_random_key(random_key(job.seed, "task"))
         task = build_task(cls, job.args)
         device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
         try:
@@ -185,7 +195,14 @@ class Worker:
                 user_traceback=trim_traceback(error),
             ) from None
         if plan.collective == "horovod":
-            load_horovod()
+            try:
+                load_horovod()
+            except Exception as error:
+                raise InputError(
+                    f"Horovod does not load on {os.uname().nodename}: {error}",
+                    where="collective: horovod",
+                    remedy=f"{REMEDY}, on every node",
+                ) from None
         transform = load_function(job.data.transform, roots) if job.data.transform else None
         self._rows = _rows(plan.index, line_of(job, plan.index), job, transform)
         self._evaluation = _evaluation(plan, task.collate, transform)
@@ -294,7 +311,7 @@ class Worker:
             snapshot: Snapshot = ray.get(reference)
         except ray.exceptions.RayError as error:
             raise Interrupted(f"the donor's state did not come: {type(error).__name__}") from None
-        if digest(snapshot.tensors) != snapshot.digest:
+        if digest(snapshot.step, snapshot.tensors, snapshot.values) != snapshot.digest:
             raise Interrupted("the donor's state came damaged")
         return snapshot
 
@@ -394,6 +411,8 @@ def _same_data(path: str, spec: str | None, roots: list[Path], expected: Index) 
 def _users_error(error: Exception) -> TrainingError:
     kind = type(error).__name__
     what = f"the task raised {kind}: {error}"
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    # What torch's allocator for the CPU raises has no type of its own.
+    no_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if no_memory or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         what = f"out of memory ({kind}): {error}; use more microbatches, a smaller batch, or a larger machine"
     return TrainingError(what, trim_traceback(error))

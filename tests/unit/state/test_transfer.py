@@ -34,7 +34,7 @@ class Holder:
         self.frozen = [(name, value) for name, value in self.model.named_parameters() if not value.requires_grad]
         self.optimizer = make([value for _, value in self.named])
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
-        self.scales = {"2.weight": -30 - seed}
+        self.scales = {"2.weight": -30 - seed, f"{seed}": -20}
 
     def holding(self) -> Holding:
         buffers = dict(self.model.named_buffers())
@@ -62,7 +62,7 @@ def test_the_copy_goes_on_as_the_original_does(
     for _ in range(receiver_steps):
         receiver.step()
     snapshot = pickle.loads(pickle.dumps(take(2, donor.holding()), protocol=5))
-    assert digest(snapshot.tensors) == snapshot.digest
+    assert digest(snapshot.step, snapshot.tensors, snapshot.values) == snapshot.digest
     put(snapshot, receiver.holding())
     for _ in range(2):
         assert receiver.sha() == donor.sha()
@@ -80,8 +80,14 @@ def test_damage_is_seen() -> None:
     dtype, shape, data = snapshot.tensors[name]
     other = data.copy()
     other[-1] ^= 1
-    assert digest({**snapshot.tensors, name: (dtype, shape, other)}) != snapshot.digest
-    assert digest({**snapshot.tensors, name: ("int32", shape, data)}) != snapshot.digest
+    damaged = [
+        (0, {**snapshot.tensors, name: (dtype, shape, other)}, snapshot.values),
+        (0, {**snapshot.tensors, name: ("int32", shape, data)}, snapshot.values),
+        (0, snapshot.tensors, snapshot.values[:-1] + b"?"),
+        (1, snapshot.tensors, snapshot.values),
+    ]
+    assert digest(0, snapshot.tensors, snapshot.values) == snapshot.digest
+    assert all(digest(*parts) != snapshot.digest for parts in damaged)
 
 
 def test_another_models_state_is_refused_before_anything_changes() -> None:
@@ -100,4 +106,4 @@ def test_what_was_received_is_neither_kept_nor_written_to() -> None:
         data.setflags(write=False)
     put(snapshot, receiver.holding())
     receiver.step()
-    assert digest(snapshot.tensors) == snapshot.digest
+    assert digest(snapshot.step, snapshot.tensors, snapshot.values) == snapshot.digest

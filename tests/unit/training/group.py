@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
 from raytrain_plus.elastic.view import host_shards
 from raytrain_plus.errors import Interrupted
@@ -147,7 +148,13 @@ class Group:
         draw.shuffle(others)
         self.members = [donor, *others[: size - 1]]
         while len(self.members) < size:
-            self.members.append(Member(self._make()))
+            newcomer = Member(self._make())
+            if draw.random() < 0.3:
+                control = Control()
+                control.begin(0)
+                newcomer.stepper.run(0, self._batches(0, (0,)), SoloWorld(), control=control, wait_s=STEP_S)
+                newcomer.stepper.held = None
+            self.members.append(newcomer)
         snapshot = donor.stepper.snapshot()
         for member in self.members:
             if member.stepper.held != donor.stepper.held or draw.random() < 0.2:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
@@ -18,6 +19,7 @@ from raytrain_plus.errors import Interrupted, TaskError, TrainingError
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import build_model
+from raytrain_plus.training.randomness import repeatable
 from raytrain_plus.training.step import Stepper
 from tests.unit.training.group import Group
 
@@ -26,31 +28,81 @@ STEPS = 5
 CPU = torch.device("cpu")
 
 
+class Net(nn.Module):
+    """Everything whose order could matter, and much that could go wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.2))
+        self.tied = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 3)
+        self.unused = nn.Linear(2, 2)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.nothing = nn.Parameter(torch.zeros(0))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("angles", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("counter", torch.tensor(2**60 + 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        # Computed again in the backward pass, BatchNorm and dropout included.
+        x = checkpoint(self.inner, x, use_reentrant=False)
+        x = self.tied(torch.tanh(self.tied(x))) + self.frozen(x)
+        scores = self.last(x)
+        if self.training:
+            # Another tensor in its place, as many write it.
+            self.average = 0.9 * self.average + 0.1 * scores.detach().mean(dim=0)
+            self.counter += 1
+        return scores
+
+
+class Noisy(torch.optim.AdamW):
+    """Draws in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        done = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for value in group["params"]:
+                    value.add_(1e-4 * torch.randn_like(value))
+        return done
+
+
 class Small(Task):
-    """Everything whose order could matter: BatchNorm, dropout, AdamW, clipping, a weight that is shared."""
+    """BatchNorm, dropout, AdamW, clipping, shared weights, rows that do not count alike."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
         self.calls = 0
 
     def model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Linear(16, 3)
-        ).to(self.dtype)
+        # `to` would take the imaginary parts.
+        return (
+            Net()
+            if self.dtype == torch.float32
+            else Net()._apply(lambda t: t.to(self.dtype) if t.dtype == torch.float32 else t)
+        )
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([value for _, value in parameters], lr=1e-2)
+        return Noisy([value for _, value in parameters], lr=1e-2)
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def buffer_rule(self, name: str) -> Any:
+        return "first" if name == "counter" else None
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
         self.calls += 1
         batch["y"].add_(1).remainder_(3)  # a task may write into its batch
-        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+        weight = float(1 + batch["y"].sum()) * float(batch["x"].abs().max())
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"]), weight
 
 
 def stepper(task: Task | None = None, exact: bool = True) -> Stepper:
     task = task or Small()
     built = build_model(task, 3, CPU)
-    return Stepper(task, built, seed=3, shards=SHARDS, clip_norm=0.5, device=CPU, exact=exact)
+    # Small buckets, so that there are several.
+    return Stepper(task, built, seed=3, shards=SHARDS, clip_norm=0.5, device=CPU, exact=exact, bucket_bytes=600)
 
 
 def batches(step: int, hosted: Sequence[int], dtype: torch.dtype = torch.float32) -> dict[int, list[Microbatch]]:
@@ -60,7 +112,8 @@ def batches(step: int, hosted: Sequence[int], dtype: torch.dtype = torch.float32
         made[shard] = [
             Microbatch(
                 {
-                    # In step 3 the inputs are a thousand times larger: the grid no longer fits.
+                    # In step 3 the inputs, and with them the weights, are a thousand times larger: the grid no longer
+                    # fits.
                     "x": torch.randn(4, 6, generator=generator).to(dtype) * (1000 if step == 3 else 1),
                     "y": torch.randint(0, 3, (4,), generator=generator),
                 },
@@ -135,8 +188,7 @@ def test_a_step_is_made_again_only_where_its_grid_does_not_fit() -> None:
         task.calls = 0
         one.run(step, batches(step, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
         times.append(task.calls / (2 * SHARDS))
-    # The first step, which nothing is known for; the one with inputs a thousand times larger; and that after it, in
-    # which the gradient of the bias before BatchNorm is a thousand times larger: it is nothing but rounding.
+    # The first step, which nothing is known for; the one that weighs a thousand times more; and that after it.
     assert times == [2, 1, 1, 2, 2]
 
 
@@ -159,7 +211,8 @@ def test_a_step_that_is_broken_off_leaves_the_grids_as_they_were() -> None:
     for step in range(3):
         one.run(step, batches(step, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
     before = dict(one.scales)
-    assert len(before) == 8 + 2  # of each parameter, and of BatchNorm's two buffers
+    assert "first.weight" in before
+    assert "inner.1.running_mean" in before
     with pytest.raises(Interrupted):
         one.run(3, batches(3, range(SHARDS)), Breaking(), control=control, wait_s=1)
     assert (one.scales, one.held) == (before, 2)
@@ -175,7 +228,7 @@ def test_float64_parameters() -> None:
 
 
 def test_what_cannot_be_summed_exactly_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"'0\.weight' is bfloat16.*") as caught:
+    with pytest.raises(TaskError, match=r"'nothing' is bfloat16.*") as caught:
         stepper(Small(torch.bfloat16))
     assert "keep the parameters in float32" in str(caught.value)
 
@@ -183,8 +236,9 @@ def test_what_cannot_be_summed_exactly_is_refused() -> None:
 class Infinite(Small):
     """Its loss is finite, its gradient is not."""
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return super().loss(model, batch) + (model[4].bias.detach() - model[4].bias).abs().sqrt().sum()
+    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        loss, weight = super().loss(model, batch)
+        return loss + (model.last.bias.detach() - model.last.bias).abs().sqrt().sum(), weight
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named() -> None:
@@ -192,7 +246,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named() -> None:
     before = sha(one)
     control = Control()
     control.begin(0)
-    with pytest.raises(TrainingError, match=r"step 0 gives values that are not finite for 4\.bias"):
+    with pytest.raises(TrainingError, match=r"step 0 gives values that are not finite for last\.bias"):
         one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
     one.buffers.restore()
     assert (sha(one), one.held) == (before, -1)
@@ -201,8 +255,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named() -> None:
 class Erratic(Small):
     """A thousand times larger each time that the step is made."""
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return super().loss(model, batch) * 1000.0 ** (self.calls // (2 * SHARDS))
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        loss, weight = super().loss(model, batch)
+        return loss * 1000.0 ** (self.calls // (2 * SHARDS)), weight
 
 
 def test_a_step_that_is_another_each_time_is_named() -> None:
@@ -211,3 +266,67 @@ def test_a_step_that_is_another_each_time_is_named() -> None:
     control.begin(0)
     with pytest.raises(TrainingError, match="are others each time they are computed"):
         one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+
+
+class Teacher(Small):
+    """Keeps a moving average in a parameter that does not train."""
+
+    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        model.frozen.weight.mul_(0.9)
+        return super().loss(model, batch)
+
+
+def test_a_parameter_that_the_loss_changes_is_named() -> None:
+    one = stepper(Teacher())
+    control = Control()
+    control.begin(0)
+    with pytest.raises(TrainingError, match=r"changed the parameter 'frozen\.weight' in place.*register_buffer"):
+        one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+
+
+class Twice(Small):
+    """A layer that is shared by two blocks, each of them checkpointed the old way."""
+
+    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        x = model.first(batch["x"])
+        for _ in range(2):
+            x = checkpoint(model.tied, x, use_reentrant=True)
+        return nn.functional.cross_entropy(model.last(x), batch["y"]), 1.0
+
+
+def test_a_gradient_that_comes_twice_is_refused() -> None:
+    one = stepper(Twice())
+    control = Control()
+    control.begin(0)
+    with pytest.raises(TrainingError, match=r"came twice in one backward pass.*use_reentrant=False"):
+        one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+
+
+def test_what_stays_and_what_one_shard_writes_come_out_as_they_are() -> None:
+    one = stepper()
+    control = Control()
+    control.begin(0)
+    one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+    net: Any = one.module
+    assert torch.equal(net.angles, torch.polar(torch.ones(3), torch.arange(3.0)))
+    assert int(net.counter) == 2**60 + 1 + 2  # shard 0 has two microbatches
+    assert net.average is one.buffers._named["average"]
+    assert bool(net.average.abs().sum() > 0)
+
+
+def test_a_process_that_takes_the_smallest_numbers_for_zero() -> None:
+    assert torch.set_flush_denormal(True)
+    try:
+        alone()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_operations_that_cannot_repeat_their_result_are_refused() -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        repeatable()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.backends.cudnn.benchmark
+    finally:
+        torch.use_deterministic_algorithms(before)
