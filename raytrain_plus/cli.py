@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -80,7 +81,7 @@ def verify(
     from raytrain_plus.jobfile import load_job
 
     loaded, roots = load_job(job, overrides)
-    sizes = [int(size) for size in workers.split(",") if size.strip().isdigit()]
+    sizes = [int(size) for size in workers.split(",") if size.strip().isdecimal()]
     if not sizes or len(sizes) != len(workers.split(",")) or kills < 0 or steps < 1:
         raise click.UsageError("--workers takes numbers with commas between them, --kill and --steps whole numbers")
     from raytrain_plus.verify import verify as verify_job
@@ -142,6 +143,8 @@ def install_horovod() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `raytrain`; ends the process with one of the exit codes that the help names."""
+    # Until a run takes it, and afterwards.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(_guarded(lambda: cli.main(args=arguments and list(arguments), standalone_mode=False)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,20 @@ from typing import Any
 import safetensors.numpy
 
 from raytrain_plus.data.audit import audit
+from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.prepare import prepare
+from raytrain_plus.data.source import index
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job import Job
 from raytrain_plus.observe.events import read_events
-from raytrain_plus.result import Result
 from raytrain_plus.runner import connected, run
 from raytrain_plus.workers.fault import kill_process
 
 LOOK_S = 0.01
 """Seconds between two looks at what a run has told."""
 CULPRITS = (
-    "random numbers from a generator of its own, which no key seeds (use torch's, NumPy's or Python's global ones)",
+    "random numbers from a generator of its own, which no key seeds (use torch's, NumPy's or Python's global ones), or "
+    "drawn in `collate` (use data.transform, which is given a generator)",
     "a buffer or an attribute that the loss changes in place, and that is not registered",
     "an operation whose result depends on timing (a nondeterministic kernel, a set's order, the clock)",
 )
@@ -113,15 +116,16 @@ def verify(
         tempfile.TemporaryDirectory(prefix="raytrain-verify-") as folder,
         connected(replace(job, workers=replace(job.workers, min=1, max=largest, spares=0)), address),
     ):
+        short = _shortened(job, steps, roots)
         trials = []
         for number, size in enumerate(sizes):
             tell(f"{size} worker{'s' * (size != 1)} ...")
-            trials.append(_trial(job, Path(folder), f"{number}", size, kills if size > 1 else 0, steps, roots))
+            trials.append(_trial(short, Path(folder), f"{number}", size, kills if size > 1 else 0, roots))
         differs = ""
         for number, trial in enumerate(trials):
             if not _same(trials[0], trial):
                 pair = ((sizes[0], trials[0].to_kill), (sizes[number], trial.to_kill))
-                differs = _first_difference(job, Path(folder), trials[0], trial, pair, roots, tell)
+                differs = _first_difference(short, Path(folder), trials[0], trial, pair, roots, tell)
                 break
     return Verdict(job.name, len(trials[0].losses), tuple(trials), differs)
 
@@ -142,32 +146,33 @@ def _check(job: Job, sizes: Sequence[int]) -> None:
             )
 
 
-def _trial(job: Job, folder: Path, name: str, size: int, kills: int, steps: int, roots: Sequence[Path]) -> Trial:
-    shortened = replace(
+def _shortened(job: Job, steps: int, roots: Sequence[Path]) -> Job:
+    """The job with that many steps, or its own where it has fewer."""
+    prepare(job.data.prepare, job.data.path, [Path.cwd(), *roots])
+    whole = line_of(job, index(job.data.path)).steps
+    return job if steps >= whole else replace(job, steps=steps, epochs=None)
+
+
+def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequence[Path]) -> Trial:
+    sized = replace(
         job,
         name=name,
-        steps=min(steps, job.steps or steps),
-        epochs=None,
         workers=replace(job.workers, min=1 if kills else size, max=size, spares=0),
         storage=str(folder),
     )
-    killer = _Killer(folder / name / "events.ndjson", kills, shortened.steps or steps)
+    events = folder / name / "events.ndjson"
+    killer = _Killer(events, kills, job.steps or 2 * kills)
     with killer:
-        result = run(shortened, quiet=True, fresh=True, roots=roots)
+        result = run(sized, quiet=True, fresh=True, roots=roots)
     if result.status != "finished":
         raise RunError(f"the run on {size} workers {result.status}: {result.error or 'by a signal'}")
-    return _trial_of(result, size, kills, killer.killed)
-
-
-def _trial_of(result: Result, size: int, kills: int, killed: int) -> Trial:
-    events = list(read_events(result.path / "events.ndjson"))
     assert result.state_sha256 is not None
     return Trial(
-        workers=size,
+        workers=_present(events).most,
         to_kill=kills,
-        killed=killed,
+        killed=killer.killed,
         state_sha256=result.state_sha256,
-        losses=tuple(event["loss"] for event in events if event["kind"] == "step_committed"),
+        losses=tuple(event["loss"] for event in read_events(events) if event["kind"] == "step_committed"),
         metrics=dict(result.metrics),
         audit_clean=audit(result.path).clean,
         seconds=result.seconds,
@@ -175,7 +180,8 @@ def _trial_of(result: Result, size: int, kills: int, killed: int) -> Trial:
 
 
 def _same(one: Trial, other: Trial) -> bool:
-    return (one.state_sha256, one.losses, one.metrics) == (other.state_sha256, other.losses, other.metrics)
+    # As text: what is not a number is the same as itself.
+    return repr((one.state_sha256, one.losses, one.metrics)) == repr((other.state_sha256, other.losses, other.metrics))
 
 
 def _first_difference(
@@ -191,6 +197,8 @@ def _first_difference(
 
     A step's loss tells of the state before it: the search runs the job to ever closer steps.
     """
+    if one.losses == other.losses and one.state_sha256 == other.state_sha256:
+        return "in the figures of an evaluation alone"
     differing = (step for step, (a, b) in enumerate(zip(one.losses, other.losses, strict=False)) if a != b)
     high = next(differing, len(one.losses) - 1)
     low = 0
@@ -199,8 +207,12 @@ def _first_difference(
         middle = (low + high) // 2
         tell(f"they differ; looking at the state after step {middle} ...")
         names = [f"to-{middle}-{side}" for side in ("one", "other")]
-        for name, (size, kills) in zip(names, pair, strict=True):
-            _trial(job, folder, name, size, kills if middle else 0, middle + 1, roots)
+        try:
+            for name, (size, kills) in zip(names, pair, strict=True):
+                cut = replace(job, steps=middle + 1, epochs=None)
+                _trial(cut, folder, name, size, kills if middle else 0, roots)
+        except RunError as error:
+            return f"up to step {high}; the search for the first difference failed: {error}"
         tensor = _first_tensor(*(folder / name / "model.safetensors" for name in names))
         if tensor:
             found = f"after step {middle}, first in {tensor}"
@@ -209,7 +221,7 @@ def _first_difference(
             low = middle + 1
     if found:
         return found
-    return f"from step {high}; run anew, the steps before it agree: it does not happen every time"
+    return "in the optimizer's state, or not every time: run anew, the models agree after every step"
 
 
 def _first_tensor(one: Path, other: Path) -> str:
@@ -231,7 +243,9 @@ class _Killer:
         self._moments = sorted(self._draw.randrange(max(1, steps // 2)) for _ in range(kills))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
+        self._error: BaseException | None = None
         self.killed = 0
+        """Deaths that the run has told of."""
 
     def __enter__(self) -> _Killer:
         self._thread.start()
@@ -240,34 +254,50 @@ class _Killer:
     def __exit__(self, *exception: object) -> None:
         self._over.set()
         self._thread.join()
+        self.killed = _present(self._events).lost
+        if self._error is not None and exception[0] is None:
+            raise self._error
 
     def _run(self) -> None:
-        for moment in self._moments:
-            while True:
-                if self._over.wait(LOOK_S):
-                    return
-                members, committed = _present(self._events)
-                if committed >= moment and len(members) > 1:
-                    break
-            victim = self._draw.choice(members)
-            kill_process(victim["node"], victim["pid"])
-            self.killed += 1
+        try:
+            for number, moment in enumerate(self._moments):
+                while True:
+                    if self._over.wait(LOOK_S):
+                        return
+                    now = _present(self._events)
+                    # One that holds the state is to be left: no two at once.
+                    if now.lost == number and now.whole and now.committed >= moment and len(now.members) > 1:
+                        break
+                victim = self._draw.choice(now.members)
+                kill_process(victim["node"], victim["pid"])
+                while _present(self._events).lost == number and not self._over.wait(LOOK_S):
+                    continue
+        except BaseException as error:
+            self._error = error
 
 
-def _present(events: Path) -> tuple[list[dict[str, Any]], int]:
-    """The members of a run's newest view that live, and its newest step."""
-    members: list[dict[str, Any]] = []
-    committed = -1
-    for event in _told(events):
+@dataclass
+class _Now:
+    """What a run has told."""
+
+    members: list[dict[str, Any]]
+    whole: bool = False
+    """Nobody was lost since its newest view was formed."""
+    committed: int = -1
+    lost: int = 0
+    most: int = 0
+    """Members of its largest view."""
+
+
+def _present(events: Path) -> _Now:
+    now = _Now([])
+    for event in read_events(events) if events.exists() else ():
         if event["kind"] == "view_formed":
-            members = event["members"]
+            now.members, now.whole = event["members"], True
+            now.most = max(now.most, len(now.members))
         elif event["kind"] == "worker_lost":
-            members = [member for member in members if member["worker"] != event["worker"]]
+            now.whole = False
+            now.lost += 1
         elif event["kind"] == "step_committed":
-            committed = event["step"]
-    return members, committed
-
-
-def _told(events: Path) -> Iterator[dict[str, Any]]:
-    if events.exists():
-        yield from read_events(events)
+            now.committed = event["step"]
+    return now

@@ -63,7 +63,7 @@ class Audit:
     @property
     def clean(self) -> bool:
         """Whether every row that was due was used once."""
-        return not self.faults
+        return not self.faults and all(epoch.never == epoch.more == 0 for epoch in self.epochs)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only."""
@@ -86,28 +86,35 @@ class Audit:
         if len(self.faults) > TOLD:
             said.append(f"  and {len(self.faults) - TOLD:,} more faults; --json tells them all")
         if self.clean:
-            said.append("  every row that was due was used exactly once")
+            nothing = "  nothing is entered yet: there is nothing to judge"
+            said.append("  every row that was due was used exactly once" if self.epochs else nothing)
         return said
 
 
 def audit(run: Path) -> Audit:
     """Audits the run in this folder. Raises `InputError` where there is no run to audit."""
-    job, then = _described(run)
-    data = Path(then["path"])
-    faults = _changed(data, then)
-    line = _Line(job, then)
+    line, then = _described(run)
+    faults = _changed(Path(then["path"]), then)
+    # Before the ledger: a run that goes on enters its last step before it says that it has ended.
+    status, made, torn = _status(run)
+    faults += torn
     entries, torn = _entries(run)
     faults += torn
-    status, ended = _status(run)
     audited_to = int(entries["step"].max(initial=-1))
-    due_to = ended if ended is not None else audited_to
+    due_to = min(audited_to, line.steps - 1)
+    if status == "finished":
+        due_to = line.steps - 1
+        if made != line.steps:
+            faults.append(f"the run finished with {made:,} steps; the job has {line.steps:,}")
+    elif made is not None:
+        due_to = min(made, line.steps) - 1
     entries, strange = _only_due(entries, line, due_to)
     faults += strange
     faults += _doubled_or_missing(entries, line, due_to)
     good = line.check(entries, faults)
     epochs = line.use(entries[good], due_to)
     return Audit(
-        run=run.name,
+        run=run.resolve().name,
         rows=line.rows,
         files=len(then["files"]),
         steps=line.steps,
@@ -118,25 +125,28 @@ def audit(run: Path) -> Audit:
     )
 
 
-def _described(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _described(run: Path) -> tuple[_Line, dict[str, Any]]:
     try:
-        return yaml.safe_load((run / "job.yaml").read_text()), json.loads((run / "dataset.json").read_text())
-    except (OSError, ValueError) as error:
+        job, then = yaml.safe_load((run / "job.yaml").read_text()), json.loads((run / "dataset.json").read_text())
+        return _Line(job, then), then
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise InputError(
-            "there is no run to audit",
+            f"there is no run to audit: {type(error).__name__}: {error}",
             where=str(run),
-            expected="a run's folder, with job.yaml and dataset.json in it",
+            expected="a run's folder, with job.yaml and dataset.json in it, as this version writes them",
             remedy="name the run's folder, or its name and --storage",
         ) from error
 
 
-def _status(run: Path) -> tuple[str, int | None]:
-    """The run's status, and the last step that it must have entered, where it ended in order."""
-    file = run / "result.json"
-    if not file.exists():
-        return "unfinished", None
-    result = json.loads(file.read_text())
-    return result["status"], result["steps"] - 1
+def _status(run: Path) -> tuple[str, int | None, list[str]]:
+    """The run's status, how many steps it says that it made where it has ended, and what is wrong with that."""
+    try:
+        result = json.loads((run / "result.json").read_text())
+        return str(result["status"]), int(result["steps"]), []
+    except FileNotFoundError:
+        return "unfinished", None, []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return "unfinished", None, [f"result.json cannot be read: {type(error).__name__}: {error}"]
 
 
 def _changed(data: Path, then: Mapping[str, Any]) -> list[str]:
@@ -150,55 +160,72 @@ def _changed(data: Path, then: Mapping[str, Any]) -> list[str]:
         for folder, _, names in os.walk(data):
             for name in names:
                 path = Path(folder, name).relative_to(data)
-                if name.endswith(".parquet") and not any(part[0] in "._" for part in path.parts):
+                if (
+                    name.endswith(".parquet")
+                    and Path(folder, name).is_file()
+                    and not any(part[0] in "._" for part in path.parts)
+                ):
                     now[path.as_posix()] = data / path
     was = {file["path"]: file for file in then["files"]}
     faults = [f"{name}, which the run began with, is missing" for name in sorted(was.keys() - now.keys())]
     faults += [f"{name} is foreign: the run did not begin with it" for name in sorted(now.keys() - was.keys())]
     for name in sorted(now.keys() & was.keys()):
-        size = now[name].stat().st_size
+        try:
+            size, raw = now[name].stat().st_size, _footer(now[name])
+            metadata = pq.read_metadata(now[name])
+        except (OSError, pa.ArrowException) as error:
+            faults.append(f"{name} cannot be read: {_first_line(error)}")
+            continue
         if size != was[name]["bytes"]:
             faults.append(f"{name} has changed: {size:,} bytes, {was[name]['bytes']:,} when the run began")
             continue
-        raw = _footer(now[name], size)
         if hashlib.sha256(raw).hexdigest() != was[name]["footer_sha256"]:
             faults.append(f"{name} has changed: its footer is another")
             continue
-        metadata = pq.read_metadata(now[name])
         groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         if groups != was[name]["row_groups"]:
             faults.append(f"{name} holds other row groups than the run counted")
     return faults
 
 
-def _footer(file: Path, size: int) -> bytes:
+def _footer(file: Path) -> bytes:
     with file.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - 8))
         length = int.from_bytes(stream.read(4), "little")
         stream.seek(max(0, size - 8 - length))
         return stream.read(length)
 
 
-_ENTRY = np.dtype([(name, "<i8") for name in ("generation", "step", "shard", "start", "rows")] + [("ids", "<u8")])
+_COLUMNS = ("generation", "step", "shard", "start", "rows", "ids")
+_ENTRY = np.dtype([(name, "<u8" if name == "ids" else "<i8") for name in _COLUMNS])
+_SCHEMA = pa.schema([pa.field(name, pa.uint64() if name == "ids" else pa.int64()) for name in _COLUMNS])
 
 
 def _entries(run: Path) -> tuple[npt.NDArray[Any], list[str]]:
     """The ledger's rows that are not void, and what is wrong with its files."""
-    parts, faults = [], []
+    parts: list[npt.NDArray[Any]] = []
+    faults = [] if (run / "ledger").is_dir() else ["there is no ledger"]
     for file in sorted((run / "ledger").glob("*.parquet")):
         try:
-            table = pq.read_table(file, columns=list(_ENTRY.names or ()))
-        except (OSError, pa.ArrowException, KeyError) as error:
-            faults.append(f"ledger/{file.name} cannot be read: {str(error).splitlines()[0]}")
+            table = pq.read_table(file, columns=list(_COLUMNS)).cast(_SCHEMA)
+            if any(column.null_count for column in table.columns):
+                raise ValueError("a column has nulls")
+        except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+            faults.append(f"ledger/{file.name} cannot be read: {_first_line(error)}")
             continue
         part = np.empty(table.num_rows, _ENTRY)
-        for name in _ENTRY.names or ():
+        for name in _COLUMNS:
             part[name] = table.column(name).to_numpy()
         parts.append(part)
     entries = np.concatenate(parts) if parts else np.empty(0, _ENTRY)
     for generation, step in _resumptions(run):
         entries = entries[(entries["generation"] >= generation) | (entries["step"] <= step)]
     return entries, faults
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _resumptions(run: Path) -> Iterator[tuple[int, int]]:
@@ -218,19 +245,37 @@ def _only_due(entries: npt.NDArray[Any], line: _Line, due_to: int) -> tuple[npt.
     """The entries of steps and shards that the job has, and what the others are."""
     fits = (entries["step"] >= 0) & (entries["step"] <= due_to)
     fits &= (entries["shard"] >= 0) & (entries["shard"] < line.shards)
-    faults = [f"step {entry['step']} of shard {entry['shard']} was never due" for entry in entries[~fits]]
-    return entries[fits], faults
+    strange = np.unique(entries[~fits][["shard", "step"]])
+    return entries[fits], [f"{which} was never due" for which in _spelled(strange["shard"], strange["step"])]
 
 
 def _doubled_or_missing(entries: npt.NDArray[Any], line: _Line, due_to: int) -> list[str]:
-    faults = []
-    keys = entries["step"] * line.shards + entries["shard"]
+    keys = entries["shard"] * (due_to + 1) + entries["step"]
     values, counts = np.unique(keys, return_counts=True)
-    for key in values[counts > 1]:
-        faults.append(f"step {key // line.shards} is entered more than once for shard {key % line.shards}")
-    for key in np.setdiff1d(np.arange((due_to + 1) * line.shards), values, assume_unique=True):
-        faults.append(f"step {key // line.shards} is not entered for shard {key % line.shards}")
+    doubled = values[counts > 1]
+    missing = np.setdiff1d(np.arange((due_to + 1) * line.shards), values, assume_unique=True)
+    faults = []
+    for found, what in ((doubled, "is entered more than once"), (missing, "is not entered")):
+        shards, steps = found // (due_to + 1), found % (due_to + 1)
+        for which, shard, first in _runs(shards, steps):
+            files = ", ".join(line.files_of(shard, first * line.per_shard, line.per_shard))
+            faults.append(f"{which} {what} ({files})")
     return faults
+
+
+def _runs(shards: Ints, steps: Ints) -> Iterator[tuple[str, int, int]]:
+    """Consecutive steps of a shard, in words, with the shard and the first step; sorted by shard and step."""
+    if not len(shards):
+        return
+    breaks = np.flatnonzero((np.diff(steps) != 1) | (np.diff(shards) != 0)) + 1
+    for run in np.split(np.arange(len(shards)), breaks):
+        first, last, shard = int(steps[run[0]]), int(steps[run[-1]]), int(shards[run[0]])
+        which = f"step {first}" if first == last else f"every step from {first} to {last}"
+        yield f"{which} of shard {shard}", shard, first
+
+
+def _spelled(shards: Ints, steps: Ints) -> list[str]:
+    return [which for which, _, _ in _runs(shards, steps)]
 
 
 class _Line:
@@ -256,6 +301,7 @@ class _Line:
         with np.errstate(over="ignore"):
             self._unit_key = _scramble(np.array(keys, np.uint64)[self._unit_file] + np.array(places, np.uint64))
         self.rows = int(self._unit_rows.sum())
+        self._order: tuple[int, Ints] = (-1, np.empty(0, np.int64))
         self._epochs = job["epochs"]
         self.steps = int(job["steps"]) if self._epochs is None else self._steps(int(self._epochs))
 
@@ -284,29 +330,36 @@ class _Line:
         )
         placed = (entries["start"] == starts) & (entries["rows"] == ends - starts)
         for entry, start, end in zip(entries[~placed], starts[~placed], ends[~placed], strict=True):
-            stop = entry["start"] + entry["rows"]
+            files = ", ".join(self.files_of(int(entry["shard"]), int(start), int(end - start)))
             faults.append(
-                f"step {entry['step']}, shard {entry['shard']}: rows [{entry['start']}, {stop}) of its line were used, "
-                f"not [{start}, {end})"
+                f"step {entry['step']}, shard {entry['shard']}: {entry['rows']} rows from {entry['start']} of its line "
+                f"were used, not {end - start} from {start} ({files})"
             )
-        stops = entries["start"] + np.maximum(entries["rows"], 0)
+        total = int(self._ends(self.steps - 1).max())
+        held = (entries["start"] >= 0) & (entries["rows"] >= 0) & (entries["rows"] <= total - entries["start"])
+        stops = np.where(held, entries["start"] + entries["rows"], 0)
+        starts = np.where(held, entries["start"], 0)
         expected = np.zeros(len(entries), np.uint64)
-        last = int(stops.max(initial=0)) * self.shards // self.rows + 1
-        for epoch in range(last + 1):
+        order = np.argsort(starts, kind="stable")
+        most = int((stops - starts).max(initial=0))
+        for epoch in range(int(stops.max(initial=0)) * self.shards // self.rows + 2):
             before, after = self._before(epoch), self._before(epoch + 1)
-            offsets = np.concatenate([[0], np.cumsum(after - before)[:-1]])
-            shard = entries["shard"]
-            low = np.clip(entries["start"], before[shard], after[shard])
-            high = np.clip(stops, before[shard], after[shard])
+            # Of all entries those that can reach into the epoch.
+            span = np.searchsorted(starts[order], [before.min() - most, after.max()])
+            near = order[span[0] : span[1]]
+            shard = entries["shard"][near]
+            low = np.clip(starts[near], before[shard], after[shard])
+            high = np.clip(stops[near], before[shard], after[shard])
             inside = np.flatnonzero(high > low)
             if not len(inside):
                 continue
-            sums = self._sums(epoch)
+            offsets = np.concatenate([[0], np.cumsum(after - before)[:-1]])
             shift = (offsets - before)[shard[inside]]
-            expected[inside] += sums[high[inside] + shift] - sums[low[inside] + shift]
-        right: npt.NDArray[np.bool_] = expected == entries["ids"]
-        for entry in entries[~right]:
-            files = ", ".join(self._files_of(int(entry["shard"]), int(entry["start"]), int(entry["rows"])))
+            sums = self._sums(epoch)
+            expected[near[inside]] += sums[high[inside] + shift] - sums[low[inside] + shift]
+        right: npt.NDArray[np.bool_] = held & (expected == entries["ids"])
+        for entry in entries[placed & ~right]:
+            files = ", ".join(self.files_of(int(entry["shard"]), int(entry["start"]), int(entry["rows"])))
             faults.append(
                 f"step {entry['step']}, shard {entry['shard']}: other rows were used than those of its line ({files})"
             )
@@ -318,8 +371,10 @@ class _Line:
         epochs = int(np.ceil(due.max() * self.shards / self.rows)) + 1 if len(due) else 0
         counts = np.zeros((epochs + 1, 3), np.int64)
         bounds = [self._before(epoch) for epoch in range(epochs + 2)]
+        entries = entries[np.argsort(entries["shard"], kind="stable")]
+        firsts = np.searchsorted(entries["shard"], np.arange(self.shards + 1))
         for shard in range(self.shards):
-            mine = entries[entries["shard"] == shard]
+            mine = entries[firsts[shard] : firsts[shard + 1]]
             edges = np.array([bound[shard] for bound in bounds])
             points = np.concatenate([mine["start"], mine["start"] + mine["rows"], edges, [0, due[shard]]])
             changes = np.concatenate([np.ones(len(mine)), -np.ones(len(mine)), np.zeros(len(edges) + 2)])
@@ -340,7 +395,10 @@ class _Line:
         count = len(self._unit_rows)
         if self._shuffle == "none":
             return np.arange(count)
-        return np.argsort(_scramble(_chain(self._seed, 1, epoch) + np.arange(count, dtype=np.uint64)), kind="stable")
+        if self._order[0] != epoch:
+            values = _scramble(_chain(self._seed, 1, epoch) + np.arange(count, dtype=np.uint64))
+            self._order = (epoch, np.argsort(values, kind="stable"))
+        return self._order[1]
 
     def _sums(self, epoch: int) -> Words:
         """Running sums, from 0, of the ids of the epoch's rows in its order."""
@@ -359,7 +417,7 @@ class _Line:
             at += len(ids)
         return np.cumsum(sums, out=sums)
 
-    def _files_of(self, shard: int, start: int, rows: int) -> list[str]:
+    def files_of(self, shard: int, start: int, rows: int) -> list[str]:
         """The files in which the shard's rows lie."""
         found: dict[str, None] = {}
         epoch = start * self.shards // self.rows

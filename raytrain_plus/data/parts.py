@@ -54,12 +54,12 @@ class Parts:
         self._part: list[tuple[int, int, bytes]] = []
         self._busy = threading.Lock()
         self._closing = False
-        self._failed: OSError | None = None
+        self._failed: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
 
     def add(self, generation: int, step: int, notes: bytes) -> None:
-        """Enters a committed step. Raises `OSError` where earlier ones could not be written."""
+        """Enters a committed step. Raises what kept earlier ones from being written, an `OSError` mostly."""
         with self._news:
             if self._failed is not None:
                 raise self._failed
@@ -101,7 +101,7 @@ class Parts:
             start = time.monotonic()
             try:
                 self.flush()
-            except OSError as error:
+            except Exception as error:
                 with self._news:
                     self._failed = error
                 return

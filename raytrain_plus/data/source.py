@@ -97,6 +97,8 @@ def index(path: str | Path) -> Index:
             if entry.num_rows:
                 units.append((number, group, entry.num_rows, max(entry.total_byte_size, entry.num_rows * row_bytes)))
     _check_one_table(files, schemas)
+    if ROW_ID in schemas[0].names:
+        raise DataError(f"has a column '{ROW_ID}', which is the platform's own", where=str(base), remedy="rename it")
     if not units:
         raise DataError(
             f"0 rows in {len(files)} file{'s' * (len(files) > 1)}", where=str(base), expected="rows to train on"
@@ -130,6 +132,17 @@ def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
         elif mine["footer_sha256"] != theirs["footer_sha256"]:
             found.append(f"{path} holds other rows")
     return found
+
+
+def check_alike(seen: Index, held_out: Index) -> None:
+    """Raises `DataError` where the held-out data has other columns than the training data."""
+    if not held_out.schema.equals(seen.schema):
+        names = sorted(set(held_out.schema.names) ^ set(seen.schema.names)) or ["of another type"]
+        raise DataError(
+            f"the held-out data has other columns than the training data: {', '.join(names)}",
+            where=f"evaluate.path: {held_out.path}",
+            expected=f"the columns of {seen.path}: {', '.join(seen.schema.names)}",
+        )
 
 
 def check_enough(data: Index, shards: int) -> None:

@@ -333,7 +333,7 @@ class Controller:
             address = ray.get_runtime_context().gcs_address
             self._journal.open(order.folder, order.job_yaml, order.versions, address, order.plan.index.to_json())
         names = [member.worker for member in view.members]
-        self._journal.regroup(time.time(), names, command.first_step - 1)
+        self._journal.regroup(time.time(), names, command.first_step - 1, view.generation)
         if self._round is not None:
             threading.Thread(target=self._round.server.close, name="close rendezvous", daemon=True).start()
         server = RendezvousServer(self._here, len(names), {self._places[name].address for name in names})
@@ -413,7 +413,7 @@ class Controller:
         """Whether a message is of another generation: it is refused then."""
         if generation == self._group.generation:
             return False
-        log.info("refused: %s in generation %d; the present one is %d", what, generation, self._group.generation)
+        log.warning("refused: %s in generation %d; the present one is %d", what, generation, self._group.generation)
         return True
 
     def _tell_to_leave(self, name: str, now: float) -> None:
@@ -489,7 +489,7 @@ class Controller:
             if node in before:
                 continue
             if not hosted:
-                log.info("node %s, which hosts no worker of this run, will leave", node)
+                log.warning("node %s, which hosts no worker of this run, will leave", node)
                 continue
             self._journal.will_leave(node, deadline)
             for name in hosted:
@@ -523,7 +523,7 @@ class Controller:
         except RaytrainError as error:
             self._errors["export"] = error
         # What it alone holds is committed now that it is out of its hands.
-        self._journal.regroup(time.time(), [name], holds(self._group, name))
+        self._journal.regroup(time.time(), [name], holds(self._group, name), self._group.generation)
         self._feed(e.Handed())
 
     def _end(self, end: e.End) -> None:

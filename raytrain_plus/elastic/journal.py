@@ -133,10 +133,12 @@ class Journal:
                 self._metrics = dict(told.metrics)
                 self._tell("evaluated", step=told.step, metrics=dict(told.metrics))
 
-    def regroup(self, now: float, members: Sequence[str], held: int) -> None:
-        """All are out of the last generation; `held` is the step that goes on."""
+    def regroup(self, now: float, members: Sequence[str], held: int, generation: int) -> None:
+        """All are out of the last generation; `held` is the step that goes on, in this one."""
         self._incidents.left(now, max(0, self._commits.applied - held))
         self._commit(self._commits.regroup(members, held))
+        # What its members commit before all have joined is of the new one, too.
+        self.generation = generation
 
     def formed(
         self, now: float, view: View, ready: Mapping[str, Ready], spares: Sequence[str], collective: str, form_s: float
@@ -219,16 +221,18 @@ class Journal:
             self._lease.release()
         if self._scalars is not None:
             self._scalars.close()
-        if self._parts is not None:
-            self._parts.close()
-        if self._log is not None:
-            self._log.close()
+        try:
+            if self._parts is not None:
+                self._parts.close()
+        finally:
+            if self._log is not None:
+                self._log.close()
 
     def _commit(self, records: Iterable[StepRecord]) -> None:
         for record in records:
-            self._totals.add(record)
             if self._parts is not None:
                 self._parts.add(self.generation, record.step, record.notes)
+            self._totals.add(record)
             self._tell(
                 "step_committed",
                 record.time,

@@ -102,6 +102,9 @@ class Faulty(Net):
         self.folder, self.fault, self.always, self.pad_s, self.double = Path(folder), fault, always, pad_s, double
         self.calls: dict[str, int] = {}
         self.late = (self.folder / "late").exists()
+        with (self.folder / f"built-{os.getpid()}").open("a") as file:
+            file.write("built\n")
+        self.reach("build")
 
     def parts(self) -> dict[str, Any]:
         parts = super().parts()
@@ -259,3 +262,27 @@ class Unkeyed(Net):
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return super().loss(model, {**batch, "x": batch["x"] + random.SystemRandom().gauss(0, 0.1)})
+
+
+class Mortal(Net):
+    """Every process but the first dies now and then, just after it has changed its state by a step."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self.chance = random.Random(os.getpid())
+        self.immortal = False
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        made = super().optimizer(parameters)
+        try:
+            os.close(os.open(self.folder / "immortal", os.O_CREAT | os.O_EXCL))
+            self.immortal = True
+        except FileExistsError:
+            made.register_step_post_hook(self.perhaps_die)
+        return made
+
+    def perhaps_die(self, *arguments: Any) -> None:
+        if self.chance.random() < 0.05:
+            (self.folder / f"died-{os.getpid()}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from raytrain_plus.data.audit import Audit, Epoch, audit
 from raytrain_plus.data.granule import Rows
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.data.of_job import line_of
-from raytrain_plus.data.parts import Parts, table_of
+from raytrain_plus.data.parts import SCHEMA, Parts, table_of
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
 from raytrain_plus.errors import InputError
@@ -107,11 +108,11 @@ def lost_step(notes: list[np.ndarray]) -> None:
 @pytest.mark.parametrize(
     ("plant", "words", "never"),
     [
-        (lost_row, "step 3, shard 1: rows [9, 11) of its line were used, not [9, 12)", 3),
-        (doubled_row, "step 3, shard 1: rows [9, 13) of its line were used, not [9, 12)", 3),
+        (lost_row, "step 3, shard 1: 2 rows from 9 of its line were used, not 3 from 9 (", 3),
+        (doubled_row, "step 3, shard 1: 4 rows from 9 of its line were used, not 3 from 9 (", 3),
         (other_rows, "step 3, shard 1: other rows were used than those of its line (", 3),
         (swapped, "step 3, shard 2: other rows were used than those of its line (", 6),
-        (lost_step, "step 3, shard 0: rows [9, 9) of its line were used, not [9, 12)", 12),
+        (lost_step, "step 3, shard 0: 0 rows from 9 of its line were used, not 3 from 9 (", 12),
     ],
 )
 def test_a_wrong_entry_is_named(job: Job, plant: Callable[[list[np.ndarray]], None], words: str, never: int) -> None:
@@ -144,7 +145,7 @@ def test_a_step_that_was_entered_twice(job: Job) -> None:
     run = run_of(job, notes)
     pq.write_table(table_of([(1, 4, notes[4].tobytes())]), run / "ledger" / "00000001-000000000004.parquet")
     found = audit(run)
-    assert found.faults[0] == "step 4 is entered more than once for shard 0"
+    assert found.faults[0] == "step 4 of shard 0 is entered more than once (1.parquet)"
     assert sum(epoch.more for epoch in found.epochs) == 12
 
 
@@ -155,7 +156,7 @@ def test_a_step_that_is_missing(job: Job) -> None:
     table = pq.read_table(part)
     pq.write_table(table.filter(pa.compute.not_equal(table.column("step"), 4)), part)
     found = audit(run)
-    assert found.faults[0] == "step 4 is not entered for shard 0"
+    assert found.faults[0] == "step 4 of shard 0 is not entered (1.parquet)"
     assert sum(epoch.never for epoch in found.epochs) == 12
 
 
@@ -203,6 +204,38 @@ def test_a_torn_part(job: Job) -> None:
     found = audit(run)
     assert found.faults[0].startswith(f"ledger/{part.name} cannot be read")
     assert found.audited_to == -1
+    pq.write_table(pa.table({name: ["x"] for name in SCHEMA.names}), part)
+    assert audit(run).faults[0].startswith(f"ledger/{part.name} cannot be read")
+
+
+def test_what_cannot_be_is_told_and_not_looked_for(job: Job) -> None:
+    notes = notes_of(job)
+    notes[3][1]["start"], notes[4][2]["rows"], notes[5][3]["rows"] = 2**62, 2**62, -5
+    run = run_of(job, notes)
+    pq.write_table(table_of([(0, 2**61, notes[0].tobytes())]), run / "ledger" / "x.parquet")
+    found = audit(run)
+    assert found.faults[0] == f"step {2**61} of shard 0 was never due"
+    assert len(found.faults) == 4 + 3
+    assert sum(epoch.never for epoch in found.epochs) == 9
+
+
+@pytest.mark.parametrize("file", ["job.yaml", "dataset.json"])
+@pytest.mark.parametrize("text", ["", "{torn", "a: [", "{}"])
+def test_a_run_of_another_kind(job: Job, file: str, text: str) -> None:
+    run = run_of(job, notes_of(job))
+    (run / file).write_text(text)
+    with pytest.raises(InputError, match="there is no run to audit"):
+        audit(run)
+
+
+def test_a_result_that_is_torn_and_a_ledger_that_is_gone(job: Job) -> None:
+    run = run_of(job, notes_of(job))
+    (run / "result.json").write_text("{")
+    assert [fault.partition(":")[0] for fault in audit(run).faults] == ["result.json cannot be read"]
+    (run / "result.json").unlink()
+    assert audit(run).clean
+    shutil.rmtree(run / "ledger")
+    assert audit(run).faults == ("there is no ledger",)
 
 
 def test_a_run_that_is_going_on_is_judged_on_what_is_due(job: Job) -> None:
@@ -216,9 +249,10 @@ def test_a_run_that_is_going_on_is_judged_on_what_is_due(job: Job) -> None:
 def test_a_finished_run_must_have_entered_every_step(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes[:8])
-    (run / "result.json").write_text(json.dumps({"status": "finished", "steps": 10}))
     found = audit(run)
-    assert "step 8 is not entered for shard 0" in found.faults
+    assert found.faults[0] == "the run finished with 8 steps; the job has 10"
+    assert found.faults[1].startswith("every step from 8 to 9 of shard 0 is not entered (")
+    assert not audit(run_of(replace(job, name="more", steps=8, epochs=None), notes[:9])).clean
 
 
 def test_what_a_total_loss_made_void_does_not_count(job: Job) -> None:
@@ -226,10 +260,11 @@ def test_what_a_total_loss_made_void_does_not_count(job: Job) -> None:
     run = run_of(job, notes[:7], status=None)
     entries = [(5, step, notes[step].tobytes()) for step in range(4, 10)]
     pq.write_table(table_of(entries), run / "ledger" / "00000005-000000000004.parquet")
-    assert not audit(run).clean
+    assert audit(run).faults[0] == "every step from 4 to 6 of shard 0 is entered more than once (1.parquet)"
     event = {"time": 0.0, "generation": 5, "kind": "resumed", "step": 3, "checkpoint": "x", "voided_to": 6}
     (run / "events.ndjson").write_text(json.dumps(event) + "\n")
     assert audit(run).clean
+    assert audit(run).audited_to == 9
 
 
 def test_there_is_nothing_to_audit(tmp_path: Path) -> None:

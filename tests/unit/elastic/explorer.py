@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 from raytrain_plus.elastic import events as e
@@ -95,6 +96,21 @@ def explore(world: World, most: int = 2_000_000) -> dict[str, int]:
             f"the end cannot be reached from {len(seen - alive)} worlds, such as {next(iter(seen - alive))}"
         )
     return {"worlds": len(seen), **taken}
+
+
+def wander(world: World, draw: Random, most: int = 20_000) -> int:
+    """Takes one way by chance, to its end, through a world that is too large to be visited whole; its length.
+
+    Raises `Violation`, also where the way does not end.
+    """
+    for length in range(most):
+        if world.group.phase is Phase.END:
+            return length
+        ways = list(_moves(world, {}))
+        if not ways:
+            raise Violation(f"no way on from {world}")
+        world = draw.choice(ways)
+    raise Violation(f"a way of {most} moves that does not end, at {world}")
 
 
 def first_world(

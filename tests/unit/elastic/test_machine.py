@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, get_args
 
 import pytest
@@ -14,7 +15,7 @@ from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
 from raytrain_plus.elastic.group import Group, Limits, Phase, Worker
 from raytrain_plus.elastic.machine import TABLE, Rule, begin, diagram, step
-from tests.unit.elastic.explorer import Violation, explore, first_world
+from tests.unit.elastic.explorer import Violation, explore, first_world, wander
 
 G, J, T, P, L, C, E = Phase
 LIMITS = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=4, max_failures=None, expected=2)
@@ -349,6 +350,27 @@ LARGE = {
 def test_every_order_of_events_among_three_workers(name: str) -> None:
     sizes, happening = LARGE[name]
     assert explore(scope(*sizes, happening))["worlds"] > 10_000
+
+
+EVERYTHING = scope(
+    1,
+    1,
+    3,
+    {"capacity": 3, "deaths": 2, "arrivals": 2, "drains": 1, "doubles": 2, "losses": 2, "faults": 1, "lates": 1},
+)
+"""All that can happen, in one world of three workers and a spare: too large to be visited whole."""
+
+
+def test_ways_by_chance_through_everything_that_can_happen() -> None:
+    lengths = [wander(EVERYTHING, Random(number)) for number in range(300)]
+    assert max(lengths) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_very_many_ways_by_chance_through_everything_that_can_happen() -> None:
+    for number in range(20_000):
+        wander(EVERYTHING, Random(number))
 
 
 @contextmanager
