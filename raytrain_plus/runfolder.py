@@ -32,15 +32,15 @@ def check_writable(storage: Path) -> None:
 
 
 def earlier_result(folder: Path, job: Job, fresh: bool) -> Result | None:
-    """The result of the same, finished job in `folder`; None where the job may start there.
+    """The result of the same, finished job in `folder`; None where the job may start there, or is to start `fresh`.
 
-    With `fresh` an earlier run's folder is moved aside. Raises `InputError` where a living run, an unfinished one or
-    another job's is in the way.
+    Raises `InputError` where a living run, an unfinished one or another job's is in the way. A lease that nobody renews
+    is waited for.
     """
     if not folder.exists():
         return None
     where = f"run folder {folder}"
-    holder = lease_holder(folder)
+    holder = _living(folder)
     if holder is not None:
         raise InputError(
             f"a run of this name is going on ({holder})",
@@ -48,13 +48,6 @@ def earlier_result(folder: Path, job: Job, fresh: bool) -> Result | None:
             remedy="wait for it or stop it, or give this one another name (--set name=...)",
         )
     if fresh:
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(folder.stat().st_mtime))
-        aside = folder.with_name(f"{folder.name}.{stamp}")
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = folder.with_name(f"{folder.name}.{stamp}.{number}")
-        folder.rename(aside)
         return None
     result = Result.load(folder)
     if result is None or result.status != "finished":
@@ -87,6 +80,19 @@ def find_run(name: str, storage: str) -> Path:
     )
 
 
+def move_aside(folder: Path) -> None:
+    """Renames an earlier run's folder, if there is one, so that a new run can begin."""
+    if not folder.exists():
+        return
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(folder.stat().st_mtime))
+    aside = folder.with_name(f"{folder.name}.{stamp}")
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = folder.with_name(f"{folder.name}.{stamp}.{number}")
+    folder.rename(aside)
+
+
 class Lease:
     """Says in a run's folder that somebody holds it; renewed by its holder."""
 
@@ -106,6 +112,24 @@ class Lease:
     def release(self) -> None:
         """Gives the folder up."""
         self._file.unlink(missing_ok=True)
+
+
+def _living(folder: Path) -> str | None:
+    """Who holds the folder and renews its lease; None where nobody does, or where the lease ends without a renewal."""
+    first = _lease(folder)
+    deadline = time.monotonic() + LEASE_S
+    while lease_holder(folder) is not None:
+        if _lease(folder) != first or time.monotonic() > deadline:
+            return lease_holder(folder)
+        time.sleep(LEASE_S / 100)
+    return None
+
+
+def _lease(folder: Path) -> str:
+    try:
+        return (folder / "lease.json").read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def lease_holder(folder: Path) -> str | None:

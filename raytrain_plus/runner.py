@@ -26,19 +26,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.data.source import Index, check_enough, index
+from raytrain_plus.data.source import Index, check_alike, check_enough, index
 from raytrain_plus.elastic.controller import Closing, Controller, Order
 from raytrain_plus.elastic.group import Limits
 from raytrain_plus.elastic.policy import room_for, useful_size
-from raytrain_plus.errors import DataError, InputError, RunError, TaskError
-from raytrain_plus.install.state import horovod_state
+from raytrain_plus.errors import InputError, RunError, TaskError
+from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
 from raytrain_plus.observe.progress import View, view_for
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import check_writable, earlier_result
+from raytrain_plus.runfolder import check_writable, earlier_result, move_aside
 from raytrain_plus.taskfile import load_function, load_task
 from raytrain_plus.workers.plan import Plan
-from raytrain_plus.workers.ray_private import most_there_can_be, silent_about_deaths
+from raytrain_plus.workers.ray_private import most_there_can_be, settings_of_our_own_ray, silent_about_deaths
 
 FOLLOW_S = 0.25
 """Longest wait for news of the run: bounds how soon a signal is heard, too."""
@@ -73,7 +73,9 @@ def run(
     collective = choose_collective(job.collective, job.workers.min)
     pickled = _task_to_send(job, search)
     seen, held_out = _look_at_data(job, search)
-    with connected(job, address) as began:
+    with _Signals() as signals, connected(job, address) as began:
+        # Ray has put its own in their place.
+        signals.listen()
         order = Order(
             plan=Plan(
                 job=job if pickled is None else replace(job, task=_spelled(job.task)),
@@ -90,19 +92,9 @@ def run(
             versions=_versions(),
             began=began,
         )
-        return _follow(order, view)
-
-
-def choose_collective(wanted: str, workers: int) -> str:
-    """`horovod` or `torch`. Raises `InputError` where Horovod was named and is not really built."""
-    if wanted == "torch":
-        return "torch"
-    state = horovod_state()
-    if state.usable:
-        return "horovod"
-    if wanted == "horovod":
-        raise InputError(f"Horovod cannot be used: {state.reason}", where="collective: horovod", remedy=state.remedy)
-    return "torch"
+        # Only now, when nothing is wrong with what was asked for.
+        move_aside(folder)
+        return _follow(order, view, signals)
 
 
 def _spelled(task: str | type) -> str:
@@ -146,13 +138,7 @@ def _look_at_data(job: Job, roots: Sequence[Path]) -> tuple[Index, Index | None]
     prepare(job.data.prepare, job.evaluate.path, roots)
     held_out = index(job.evaluate.path)
     check_enough(held_out, job.data.shards)
-    if not held_out.schema.equals(seen.schema):
-        names = sorted(set(held_out.schema.names) ^ set(seen.schema.names)) or ["of another type"]
-        raise DataError(
-            f"the held-out data has other columns than the training data: {', '.join(names)}",
-            where=f"evaluate.path: {job.evaluate.path}",
-            expected=f"the columns of {job.data.path}: {', '.join(seen.schema.names)}",
-        )
+    check_alike(seen, held_out)
     return seen, held_out
 
 
@@ -178,8 +164,7 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
                 num_cpus=max(1, math.ceil(largest * job.workers.cpus)),
                 include_dashboard=False,
                 logging_level=logging.ERROR,
-                # Training is what this Ray is there for; by default everything else on the machine would go first.
-                _system_config={"worker_niceness": 0},
+                _system_config=settings_of_our_own_ray(),
             )
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(
@@ -210,13 +195,14 @@ def _limits(job: Job, steps: int) -> Limits:
     room = room_for(nodes, need)
     minimum, maximum, spares = job.workers.min, job.workers.max or job.workers.min, job.workers.spares
     most = most_there_can_be()
-    grows = most is not None and all(most.get(name, 0.0) >= amount for name, amount in need.items())
-    if room < minimum + spares and not grows:
+    wanted = minimum + spares
+    grows = most is not None and all(most.get(name, 0.0) >= amount * wanted for name, amount in need.items())
+    if room < wanted and not grows:
         has = "; ".join(f"{node.get('CPU', 0):g} CPU, {node.get('GPU', 0):g} GPU" for node in nodes)
         raise InputError(
             f"the cluster has room for {room} workers of {need['CPU']:g} CPU and {need['GPU']:g} GPU each",
             where=f"workers.min: {minimum}" if room < minimum else f"workers.spares: {spares}",
-            expected=f"room for {minimum + spares}, or an autoscaler; its {len(nodes)} nodes have: {has}",
+            expected=f"room for {wanted}, now or by an autoscaler; its {len(nodes)} nodes have: {has}",
             remedy="lower workers.min, workers.spares or what a worker needs, or add nodes",
         )
     return Limits(
@@ -235,7 +221,7 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
-def _follow(order: Order, view: View | None) -> Result:
+def _follow(order: Order, view: View | None, signals: _Signals) -> Result:
     """Starts the controller on this node and follows it to the end."""
     here = ray.get_runtime_context().get_node_id()
     if view is not None:
@@ -247,32 +233,29 @@ def _follow(order: Order, view: View | None) -> Result:
     )
     closing_ref = controller.run.remote()
     cursor = 0
-    with _Signals() as signals:
-        try:
-            ended = False
-            while not ended:
-                ended = bool(ray.wait([closing_ref], timeout=0)[0])
-                events = ray.get(controller.follow.remote(cursor, 0.0 if ended else FOLLOW_S))
-                cursor += len(events)
-                if view is not None:
-                    for event in events:
-                        view.event(event)
-                if signals.new():
-                    controller.stop.remote()
-            closing: Closing = ray.get(closing_ref)
-        except RayTaskError as error:
-            raise error.cause from None
-        except RayActorError as error:
-            raise RunError(f"the controller died: {str(error).splitlines()[0]}") from error
-        finally:
-            ray.kill(controller)
+    try:
+        ended = False
+        while not ended:
+            ended = bool(ray.wait([closing_ref], timeout=0)[0])
+            events = ray.get(controller.follow.remote(cursor, 0.0 if ended else FOLLOW_S))
+            cursor += len(events)
             if view is not None:
-                view.close()
-        result = (
-            replace(closing.result, exit_code=signals.exit_code)
-            if closing.result.status == "stopped"
-            else closing.result
-        )
+                for event in events:
+                    view.event(event)
+            if signals.new():
+                controller.stop.remote()
+        closing: Closing = ray.get(closing_ref)
+    except RayTaskError as error:
+        raise error.cause from None
+    except RayActorError as error:
+        raise RunError(f"the controller died: {str(error).splitlines()[0]}") from error
+    finally:
+        ray.kill(controller)
+        if view is not None:
+            view.close()
+    result = (
+        replace(closing.result, exit_code=signals.exit_code) if closing.result.status == "stopped" else closing.result
+    )
     if view is not None:
         view.finish(result)
     return result
@@ -292,10 +275,15 @@ class _Signals:
         told, self._told = self._told, self._count
         return told != self._count
 
-    def __enter__(self) -> _Signals:
+    def listen(self) -> None:
+        """Takes the signals, from whoever had them."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._heard)
+                had = signal.signal(number, self._heard)
+                self._before.setdefault(number, had)
+
+    def __enter__(self) -> _Signals:
+        self.listen()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -306,4 +294,4 @@ class _Signals:
         self.exit_code = 128 + number
         self._count += 1
         if self._count > 1:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(self.exit_code)

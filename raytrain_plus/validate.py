@@ -10,7 +10,8 @@ from typing import Any
 
 from raytrain_plus.data.line import read_factor
 from raytrain_plus.data.of_job import line_of
-from raytrain_plus.data.source import check_enough, index
+from raytrain_plus.data.source import check_alike, check_enough, index
+from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
 from raytrain_plus.taskfile import load_function, load_task
 
@@ -83,13 +84,16 @@ def validate_job(job: Job, roots: Sequence[Path]) -> Report:
     for name in (job.data.prepare, job.data.transform):
         if name is not None:
             load_function(name, search)
+    choose_collective(job.collective, job.workers.min)
     sizes = sizes_of(job)
     if job.data.prepare is not None and not Path(job.data.path).exists():
         return Report(job.name, sizes, None, None, None, None)
     seen = index(job.data.path)
     check_enough(seen, job.data.shards)
-    if job.evaluate is not None and Path(job.evaluate.path).exists():
-        check_enough(index(job.evaluate.path), job.data.shards)
+    if job.evaluate is not None and (job.data.prepare is None or Path(job.evaluate.path).exists()):
+        held_out = index(job.evaluate.path)
+        check_enough(held_out, job.data.shards)
+        check_alike(seen, held_out)
     line = line_of(job, seen)
     units = len(seen.unit_rows)
     return Report(job.name, sizes, seen.rows, units, line.steps, read_factor(line, units))

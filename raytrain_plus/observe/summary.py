@@ -17,11 +17,11 @@ def summary(result: Result, standing: Standing | None) -> list[str]:
         said = result.show.rstrip().splitlines()
         lines += ["", "  the model says:", *(f"    {line}".rstrip() for line in said), ""]
     lines.append(f"  folder   {result.path}")
-    if result.status == "finished":
+    if result.state_sha256 is not None:
         lines.append(f"  model    {result.path / 'model.safetensors'}")
     lines.append(f"  events   {result.path / 'events.ndjson'}")
-    if result.error:
-        return lines
+    if result.status == "failed":
+        return [*lines, "  next     mend what is said above, and run it again with --fresh"]
     return [*lines, f"  next     pip install tensorboard && tensorboard --logdir {result.path / 'tensorboard'}"]
 
 

@@ -45,6 +45,14 @@ def most_there_can_be() -> dict[str, float] | None:
     return _or_nothing(ask, "a cluster counts as one that cannot grow, before a run starts")
 
 
+def settings_of_our_own_ray() -> dict[str, Any]:
+    """Internal settings of a Ray that is started for one run: its workers are what it is there for, and Ray would let
+    everything else on the machine go first. None for a Ray that is newer than what was seen: an unknown one ends it.
+    """
+    newest = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    return {"worker_niceness": 0} if newest <= tuple(int(part) for part in SEEN.split(".")) else {}
+
+
 @contextlib.contextmanager
 def silent_about_deaths() -> Iterator[None]:
     """While it is open, Ray prints nothing of its own on this process's screen when a worker dies: we say it in one

@@ -58,7 +58,8 @@ class Run:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._file = Path(job.storage) / job.name / "events.ndjson"
+        self.folder = Path(job.storage) / job.name
+        self._file = self.folder / "events.ndjson"
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.result: Result | None = None
         self.error: BaseException | None = None

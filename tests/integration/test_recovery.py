@@ -66,6 +66,10 @@ def started(tmp_path: Path, size: int = 4, **changes: Any) -> tuple[Run, dict[in
     return run, before
 
 
+def tmp_path_of(run: Run) -> Path:
+    return run.folder.parents[1]
+
+
 def check(run: Run, before: dict[int, float], lost: list[int], expected: list[float]) -> Result:
     """The run's end is that of the undisturbed one, and who was healthy stayed."""
     kept = [pid for pid in before if pid not in lost]
@@ -74,6 +78,10 @@ def check(run: Run, before: dict[int, float], lost: list[int], expected: list[fl
     assert last >= set(kept)
     result = run.finish()
     assert result.status == "finished", result.error
+    assert {member["pid"] for member in run.members()} >= set(kept)
+    # Who was lost is gone, and in the others the task was built once.
+    assert not [pid for pid in lost if psutil.pid_exists(pid)]
+    assert {pid: (tmp_path_of(run) / f"built-{pid}").read_text() for pid in kept} == dict.fromkeys(kept, "built\n")
     np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
     found = audit(result.path)
     assert found.clean, found.faults
@@ -87,9 +95,11 @@ def check(run: Run, before: dict[int, float], lost: list[int], expected: list[fl
 def test_a_killed_worker(tmp_path: Path, undisturbed: dict[bool, list[float]], collective: str) -> None:
     run, before = started(tmp_path, collective=collective)
     victim = run.members()[1]
+    killed = time.time()
     run.kill(victim)
     recovered = run.until_told("recovered")
     assert [kept["pid"] for kept in recovered["kept"]] == [pid for pid in before if pid != victim["pid"]]
+    assert run.until_told("worker_lost")["time"] - killed < 0.5
     assert "was killed" in recovered["cause"]
     [lost] = run.events("worker_lost")
     assert (lost["worker"], lost["pid"]) == (victim["worker"], victim["pid"])
@@ -136,7 +146,15 @@ def test_a_worker_that_hangs_is_found_and_replaced(
     check(run, before, [lost["pid"]], undisturbed[False])
 
 
-@pytest.mark.parametrize("fault", ["loss:sleep0.8:16", pytest.param("loss:sleep3:0", marks=SLOW), "evaluate:sleep3:0"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "loss:sleep0.8:16",
+        pytest.param("loss:sleep3:0", marks=SLOW),
+        pytest.param("evaluate:sleep3:0", marks=SLOW),
+        "build:sleep3:0",
+    ],
+)
 def test_what_is_slow_but_healthy_is_no_hang(tmp_path: Path, fault: str) -> None:
     write_data(tmp_path / "data")
     slow = {"fault": fault, "always": "0.8" in fault}
@@ -163,6 +181,7 @@ def test_a_survivor_that_does_not_leave_is_replaced(tmp_path: Path, undisturbed:
     run.kill(killed)
     recovered = run.until_told("recovered")
     assert len(recovered["kept"]) == 2
+    run.until_size(4)
     check(run, before, [stopped["pid"], killed["pid"]], undisturbed[False])
 
 
@@ -288,16 +307,21 @@ def test_sixty_kills_in_a_row_make_nothing_grow_in_a_survivor(tmp_path: Path) ->
     run = Run(job(tmp_path, args={"pad_s": PAD_S}, steps=1_000_000, workers=Workers(min=2, max=3), elastic=elastic))
     survivor = psutil.Process(run.until_size(3)[0]["pid"])
     figures: list[tuple[int, int, int]] = []
+    known: list[float] = []
     for number in range(60):
         members = run.until(lambda: len(run.members()) == 3 and run.members(), "three members")
         after = run.committed()
         run.until(lambda: run.committed() > after + 3, "steps of three")  # noqa: B023
         figures.append((survivor.num_fds(), survivor.num_threads(), survivor.memory_full_info().uss))
         victim = next(member for member in reversed(members) if member["pid"] != survivor.pid)
+        killed = time.time()
         run.kill(victim)
         recovered = run.until_told("recovered", number + 1)
+        known.append(run.until_told("worker_lost", number + 1)["time"] - killed)
         assert survivor.pid in [kept["pid"] for kept in recovered["kept"]]
     print(*figures, sep="\n")
+    print(f"a death is known after {np.median(known):.3f} s (median), {max(known):.3f} s at most")
+    assert np.median(known) < 0.1
     # Caches fill, and threads of Ray's come, within the first kills.
     early, late = np.median(figures[10:20], axis=0), np.median(figures[-10:], axis=0)
     assert (late <= 1.02 * early).all(), (early, late)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from raytrain_plus import Data, Elastic, RunError, Workers
+from raytrain_plus.data.audit import audit
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.tasks import write_data
@@ -108,6 +109,7 @@ def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: 
     run.until_size(3)
     run.until_step(10)
     leaver = run.members()[0]
+    others = born(run.members()[1:])
     idle = cluster.add_node(num_cpus=0)
     drain(cluster, idle.node_id, 30)
     noticed = time.time()
@@ -122,6 +124,8 @@ def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: 
     # A node that hosts nobody is nobody's concern.
     assert len(run.events("drain_notice")) == 1
     np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
+    assert {pid: psutil.Process(pid).create_time() for pid in others} == others
+    assert audit(result.path).clean
 
 
 @pytest.mark.slow
@@ -226,15 +230,18 @@ def test_nothing_is_left_however_a_run_ends(tmp_path: Path, cluster: Cluster) ->
         run.finish()
         check_nothing_is_left()
     driver = attached_driver(tmp_path, cluster)
+    ports = listening()
+    assert len(ports) >= 3
     driver.send_signal(signal.SIGTERM)
     start = time.monotonic()
     assert driver.wait(timeout=30) == 143
     assert time.monotonic() - start < 3
-    check_nothing_is_left()
+    check_nothing_is_left(ports)
     driver = attached_driver(tmp_path, cluster)
+    ports = listening()
     driver.kill()
     driver.wait()
-    check_nothing_is_left()
+    check_nothing_is_left(ports)
 
 
 def attached_driver(tmp_path: Path, cluster: Cluster) -> subprocess.Popen[str]:
@@ -258,17 +265,29 @@ def attached_driver(tmp_path: Path, cluster: Cluster) -> subprocess.Popen[str]:
     raise AssertionError("the attached run made no step")
 
 
-def check_nothing_is_left(within_s: float = 10) -> None:
-    """No actor, placement group or process of ours; no CPU is held, nor shared memory."""
+def listening() -> set[tuple[str, int]]:
+    """Where the run's own processes, workers and controller, listen."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(word in " ".join(process.cmdline()) for word in ("WorkerActor", "Controller")):
+                opened = process.net_connections("tcp")
+                found |= {tuple(one.laddr) for one in opened if one.status == psutil.CONN_LISTEN}
+    return found
+
+
+def check_nothing_is_left(ports: Collection[tuple[str, int]] = (), within_s: float = 10) -> None:
+    """No actor, placement group or process of ours; no CPU is held, nor shared memory, and nobody listens at these."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         actors = [actor["ActorClassName"] for actor in state.actor_table(None).values() if actor["State"] != "DEAD"]
         groups = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
         ours = [name for name in names_of_processes() if "WorkerActor" in name or "Controller" in name]
-        left = (sorted(set(actors) - RAYS_OWN), groups, ours)
+        everybody = {tuple(one.laddr) for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+        left = (sorted(set(actors) - RAYS_OWN), groups, ours, sorted(everybody & set(ports)))
         there, free = ray.cluster_resources(), ray.available_resources()
         held = {name: there[name] - free.get(name, 0) for name in ("CPU", "object_store_memory")}
-        if left == ([], [], []) and held["CPU"] == 0 and held["object_store_memory"] < 1 << 20:
+        if left == ([], [], [], []) and held["CPU"] == 0 and held["object_store_memory"] < 1 << 20:
             return
         time.sleep(0.1)
     raise AssertionError(f"left behind: {left}, held: {held}")

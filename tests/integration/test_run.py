@@ -194,6 +194,16 @@ def test_too_small_a_cluster_says_what_it_has(tmp_path: Path, setting: str, expe
     assert "its 1 nodes have: 2 CPU" in done.stdout
 
 
+@pytest.mark.parametrize("after_s", [1, pytest.param(2.5, marks=pytest.mark.slow)])
+def test_a_signal_that_comes_early_has_its_exit_code_too(tmp_path: Path, after_s: float) -> None:
+    write_data(tmp_path / "data")
+    process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=500))
+    time.sleep(after_s)  # in the imports, in the start of Ray
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None:
     write_data(tmp_path / "data")

@@ -12,6 +12,7 @@ import ray
 
 from raytrain_plus import Workers
 from raytrain_plus.collective.rendezvous import RendezvousServer
+from raytrain_plus.data.audit import audit
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.network import HERE, POSSIBLE, THERE, cable, raylet_behind
 from tests.integration.tasks import write_data
@@ -58,5 +59,7 @@ def test_a_machine_whose_cable_is_pulled_is_given_up_within_seconds(tmp_path: Pa
         assert "does not answer" in recovered["cause"]
         assert recovered["stall_s"] < 6
         assert {pid: psutil.Process(pid).create_time() for pid in before} == before
-        assert run.finish().steps == 200
+        result = run.finish()
+        assert result.steps == 200
+        assert audit(result.path).clean
         np.testing.assert_allclose(run.losses(), undisturbed.losses(), rtol=0, atol=1e-5)

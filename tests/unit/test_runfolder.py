@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from raytrain_plus import runfolder
 from raytrain_plus.errors import InputError
 from raytrain_plus.job import Data, Job
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import LEASE_S, Lease, check_writable, earlier_result, lease_holder
+from raytrain_plus.runfolder import LEASE_S, Lease, check_writable, earlier_result, lease_holder, move_aside
 
 JOB = Job(name="run", task="a:B", data=Data(path="d", batch_size=8), steps=3)
 
@@ -55,17 +57,31 @@ def test_fresh_moves_aside_and_overwrites_nothing(tmp_path: Path) -> None:
     for _ in range(3):
         left_by(tmp_path / "run", "failed")
         assert earlier_result(tmp_path / "run", JOB, fresh=True) is None
+        assert (tmp_path / "run").exists()
+        move_aside(tmp_path / "run")
+    move_aside(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_living_run_is_in_the_way_even_of_a_fresh_one(tmp_path: Path) -> None:
+def test_a_living_run_is_in_the_way_even_of_a_fresh_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left_by(tmp_path / "run", "failed")
-    lease = Lease(tmp_path / "run")
-    lease.renew()
+    monkeypatch.setattr(runfolder, "LEASE_S", 0.5)
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(0.02):
+            Lease(tmp_path / "run").renew()
+
+    holder = threading.Thread(target=renew)
+    Lease(tmp_path / "run").renew()
+    holder.start()
     with pytest.raises(InputError, match=r"is going on \(process \d+ on "):
         earlier_result(tmp_path / "run", JOB, fresh=True)
-    lease.release()
+    over.set()
+    holder.join()
+    # Nobody renews it any more: it is waited for.
+    assert lease_holder(tmp_path / "run") is not None
     assert earlier_result(tmp_path / "run", JOB, fresh=True) is None
 
 

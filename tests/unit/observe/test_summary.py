@@ -22,6 +22,7 @@ def result(**changes: Any) -> Result:
         "setup_s": 3.24,
         "data_wait": 0.0123,
         "metrics": {"loss": 1.5, "train_loss": 1.4},
+        "state_sha256": "c0ffee",
     }
     return Result(**{**values, **changes})
 
@@ -73,8 +74,12 @@ def test_a_resumed_run_compares_with_where_it_resumed() -> None:
     ]
 
 
-def test_a_failed_run_names_no_model_and_leaves_its_error_to_the_view() -> None:
-    lines = summary(result(status="failed", exit_code=1, error="loss is nan\n  at step 3"), standing())
+def test_a_failed_run_names_its_model_where_there_is_one_and_leaves_its_error_to_the_view() -> None:
+    saved = summary(result(status="failed", exit_code=1, error="loss is nan\n  at step 3"), standing())
+    assert f"  model    {FOLDER / 'model.safetensors'}" in saved
+    assert saved[-1] == "  next     mend what is said above, and run it again with --fresh"
+    failed = result(status="failed", exit_code=1, error="loss is nan\n  at step 3", state_sha256=None)
+    lines = summary(failed, standing())
     assert lines[0].startswith("gpt failed: ")
     assert not [line for line in lines if "nan" in line]
     assert not [line for line in lines if "model.safetensors" in line or "tensorboard" in line]

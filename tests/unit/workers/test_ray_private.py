@@ -40,6 +40,12 @@ def test_what_an_autoscaler_may_bring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ray_private.most_there_can_be() is None
 
 
+def test_internal_settings_are_given_to_a_ray_that_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ray_private.settings_of_our_own_ray() == {"worker_niceness": 0}
+    monkeypatch.setattr(ray_private.ray, "__version__", "3.0.1")
+    assert ray_private.settings_of_our_own_ray() == {}
+
+
 def shown(line: str) -> list[str]:
     """What Ray would print of a line that comes from a raylet."""
     batch = {"lines": [line], "pid": "raylet", "is_err": False, "ip": "", "job": ""}

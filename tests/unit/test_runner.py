@@ -1,0 +1,52 @@
+"""Whether a cluster can ever have the workers that a job asks for."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("ray")
+
+from raytrain_plus import Data, Job, Workers, runner
+from raytrain_plus.errors import InputError
+
+
+def limits(monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None) -> int:
+    nodes = [{"Alive": True, "Resources": {"CPU": 2.0, "object_store_memory": 1.0}}]
+    monkeypatch.setattr(runner.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(runner, "most_there_can_be", lambda: most)
+    job = Job(name="x", task="a:B", data=Data(path="d", batch_size=8), steps=1, workers=workers)
+    return runner._limits(job, 1).minimum
+
+
+@pytest.mark.parametrize(
+    ("workers", "most"),
+    [
+        (Workers(min=2), None),
+        (Workers(min=3), {"CPU": 4.0}),
+        (Workers(min=3, spares=1), {"CPU": 4.0}),
+        (Workers(min=1, gpus=1), {"CPU": 4.0, "GPU": 1.0}),
+    ],
+)
+def test_what_is_there_or_may_come_is_enough(
+    monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None
+) -> None:
+    assert limits(monkeypatch, workers, most) == workers.min
+
+
+@pytest.mark.parametrize(
+    ("workers", "most", "where"),
+    [
+        (Workers(min=3), None, "workers.min: 3"),
+        (Workers(min=5), {"CPU": 4.0}, "workers.min: 5"),
+        (Workers(min=2, spares=1), None, "workers.spares: 1"),
+        (Workers(min=2, spares=3), {"CPU": 4.0}, "workers.spares: 3"),
+        (Workers(min=1, gpus=1), {"CPU": 4.0}, "workers.min: 1"),
+    ],
+)
+def test_what_can_never_be_had_is_refused(
+    monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None, where: str
+) -> None:
+    with pytest.raises(InputError, match="the cluster has room for") as caught:
+        limits(monkeypatch, workers, most)
+    assert caught.value.where == where
+    assert "its 1 nodes have: 2 CPU, 0 GPU" in caught.value.expected

@@ -1,0 +1,37 @@
+"""What a job is refused for without being run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_plus import Data, Evaluate, Job
+from raytrain_plus.errors import DataError
+from raytrain_plus.validate import validate_job
+
+
+def write(folder: Path, name: str) -> None:
+    folder.mkdir()
+    pq.write_table(pa.table({name: list(range(20))}), folder / "0.parquet")
+
+
+def job(tmp_path: Path) -> Job:
+    return Job(
+        name="x",
+        task="examples.digits:Digits",
+        data=Data(path=str(tmp_path / "data"), batch_size=8),
+        steps=3,
+        evaluate=Evaluate(path=str(tmp_path / "held_out"), every_steps=1),
+    )
+
+
+def test_held_out_data_that_is_missing_or_another_table(tmp_path: Path) -> None:
+    write(tmp_path / "data", "x")
+    with pytest.raises(DataError, match=r"held_out: there is no such file or folder"):
+        validate_job(job(tmp_path), [])
+    write(tmp_path / "held_out", "y")
+    with pytest.raises(DataError, match=r"other columns than the training data: x, y"):
+        validate_job(job(tmp_path), [])
