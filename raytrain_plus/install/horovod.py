@@ -40,7 +40,7 @@ def install_horovod(say: Callable[[str], None]) -> Path:
     """
     torch = _torch_version()
     kept = wheel_folder(torch)
-    wheel = next(iter(sorted(kept.glob("horovod-*.whl"))), None)
+    wheel = next(iter(sorted(kept.glob(f"horovod-{fixed_version(torch)}-*.whl"))), None)
     if wheel is None:
         for problem in missing_tools():
             raise problem
