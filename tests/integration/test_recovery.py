@@ -174,7 +174,8 @@ def test_a_collective_in_which_all_wait_is_formed_anew(tmp_path: Path, undisturb
 
 
 def test_a_survivor_that_does_not_leave_is_replaced(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
-    run, before = started(tmp_path, elastic=Elastic(wait_s=30, hang_timeout_s=5))
+    # Slow enough that those who take their places come in time.
+    run, before = started(tmp_path, args={"pad_s": 0.04}, elastic=Elastic(wait_s=30, hang_timeout_s=5))
     stopped, killed = run.members()[1:3]
     run.kill(stopped, signal.SIGSTOP)
     time.sleep(0.2)

@@ -119,12 +119,12 @@ def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: 
     run.until(lambda: leaver["pid"] not in [member["pid"] for member in run.members()], "a group without it")
     run.until(lambda: not psutil.pid_exists(leaver["pid"]), "the end of its process")
     assert time.time() < noticed + 10
+    assert {pid: psutil.Process(pid).create_time() for pid in others} == others
     result = run.finish()
     assert (result.recoveries, result.steps, run.events("worker_lost")) == (0, 200, [])
     # A node that hosts nobody is nobody's concern.
     assert len(run.events("drain_notice")) == 1
     np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
-    assert {pid: psutil.Process(pid).create_time() for pid in others} == others
     assert audit(result.path).clean
 
 
