@@ -28,7 +28,7 @@ from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
 from raytrain_plus.elastic.group import Limits, Phase, holders, holds, members_in
 from raytrain_plus.elastic.journal import Journal
-from raytrain_plus.elastic.patience import PREPARE_S, clock_of, limit_s, stop_limit_s
+from raytrain_plus.elastic.patience import LEAVE_BEFORE_S, PREPARE_S, clock_of, limit_s, stop_limit_s
 from raytrain_plus.elastic.view import View
 from raytrain_plus.elastic.watch import Pulses, judge, overdue, silent
 from raytrain_plus.errors import RaytrainError, RunError, WorkerLost
@@ -209,12 +209,19 @@ class Controller:
         if self._stopping_since is not None:
             rest = stop_limit_s(group, self._elastic.stop_grace_s)
             late = late or (rest is not None and now - self._stopping_since > rest)
+        late = late or (group.phase is Phase.PAUSE and self._goes_soon())
         if late:
             if group.phase in (Phase.JOIN, Phase.PAUSE):
                 self._journal.broke(time.time(), f"{group.phase.value} took too long")
             for name in members_in(group) if group.phase is Phase.LEAVE else ():
                 self._journal.gone(name, "it did not leave its world in time")
             self._feed(e.Late(group.generation))
+
+    def _goes_soon(self) -> bool:
+        """Whether a machine that hosts a member goes before a step boundary can be waited for any longer."""
+        nodes = {self._places[name].node for name in members_in(self._group) if name in self._places}
+        deadlines = [deadline for node, deadline in self._draining.items() if node in nodes and deadline is not None]
+        return any(time.time() > deadline - LEAVE_BEFORE_S for deadline in deadlines)
 
     def _ask(self, now: float) -> None:
         """Asks the workers what they do; those that are to leave are told so again, with what has been published."""

@@ -12,6 +12,8 @@ FORM_S = 30.0
 """Limit of forming a world."""
 BYTES_PER_S = 20e6
 """The slowest that a copy of the state may travel, beyond `FORM_S`."""
+LEAVE_BEFORE_S = 2.0
+"""How long before its machine goes a worker leaves, if need be in the midst of a step, which is made again."""
 EXPORT_S = 120.0
 """Limit of handing the model over."""
 PAUSE_SHARE = 0.4

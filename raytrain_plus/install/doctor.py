@@ -67,7 +67,9 @@ def _machine() -> Iterator[Check]:
     yield (
         Check("disk", "PASS", f"{free:.0f} GiB free here")
         if free > 2
-        else Check("disk", "WARN", f"{free:.1f} GiB free here", "free some space, or --set storage=...")
+        else Check(
+            "disk", "WARN", f"{free:.1f} GiB free here", "raytrain run JOB --set storage=FOLDER, on a disk with room"
+        )
     )
     shared = Path("/dev/shm")
     if shared.exists():

@@ -129,6 +129,24 @@ def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: 
 
 
 @pytest.mark.slow
+def test_a_machine_is_left_in_the_midst_of_a_step_that_would_outlast_it(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    cluster.add_node(num_cpus=1)
+    slow = {"fault": "loss:sleep1.5:8", "always": True}  # steps of six seconds, after the second one
+    run = Run(job(tmp_path, args=slow, workers=Workers(min=1, max=2), steps=6))
+    run.until_size(2)
+    run.until_step(2)
+    leaver = run.members()[0]
+    drain(cluster, leaver["node"], 5)
+    noticed = time.time()
+    run.until(lambda: not psutil.pid_exists(leaver["pid"]), "the end of its process")
+    assert time.time() < noticed + 5
+    result = run.finish()
+    assert (result.status, result.steps, run.events("worker_lost")) == ("finished", 6, [])
+    assert audit(result.path).clean
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["another", "the one that leaves"])
 def test_a_loss_while_a_machine_is_left(tmp_path: Path, cluster: Cluster, who: str) -> None:
     write_data(tmp_path / "data")

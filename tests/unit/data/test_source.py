@@ -87,6 +87,20 @@ def test_what_repeats_is_counted_as_it_is_decoded(tmp_path: Path) -> None:
     assert index(tmp_path).unit_bytes[0] >= 100_000 * 8
 
 
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **settings: Any) -> Any:
+        if path.name == "a.parquet":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **settings)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: permission denied"):
+        index(tmp_path)
+
+
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
     closed = tmp_path / "closed"
