@@ -166,6 +166,9 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
                 logging_level=logging.ERROR,
                 _system_config=settings_of_our_own_ray(),
             )
+    except SystemExit:
+        # Ray's own answer to SIGTERM, while it starts.
+        raise SystemExit(128 + signal.SIGTERM) from None
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(
             f"no Ray cluster answers: {str(error).splitlines()[0]}",

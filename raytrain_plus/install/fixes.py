@@ -222,6 +222,19 @@ EDITS: tuple[Edit, ...] = (
 """,
     ),
     Edit(
+        name="give-up-what-came-too-late",
+        file=_OPERATIONS,
+        reason="who enqueues looks first whether the background thread has ended; when that ends between the look and "
+        "the enqueuing, it has given up all that was there, and nobody will ever complete what came after",
+        old="""  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);
+""",
+        new="""  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);
+  if (status.ok() && horovod_global.shut_down) {
+    process_set.tensor_queue.FinalizeTensorQueue(SHUT_DOWN_ERROR);
+  }
+""",
+    ),
+    Edit(
         name="one-interface-for-all-meshes",
         file=_CONTEXT,
         reason="the mesh of the global process set forgets the interface that was asked for, and listens where the "

@@ -74,7 +74,7 @@ def verify(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_verify_compares_sizes_with_real_deaths_and_names_what_differs(tmp_path: Path) -> None:
+def test_verify_compares_sizes_with_real_deaths(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     sound = exact(tmp_path, "sound", args={"pad_s": 0.01}, task="tests.integration.tasks:Faulty", evaluate=None)
     sound = replace(sound, data=replace(sound.data, transform=None), workers=Workers())
@@ -83,16 +83,23 @@ def test_verify_compares_sizes_with_real_deaths_and_names_what_differs(tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 workers, 1 killed" in done.stdout
     assert "every run gave the same bits, and used every row once" in done.stdout
-    unsound = replace(sound, name="unsound", task="tests.integration.tasks:Unkeyed", args={})
+    done = verify(tmp_path / "sound.yaml", "--set", "reduction=ring")
+    assert done.returncode == 2
+    assert "--set reduction=exact" in done.stderr
+
+
+@pytest.mark.slow
+def test_verify_names_what_differs(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    sound = exact(tmp_path, "sound", evaluate=None)
+    unsound = replace(sound, name="unsound", task="tests.integration.tasks:Unkeyed", args={}, workers=Workers())
+    unsound = replace(unsound, data=replace(unsound.data, transform=None))
     (tmp_path / "unsound.yaml").write_text(unsound.to_yaml())
     done = verify(tmp_path / "unsound.yaml", "--workers", "1,2", "--steps", "6", "--json")
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["differs"] == "after step 0, first in 'first.weight'"
     assert [trial["audit_clean"] for trial in found["trials"]] == [True, True]
-    done = verify(tmp_path / "unsound.yaml", "--set", "reduction=ring")
-    assert done.returncode == 2
-    assert "--set reduction=exact" in done.stderr
 
 
 def test_what_changes_behind_a_runs_back_is_found(tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ def test_a_loss_while_a_machine_is_left(tmp_path: Path, cluster: Cluster, who: s
     np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_size_that_would_make_no_step_faster_is_not_formed(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     cluster.add_node(num_cpus=1)
