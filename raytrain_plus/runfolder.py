@@ -80,10 +80,20 @@ def find_run(name: str, storage: str) -> Path:
     )
 
 
-def move_aside(folder: Path) -> None:
-    """Renames an earlier run's folder, if there is one, so that a new run can begin."""
+def claim(folder: Path, fresh: bool) -> None:
+    """Makes way for a new run in `folder`: with `fresh` an earlier run's folder is moved aside.
+
+    Raises `InputError` where another run came in the meantime.
+    """
     if not folder.exists():
         return
+    holder = lease_holder(folder)
+    if holder is not None or not fresh:
+        raise InputError(
+            f"another run of this name has begun in the meantime ({holder or 'and ended'})",
+            where=f"run folder {folder}",
+            remedy="give this one another name (--set name=...), or start it again",
+        )
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(folder.stat().st_mtime))
     aside = folder.with_name(f"{folder.name}.{stamp}")
     number = 1

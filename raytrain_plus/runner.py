@@ -35,7 +35,7 @@ from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
 from raytrain_plus.observe.progress import View, view_for
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import check_writable, earlier_result, move_aside
+from raytrain_plus.runfolder import check_writable, earlier_result
 from raytrain_plus.taskfile import load_function, load_task
 from raytrain_plus.workers.plan import Plan
 from raytrain_plus.workers.ray_private import most_there_can_be, settings_of_our_own_ray, silent_about_deaths
@@ -88,12 +88,11 @@ def run(
             ),
             limits=_limits(job, line_of(job, seen).steps),
             folder=folder,
+            fresh=fresh,
             job_yaml=job.to_yaml(),
             versions=_versions(),
             began=began,
         )
-        # Only now, when nothing is wrong with what was asked for.
-        move_aside(folder)
         return _follow(order, view, signals)
 
 
@@ -250,6 +249,9 @@ def _follow(order: Order, view: View | None, signals: _Signals) -> Result:
         closing: Closing = ray.get(closing_ref)
     except RayTaskError as error:
         raise error.cause from None
+    except SystemExit:
+        # A second SIGTERM, which Ray hands on with a code of its own.
+        raise SystemExit(signals.exit_code) from None
     except RayActorError as error:
         raise RunError(f"the controller died: {str(error).splitlines()[0]}") from error
     finally:

@@ -254,24 +254,25 @@ class _Killer:
     def __exit__(self, *exception: object) -> None:
         self._over.set()
         self._thread.join()
-        self.killed = _present(self._events).lost
         if self._error is not None and exception[0] is None:
             raise self._error
 
     def _run(self) -> None:
         try:
-            for number, moment in enumerate(self._moments):
+            for moment in self._moments:
                 while True:
                     if self._over.wait(LOOK_S):
                         return
                     now = _present(self._events)
                     # One that holds the state is to be left: no two at once.
-                    if now.lost == number and now.whole and now.committed >= moment and len(now.members) > 1:
+                    if now.whole and now.committed >= moment and len(now.members) > 1:
                         break
                 victim = self._draw.choice(now.members)
                 kill_process(victim["node"], victim["pid"])
-                while _present(self._events).lost == number and not self._over.wait(LOOK_S):
-                    continue
+                while _present(self._events).lost == now.lost:
+                    if self._over.wait(LOOK_S):
+                        return
+                self.killed += 1
         except BaseException as error:
             self._error = error
 

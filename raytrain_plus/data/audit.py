@@ -129,7 +129,7 @@ def _described(run: Path) -> tuple[_Line, dict[str, Any]]:
     try:
         job, then = yaml.safe_load((run / "job.yaml").read_text()), json.loads((run / "dataset.json").read_text())
         return _Line(job, then), then
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, yaml.YAMLError) as error:
         raise InputError(
             f"there is no run to audit: {type(error).__name__}: {error}",
             where=str(run),
@@ -301,6 +301,8 @@ class _Line:
         with np.errstate(over="ignore"):
             self._unit_key = _scramble(np.array(keys, np.uint64)[self._unit_file] + np.array(places, np.uint64))
         self.rows = int(self._unit_rows.sum())
+        if not self.rows:
+            raise ValueError("a dataset without rows")
         self._order: tuple[int, Ints] = (-1, np.empty(0, np.int64))
         self._epochs = job["epochs"]
         self.steps = int(job["steps"]) if self._epochs is None else self._steps(int(self._epochs))

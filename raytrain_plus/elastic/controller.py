@@ -33,6 +33,7 @@ from raytrain_plus.elastic.view import View
 from raytrain_plus.elastic.watch import Pulses, judge, overdue, silent
 from raytrain_plus.errors import RaytrainError, RunError, WorkerLost
 from raytrain_plus.result import Result
+from raytrain_plus.runfolder import claim
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
 from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready
 from raytrain_plus.workers.pool import Pool, answer
@@ -68,6 +69,8 @@ class Order:
     limits: Limits
     folder: Path
     """The run's folder; made by the controller when the first world is formed."""
+    fresh: bool
+    """Whether an earlier run's folder is moved aside then."""
     job_yaml: str
     versions: Mapping[str, str]
     began: float
@@ -338,6 +341,8 @@ class Controller:
         order, view = self._order, command.view
         if not self._journal.opened:
             address = ray.get_runtime_context().gcs_address
+            # Only now, when nothing is wrong with what was asked for.
+            claim(order.folder, order.fresh)
             self._journal.open(order.folder, order.job_yaml, order.versions, address, order.plan.index.to_json())
         names = [member.worker for member in view.members]
         self._journal.regroup(time.time(), names, command.first_step - 1, view.generation)

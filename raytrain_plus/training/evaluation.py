@@ -37,7 +37,7 @@ def evaluate(
     """
     table: dict[int, dict[str, float]] = {}
     rows_of: dict[int, int] = {}
-    names: list[str] = []
+    names: list[str] | None = None
     stepper.module.eval()
     with torch.no_grad():
         for shard in sorted(hosted):
@@ -50,7 +50,7 @@ def evaluate(
                 with stepper.keys.microbatch("evaluate", shard, index):
                     figures = stepper.task.evaluate(stepper.module, to_device(microbatch.batch, stepper.device))
                 given = _checked(figures)
-                if table or sums:
+                if names is not None:
                     _check_same(names, given)
                 names = sorted(given)
                 for name, value in given.items():
@@ -60,6 +60,7 @@ def evaluate(
     stepper.buffers.restore()
     stepper.module.train()
     control.enter("collective")
+    assert names is not None, "every worker has held-out rows"
     _agree(names, world, step, control, wait_s)
     flat = np.zeros((shards, len(names) + 1), dtype=np.float64)
     for shard, sums in table.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from copy import copy as shallow
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -72,12 +73,18 @@ def to_device(batch: Any, device: torch.device, copy: bool = False) -> Any:
         return batch
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True, copy=copy)
-    if type(batch) is dict:
-        return {key: to_device(value, device, copy) for key, value in batch.items()}
+    if hasattr(batch, "to"):
+        # Of a kind of its own, such as a tokenizer's, that knows how to move itself.
+        return (deepcopy(batch) if copy else batch).to(device)
+    if isinstance(batch, dict):
+        moved = {key: to_device(value, device, copy) for key, value in batch.items()}
+        if type(batch) is dict:
+            return moved
+        made = shallow(batch)
+        made.update(moved)
+        return made
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device, copy) for value in batch))
-    if type(batch) in (list, tuple):
+    if isinstance(batch, (list, tuple)):
         return type(batch)(to_device(value, device, copy) for value in batch)
-    # Of a kind of its own, such as a tokenizer's; most know how to move themselves.
-    made = deepcopy(batch) if copy else batch
-    return made.to(device) if device.type != "cpu" and hasattr(made, "to") else made
+    return batch

@@ -85,7 +85,10 @@ class Keyed:
 
     def backward(self) -> None:
         """The backward pass begins: a layer that is called from now on is computed again (activation checkpointing),
-        with the numbers that it drew the first time."""
+        with the numbers that it drew the first time.
+
+        For a layer that is used several times, each of its uses is to be checkpointed by itself.
+        """
         self.again = True
 
 

@@ -199,7 +199,7 @@ class Stepper:
             )
             raise TrainingError(
                 f"the loss changed the parameter '{changed}' in place, once for every microbatch: only a step may; "
-                "a moving average belongs into a buffer (register_buffer)"
+                "a moving average belongs into a buffer (register_buffer), and an embedding can have no max_norm"
             )
 
     def _last_backward(

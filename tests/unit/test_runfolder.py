@@ -14,7 +14,7 @@ from raytrain_plus import runfolder
 from raytrain_plus.errors import InputError
 from raytrain_plus.job import Data, Job
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import LEASE_S, Lease, check_writable, earlier_result, lease_holder, move_aside
+from raytrain_plus.runfolder import LEASE_S, Lease, check_writable, claim, earlier_result, lease_holder
 
 JOB = Job(name="run", task="a:B", data=Data(path="d", batch_size=8), steps=3)
 
@@ -58,8 +58,8 @@ def test_fresh_moves_aside_and_overwrites_nothing(tmp_path: Path) -> None:
         left_by(tmp_path / "run", "failed")
         assert earlier_result(tmp_path / "run", JOB, fresh=True) is None
         assert (tmp_path / "run").exists()
-        move_aside(tmp_path / "run")
-    move_aside(tmp_path / "run")
+        claim(tmp_path / "run", fresh=True)
+    claim(tmp_path / "run", fresh=False)
     assert not (tmp_path / "run").exists()
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -83,6 +83,16 @@ def test_a_living_run_is_in_the_way_even_of_a_fresh_one(tmp_path: Path, monkeypa
     # Nobody renews it any more: it is waited for.
     assert lease_holder(tmp_path / "run") is not None
     assert earlier_result(tmp_path / "run", JOB, fresh=True) is None
+
+
+def test_a_run_that_began_in_the_meantime_is_left_alone(tmp_path: Path) -> None:
+    left_by(tmp_path / "run", "finished")
+    with pytest.raises(InputError, match=r"has begun in the meantime \(and ended\)"):
+        claim(tmp_path / "run", fresh=False)
+    Lease(tmp_path / "run").renew()
+    with pytest.raises(InputError, match=r"has begun in the meantime \(process "):
+        claim(tmp_path / "run", fresh=True)
+    assert (tmp_path / "run" / "result.json").exists()
 
 
 def test_a_lease_that_nobody_renews_ends(tmp_path: Path) -> None:
