@@ -235,6 +235,43 @@ EDITS: tuple[Edit, ...] = (
 """,
     ),
     Edit(
+        name="nothing-more-after-a-failure",
+        file=_OPERATIONS,
+        reason="when an operation fails on one member, because a peer died, it goes on to the next round of agreement, "
+        "and its first message is taken by another member, still inside that operation, for the data that it waits "
+        "for: all of Gloo's reductions share one tag, so a sum comes out wrong and is called a success",
+        old="""        << "ExecuteOperation Failed";
+    status = Status::UnknownError(ex.what());
+  }
+
+  if (!status.in_progress()) {
+    for (auto& e : entries) {
+      timeline.End(e.tensor_name, status.ok() ? e.output : nullptr);
+      e.FinishWithCallback(status);
+    }
+  }
+}
+""",
+        new="""        << "ExecuteOperation Failed";
+    status = Status::UnknownError(ex.what());
+    for (auto& e : entries) {
+      timeline.End(e.tensor_name, nullptr);
+      e.FinishWithCallback(status);
+    }
+    // Ends the background loop, before it says anything more.
+    throw;
+  }
+
+  if (!status.in_progress()) {
+    for (auto& e : entries) {
+      timeline.End(e.tensor_name, status.ok() ? e.output : nullptr);
+      e.FinishWithCallback(status);
+    }
+  }
+}
+""",
+    ),
+    Edit(
         name="one-interface-for-all-meshes",
         file=_CONTEXT,
         reason="the mesh of the global process set forgets the interface that was asked for, and listens where the "

@@ -71,6 +71,17 @@ class Member:
                 for work in works:
                     wait(work, "a test", 20, self.interrupted)
 
+    def agree(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Small sums, whose result is known: one that is called a success must be right."""
+        with self._closing():
+            number = 1000
+            while True:
+                number += 1
+                tensor = torch.tensor([number])
+                wait(self.world.reduce(tensor, "agree", "max"), "a test", 20, self.interrupted)
+                if tensor.item() != number:
+                    raise AssertionError(f"the maximum of {number} everywhere is {tensor.item()}")
+
     @contextmanager
     def _closing(self) -> Iterator[None]:
         try:
