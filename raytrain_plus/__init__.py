@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from raytrain_plus.errors import DataError, InputError, JobError, RaytrainError, RunError, TaskError
-from raytrain_plus.job import Data, Elastic, Evaluate, Job, Parallel, Workers
+from raytrain_plus.errors import CheckpointError, DataError, InputError, JobError, RaytrainError, RunError, TaskError
+from raytrain_plus.job import Checkpoint, Data, Elastic, Evaluate, Job, KeepBest, Parallel, Workers
 from raytrain_plus.result import Result
 
 if TYPE_CHECKING:
-    from raytrain_plus.runner import run
+    from raytrain_plus.export import load
+    from raytrain_plus.runner import resume, run
     from raytrain_plus.task import Task
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointError",
     "Data",
     "DataError",
     "Elastic",
@@ -23,6 +26,7 @@ __all__ = [
     "InputError",
     "Job",
     "JobError",
+    "KeepBest",
     "Parallel",
     "RaytrainError",
     "Result",
@@ -30,18 +34,24 @@ __all__ = [
     "Task",
     "TaskError",
     "Workers",
+    "load",
+    "resume",
     "run",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`Task` and `run` bring torch and Ray along, which take seconds to load: they come when they are asked for."""
+    """What brings torch or Ray along, which take seconds to load, comes when it is asked for."""
     if name == "Task":
         from raytrain_plus.task import Task
 
         return Task
-    if name == "run":
-        from raytrain_plus.runner import run
+    if name in ("run", "resume"):
+        from raytrain_plus import runner
 
-        return run
+        return getattr(runner, name)
+    if name == "load":
+        from raytrain_plus.export import load
+
+        return load
     raise AttributeError(f"module 'raytrain_plus' has no attribute '{name}'")

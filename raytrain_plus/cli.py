@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import click
@@ -48,6 +49,65 @@ def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, as
         if result.error:
             click.echo(result.error, err=True)
     return result.exit_code
+
+
+_run = click.argument("run")
+_storage = click.option(
+    "--storage", default="runs", show_default=True, help="Where a run that is given by its name lies."
+)
+
+
+@cli.command()
+@_run
+@_storage
+@_set
+@click.option("--address", help="Ray cluster to join; else RAY_ADDRESS, else one is started here for this run.")
+@_json
+def resume(run: str, storage: str, overrides: Sequence[str], address: str | None, as_json: bool) -> int:
+    """Go on with the run RUN (a folder, or a name) from its newest complete checkpoint."""
+    from raytrain_plus.runfolder import find_run
+
+    folder = find_run(run, storage)
+    from raytrain_plus.runner import resume as resume_run
+
+    result = resume_run(folder, overrides, address=address, quiet=as_json)
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+        if result.error:
+            click.echo(result.error, err=True)
+    return result.exit_code
+
+
+@cli.command()
+@_run
+@_storage
+@_json
+def status(run: str, storage: str, as_json: bool) -> int:
+    """Say how far the run RUN (a folder, or a name) has come, and what checkpoints it has."""
+    from raytrain_plus.runfolder import find_run
+    from raytrain_plus.status import status
+
+    found = status(find_run(run, storage))
+    click.echo(json.dumps(found.to_json()) if as_json else "\n".join(found.lines()))
+    return 0
+
+
+@cli.command()
+@_run
+@_storage
+@click.option("--to", required=True, type=click.Path(path_type=Path), help="The file to write.")
+@click.option(
+    "--format", "kind", type=click.Choice(["safetensors", "torch-export"]), default="safetensors", show_default=True
+)
+def export(run: str, storage: str, to: Path, kind: str) -> int:
+    """Write the newest model of the run RUN (a folder, or a name) to a file."""
+    from raytrain_plus.export import export_program, export_weights
+    from raytrain_plus.runfolder import find_run
+
+    folder = find_run(run, storage)
+    manifest = export_weights(folder, to) if kind == "safetensors" else export_program(folder, to, [Path.cwd()])
+    click.echo(f"{to}: the model after step {manifest.step + 1} of {folder.resolve().name}")
+    return 0
 
 
 @cli.command()
@@ -100,8 +160,8 @@ def verify(
 
 
 @cli.command()
-@click.argument("run")
-@click.option("--storage", default="runs", show_default=True, help="Where a run that is given by its name lies.")
+@_run
+@_storage
 @_json
 def audit(run: str, storage: str, as_json: bool) -> int:
     """Check which rows the run RUN (a folder, or a name) used never, once, or more than once."""

@@ -5,6 +5,8 @@
     |   +-- JobError      the job file or a `Job(...)`; holds every problem found, not the first alone
     |   +-- DataError     the data that the job names
     |   +-- TaskError     the task cannot be imported, built or sent; holds the user's own traceback
+    |   +-- CheckpointError     a checkpoint is another job's, or a newer version's
+    |       +-- DamagedError    its bytes are not those that were written: the one before is taken
     +-- RunError          the run failed: exit code 1
     |   +-- TrainingError the task failed or diverged while it trained (an exception, a loss that is not finite)
     |   +-- WorkerLost    a worker process died
@@ -77,6 +79,14 @@ class TaskError(InputError):
     def __str__(self) -> str:
         trace = self.user_traceback.rstrip()
         return f"{trace}\n{super().__str__()}" if trace else super().__str__()
+
+
+class CheckpointError(InputError):
+    """A checkpoint cannot be used by this job, or by this version."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint's bytes are not those that were written, or are not there."""
 
 
 class RunError(RaytrainError):

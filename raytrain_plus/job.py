@@ -90,6 +90,32 @@ class Elastic:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeepBest:
+    metric: str
+    """A figure that `Task.evaluate` returns."""
+
+    mode: Literal["min", "max"] = "min"
+    """Whether the lowest or the highest is the best."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """There is one at the end of a run and when it is stopped, in any case."""
+
+    every_steps: int | None = None
+    """Steps between checkpoints."""
+
+    every_s: float | None = 600.0
+    """Seconds after which there is one, if there was none; None for no such limit."""
+
+    keep: int = 3
+    """How many are kept, the newest ones."""
+
+    keep_best: KeepBest | None = None
+    """Keeps the best one, too; with it there is one after every evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluate:
     path: str
     """Held-out Parquet file or folder, with the columns of `data.path`."""
@@ -141,6 +167,9 @@ class Job:
 
     elastic: Elastic = field(default_factory=Elastic)
     """How long to wait for what."""
+
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """When the state is written to `storage`, and how much of it is kept."""
 
     evaluate: Evaluate | None = None
     """Held-out evaluation, if any."""
@@ -367,6 +396,10 @@ def _reference(spec: str | type | None) -> _Problem:
     return f"{spec!r} names nothing that can be imported", "module:name, as in examples.digits:Digits", ""
 
 
+def _best(metric: str, evaluate: None) -> _Problem:
+    return f"nothing is evaluated that {metric!r} could be", "an `evaluate` group", ""
+
+
 def _folder(storage: str) -> _Problem:
     if "://" not in storage:
         return None
@@ -401,6 +434,10 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("elastic.max_failures",), _at_least(0)),
     (("elastic.wait_s",), _above_zero),
     (("elastic.stop_grace_s",), _above_zero),
+    (("checkpoint.every_steps",), _at_least(1)),
+    (("checkpoint.every_s",), _above_zero),
+    (("checkpoint.keep",), _at_least(1)),
+    (("checkpoint.keep_best.metric", "evaluate"), _best),
     (("evaluate.every_steps",), _at_least(1)),
     (("storage",), _folder),
 )

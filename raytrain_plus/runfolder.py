@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.job import Job
 from raytrain_plus.result import Result
+from raytrain_plus.storage.folder import Folder, open_folder
 
 LEASE_S = 10.0
 """Seconds after its last renewal for which a lease holds."""
@@ -31,11 +34,12 @@ def check_writable(storage: Path) -> None:
         ) from error
 
 
-def earlier_result(folder: Path, job: Job, fresh: bool) -> Result | None:
-    """The result of the same, finished job in `folder`; None where the job may start there, or is to start `fresh`.
+def earlier_result(folder: Path, job: Job, fresh: bool, may_change: Collection[str] = ()) -> Result | None:
+    """The result of the same, finished job in `folder`; None where the job may start or go on there.
 
-    Raises `InputError` where a living run, an unfinished one or another job's is in the way. A lease that nobody renews
-    is waited for.
+    `fresh`: what is there will be moved aside. `may_change`: settings in which the job may differ from the one that
+    began, beside those that no result depends on. Raises `InputError` where a living run or another job's is in the
+    way. A lease that nobody renews is waited for.
     """
     if not folder.exists():
         return None
@@ -49,22 +53,22 @@ def earlier_result(folder: Path, job: Job, fresh: bool) -> Result | None:
         )
     if fresh:
         return None
-    result = Result.load(folder)
-    if result is None or result.status != "finished":
-        state = "did not finish" if result is None else result.status
+    if not (folder / "job.yaml").exists():
         raise InputError(
-            f"a run of this name is there already ({state})",
+            "a folder of this name is there, which is no run's: it has no job.yaml",
             where=where,
-            remedy="--fresh moves it aside and starts over; or give this one another name (--set name=...)",
+            remedy="move it away, or give this run another name (--set name=...)",
         )
-    differing = job.same_as(folder / "job.yaml")
+    differing = [key for key in job.same_as(folder / "job.yaml") if key not in may_change]
     if differing:
         raise InputError(
             f"another job's run of this name is there already; they differ in {', '.join(differing)}",
             where=where,
             remedy="--fresh moves it aside; or give this one another name (--set name=...)",
         )
-    return result
+    result = Result.load(folder)
+    done = result is not None and result.status == "finished" and "steps" not in job.same_as(folder / "job.yaml")
+    return result if done else None
 
 
 def find_run(name: str, storage: str) -> Path:
@@ -80,20 +84,22 @@ def find_run(name: str, storage: str) -> Path:
     )
 
 
-def claim(folder: Path, fresh: bool) -> None:
-    """Makes way for a new run in `folder`: with `fresh` an earlier run's folder is moved aside.
+def claim(folder: Path, *, fresh: bool, goes_on: bool) -> Fence:
+    """Takes `folder` for a run: with `fresh` an earlier run's is moved aside.
 
-    Raises `InputError` where another run came in the meantime.
+    Raises `InputError` where another run came in the meantime: one that `goes_on` expects a folder, others none.
     """
     if not folder.exists():
-        return
+        return Fence(open_folder(folder))
     holder = lease_holder(folder)
-    if holder is not None or not fresh:
+    if holder is not None or not (fresh or goes_on):
         raise InputError(
             f"another run of this name has begun in the meantime ({holder or 'and ended'})",
             where=f"run folder {folder}",
             remedy="give this one another name (--set name=...), or start it again",
         )
+    if not fresh:
+        return Fence(open_folder(folder))
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(folder.stat().st_mtime))
     aside = folder.with_name(f"{folder.name}.{stamp}")
     number = 1
@@ -101,6 +107,50 @@ def claim(folder: Path, fresh: bool) -> None:
         number += 1
         aside = folder.with_name(f"{folder.name}.{stamp}.{number}")
     folder.rename(aside)
+    return Fence(open_folder(folder))
+
+
+class Fence:
+    """Of all controllers that ever had a run, the newest alone may write: each creates the next number's claim.
+
+    A claim is created where none of its number is, which only one can; who finds a newer one stops.
+    """
+
+    def __init__(self, run: Folder) -> None:
+        """Raises `InputError` where another controller is quicker."""
+        self._run = run
+        self._number = max(_claims(run), default=0) + 1
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "token": secrets.token_hex(8)}
+        self._claim = json.dumps(who).encode()
+        if not run.create(_claim_of(self._number), self._claim):
+            raise InputError(
+                f"another run of this name has begun in the meantime ({self._holder()})",
+                where=f"run folder {run.where}",
+                remedy="give this one another name (--set name=...), or start it again",
+            )
+
+    def overtaken(self) -> str | None:
+        """Who has taken the run over, if anybody has. Raises `OSError` where the storage fails."""
+        newest = max(_claims(self._run), default=0)
+        if newest == self._number and self._run.read(_claim_of(newest)) == self._claim:
+            return None
+        return self._holder()
+
+    def _holder(self) -> str:
+        newest = max(_claims(self._run), default=0)
+        if not newest:
+            return "its folder was moved away"
+        who = json.loads(self._run.read(_claim_of(newest)))
+        return f"process {who['pid']} on {who['host']}"
+
+
+def _claim_of(number: int) -> str:
+    return f"claims/{number:08d}.json"
+
+
+def _claims(run: Folder) -> list[int]:
+    names = [name.removeprefix("claims/").removesuffix(".json") for name in run.files("claims")]
+    return [int(name) for name in names if name.isdecimal()]
 
 
 class Lease:
@@ -110,10 +160,13 @@ class Lease:
         self._file = folder / "lease.json"
         self._renewed = 0.0
 
+    @property
+    def due(self) -> bool:
+        """Whether it is time to renew it."""
+        return time.monotonic() - self._renewed > LEASE_S / 5
+
     def renew(self) -> None:
-        """Writes the lease, unless it was written a moment ago."""
-        if time.monotonic() - self._renewed < LEASE_S / 5:
-            return
+        """Writes the lease. Raises `OSError` where that is not possible."""
         self._renewed = time.monotonic()
         part = self._file.with_suffix(".part")
         part.write_text(json.dumps({"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}))

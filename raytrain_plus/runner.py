@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import inspect
+import json
 import logging
 import math
 import os
@@ -12,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -26,14 +29,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.data.source import Index, check_alike, check_enough, index
+from raytrain_plus.data.source import Index, check_alike, check_enough, differences, index
 from raytrain_plus.elastic.controller import Closing, Controller, Order
 from raytrain_plus.elastic.group import Limits
 from raytrain_plus.elastic.policy import room_for, useful_size
-from raytrain_plus.errors import InputError, RunError, TaskError
+from raytrain_plus.errors import DamagedError, DataError, InputError, RunError, TaskError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
+from raytrain_plus.jobfile import load_job
 from raytrain_plus.observe.progress import View, view_for
+from raytrain_plus.past import Past, look_back
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import check_writable, earlier_result
 from raytrain_plus.taskfile import load_function, load_task
@@ -52,8 +57,12 @@ def run(
     view: View | None = None,
     quiet: bool = False,
     roots: Sequence[Path] = (),
+    may_change: Collection[str] = (),
 ) -> Result:
     """Runs `job` to its end and returns its result; a run that failed is a result too, with its error in words.
+
+    A run of this name that has not finished goes on from its newest complete checkpoint. `may_change`: settings in
+    which the job may then differ from the one that began, beside those that no result depends on.
 
     `address` names a Ray cluster to join (else RAY_ADDRESS, else a connection that is already there, else one of our
     own is started for this run); `fresh` moves an earlier run of this name aside; `view` is told of everything, unless
@@ -64,7 +73,7 @@ def run(
     storage = Path(job.storage).absolute()
     check_writable(storage)
     folder = storage / job.name
-    done = earlier_result(folder, job, fresh)
+    done = earlier_result(folder, job, fresh, may_change)
     if done is not None:
         if view is not None:
             view.finish(done)
@@ -73,6 +82,13 @@ def run(
     collective = choose_collective(job.collective, job.workers.min)
     pickled = _task_to_send(job, search)
     seen, held_out = _look_at_data(job, search)
+    past = None
+    if folder.exists() and not fresh:
+        past = look_back(folder)
+        check_goes_on(past, folder, job, seen)
+    source = None if pickled is not None else source_sha256(job.task, search)
+    if past is not None:
+        _warn_of_another_task(past, source)
     with _Signals() as signals, connected(job, address) as began:
         # Ray has put its own in their place.
         signals.listen()
@@ -85,7 +101,10 @@ def run(
                 index=seen,
                 held_out=held_out,
                 collective=collective,
+                folder=str(folder),
             ),
+            past=past,
+            task_sha256=source,
             limits=_limits(job, line_of(job, seen).steps),
             folder=folder,
             fresh=fresh,
@@ -94,6 +113,69 @@ def run(
             began=began,
         )
         return _follow(order, view, signals)
+
+
+def resume(
+    run_folder: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    address: str | None = None,
+    view: View | None = None,
+    quiet: bool = False,
+    roots: Sequence[Path] = (),
+) -> Result:
+    """Goes on with the run in this folder from its newest complete checkpoint; its result.
+
+    `overrides` are `a.b=c`: what no result depends on may change, and on purpose `args.…`, and `steps`, which lets a
+    finished run go on. Its task and relative paths are looked up from the working directory, as when it began.
+    """
+    folder = Path(run_folder).absolute()
+    own = [f"name={json.dumps(folder.name)}", f"storage={json.dumps(str(folder.parent))}"]
+    job, _ = load_job(folder / "job.yaml", [*overrides, *own])
+    return run(job, address=address, view=view, quiet=quiet, roots=roots, may_change=("args", "steps"))
+
+
+def check_goes_on(past: Past, folder: Path, job: Job, seen: Index) -> None:
+    """Raises `InputError` where the job cannot go on from what is in `folder`: other data, a newer version, the end."""
+    file = folder / "dataset.json"
+    then = json.loads(file.read_text()) if file.exists() else seen.to_json()
+    if then["fingerprint"] != seen.fingerprint:
+        raise DataError(
+            f"the data is other than when the run began: {'; '.join(differences(seen.to_json(), then)[:3])}",
+            where=job.data.path,
+            expected=f"the data with the fingerprint {then['fingerprint'][:12]}, not {seen.fingerprint[:12]}",
+            remedy="put the files back; or start over with --fresh",
+        )
+    for found in past.found:
+        if found.error is not None and not isinstance(found.error, DamagedError):
+            raise found.error
+        if found.manifest is not None:
+            made, steps = found.manifest.step + 1, line_of(job, seen).steps
+            if steps < made:
+                raise InputError(
+                    f"{steps} steps are fewer than the run has made ({made})", where="steps", expected=f"{made} or more"
+                )
+            return
+
+
+def source_sha256(task: str | type, roots: Sequence[Path]) -> str | None:
+    """The hash of the file that a task's class comes from; None where it comes from none."""
+    cls = load_task(task, roots) if isinstance(task, str) else task
+    try:
+        file = inspect.getsourcefile(cls)
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except (OSError, TypeError):
+        return None
+
+
+def _warn_of_another_task(past: Past, source: str | None) -> None:
+    newest = next((found.manifest for found in past.found if found.manifest is not None), None)
+    if newest is not None and source is not None and newest.task_sha256 not in (None, source):
+        print(
+            "warning: the task's source file has changed since the checkpoint that the run goes on from "
+            f"(step {newest.step}) was written",
+            file=sys.stderr,
+        )
 
 
 def _spelled(task: str | type) -> str:

@@ -7,6 +7,7 @@ step that it begins with, so that no two controllers of a run ever write the sam
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -31,6 +32,8 @@ SCHEMA = pa.schema(
     ]
 )
 """One row for each shard of each committed step; see `data.ledger.NOTE`."""
+log = logging.getLogger(__name__)
+
 PERIOD_S = 2.0
 """Seconds between two writings, at least; where writing takes long, fifty times as long as it took."""
 PART_STEPS = 1000
@@ -59,7 +62,7 @@ class Parts:
         self._thread.start()
 
     def add(self, generation: int, step: int, notes: bytes) -> None:
-        """Enters a committed step. Raises what kept earlier ones from being written, an `OSError` mostly."""
+        """Enters a committed step. What a full disk does not take is kept, and written later."""
         with self._news:
             if self._failed is not None:
                 raise self._failed
@@ -101,6 +104,8 @@ class Parts:
             start = time.monotonic()
             try:
                 self.flush()
+            except OSError:
+                log.warning("the ledger cannot be written; trying again", exc_info=True)
             except Exception as error:
                 with self._news:
                     self._failed = error

@@ -7,7 +7,10 @@ of a death at once.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import math
 import queue
 import socket
 import threading
@@ -15,12 +18,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+import yaml
 
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.rendezvous import RendezvousServer
@@ -29,13 +33,18 @@ from raytrain_plus.elastic import machine
 from raytrain_plus.elastic.group import Limits, Phase, holders, holds, members_in
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.elastic.patience import LEAVE_BEFORE_S, PREPARE_S, clock_of, limit_s, stop_limit_s
+from raytrain_plus.elastic.publisher import Published, Publisher
+from raytrain_plus.elastic.saving import Abandoned, Saving
 from raytrain_plus.elastic.view import View
 from raytrain_plus.elastic.watch import Pulses, judge, overdue, silent
-from raytrain_plus.errors import RaytrainError, RunError, WorkerLost
+from raytrain_plus.errors import DamagedError, InputError, RaytrainError, RunError, WorkerLost
+from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import claim
+from raytrain_plus.state.manifest import Manifest, joined, void
+from raytrain_plus.storage.folder import open_folder
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
-from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready
+from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready, Written
 from raytrain_plus.workers.pool import Pool, answer
 from raytrain_plus.workers.ray_private import draining_nodes
 
@@ -71,6 +80,10 @@ class Order:
     """The run's folder; made by the controller when the first world is formed."""
     fresh: bool
     """Whether an earlier run's folder is moved aside then."""
+    past: Past | None
+    """What the run goes on from; None where it begins."""
+    task_sha256: str | None
+    """Of the source file of the task's class."""
     job_yaml: str
     versions: Mapping[str, str]
     began: float
@@ -105,7 +118,24 @@ class Controller:
         self._order = order
         self._elastic = job.elastic
         self._pool = Pool(job.workers.cpus, job.workers.gpus)
-        self._journal = Journal(job.data.batch_size, order.plan.index.rows)
+        past = order.past or Past()
+        self._journal = Journal(job.data.batch_size, order.plan.index.rows, past.generation + 1)
+        self._saving = Saving()
+        self._publisher = Publisher(
+            open_folder(order.folder),
+            [found.manifest for found in past.found if found.manifest is not None],
+            job.checkpoint.keep,
+            job.checkpoint.keep_best,
+            self._journal.settle,
+            lambda published: self._inbox.put(partial(self._published, published)),
+        )
+        self._publishing: set[str] = set()
+        self._views: dict[int, View] = {}
+        self._wished: int | None = None
+        self._saved_at = time.monotonic()
+        self._restored: Manifest | None = None
+        self._going_on = order.past is not None
+        self._resumptions = list(past.resumptions)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._pulses = Pulses()
@@ -121,7 +151,7 @@ class Controller:
         self._over = threading.Event()
         self._here = ray.util.get_node_ip_address()
         self._me: Any = None
-        self._group, self._first = machine.begin(order.limits)
+        self._group, self._first = machine.begin(order.limits, self._durable)
         self._clock: tuple[object, float] = (clock_of(self._group), time.monotonic())
 
     def run(self) -> Closing:
@@ -143,7 +173,9 @@ class Controller:
         except Exception as failure:
             if self._journal.opened:
                 ours = "" if isinstance(failure, RaytrainError) else f"\n{traceback.format_exc()}"
-                self._finish("failed", f"{failure}{ours}", None)
+                # Where that cannot be written either, the first failure is the one to tell of.
+                with contextlib.suppress(RunError):
+                    self._finish("failed", f"{failure}{ours}", None)
             raise
         finally:
             self._over.set()
@@ -151,11 +183,16 @@ class Controller:
                 self._round.server.cancel()
                 self._round.server.close()
             self._pool.shutdown()
+            self._publisher.close()
             self._journal.close()
 
     def report(self, worker: str, generation: int, records: Sequence[StepRecord | Evaluated]) -> None:
         """Takes a batch of applied steps and evaluations from a worker."""
         self._inbox.put(partial(self._reported, worker, generation, records))
+
+    def written(self, told: Written) -> None:
+        """A worker has written its share of a checkpoint, or could not."""
+        self._inbox.put(partial(self._wrote, told))
 
     def joined(self, worker: str, generation: int, form_s: float) -> None:
         """A worker is in its world, which took `form_s` seconds, and has the state."""
@@ -183,6 +220,7 @@ class Controller:
     def _look(self, now: float) -> None:
         """Does what is due by the clock."""
         self._journal.renew()
+        self._save_in_time(now)
         for timer in [timer for timer in self._timers if timer[0] <= now]:
             self._timers.remove(timer)
             timer[1]()
@@ -218,6 +256,11 @@ class Controller:
                 self._journal.broke(time.time(), f"{group.phase.value} took too long")
             for name in members_in(group) if group.phase is Phase.LEAVE else ():
                 self._journal.gone(name, "it did not leave its world in time")
+            if group.phase is Phase.CLOSE and self._export is not None:
+                # The model is there; what is late is the last checkpoint.
+                self._abandoned(self._saving.give_up_all("it was not written in time, and the run ends"))
+                self._feed(e.Handed())
+                return
             self._feed(e.Late(group.generation))
 
     def _goes_soon(self) -> bool:
@@ -263,9 +306,13 @@ class Controller:
                 self._tell_to_leave(name, now)
         elif isinstance(command, e.Rehearse):
             self._pool.ask(command.worker, self._posted(self._rehearsed, command.worker), "rehearse")
+        elif isinstance(command, e.Restore):
+            self._restore(command.worker)
         elif isinstance(command, e.Dismiss):
             self._dismiss(command.worker)
         elif isinstance(command, e.HandOver):
+            self._export = None
+            self._keep_the_end(command.worker)
             self._pool.ask(command.worker, self._posted(self._handed, command.worker), "export")
         elif isinstance(command, e.Wait):
             if self._group.generation >= 0:
@@ -342,8 +389,11 @@ class Controller:
         if not self._journal.opened:
             address = ray.get_runtime_context().gcs_address
             # Only now, when nothing is wrong with what was asked for.
-            claim(order.folder, order.fresh)
-            self._journal.open(order.folder, order.job_yaml, order.versions, address, order.plan.index.to_json())
+            fence = claim(order.folder, fresh=order.fresh, goes_on=order.past is not None)
+            self._journal.open(order.folder, fence, order.job_yaml, order.versions, address, order.plan.index.to_json())
+            self._saved_at = time.monotonic()
+        self._go_back_to(command.first_step - 1, view.generation)
+        self._views[self._journal.base + view.generation] = view
         names = [member.worker for member in view.members]
         self._journal.regroup(time.time(), names, command.first_step - 1, view.generation)
         if self._round is not None:
@@ -370,6 +420,7 @@ class Controller:
                 first_step=command.first_step,
                 copies=name in command.copies,
                 evaluated=self._journal.evaluated,
+                saved_as=self._journal.base + view.generation,
             )
             self._pulses.left(name, time.monotonic())
             came_out = self._posted(self._came_out, name, view.generation)
@@ -448,6 +499,141 @@ class Controller:
         now = time.monotonic()
         self._pulses.heard(name, activity.doing, activity.since_s, activity.limit_s, now)
 
+    # Checkpoints
+
+    @property
+    def _durable(self) -> int:
+        """The step of the newest complete checkpoint."""
+        return self._publisher.complete[0].step if self._publisher.complete else -1
+
+    def _save_in_time(self, now: float) -> None:
+        """Has a checkpoint made where there was none for long, and makes those whose shares are written."""
+        for shares in self._saving.whole(self._journal.committed):
+            manifest = self._manifest(shares)
+            self._publishing.add(manifest.name)
+            self._publisher.publish(manifest)
+        every_s = self._order.plan.job.checkpoint.every_s
+        group = self._group
+        if every_s is None or group.phase is not Phase.TRAIN or self._wished == group.generation or self._saving:
+            return
+        if now - self._saved_at > every_s:
+            self._wished = group.generation
+            for name in members_in(group):
+                self._pool.call(name, "save", group.generation)
+
+    def _wrote(self, told: Written) -> None:
+        view = self._views.get(told.generation)
+        if view is not None:
+            self._saving.begin(told.step, told.generation, [member.worker for member in view.members])
+        self._abandoned(self._saving.written(told, self._group.workers))
+
+    def _manifest(self, shares: Sequence[Written]) -> Manifest:
+        order, first = self._order, shares[0]
+        files, tensors = joined([told.share for told in shares if told.share is not None])
+        assert self._round is not None
+        view = self._views.get(first.generation, self._round.view)
+        return Manifest(
+            run=order.plan.job.name,
+            step=first.step,
+            generation=first.generation,
+            time=first.time,
+            job=json.loads(json.dumps(yaml.safe_load(order.job_yaml), default=str)),
+            task_sha256=order.task_sha256,
+            versions=order.versions,
+            data={
+                "fingerprint": order.plan.index.fingerprint,
+                "rows": order.plan.index.rows,
+                "samples": self._journal.samples(first.step),
+            },
+            layout=[asdict(member) for member in view.members],
+            random={"keyed_by": "seed, step, shard, microbatch, layer", "seed": order.plan.job.seed},
+            metrics={name: value for name, value in first.metrics.items() if math.isfinite(value)},
+            stall_s=max(told.stall_s for told in shares),
+            tree=first.tree,
+            files=files,
+            tensors=tensors,
+        )
+
+    def _published(self, published: Published) -> None:
+        manifest = published.manifest
+        self._saved_at, self._wished = time.monotonic(), None
+        self._publishing.discard(manifest.name)
+        if published.error:
+            self._journal.not_saved(manifest.step, published.error)
+        elif void(manifest.name, self._resumptions):
+            self._journal.not_saved(manifest.step, "the run has gone on from an earlier one meanwhile")
+        else:
+            self._journal.saved(manifest.step, time.time() - manifest.time, manifest.stall_s)
+            self._feed(e.Saved(manifest.step))
+        self._hand_over()
+
+    def _abandoned(self, given_up: Sequence[Abandoned]) -> None:
+        for one in given_up:
+            self._saved_at, self._wished = time.monotonic(), None
+            self._journal.not_saved(one.step, one.why)
+        self._hand_over()
+
+    def _restore(self, name: str) -> None:
+        manifest = self._publisher.complete[0]
+        self._pool.ask(name, self._posted(self._restored_by, name, manifest), "restore", manifest)
+
+    def _restored_by(self, name: str, manifest: Manifest, future: Future[Any]) -> None:
+        try:
+            answer(future, name)
+        except WorkerLost:
+            return
+        except DamagedError as error:
+            log.warning("%s", error)
+            self._journal.not_saved(manifest.step, f"{error.where}: {error.what}; the one before is taken")
+            self._publisher.complete.remove(manifest)
+            self._feed(e.Unreadable(name, self._durable))
+            return
+        except InputError:
+            raise
+        except RaytrainError as error:
+            self._lost(name, f"it could not read the checkpoint: {error}")
+            return
+        self._restored = manifest
+        self._feed(e.Warm(name, manifest.step))
+
+    def _go_back_to(self, step: int, generation: int) -> None:
+        """Tells of it where a generation goes on after fewer steps than were committed, or is a controller's first."""
+        past = self._order.past
+        going_on, self._going_on = self._going_on, False
+        if past is not None and going_on:
+            made, evaluated = max(past.committed, step), past.evaluated
+        elif step < self._journal.committed:
+            made, evaluated = self._journal.committed, self._journal.evaluated
+        else:
+            return
+        read = self._restored
+        checkpoint = read.name if read is not None and read.step == step else None
+        self._journal.go_back(step, generation, checkpoint, made, min(evaluated, step))
+        self._resumptions.append((self._journal.generation, step))
+        self._publisher.forget(self._resumptions)
+
+    def _keep_the_end(self, lead: str) -> None:
+        """Has a checkpoint made of the state that the run ends with, by all who hold it."""
+        group = self._group
+        step = holds(group, lead)
+        if step <= self._durable or self._saving or self._publishing:
+            return
+        keepers = [name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds == step]
+        # A number that no generation has: what is left of an earlier try may lie there.
+        self._journal.base += 1
+        number = self._journal.base + group.generation
+        self._saving.begin(step, number, keepers)
+        for writer, name in enumerate(keepers):
+            self._pool.ask(name, self._posted(self._kept, name), "keep", self._me, number, writer, len(keepers))
+
+    def _kept(self, name: str, future: Future[Any]) -> None:
+        try:
+            answer(future, name)
+        except WorkerLost:
+            return
+        except RaytrainError as error:
+            self._abandoned(self._saving.give_up_all(f"{name} could not copy its state: {error}"))
+
     # Workers go
 
     def _died(self, name: str, future: Future[Any]) -> None:
@@ -466,7 +652,10 @@ class Controller:
             if worker.state == "in":
                 self._journal.broke(time.time(), f"{name} was lost: {cause}")
         self._dismiss(name)
+        self._abandoned(self._saving.lost(self._group.workers.keys() - {name}))
         self._feed(e.Lost(name, cause))
+        if self._group.phase is Phase.CLOSE:
+            self._keep_the_end(self._group.lead)
 
     def _dismiss(self, name: str) -> None:
         self._pulses.drop(name)
@@ -536,7 +725,13 @@ class Controller:
             self._errors["export"] = error
         # What it alone holds is committed now that it is out of its hands.
         self._journal.regroup(time.time(), [name], holds(self._group, name), self._group.generation)
-        self._feed(e.Handed())
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """The run can end when the model is here, and the last checkpoint is made or given up."""
+        handed = self._export is not None or "export" in self._errors
+        if self._group.phase is Phase.CLOSE and handed and not self._saving and not self._publishing:
+            self._feed(e.Handed())
 
     def _end(self, end: e.End) -> None:
         status = end.status

@@ -98,7 +98,22 @@ class Handed:
     """The model was handed over."""
 
 
-Event = Up | Warm | Joined | Committed | Left | Lost | Notice | Stop | Late | Stuck | Handed
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """There is a complete checkpoint of the state after `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """The checkpoint that a worker was to read is damaged; the one before, of the state after `durable`, is left."""
+
+    worker: str
+    durable: int
+
+
+Event = Up | Warm | Joined | Committed | Left | Lost | Notice | Stop | Late | Stuck | Handed | Saved | Unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +157,14 @@ class Rehearse:
 
 
 @dataclass(frozen=True, slots=True)
+class Restore:
+    """This idle worker takes the state after `step` from its checkpoint, and says `Warm` again."""
+
+    worker: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Dismiss:
     """This worker is needed no more, or counts as lost: end its process."""
 
@@ -171,4 +194,4 @@ class End:
     why: str
 
 
-Command = Start | Join | Pause | Interrupt | Rehearse | Dismiss | HandOver | Wait | End
+Command = Start | Join | Pause | Interrupt | Rehearse | Restore | Dismiss | HandOver | Wait | End

@@ -45,8 +45,9 @@ class Limits:
 class Worker:
     """What is known of one living worker."""
 
-    state: Literal["coming", "up", "rehearsing", "idle", "in"]
-    """Asked for; process there; making a step for practice; able to take any place; inside the generation."""
+    state: Literal["coming", "up", "rehearsing", "restoring", "idle", "in"]
+    """Asked for; process there; making a step for practice; reading a checkpoint; able to take any place; inside the
+    generation."""
     holds: int | None = None
     """The step whose state it has: -1 the initial one; None a dirty one, half a copy, or none that counts."""
     leaving: bool = False
@@ -68,6 +69,8 @@ class Group:
     named: int = 0
     """Workers ever asked for: names are never used again."""
     committed: int = -1
+    durable: int = -1
+    """The step of the newest complete checkpoint; the state after -1, the initial one, can always be had again."""
     lead: str = ""
     """Who hands the model over."""
     stopping: bool = False

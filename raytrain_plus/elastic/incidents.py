@@ -18,6 +18,8 @@ class Recovery:
 
     cause: str
     stall_s: float
+    steps_lost: int
+    """Committed ones that nobody held any more."""
     steps_recomputed: int
     kept: Sequence[Mapping[str, object]]
     replaced: Sequence[Mapping[str, object]]
@@ -33,7 +35,7 @@ class Incidents:
         self._before: Members = {}
         self._open = self._together = False
         self._causes: list[str] = []
-        self._recomputed = 0
+        self._recomputed = self._lost = 0
         self._began = self._known = self._out = self._joined = 0.0
         self._form_s = 0.0
 
@@ -45,7 +47,7 @@ class Incidents:
             self._known = now
             self._before = self._members
             self._causes = []
-            self._recomputed = 0
+            self._recomputed = self._lost = 0
         self._together = False
         if cause and cause not in self._causes:
             self._causes.append(cause)
@@ -54,6 +56,10 @@ class Incidents:
         """All survivors are out, and the next world is asked for; so many steps will be made again."""
         self._out = now
         self._recomputed += recomputed
+
+    def forgot(self, steps: int) -> None:
+        """So many committed steps are lost, and will be made again."""
+        self._lost += steps
 
     def joined(self, now: float, members: Members, form_s: float) -> None:
         """All members are in their world and have the state; forming it took the slowest `form_s`."""
@@ -84,6 +90,7 @@ class Incidents:
         return Recovery(
             cause="; ".join(self._causes) or "a collective broke",
             stall_s=time - self._began,
+            steps_lost=self._lost,
             steps_recomputed=self._recomputed,
             kept=[what for name, what in self._members.items() if name in self._before],
             replaced=[what for name, what in self._members.items() if name not in self._before],

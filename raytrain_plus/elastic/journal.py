@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,14 +17,16 @@ from raytrain_plus.elastic.commits import Commits
 from raytrain_plus.elastic.incidents import Incidents
 from raytrain_plus.elastic.totals import Totals
 from raytrain_plus.elastic.view import View
-from raytrain_plus.observe.events import EventLog, read_events
+from raytrain_plus.errors import RunError
+from raytrain_plus.observe.events import EVENTS, EventLog, read_events
 from raytrain_plus.observe.tensorboard import Scalars
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import Lease
+from raytrain_plus.runfolder import Fence, Lease
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.workers.plan import Export, Place, Ready
 
-EVENTS = "events.ndjson"
+log = logging.getLogger(__name__)
+
 KEPT = 10_000
 """Events kept in memory, at least; who follows from further back gets them out of the file."""
 
@@ -31,8 +34,12 @@ KEPT = 10_000
 class Journal:
     """Written by the controller's loop; followed from other threads. Nothing is on disk before `open`."""
 
-    def __init__(self, batch_size: int, rows: int) -> None:
-        """`batch_size`: rows of a step; `rows`: rows of the data, which tell the epoch."""
+    def __init__(self, batch_size: int, rows: int, base: int = 0) -> None:
+        """`batch_size`: rows of a step; `rows`: rows of the data, which tell the epoch.
+
+        `base`: what is added to generations, because earlier controllers of the run had some.
+        """
+        self.base = base
         self._batch_size = batch_size
         self._rows = rows
         self._news = threading.Condition()
@@ -40,6 +47,8 @@ class Journal:
         self._dropped = 0
         self._early: list[dict[str, Any]] = []
         self._folder: Path | None = None
+        self._fence: Fence | None = None
+        self._overtaken = ""
         self._lease: Lease | None = None
         self._log: EventLog | None = None
         self._parts: Parts | None = None
@@ -52,7 +61,7 @@ class Journal:
         self._offsets: dict[str, float] = {}
         self._members: tuple[str, ...] = ()
         self._waiting = ""
-        self.generation = 0
+        self.generation = base
         self.evaluated = -2
         """The highest step whose evaluation has been heard of."""
 
@@ -62,13 +71,20 @@ class Journal:
         return self._commits.next_step - 1
 
     def open(
-        self, folder: Path, job_yaml: str, versions: Mapping[str, str], address: str, dataset: Mapping[str, Any]
+        self,
+        folder: Path,
+        fence: Fence,
+        job_yaml: str,
+        versions: Mapping[str, str],
+        address: str,
+        dataset: Mapping[str, Any],
     ) -> None:
-        """Makes the run's folder, and begins. `dataset`: what the data is, as in `Index.to_json`."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Begins in the run's folder. `dataset`: what the data is, as in `Index.to_json`."""
         self._folder = folder
+        self._fence = fence
         self._lease = Lease(folder)
         self._lease.renew()
+        (folder / "result.json").unlink(missing_ok=True)
         (folder / "job.yaml").write_text(job_yaml)
         (folder / "dataset.json").write_text(json.dumps(dataset, indent=1) + "\n")
         self._log = EventLog(folder / EVENTS)
@@ -87,9 +103,26 @@ class Journal:
         return self._log is not None
 
     def renew(self) -> None:
-        """Says that the run is alive."""
-        if self._lease is not None:
+        """Says that the run is alive. Raises `RunError` where it belongs to somebody else by now."""
+        if self._overtaken:
+            raise RunError(self._overtaken)
+        if self._lease is None or not self._lease.due:
+            return
+        try:
+            self.check_fence()
             self._lease.renew()
+        except OSError:
+            # A full disk, say: the training goes on, and what it tells is kept until there is room.
+            log.warning("the run's lease cannot be renewed; trying again", exc_info=True)
+
+    def check_fence(self) -> None:
+        """Raises `RunError` where another controller has taken the run over; nothing is written from then on."""
+        holder = None if self._fence is None else self._fence.overtaken()
+        if holder is not None:
+            self._lease = self._log = self._parts = self._scalars = None
+            what = f"another controller has taken this run over ({holder}); this one stops and writes no more"
+            self._overtaken = what
+            raise RunError(what)
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
@@ -138,13 +171,48 @@ class Journal:
         self._incidents.left(now, max(0, self._commits.applied - held))
         self._commit(self._commits.regroup(members, held))
         # What its members commit before all have joined is of the new one, too.
-        self.generation = generation
+        self.generation = self.base + generation
+
+    def go_back(self, step: int, generation: int, checkpoint: str | None, made: int, evaluated: int) -> None:
+        """The run goes on, in this generation, from the state after `step`, though steps up to `made` were committed.
+
+        `checkpoint`: its name; None where a worker still held that state, or it is the initial one.
+        """
+        self.generation = self.base + generation
+        self._incidents.forgot(made - step)
+        self._commits = Commits(["nobody yet"], first_step=step + 1)
+        self._totals.back_to(step, self.samples(step), made)
+        self.evaluated = evaluated
+        self._tell("resumed", step=step, checkpoint=checkpoint, voided_to=made)
+        self.settle()
+
+    def settle(self) -> None:
+        """Makes ledger and events durable, up to what is committed by now. Raises `OSError` where it cannot, and
+        `RunError` where the run belongs to somebody else."""
+        self.check_fence()
+        parts, log = self._parts, self._log
+        assert parts is not None
+        assert log is not None
+        parts.flush()
+        log.sync()
+
+    def saved(self, step: int, seconds: float, stall_s: float) -> None:
+        """There is a complete checkpoint of `step`; it took so long, and held the training up for `stall_s`."""
+        self._tell("checkpoint_saved", step=step, seconds=seconds, stall_s=stall_s)
+
+    def not_saved(self, step: int, error: str) -> None:
+        """There is none, or not one that can be used."""
+        self._tell("checkpoint_failed", step=step, error=error)
+
+    def samples(self, step: int) -> int:
+        """Rows in all steps up to `step`, which is not the last of a job with a last step of its own size."""
+        return (step + 1) * self._batch_size
 
     def formed(
         self, now: float, view: View, ready: Mapping[str, Ready], spares: Sequence[str], collective: str, form_s: float
     ) -> None:
         """All members of a new generation are in their world and have the state."""
-        self.generation = view.generation
+        self.generation = self.base + view.generation
         self._waiting = ""
         before, self._members = self._members, tuple(member.worker for member in view.members)
         if before:
@@ -185,11 +253,6 @@ class Journal:
     ) -> Result:
         """The run is over: its last event and its result, in its folder where it has one."""
         sha = export.state_sha256 if export else None
-        if export is not None and self._folder is not None:
-            # Whole or not at all.
-            unfinished = self._folder / ".model.safetensors.part"
-            unfinished.write_bytes(export.model)
-            unfinished.replace(self._folder / "model.safetensors")
         result = self._totals.result(
             name=name,
             status=status,
@@ -202,31 +265,39 @@ class Journal:
         )
         if self._folder is None:
             return result
-        if self._parts is not None:
-            self._parts.flush()
-        result.save()
-        self._tell(
-            "run_finished",
-            status=status,
-            error=error,
-            steps=self._totals.steps,
-            samples=self._totals.samples,
-            state_sha256=sha,
-        )
+        try:
+            if export is not None:
+                # Whole or not at all.
+                unfinished = self._folder / ".model.safetensors.part"
+                unfinished.write_bytes(export.model)
+                unfinished.replace(self._folder / "model.safetensors")
+            if self._parts is not None:
+                self._parts.flush()
+            result.save()
+            self._tell(
+                "run_finished",
+                status=status,
+                error=error,
+                steps=self._totals.steps,
+                samples=self._totals.samples,
+                state_sha256=sha,
+            )
+            if self._log is not None:
+                self._log.sync()
+        except OSError as failure:
+            raise RunError(f"the end of the run cannot be written to {self._folder}: {failure}") from failure
         return result
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Closes what is open. What the disk does not take by now is lost, and said so."""
+        for opened in (self._scalars, self._parts, self._log):
+            try:
+                if opened is not None:
+                    opened.close()
+            except OSError:
+                log.warning("the end of %s cannot be written", type(opened).__name__, exc_info=True)
         if self._lease is not None:
             self._lease.release()
-        if self._scalars is not None:
-            self._scalars.close()
-        try:
-            if self._parts is not None:
-                self._parts.close()
-        finally:
-            if self._log is not None:
-                self._log.close()
 
     def _commit(self, records: Iterable[StepRecord]) -> None:
         for record in records:
@@ -249,7 +320,7 @@ class Journal:
                     "recovered",
                     cause=recovery.cause,
                     stall_s=recovery.stall_s,
-                    steps_lost=0,
+                    steps_lost=recovery.steps_lost,
                     steps_recomputed=recovery.steps_recomputed,
                     kept=list(recovery.kept),
                     replaced=list(recovery.replaced),
@@ -262,7 +333,10 @@ class Journal:
             self._early.append(dict(event))
         else:
             event = self._log.write(kind, generation=self.generation, time=time_s, fields=fields)
-            self._scalars.add(event)
+            try:
+                self._scalars.add(event)
+            except OSError:
+                log.warning("TensorBoard's figures cannot be written; some are lost", exc_info=True)
         with self._news:
             self._told.append(event)
             if len(self._told) > 2 * KEPT:

@@ -41,9 +41,9 @@ class Rule:
     leads: tuple[Phase, ...]
 
 
-def begin(limits: Limits) -> Outcome:
-    """A group that has asked for its first workers."""
-    return _staff(Group(limits=limits))
+def begin(limits: Limits, durable: int = -1) -> Outcome:
+    """A group that has asked for its first workers, to go on from the checkpoint of step `durable` if there is one."""
+    return _staff(Group(limits=limits, committed=durable, durable=durable))
 
 
 def step(group: Group, event: e.Event) -> Outcome:
@@ -82,17 +82,32 @@ def _settle(group: Group) -> Outcome:
     if group.stopping or (group.finished and best is not None and holds(group, best) == group.limits.steps - 1):
         return _close(group)
     if best is None or holds(group, best) < group.committed:
-        if group.committed >= 0:
-            return _close(group)
-        # Nothing is committed: whoever comes anew has the initial state.
-        useless = [name for name, worker in group.workers.items() if worker.state == "idle"]
-        for name in useless:
-            group = without(group, name)
-        group, gathered = _gather(group)
-        return group, [*(e.Dismiss(name) for name in useless), *gathered]
+        return _go_back(group)
     if not _enough(group):
         return _gather(group)
     return _join(group, best)
+
+
+def _go_back(group: Group) -> Outcome:
+    """Nobody alive holds the state after the last committed step: the newest that can be had counts from now on."""
+    group = replace(group, committed=group.durable, finished=False)
+    best = donor(group)
+    if best is not None and holds(group, best) >= group.committed:
+        return _settle(group)
+    if any(worker.state == "restoring" for worker in group.workers.values()):
+        return _gather(group)
+    commands: list[e.Command] = []
+    if group.durable < 0:
+        # Whoever comes anew has the initial state; who had it once has it no more.
+        commands += [e.Dismiss(name) for name, worker in group.workers.items() if worker.state == "idle"]
+        for command in commands:
+            assert isinstance(command, e.Dismiss)
+            group = without(group, command.worker)
+    elif able := [name for name in free(group) if group.workers[name].state == "idle"]:
+        group = with_worker(group, able[0], state="restoring", holds=None)
+        commands.append(e.Restore(able[0], group.durable))
+    group, gathered = _gather(group)
+    return group, [*commands, *gathered]
 
 
 def _gather(group: Group) -> Outcome:
@@ -127,6 +142,7 @@ def _join(group: Group, best: str) -> Outcome:
         seats=seats,
         workers=workers,
         committed=max(group.committed, held),
+        durable=min(group.durable, held),
     )
     return group, [e.Join(form_view(generation, seats, limits.shards), held + 1, best, copies)]
 
@@ -136,7 +152,9 @@ def _close(group: Group) -> Outcome:
     if group.committed < 0 and (best is None or holds(group, best) < 0):
         return _end(group)
     if best is None or holds(group, best) < group.committed:
-        return _end(group, _all_lost(group))
+        if group.stopping or group.failure:
+            return _end(group, _all_lost(group))
+        return _go_back(group)
     return replace(group, phase=Phase.CLOSE, lead=best), [e.HandOver(best)]
 
 
@@ -234,7 +252,7 @@ def _up(group: Group, event: e.Up) -> Outcome:
 def _warm(group: Group, event: e.Warm) -> Outcome:
     state = group.workers[event.worker].state
     # Whoever rehearses has lost the initial state: word of that is late.
-    if state not in ("coming", "up", "rehearsing") or (state == "rehearsing" and event.holds is not None):
+    if state not in ("coming", "up", "rehearsing", "restoring") or (state == "rehearsing" and event.holds is not None):
         return group, []
     # One that has not rehearsed while others train has yet to show that it can make a step.
     proved = state == "rehearsing" or group.generation < 0
@@ -267,6 +285,19 @@ def _joined(group: Group, event: e.Joined) -> Outcome:
 
 def _committed(group: Group, event: e.Committed) -> Outcome:
     return replace(group, committed=max(group.committed, event.step)), []
+
+
+def _saved(group: Group, event: e.Saved) -> Outcome:
+    return replace(group, durable=max(group.durable, event.step)), []
+
+
+def _unreadable(group: Group, event: e.Unreadable) -> Outcome:
+    group = replace(group, durable=event.durable)
+    return with_worker(group, event.worker, state="idle", holds=None), []
+
+
+def _unreadable_gather(group: Group, event: e.Unreadable) -> Outcome:
+    return _settle(replace(_unreadable(group, event)[0], committed=event.durable))
 
 
 def _committed_join(group: Group, event: e.Committed) -> Outcome:
@@ -311,7 +342,7 @@ def _left_leave(group: Group, event: e.Left) -> Outcome:
 
 
 def _gone(group: Group, event: e.Lost) -> Group:
-    born = group.workers[event.worker].state not in ("coming", "up", "rehearsing")
+    born = group.workers[event.worker].state in ("idle", "in")
     return replace(without(group, event.worker), stillborn=group.stillborn + (not born), cause=event.cause)
 
 
@@ -384,6 +415,10 @@ def _late_gather(group: Group, event: e.Late) -> Outcome:
     best = donor(group)
     if _enough(group, patient=False) and best is not None and holds(group, best) >= group.committed:
         return _join(group, best)
+    for name, worker in group.workers.items():
+        if worker.state == "restoring":
+            group, commands = _lost_gather(group, e.Lost(name, f"{name} did not read the checkpoint in time"))
+            return group, [e.Dismiss(name), *commands]
     limits = group.limits
     why = f"only {len(free(group))} of at least {limits.minimum} workers could be had within elastic.wait_s"
     return _close(replace(group, failure=why))
@@ -425,9 +460,11 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_G, e.Lost): Rule(_lost_gather, (_G, _J, _C, _E)),
     (_G, e.Notice): Rule(_notice_gather, (_G, _J, _C, _E)),
     (_G, e.Stop): Rule(_stop_gather, (_C, _E)),
-    (_G, e.Late): Rule(_late_gather, (_J, _C, _E)),
+    (_G, e.Late): Rule(_late_gather, (_G, _J, _C, _E)),
     (_G, e.Stuck): Rule(_nothing, (_G,)),
     (_G, e.Handed): Rule(_nothing, (_G,)),
+    (_G, e.Saved): Rule(_saved, (_G,)),
+    (_G, e.Unreadable): Rule(_unreadable_gather, (_G, _J)),
     (_J, e.Up): Rule(_up, (_J,)),
     (_J, e.Warm): Rule(_warm, (_J,)),
     (_J, e.Joined): Rule(_joined, (_J, _T, _P)),
@@ -477,12 +514,14 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_C, e.Joined): Rule(_nothing, (_C,)),
     (_C, e.Committed): Rule(_committed, (_C,)),
     (_C, e.Left): Rule(_nothing, (_C,)),
-    (_C, e.Lost): Rule(_lost_close, (_C, _E)),
+    (_C, e.Lost): Rule(_lost_close, (_C, _J, _G, _E)),
     (_C, e.Notice): Rule(_notice, (_C,)),
     (_C, e.Stop): Rule(_nothing, (_C,)),
     (_C, e.Late): Rule(_late_close, (_E,)),
     (_C, e.Stuck): Rule(_nothing, (_C,)),
     (_C, e.Handed): Rule(_handed, (_E,)),
+    **{(phase, e.Saved): Rule(_saved, (phase,)) for phase in (_J, _T, _P, _L, _C)},
+    **{(phase, e.Unreadable): Rule(_unreadable, (phase,)) for phase in (_J, _T, _P, _L, _C)},
     **{(_E, kind): Rule(_nothing, (_E,)) for kind in get_args(e.Event)},
 }
 """Every pair of a phase and an event."""

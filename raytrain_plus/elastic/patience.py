@@ -31,6 +31,8 @@ def clock_of(group: Group) -> object:
 def limit_s(group: Group, wait_s: float, state_bytes: int) -> float | None:
     """Seconds after which the present phase is late; None where only the hang rule bounds it."""
     if group.phase is Phase.GATHER:
+        if any(worker.state == "restoring" for worker in group.workers.values()):
+            return PREPARE_S + state_bytes / BYTES_PER_S
         if preparing(group):
             return PREPARE_S
         return SETTLE_S if len(free(group)) >= group.limits.minimum else wait_s

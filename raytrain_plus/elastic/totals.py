@@ -41,6 +41,14 @@ class Totals:
         self._begin: float | None = None
         self.recoveries = 0
         self.stall_s = 0.0
+        self.again_s = 0.0
+        """Seconds of steps that had been made before."""
+        self._again_to = -1
+
+    def back_to(self, step: int, samples: int, made: int) -> None:
+        """The run goes on after `step` and so many rows, though steps up to `made` had been committed."""
+        self.steps, self.samples = step + 1, samples
+        self._again_to = max(self._again_to, made)
 
     def add(self, record: _Record) -> None:
         """Counts one committed step; they come in order."""
@@ -48,6 +56,7 @@ class Totals:
         self.samples += record.rows
         self.loss = record.loss
         self.last_time = record.time
+        self.again_s += record.seconds if record.step <= self._again_to else 0.0
         if self.first_time is None or self._begin is None:
             self.first_time = record.time
             self._begin = record.time - record.seconds
@@ -62,9 +71,9 @@ class Totals:
 
     @property
     def goodput(self) -> float:
-        """1 - stalled / time after the first step."""
+        """1 - (stalled + made again) / time after the first step."""
         seconds = 0.0 if self.first_time is None else self.last_time - self.first_time
-        return max(0.0, 1 - self.stall_s / seconds) if seconds > 0 else 1.0
+        return max(0.0, 1 - (self.stall_s + self.again_s) / seconds) if seconds > 0 else 1.0
 
     @property
     def data_wait(self) -> float:

@@ -25,6 +25,7 @@ _SPELLED = {
     "data": "it waited for data",
     "computing": "it computed",
     "applying": "it applied a step",
+    "saving": "it copied its state for a checkpoint",
     "preparing": "it prepared",
 }
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import threading
 import time as time_of_day
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+EVENTS = "events.ndjson"
+"""The file's name in a run's folder."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "run_started": ("job", "versions", "address"),
@@ -37,15 +41,17 @@ _BLOCK = 65536
 class EventLog:
     """Appends events to a file, and hands each to the operating system as soon as it is written.
 
-    What another process reads is then never behind what the driver was told. An event costs less than 10 us, flush
-    included: batches of them would save nothing that a step could notice.
+    What another process reads is then never behind what the driver was told. An event costs less than 10 us: batches of
+    them would save nothing that a step could notice. What a full disk does not take is kept, and written later.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time_of_day.time) -> None:
         """Opens `path` for appending; a last line that was torn by a crash is cut off first."""
         cut_torn_line(path)
         self._clock = clock
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._owed = b""
+        self._writing = threading.Lock()
 
     def write(self, kind: str, *, generation: int, time: float | None = None, fields: Event) -> Event:
         """Appends one event, stamped now unless `time` is given; the event, as handed in.
@@ -57,14 +63,28 @@ class EventLog:
         if set(fields) != set(FIELDS[kind]):
             raise ValueError(f"the event '{kind}' has the fields {FIELDS[kind]}, not {tuple(fields)}")
         event = {"time": self._clock() if time is None else time, "generation": generation, "kind": kind, **fields}
-        self._file.write(json.dumps(_plain(event), allow_nan=False) + "\n")
-        self._file.flush()
+        with self._writing:
+            self._owed += json.dumps(_plain(event), allow_nan=False).encode() + b"\n"
+            with contextlib.suppress(OSError):
+                self._flush()
         return event
 
+    def sync(self) -> None:
+        """Makes all events durable. Raises `OSError` where the disk does not take them."""
+        with self._writing:
+            self._flush()
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
-        """Makes the file durable and closes it."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Makes the file durable and closes it. Raises `OSError` where the disk does not take what is left."""
+        try:
+            self.sync()
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        while self._owed:
+            self._owed = self._owed[self._file.write(self._owed) :]
 
 
 def read_events(path: Path) -> Iterator[Event]:

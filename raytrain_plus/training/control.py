@@ -8,7 +8,7 @@ from typing import Literal
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.training.records import Activity
 
-Doing = Literal["idle", "preparing", "joining", "data", "computing", "collective", "applying", "leaving"]
+Doing = Literal["idle", "preparing", "joining", "data", "computing", "collective", "applying", "saving", "leaving"]
 """What a training thread can be doing; see `elastic.watch` for which of them wait for other members."""
 
 
@@ -21,7 +21,7 @@ class Control:
 
     def __init__(self) -> None:
         self._generation = -1
-        self._pause_at = self._interrupt_at = -2
+        self._pause_at = self._interrupt_at = self._save_at = -2
         self._limit_s = float("inf")
         self._doing: tuple[Doing, float, float] = ("idle", time.monotonic(), self._limit_s)
 
@@ -37,6 +37,18 @@ class Control:
     def pause(self, generation: int) -> None:
         """Wishes that the group stops at a step boundary."""
         self._pause_at = max(self._pause_at, generation)
+
+    def save(self, generation: int) -> None:
+        """Wishes that the group makes a checkpoint, once."""
+        self._save_at = max(self._save_at, generation)
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is wished for."""
+        return self._save_at >= self._generation
+
+    def saved(self) -> None:
+        """The wish for a checkpoint is fulfilled."""
+        self._save_at = -2
 
     def interrupt(self, generation: int) -> None:
         """Wishes that this worker leaves its world at once."""

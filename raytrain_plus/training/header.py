@@ -1,7 +1,7 @@
 """The header: what all workers must know of a step beside its gradients, as one int64 vector summed once a step.
 
     shard 0                              shard 1 ...   flags
-    start | rows | ids | weight | loss                 pause wishes        (`data.ledger.NOTE`)
+    start | rows | ids | weight | loss                 pause | save | busy    (`data.ledger.NOTE`, `Flags`)
 
 Each shard's slots have one writer and everyone else adds zero, so a sum hands the writer's bits to all unchanged, and
 every worker computes the same loss, in shard order, whatever the ring did.
@@ -13,7 +13,7 @@ bits: the header goes as digits that do.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +35,24 @@ class ShardReport:
     loss: float
 
 
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What any worker may say; all hear it at the same step."""
+
+    pause: bool = False
+    """The group is to stop at this boundary."""
+    save: bool = False
+    """A checkpoint is to be made of the state after this step."""
+    busy: bool = False
+    """An earlier checkpoint is still being written."""
+
+
+_FLAGS = len(fields(Flags))
+
+
 def size(shards: int) -> int:
     """Length of the header of a job with `shards` shards."""
-    return shards * _SLOTS + 1
+    return shards * _SLOTS + _FLAGS
 
 
 def digits(shards: int, dtype: str) -> int:
@@ -56,13 +71,13 @@ def from_digits(summed: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.i
     return np.minimum(summed, 2.0**bits - 1).astype(f"u{bits // 8}").view(np.int64)
 
 
-def encode(reports: dict[int, ShardReport], shards: int, wishes_pause: bool) -> npt.NDArray[np.int64]:
+def encode(reports: dict[int, ShardReport], shards: int, flags: Flags) -> npt.NDArray[np.int64]:
     """The header of a worker that hosts the shards in `reports`."""
     header = np.zeros(size(shards), dtype=np.int64)
-    notes = header[:-1].view(NOTE)
+    notes = header[:-_FLAGS].view(NOTE)
     for shard, report in reports.items():
         notes[shard] = astuple(report)
-    header[-1] = int(wishes_pause)
+    header[-_FLAGS:] = astuple(flags)
     return header
 
 
@@ -76,15 +91,15 @@ class StepTotals:
     """Mean over all weight, summed in shard order: the same bits on every worker."""
     bad_shards: tuple[int, ...]
     """Shards whose loss or weight is not finite."""
-    pause: bool
-    """Somebody wishes that the group stops at this boundary."""
+    flags: Flags
+    """What somebody said, or more than one."""
     notes: bytes
     """Each shard's `NOTE`, in shard order."""
 
 
 def decode(header: npt.NDArray[np.int64]) -> StepTotals:
     """Reads a summed header."""
-    notes = header[:-1].view(NOTE)
+    notes = header[:-_FLAGS].view(NOTE)
     # One after the other, in shard order: NumPy would add in an order of its own.
     weight, loss = sum(notes["weight"].tolist()), sum(notes["loss"].tolist())
     bad = np.flatnonzero(~(np.isfinite(notes["weight"]) & np.isfinite(notes["loss"])))
@@ -93,6 +108,6 @@ def decode(header: npt.NDArray[np.int64]) -> StepTotals:
         weight=weight,
         loss=loss / weight if weight else float("nan"),
         bad_shards=tuple(bad.tolist()),
-        pause=bool(header[-1]),
+        flags=Flags(*(header[-_FLAGS:] != 0).tolist()),
         notes=notes.tobytes(),
     )

@@ -6,7 +6,7 @@ Nobody is asked anything: what happens after a step is a function of the step's 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -14,6 +14,7 @@ from raytrain_plus.collective.world import World
 from raytrain_plus.data.reader import StepBatches
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import ShardBatches, evaluate
+from raytrain_plus.training.header import Flags
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper
 
@@ -34,6 +35,19 @@ class Evaluation:
 
     every_steps: int
     batches: ShardBatches
+
+
+class Saving(Protocol):
+    """Where checkpoints go."""
+
+    def busy(self) -> bool:
+        """Whether this worker still writes its share of an earlier one."""
+
+    def due(self, step: int, evaluated: bool) -> bool:
+        """Whether the state after `step` is to be kept; the same for every member."""
+
+    def copy(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Copies this worker's share of the state after `step`, with those figures, and writes it meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +74,7 @@ def train(
     evaluation: Evaluation | None,
     evaluated: int,
     limits: Limits,
+    saving: Saving,
     tell: Callable[[StepRecord | Evaluated], None],
     control: Control,
 ) -> Literal["paused", "finished"]:
@@ -70,9 +85,9 @@ def train(
     Raises `Interrupted` where the group changes.
     """
 
-    def evaluate_after(step: int) -> None:
+    def evaluate_after(step: int) -> dict[str, float]:
         if evaluation is None or step <= evaluated:
-            return
+            return {}
         if step in (-1, steps - 1) or (step + 1) % evaluation.every_steps == 0:
             control.patience(limits.first_step_s)
             control.enter("data")
@@ -87,6 +102,19 @@ def train(
                 wait_s=limits.wait_s,
             )
             tell(Evaluated(step=step, metrics=metrics))
+            return metrics
+        return {}
+
+    def save_after(step: int, metrics: Mapping[str, float], flags: Flags) -> None:
+        if not (flags.save or saving.due(step, bool(metrics))):
+            return
+        if flags.busy:
+            # All have heard it, and nobody begins: at the next boundary, or the one after.
+            control.save(control.generation)
+            return
+        control.saved()
+        control.enter("saving")
+        saving.copy(step, metrics)
 
     evaluate_after(first_step - 1)
     for step in range(first_step, steps):
@@ -95,7 +123,15 @@ def train(
         control.patience(limit_s)
         control.enter("data")
         batches = feed.get(step, limit_s, control.check)
-        applied = stepper.run(step, batches.shards, world, control=control, wait_s=limits.wait_s, meanwhile=feed.more)
+        applied = stepper.run(
+            step,
+            batches.shards,
+            world,
+            control=control,
+            wait_s=limits.wait_s,
+            meanwhile=feed.more,
+            busy=saving.busy,
+        )
         tell(
             StepRecord(
                 step=step,
@@ -107,7 +143,10 @@ def train(
                 notes=applied.notes,
             )
         )
-        evaluate_after(step)
-        if applied.pause and step + 1 < steps:
-            return "paused"
+        metrics = evaluate_after(step)
+        if step + 1 < steps:
+            # What a run ends with is kept when it ends.
+            save_after(step, metrics, applied.flags)
+            if applied.flags.pause:
+                return "paused"
     return "finished"

@@ -24,6 +24,7 @@ from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.parallel.data import BUCKET_BYTES, Gradients, square_norm
 from raytrain_plus.state import transfer
+from raytrain_plus.state.holding import Holding
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
@@ -41,8 +42,8 @@ class Applied:
 
     rows: int
     loss: float
-    pause: bool
-    """Somebody wished that the group stops at this boundary."""
+    flags: header.Flags
+    """What somebody wished for, or said, at this boundary."""
     notes: bytes
     """What each shard gave, for the ledger: `data.ledger.NOTE`s in shard order."""
 
@@ -87,6 +88,7 @@ class Stepper:
         """The grids of the next exact sums, by parameter and buffer."""
         self._exact = [*self.gradients.exact, *([self.buffers.exact] if self.buffers.exact else [])]
         self._frozen = [(name, value) for name, value in named if not value.requires_grad]
+        self._persistent = [name for name, _ in built.module.named_buffers() if name in built.module.state_dict()]
         self._shards = shards
         self._clip_norm = clip_norm
 
@@ -99,10 +101,12 @@ class Stepper:
         control: Control,
         wait_s: float,
         meanwhile: Callable[[], None] = lambda: None,
+        busy: Callable[[], bool] = lambda: False,
     ) -> Applied:
         """Makes step `step` over the microbatches of the hosted `shards`, together with the world's other members.
 
-        `meanwhile` is called when its own part is computed, before the wait for the others'.
+        `meanwhile` is called when its own part is computed, before the wait for the others'; `busy` says whether an
+        earlier checkpoint is still being written here.
 
         Raises `TrainingError` where a loss is not finite (before anything changed) and `Interrupted` or `WaitExpired`
         (after `wait_s` in one collective) where the world breaks.
@@ -110,7 +114,7 @@ class Stepper:
         self.module.train()
         scales = self.scales
         for _ in range(TRIES):
-            works = self._forward_backward(step, shards, world, control, scales)
+            works = self._forward_backward(step, shards, world, control, scales, busy)
             control.enter("collective")
             meanwhile()
             for index, work in enumerate(works):
@@ -131,23 +135,30 @@ class Stepper:
             )
         control.enter("applying")
         self._apply(step, totals, {name: scale for reading in readings for name, scale in reading.scales.items()})
-        return Applied(rows=totals.rows, loss=totals.loss, pause=totals.pause, notes=totals.notes)
+        return Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes)
 
     def snapshot(self) -> transfer.Snapshot:
         """The committed state, for a worker that lacks it. Not to be called while a step applies."""
         assert self.held is not None, "a dirty state is never given away"
-        return transfer.take(self.held, self._holding())
+        return transfer.take(self.held, self.holding())
 
     def adopt(self, snapshot: transfer.Snapshot) -> None:
         """Takes another worker's state in place of its own."""
         self.held = None
-        transfer.put(snapshot, self._holding())
+        transfer.put(snapshot, self.holding())
         self.buffers.restore()
         self.held = snapshot.step
 
-    def _holding(self) -> transfer.Holding:
-        return transfer.Holding(
-            self.buffers.committed, self.named, self._frozen, self.optimizer, self.scheduler, self.scales
+    def holding(self) -> Holding:
+        """Where the state is."""
+        return Holding(
+            self.buffers.committed,
+            self.named,
+            self._frozen,
+            self.optimizer,
+            self.scheduler,
+            self.scales,
+            self._persistent,
         )
 
     def _forward_backward(
@@ -157,6 +168,7 @@ class Stepper:
         world: World,
         control: Control,
         scales: Mapping[str, int],
+        busy: Callable[[], bool],
     ) -> list[Work]:
         self.gradients.begin(scales)
         self.buffers.begin_step(scales)
@@ -182,7 +194,8 @@ class Stepper:
                     self._check_unchanged(before)
                     keyed.backward()
                     if shard == last and index + 1 == len(shards[shard]):
-                        return self._last_backward(loss * weight, reports, world, control)
+                        flags = header.Flags(pause=control.pausing(), save=control.saving(), busy=busy())
+                        return self._last_backward(loss * weight, reports, flags, world, control)
                     (loss * weight).backward()
             self.gradients.end_shard()
         raise AssertionError("a worker in a world hosts at least one shard with rows in every step")
@@ -203,10 +216,15 @@ class Stepper:
             )
 
     def _last_backward(
-        self, loss: torch.Tensor, reports: dict[int, header.ShardReport], world: World, control: Control
+        self,
+        loss: torch.Tensor,
+        reports: dict[int, header.ShardReport],
+        flags: header.Flags,
+        world: World,
+        control: Control,
     ) -> list[Work]:
         head = self.gradients.rider
-        encoded = header.encode(reports, self._shards, control.pausing())
+        encoded = header.encode(reports, self._shards, flags)
         head.copy_(torch.from_numpy(header.to_digits(encoded, _name_of(head.dtype))))
         return self.gradients.reduce_during(loss.backward, world, control.check)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.data.source import Index
 from raytrain_plus.elastic.events import Why
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job import Job
+from raytrain_plus.state.manifest import Share
 from raytrain_plus.training.records import Evaluated, StepRecord
 
 
@@ -31,6 +33,8 @@ class Plan:
     """The data of `evaluate.path`."""
     collective: str
     """`horovod` or `torch`."""
+    folder: str
+    """The run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +68,8 @@ class Assignment:
     """Whether it takes the donor's state, which `Worker.take` is told of."""
     evaluated: int
     """The highest step whose evaluation has been heard of; -2 where none has."""
+    saved_as: int
+    """The generation's number in the names of checkpoints, which rises through all controllers of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +88,28 @@ class Outcome:
     """What had not been reported yet."""
     state_sha256: str | None = None
     """Of the finished state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """A worker's share of a checkpoint is durable, or could not be written."""
+
+    step: int
+    generation: int
+    """As in the checkpoint's name."""
+    writer: int
+    writers: int
+    share: Share | None
+    tree: Any
+    """What is no tensor; the first writer alone says it."""
+    metrics: Mapping[str, float]
+    """Held-out figures of this very state."""
+    time: float
+    """Of the copy, in Unix seconds by the writer's clock."""
+    stall_s: float
+    """For how long the copy held the training up."""
+    error: str
+    """Why there is no share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

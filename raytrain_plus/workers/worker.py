@@ -7,6 +7,7 @@ calls hand work to it, or set a wish that it looks at.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 import time
@@ -35,18 +36,25 @@ from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.reader import Batches, Collate, held_out
 from raytrain_plus.data.source import Index, differences, index
 from raytrain_plus.errors import (
+    CheckpointError,
     DataError,
     InputError,
     Interrupted,
     RaytrainError,
+    RunError,
     TaskError,
     TrainingError,
     WaitExpired,
 )
 from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job import Job
+from raytrain_plus.state.checkpoint import read_tensors
+from raytrain_plus.state.holding import model_state
+from raytrain_plus.state.hostcopy import check_storable, dtype_of
+from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
 from raytrain_plus.state.named import model_tensors, named_state, state_sha256
 from raytrain_plus.state.transfer import Snapshot, digest
+from raytrain_plus.storage.folder import open_folder
 from raytrain_plus.taskfile import build_task, fault_of, load_function, load_task, trim_traceback
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.loop import Evaluation, Limits, train
@@ -54,8 +62,9 @@ from raytrain_plus.training.model import build_model
 from raytrain_plus.training.randomness import random_key, repeatable, set_random_key
 from raytrain_plus.training.records import Activity
 from raytrain_plus.training.step import Stepper
-from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready
+from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready, Written
 from raytrain_plus.workers.reporter import Reporter
+from raytrain_plus.workers.saver import Part, Saver
 
 T = TypeVar("T")
 
@@ -77,6 +86,7 @@ class Worker:
         self._rows: Rows | None = None
         self._evaluation: Evaluation | None = None
         self._feed: Batches | None = None
+        self._saver: Saver | None = None
         self._copies: dict[int, Future[Snapshot]] = {}
 
     def place(self) -> Place:
@@ -118,6 +128,15 @@ class Worker:
         except BaseException as error:
             copy.set_exception(error)
 
+    def restore(self, manifest: Manifest) -> None:
+        """Takes the state out of a checkpoint. Raises `DamagedError` where it is not what was written, and
+        `CheckpointError` where it is another model's."""
+        self._do(lambda: self._restore(manifest))
+
+    def keep(self, controller: Any, generation: int, writer: int, writers: int) -> None:
+        """Writes its share of a checkpoint of the state that it holds, while it is in no generation."""
+        self._do(lambda: self._keep(controller, generation, writer, writers))
+
     def snapshot(self) -> Snapshot:
         """This worker's state, for others. It is between two steps, and stays so until whoever copies has copied."""
         assert self._stepper is not None
@@ -126,6 +145,10 @@ class Worker:
     def pause(self, generation: int) -> None:
         """Wishes that the group stops at the next step boundary; the wish travels in the header."""
         self._control.pause(generation)
+
+    def save(self, generation: int) -> None:
+        """Wishes that the group makes a checkpoint; the wish travels in the header."""
+        self._control.save(generation)
 
     def interrupt(self, generation: int, listening: frozenset[tuple[str, int]]) -> Activity:
         """Leaves the world whose members listen at these addresses; what the training thread does now."""
@@ -203,6 +226,13 @@ class Worker:
                     where="collective: horovod",
                     remedy=f"{REMEDY}, on every node",
                 ) from None
+        check_storable(self._stepper.holding())
+        self._saver = Saver(
+            open_folder(plan.folder),
+            self._stepper.holding,
+            job.checkpoint.every_steps,
+            best=job.checkpoint.keep_best is not None,
+        )
         transform = load_function(job.data.transform, roots) if job.data.transform else None
         self._rows = _rows(plan.index, line_of(job, plan.index), job, transform)
         self._evaluation = _evaluation(plan, task.collate, transform)
@@ -225,9 +255,44 @@ class Worker:
             self._stepper.run(0, batches.shards, SoloWorld(), control=Control(), wait_s=FIRST_STEP_S)
         self._stepper.held = None
 
+    def _restore(self, manifest: Manifest) -> None:
+        assert self._plan is not None
+        assert self._stepper is not None
+        stepper = self._stepper
+        built = {name: (dtype_of(value), tuple(value.shape)) for name, value in model_state(stepper.holding()).items()}
+        differing = mismatch(manifest.tensors, built)
+        if differing:
+            rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+            raise CheckpointError(
+                f"the checkpoint is of another model: {'; '.join(differing[:3])}{rest}",
+                where=f"{self._plan.folder}/{FOLDER}/{manifest.name}.json",
+                remedy="give the task the layers and the args that the run began with, or start over with --fresh",
+            )
+        try:
+            tensors = read_tensors(open_folder(self._plan.folder), manifest, dict.fromkeys(manifest.tensors))
+        except OSError as error:
+            raise RunError(f"the storage failed: {type(error).__name__}: {error}") from None
+        stepper.adopt(Snapshot(manifest.step, tensors, json.dumps(manifest.tree).encode(), ""))
+
+    def _keep(self, controller: Any, generation: int, writer: int, writers: int) -> None:
+        assert self._stepper is not None
+        assert self._saver is not None
+        assert self._stepper.held is not None
+        self._saver.part = self._part(controller, generation, writer, writers)
+        self._saver.copy(self._stepper.held, {})
+
+    def _part(self, controller: Any, generation: int, writer: int, writers: int) -> Part:
+        def tell(written: Written) -> None:
+            controller.written.remote(written)
+
+        return Part(generation=generation, writer=writer, writers=writers, tell=tell)
+
     def _serve(self, controller: Any, assignment: Assignment) -> Outcome:
         assert self._plan is not None
         assert self._stepper is not None
+        assert self._saver is not None
+        formation = assignment.formation
+        self._saver.part = self._part(controller, assignment.saved_as, formation.rank, formation.size)
         stepper, control, generation = self._stepper, self._control, assignment.generation
         reporter = Reporter(lambda records: controller.report.remote(self._name, generation, records))
         outcome = Outcome(holds=None, why="interrupted")
@@ -318,6 +383,7 @@ class Worker:
     def _train(self, assignment: Assignment, feed: Batches, world: World, tell: Callable[[Any], None]) -> Any:
         assert self._plan is not None
         assert self._stepper is not None
+        assert self._saver is not None
         job = self._plan.job
         return train(
             self._stepper,
@@ -332,6 +398,7 @@ class Worker:
             limits=Limits(
                 step_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S, wait_s=assignment.formation.timeout_s
             ),
+            saving=self._saver,
             tell=tell,
             control=self._control,
         )

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -26,12 +28,14 @@ from raytrain_plus.data.source import index
 from raytrain_plus.elastic.view import host_shards
 from raytrain_plus.job import Job
 from raytrain_plus.jobfile import load_job
+from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.task import Task
 from raytrain_plus.taskfile import build_task, load_task
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.loop import Limits, train
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.workers.saver import Saver
 
 
 def main(kind: str, file: str, rank: int, size: int, port: int, warm_up: int) -> None:
@@ -103,7 +107,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
     control = Control()
     control.begin(0)
     world = HorovodWorld(formation(rank, size, port))
-    with feed:
+    with feed, tempfile.TemporaryDirectory() as folder:
         train(
             stepper,
             feed,
@@ -115,6 +119,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
             evaluation=None,
             evaluated=-2,
             limits=Limits(step_s=60, first_step_s=60, wait_s=60),
+            saving=Saver(LocalFolder(Path(folder)), stepper.holding, None, best=False),
             tell=told.append,
             control=control,
         )

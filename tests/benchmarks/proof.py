@@ -78,7 +78,7 @@ def bookkeeping(folder: Path) -> None:
             without_ids(table)
 
     def notes() -> None:
-        summed = header.to_digits(header.encode(reports, SHARDS, False), "float32")
+        summed = header.to_digits(header.encode(reports, SHARDS, header.Flags()), "float32")
         header.decode(header.from_digits(summed, "float32"))
 
     (folder / "parts").mkdir()

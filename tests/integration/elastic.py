@@ -53,21 +53,44 @@ def job(tmp_path: Path, **changes: Any) -> Job:
     return Job(**{**settings, **changes, "args": args})
 
 
+class Follower:
+    """Watches a run, and keeps its events."""
+
+    def __init__(self, told: list[Event]) -> None:
+        self._told = told
+
+    def start(self, name: str, steps: int) -> None:
+        """It begins."""
+
+    def event(self, event: Event) -> None:
+        """It tells something."""
+        self._told.append(event)
+
+    def finish(self, result: Result) -> None:
+        """It has ended."""
+
+    def close(self) -> None:
+        """It tells nothing more."""
+
+
 class Run:
     """A run in a thread of the test, and what its events say."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, fresh: bool = True) -> None:
         self._job = job
+        self._fresh = fresh
         self.folder = Path(job.storage) / job.name
         self._file = self.folder / "events.ndjson"
         self._thread = threading.Thread(target=self._run, daemon=True)
+        self.told: list[Event] = []
+        """Its events as whoever follows it gets them."""
         self.result: Result | None = None
         self.error: BaseException | None = None
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self.result = run(self._job, fresh=True, quiet=True, roots=[TASKS])
+            self.result = run(self._job, fresh=self._fresh, view=Follower(self.told), roots=[TASKS])
         except BaseException as error:
             self.error = error
 
@@ -122,8 +145,13 @@ class Run:
         return self.result
 
     def losses(self) -> list[float]:
-        """The loss of each step; each was told once, and in order."""
-        steps = self.events("step_committed")
+        """The loss of each step; each was told once, and in order, of those that no resumption made void."""
+        void = [(event["generation"], event["step"]) for event in self.events("resumed")]
+        steps = [
+            event
+            for event in self.events("step_committed")
+            if not any(event["generation"] < later and event["step"] > after for later, after in void)
+        ]
         assert [event["step"] for event in steps] == list(range(len(steps)))
         return [event["loss"] for event in steps]
 

@@ -245,7 +245,7 @@ def test_an_exception_inside_an_apply_makes_a_worker_dirty_not_lost(
 
 
 def test_a_donor_that_is_killed_in_mid_transfer(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
-    run, before = started(tmp_path, args={"fault": "snapshot:kill:0", "pad_s": 0.02})
+    run, before = started(tmp_path, args={"fault": "snapshot:kill:1", "pad_s": 0.02})
     run.kill(victim := run.members()[3])
     run.until_told("recovered")
     # Whoever takes the empty place needs a copy; who gives it dies.

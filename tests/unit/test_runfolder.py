@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -14,7 +16,8 @@ from raytrain_plus import runfolder
 from raytrain_plus.errors import InputError
 from raytrain_plus.job import Data, Job
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import LEASE_S, Lease, check_writable, claim, earlier_result, lease_holder
+from raytrain_plus.runfolder import LEASE_S, Fence, Lease, check_writable, claim, earlier_result, lease_holder
+from raytrain_plus.storage.local import LocalFolder
 
 JOB = Job(name="run", task="a:B", data=Data(path="d", batch_size=8), steps=3)
 
@@ -40,10 +43,59 @@ def test_the_same_job_that_finished_gives_its_result_again(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("status", ["failed", "stopped"])
-def test_one_that_did_not_finish_is_in_the_way(tmp_path: Path, status: str) -> None:
+def test_one_that_did_not_finish_goes_on(tmp_path: Path, status: str) -> None:
     left_by(tmp_path / "run", status)
-    with pytest.raises(InputError, match=rf"is there already \({status}\)"):
+    assert earlier_result(tmp_path / "run", JOB, fresh=False) is None
+
+
+def test_a_finished_run_goes_on_to_more_steps_where_that_was_asked_for(tmp_path: Path) -> None:
+    left_by(tmp_path / "run", "finished")
+    longer = replace(JOB, steps=9, args={"width": 3})
+    with pytest.raises(InputError, match="they differ in args, steps"):
+        earlier_result(tmp_path / "run", longer, fresh=False)
+    assert earlier_result(tmp_path / "run", longer, fresh=False, may_change=("args", "steps")) is None
+
+
+def test_a_folder_that_is_no_run_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(InputError, match=r"no run's: it has no job\.yaml"):
         earlier_result(tmp_path / "run", JOB, fresh=False)
+
+
+def test_the_newest_controller_alone_may_write(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path / "run")
+    first = Fence(run)
+    assert first.overtaken() is None
+    second = Fence(run)
+    assert second.overtaken() is None
+    assert str(os.getpid()) in (first.overtaken() or "")
+    # Moved aside, and another one's in its place.
+    run.move("aside")
+    assert second.overtaken() == "its folder was moved away"
+    third = Fence(run)
+    assert second.overtaken() is not None
+    assert third.overtaken() is None
+
+
+def test_of_controllers_that_begin_at_once_one_gets_the_run(tmp_path: Path) -> None:
+    got: list[Fence] = []
+    late: list[InputError] = []
+    ready = threading.Barrier(8)
+
+    def begin() -> None:
+        ready.wait()
+        try:
+            got.append(Fence(LocalFolder(tmp_path / "run")))
+        except InputError as error:
+            late.append(error)
+
+    threads = [threading.Thread(target=begin) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) + len(late) == 8
+    assert [fence.overtaken() for fence in got].count(None) == 1
 
 
 def test_another_job_is_in_the_way_and_its_differences_are_named(tmp_path: Path) -> None:
@@ -58,10 +110,11 @@ def test_fresh_moves_aside_and_overwrites_nothing(tmp_path: Path) -> None:
         left_by(tmp_path / "run", "failed")
         assert earlier_result(tmp_path / "run", JOB, fresh=True) is None
         assert (tmp_path / "run").exists()
-        claim(tmp_path / "run", fresh=True)
-    claim(tmp_path / "run", fresh=False)
-    assert not (tmp_path / "run").exists()
-    assert len(list(tmp_path.iterdir())) == 3
+        claim(tmp_path / "run", fresh=True, goes_on=False)
+        shutil.rmtree(tmp_path / "run")
+    claim(tmp_path / "run", fresh=False, goes_on=False)
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["claims"]
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_living_run_is_in_the_way_even_of_a_fresh_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,10 +141,10 @@ def test_a_living_run_is_in_the_way_even_of_a_fresh_one(tmp_path: Path, monkeypa
 def test_a_run_that_began_in_the_meantime_is_left_alone(tmp_path: Path) -> None:
     left_by(tmp_path / "run", "finished")
     with pytest.raises(InputError, match=r"has begun in the meantime \(and ended\)"):
-        claim(tmp_path / "run", fresh=False)
+        claim(tmp_path / "run", fresh=False, goes_on=False)
     Lease(tmp_path / "run").renew()
     with pytest.raises(InputError, match=r"has begun in the meantime \(process "):
-        claim(tmp_path / "run", fresh=True)
+        claim(tmp_path / "run", fresh=True, goes_on=False)
     assert (tmp_path / "run" / "result.json").exists()
 
 

@@ -56,6 +56,8 @@ class World:
     faults: int = 0
     lates: int = 0
     stops: int = 0
+    saves: int = 0
+    damages: int = 0
 
 
 def explore(world: World, most: int = 2_000_000) -> dict[str, int]:
@@ -125,8 +127,11 @@ def first_world(
     faults: int = 0,
     lates: int = 0,
     stops: int = 0,
+    saves: int = 0,
+    damages: int = 0,
+    durable: int = -1,
 ) -> World:
-    group, commands = machine.begin(limits)
+    group, commands = machine.begin(limits, durable)
     world = World(
         group,
         capacity=capacity,
@@ -138,6 +143,9 @@ def first_world(
         faults=faults,
         lates=lates,
         stops=stops,
+        saves=saves,
+        damages=damages,
+        announced=durable,
     )
     return _obey(world, commands)
 
@@ -168,6 +176,7 @@ def _key(world: World) -> Any:
         ),
         min(group.unformed, 1),
         group.committed,
+        group.durable,
         names.get(group.lead),
         group.stopping,
         group.finished,
@@ -194,7 +203,7 @@ def _key(world: World) -> Any:
         world.announced,
         world.capacity,
         (world.deaths, world.arrivals, world.drains, world.doubles, world.losses, world.faults, world.lates),
-        world.stops,
+        (world.stops, world.saves, world.damages),
     )
 
 
@@ -216,6 +225,12 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         if world.doubles and isinstance(message, (e.Warm, e.Joined, e.Left, e.Lost)):
             took("doubled")
             yield _deliver(replace(world, mail=(*rest, message), doubles=world.doubles - 1), message)
+        if world.damages and isinstance(message, e.Warm) and message.holds is not None and message.holds >= 0:
+            took("damaged")
+            damaged = world
+            if message.worker in procs:
+                damaged = _with(world, message.worker, replace(procs[message.worker], holds=None))
+            yield _deliver(replace(damaged, mail=rest, damages=world.damages - 1), e.Unreadable(message.worker, -1))
         if world.losses and isinstance(message, (e.Joined, e.Committed)):
             took("lost message")
             yield replace(world, mail=rest, losses=world.losses - 1)
@@ -272,7 +287,10 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         if step == world.group.limits.steps - 1:
             yield _leave(world, name, e.Left(name, generation, step, "finished"))
             continue
-        level = all(other == step for other in applied.values())
+        # Who left by a fault is at no boundary with the others.
+        level = all(
+            other == step and procs[member].inside == generation for member, other in applied.items() if member in procs
+        )
         if world.paused == generation and level and not peers_gone:
             took("paused")
             after = world
@@ -291,6 +309,9 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
     if world.lates and phase in (Phase.JOIN, Phase.PAUSE, Phase.LEAVE):
         took("late")
         yield _deliver(replace(world, lates=world.lates - 1), e.Late(generation))
+    if world.saves and world.announced > world.group.durable and phase is not Phase.END:
+        took("saved")
+        yield _deliver(replace(world, saves=world.saves - 1), e.Saved(world.announced))
     if world.stops:
         took("stop")
         yield _deliver(replace(world, stops=world.stops - 1), e.Stop())
@@ -330,7 +351,13 @@ def _deliver(world: World, event: e.Event) -> World:
     if (not known or not current) and (group is not before or commands):
         raise Violation(f"a stale {event} had an effect")
     if group.committed < before.committed:
-        raise Violation("a committed step was forgotten")
+        if group.committed < group.durable:
+            raise Violation(f"back to {group.committed}, though there is a checkpoint of {group.durable}")
+        # Whoever does not say in time that it left is dismissed, whatever it holds.
+        for name, proc in () if isinstance(event, e.Late) else world.procs:
+            if _holding((name, proc)) >= before.committed:
+                raise Violation(f"committed steps were forgotten, though {name} holds {proc.holds}")
+        world = replace(world, announced=group.committed)
     if group.generation not in (before.generation, before.generation + 1):
         raise Violation(f"the generation went from {before.generation} to {group.generation}")
     ended = [command.status for command in commands if isinstance(command, e.End)]
@@ -340,6 +367,9 @@ def _deliver(world: World, event: e.Event) -> World:
         and 0 <= world.announced <= max(map(_holding, world.procs), default=-2)
     ):
         raise Violation(f"given up ({group.failure}), though a worker holds the state")
+    idle = [worker for worker in before.workers.values() if worker.state == "idle" and not worker.leaving]
+    if ended == ["failed"] and before.phase is Phase.GATHER and len(idle) >= before.limits.minimum:
+        raise Violation(f"given up ({group.failure}), though there are workers enough")
     if ended == ["finished"] and not isinstance(event, e.Handed):
         raise Violation("finished, and nobody has handed the model over")
     return _obey(replace(world, group=group), commands)
@@ -366,6 +396,12 @@ def _obey(world: World, commands: list[e.Command]) -> World:
             if command.worker in procs:
                 world = _with(world, command.worker, replace(procs[command.worker], holds=None))
                 world = replace(world, mail=(*world.mail, e.Warm(command.worker, None)))
+        elif isinstance(command, e.Restore):
+            if command.step != world.group.durable:
+                raise Violation(f"{command.worker} reads step {command.step}, not {world.group.durable}")
+            if command.worker in procs:
+                world = _with(world, command.worker, replace(procs[command.worker], holds=command.step))
+                world = replace(world, mail=(*world.mail, e.Warm(command.worker, command.step)))
         elif isinstance(command, e.HandOver) and command.worker in procs:
             held = procs[command.worker].holds
             if held is None or held < world.announced:

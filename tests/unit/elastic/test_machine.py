@@ -13,7 +13,7 @@ import pytest
 
 from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
-from raytrain_plus.elastic.group import Group, Limits, Phase, Worker
+from raytrain_plus.elastic.group import Group, Limits, Phase, Worker, donor
 from raytrain_plus.elastic.machine import TABLE, Rule, begin, diagram, step
 from tests.unit.elastic.explorer import Violation, explore, first_world, wander
 
@@ -53,6 +53,7 @@ def event_of(kind: type[Any], generation: int) -> e.Event:
         "holds": 1 if generation >= 0 else -1,
         "why": "paused",
         "step": 2,
+        "durable": -1,
     }
     names = [name for name in kind.__dataclass_fields__ if name in about]
     event: e.Event = kind(**{name: about[name] for name in names})
@@ -86,6 +87,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], tuple[Phase, list[str]]] = {
     (C, e.Lost): (C, ["HandOver"]),
     (C, e.Late): (E, ["End"]),
     (C, e.Handed): (E, ["End"]),
+    (G, e.Unreadable): (G, ["Dismiss", "Start", "Wait"]),
 }
 """What the event does to the group of `group_in`; pairs that are not here only change what is known."""
 
@@ -309,6 +311,9 @@ SCOPES: dict[str, tuple[tuple[int, int, int], dict[str, int]]] = {
     "limits and a death": ((1, 0, 2), {"capacity": 2, "lates": 1, "deaths": 1}),
     "a stop and a death": ((1, 0, 2), {"capacity": 2, "stops": 1, "deaths": 1}),
     "doubled and lost messages": ((1, 0, 2), {"capacity": 2, "doubles": 1, "losses": 1}),
+    "a checkpoint and two deaths": ((1, 0, 2), {"capacity": 2, "saves": 1, "deaths": 2}),
+    "on from a checkpoint": ((2, 0, 2), {"capacity": 2, "durable": 0, "deaths": 1}),
+    "on from a damaged checkpoint": ((1, 0, 2), {"capacity": 2, "durable": 0, "damages": 1, "deaths": 1}),
 }
 """(minimum, spares, expected) and what may happen."""
 
@@ -331,6 +336,7 @@ def test_every_order_of_events_in_a_small_world(name: str) -> None:
     sizes, happening = SCOPES[name]
     taken = explore(scope(*sizes, happening, maximum=2))
     happened = {"deaths": "death", "arrivals": "arrival", "drains": "drain", "faults": "fault", "lates": "late"}
+    happened |= {"saves": "saved", "damages": "damaged"}
     assert all(taken[word] for key, word in happened.items() if happening.get(key))
 
 
@@ -356,7 +362,18 @@ EVERYTHING = scope(
     1,
     1,
     3,
-    {"capacity": 3, "deaths": 2, "arrivals": 2, "drains": 1, "doubles": 2, "losses": 2, "faults": 1, "lates": 1},
+    {
+        "capacity": 3,
+        "deaths": 3,
+        "arrivals": 2,
+        "drains": 1,
+        "doubles": 2,
+        "losses": 2,
+        "faults": 1,
+        "lates": 1,
+        "saves": 2,
+        "damages": 1,
+    },
 )
 """All that can happen, in one world of three workers and a spare: too large to be visited whole."""
 
@@ -429,6 +446,18 @@ def forget(group: Group, event: e.Lost) -> Any:
     return machine.without(group, event.worker), []
 
 
+def nobody_later(group: Group) -> str | None:
+    return donor(group) if group.generation < 0 or group.phase is C else None
+
+
+def go_back_to_nothing(group: Group) -> Any:
+    return machine._gather(replace(group, committed=group.durable))
+
+
+def read_all_the_same(group: Group, event: e.Unreadable) -> Any:
+    return machine._warm_gather(group, e.Warm(event.worker, group.durable))
+
+
 def clean_always(group: Group, event: e.Left) -> Any:
     return _left_leave(group, replace(event, holds=group.committed + 1))
 
@@ -451,6 +480,9 @@ MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
     "who has paused is not noted": lambda: rules(PAUSE_Left=Rule(stay, (P,)), PAUSE_Late=Rule(stay, (P,))),
     "an unknown worker's message counts": lambda: {"step": obey_all},
     "a lost lead is not replaced": lambda: rules(CLOSE_Lost=Rule(stay, (C,)), CLOSE_Late=Rule(stay, (C,))),
+    "steps are given up though somebody holds them": lambda: {"donor": nobody_later},
+    "the checkpoint is not read": lambda: {"_go_back": go_back_to_nothing},
+    "a damaged checkpoint is taken for read": lambda: rules(GATHER_Unreadable=Rule(read_all_the_same, (G, J))),
     "an interrupted formation is waited for": lambda: rules(JOIN_Lost=Rule(forget, (J,)), JOIN_Left=Rule(stay, (J,))),
 }
 
@@ -458,7 +490,7 @@ MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_table_is_caught(name: str) -> None:
     caught: list[str] = []
-    for small in ("two deaths", "faults", "a drain", "doubled and lost messages"):
+    for small in ("two deaths", "faults", "a drain", "doubled and lost messages", "on from a damaged checkpoint"):
         sizes, happening = SCOPES[small]
         with broken(**MUTANTS[name]()):
             try:

@@ -1,5 +1,6 @@
 """The event log: what is written can be read, whatever crashed before and whatever the figures are."""
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -28,6 +29,35 @@ def test_each_event_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None
     log.write("waiting", generation=0, fields={"for": "x"})
     assert [event["kind"] for event in read_events(tmp_path / "events.ndjson")] == ["waiting"]
     log.close()
+
+
+def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.ndjson", clock=lambda: 1.0)
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self.file, self.room = file, 30
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            count, self.room = min(self.room, len(data)), 0
+            return int(self.file.write(data[:count]))
+
+        def fileno(self) -> int:
+            return int(self.file.fileno())
+
+    file: Any = log._file
+    log._file = Full(file)  # type: ignore[assignment]
+    for number in range(5):
+        log.write("waiting", generation=0, fields={"for": str(number)})
+    with pytest.raises(OSError, match="No space left"):
+        log.sync()
+    assert list(read_events(tmp_path / "events.ndjson")) == []
+    log._file = file
+    log.write("waiting", generation=0, fields={"for": "5"})
+    log.close()
+    assert [event["for"] for event in read_events(tmp_path / "events.ndjson")] == list("012345")
 
 
 @pytest.mark.parametrize(

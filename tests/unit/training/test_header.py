@@ -9,16 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.data.ledger import NOTE
-from raytrain_plus.training.header import ShardReport, decode, digits, encode, from_digits, size, to_digits
+from raytrain_plus.training.header import Flags, ShardReport, decode, digits, encode, from_digits, size, to_digits
 
 
 def test_sum_of_headers_is_the_step() -> None:
-    left = encode(
-        {0: ShardReport(0, 4, 10, 4.0, 2.0), 1: ShardReport(8, 4, 11, 4.0, 6.0)}, shards=3, wishes_pause=False
-    )
-    right = encode({2: ShardReport(16, 2, 12, 8.0, 8.0)}, shards=3, wishes_pause=True)
+    left = encode({0: ShardReport(0, 4, 10, 4.0, 2.0), 1: ShardReport(8, 4, 11, 4.0, 6.0)}, shards=3, flags=Flags())
+    right = encode({2: ShardReport(16, 2, 12, 8.0, 8.0)}, shards=3, flags=Flags(pause=True, busy=True))
     totals = decode(left + right)
-    assert (totals.rows, totals.weight, totals.loss, totals.pause) == (10, 16.0, 1.0, True)
+    assert (totals.rows, totals.weight, totals.loss, totals.flags) == (
+        10,
+        16.0,
+        1.0,
+        Flags(pause=True, busy=True),
+    )
     assert totals.bad_shards == ()
     notes = np.frombuffer(totals.notes, NOTE)
     assert notes["start"].tolist() == [0, 8, 16]
@@ -31,8 +34,8 @@ def test_a_loss_that_is_not_finite_names_its_shards() -> None:
         1: ShardReport(0, 1, 7, 1.0, math.nan),
         3: ShardReport(0, 1, 7, 1.0, math.inf),
     }
-    header = encode(reports, shards=4, wishes_pause=False)
-    header += encode({2: ShardReport(0, 1, 7, 1.0, 1.0)}, shards=4, wishes_pause=False)
+    header = encode(reports, shards=4, flags=Flags())
+    header += encode({2: ShardReport(0, 1, 7, 1.0, 1.0)}, shards=4, flags=Flags())
     assert decode(header).bad_shards == (1, 3)
 
 
@@ -48,7 +51,7 @@ def test_the_loss_has_the_same_bits_however_shards_are_hosted(losses: list[float
     total = np.zeros(size(shards), dtype=np.int64)
     for group in range(groups):
         mine = {k: ShardReport(0, 1, 7, 1.0, losses[k]) for k in range(shards) if host[k] == group}
-        total += encode(mine, shards, wishes_pause=False)
+        total += encode(mine, shards, Flags())
     assert decode(total).loss == expected
 
 
@@ -60,7 +63,7 @@ def test_digits_are_summed_without_losing_a_bit(dtype: str, losses: list[float],
         encode(
             {k: ShardReport(2**40, 7, 2**62 + 3, 0.1, losses[k]) for k in range(worker, shards, workers)},
             shards,
-            worker == 1,
+            Flags(pause=worker == 1, save=True),
         )
         for worker in range(workers)
     ]
@@ -73,5 +76,5 @@ def test_digits_are_summed_without_losing_a_bit(dtype: str, losses: list[float],
 
 
 def test_a_pause_that_all_of_very_many_wish_for_is_no_overflow() -> None:
-    header = encode({}, 1, wishes_pause=True)
-    assert decode(from_digits(to_digits(header, "bfloat16") * 256, "bfloat16")).pause
+    header = encode({}, 1, Flags(pause=True))
+    assert decode(from_digits(to_digits(header, "bfloat16") * 256, "bfloat16")).flags == Flags(pause=True)

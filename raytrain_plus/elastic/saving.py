@@ -1,0 +1,80 @@
+"""Which checkpoints are under way, what of them is written, and which are whole. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from raytrain_plus.workers.plan import Written
+
+
+@dataclass(slots=True)
+class _Open:
+    names: Sequence[str]
+    """Its writers, in order."""
+    written: dict[int, Written] = field(default_factory=dict)
+
+    def missing(self) -> list[str]:
+        return [name for writer, name in enumerate(self.names) if writer not in self.written]
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """A checkpoint that will never be whole."""
+
+    step: int
+    why: str
+
+
+class Saving:
+    """The checkpoints of a run that are neither complete nor given up."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], _Open] = {}
+        self._over: set[tuple[int, int]] = set()
+
+    def __bool__(self) -> bool:
+        """Whether any is under way."""
+        return bool(self._open)
+
+    def begin(self, step: int, generation: int, names: Sequence[str]) -> None:
+        """These workers write the checkpoint of this step, in this order; said again, it changes nothing."""
+        if (step, generation) not in self._over:
+            self._open.setdefault((step, generation), _Open(names))
+
+    def written(self, told: Written, living: Collection[str]) -> list[Abandoned]:
+        """A worker has written its share, or could not; of the others, only the `living` still can.
+
+        The checkpoint, where it is given up because of that.
+        """
+        key = (told.step, told.generation)
+        if key not in self._open:
+            return []
+        if told.error:
+            name = self._open[key].names[told.writer]
+            return [self._give_up(key, f"{name} could not write its share: {told.error}")]
+        self._open[key].written[told.writer] = told
+        return self._without(key, living)
+
+    def lost(self, living: Collection[str]) -> list[Abandoned]:
+        """Only these workers are left; what is given up because of that."""
+        return [given_up for key in list(self._open) for given_up in self._without(key, living)]
+
+    def _without(self, key: tuple[int, int], living: Collection[str]) -> list[Abandoned]:
+        gone = [name for name in self._open[key].missing() if name not in living]
+        return [self._give_up(key, f"{gone[0]} was lost before it had written its share")] if gone else []
+
+    def _give_up(self, key: tuple[int, int], why: str) -> Abandoned:
+        self._open.pop(key, None)
+        self._over.add(key)
+        return Abandoned(key[0], why)
+
+    def give_up_all(self, why: str) -> list[Abandoned]:
+        """Nothing more is waited for."""
+        return [self._give_up(key, why) for key in list(self._open)]
+
+    def whole(self, committed: int) -> list[list[Written]]:
+        """The shares of those that are written whole, of committed steps, in the order of steps; each comes once."""
+        ready = sorted(key for key, one in self._open.items() if key[0] <= committed and not one.missing())
+        self._over.update(ready)
+        return [[told for _, told in sorted(self._open.pop(key).written.items())] for key in ready]

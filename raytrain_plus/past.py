@@ -1,0 +1,70 @@
+"""What earlier controllers of a run have left in its folder, for the one that goes on. Reads, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raytrain_plus.observe.events import EVENTS, read_events
+from raytrain_plus.state.checkpoint import Found, survey
+from raytrain_plus.storage.folder import open_folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Past:
+    """A run up to now."""
+
+    generation: int = -1
+    """The highest that has been used."""
+    committed: int = -1
+    """The highest step that was committed and is not void."""
+    evaluated: int = -2
+    """The highest step whose evaluation was told and is not void."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Its figures."""
+    resumptions: tuple[tuple[int, int], ...] = ()
+    """(generation, step): what older generations did after that step is void."""
+    found: tuple[Found, ...] = ()
+    """The checkpoints and what is left of some, newest first."""
+
+
+def look_back(folder: Path) -> Past:
+    """The past of the run in this folder; that of a run without one, where there is no folder."""
+    generation, committed, evaluated = -1, -1, -2
+    metrics: Mapping[str, float] = {}
+    resumptions: list[tuple[int, int]] = []
+    events = folder / EVENTS
+    # Figures by step: a resumption takes back those of later steps.
+    told: dict[int, Mapping[str, float]] = {}
+    for event in read_events(events) if events.exists() else ():
+        generation = max(generation, event["generation"])
+        if event["kind"] == "step_committed" and not _void(event["generation"], event["step"], resumptions):
+            committed = max(committed, event["step"])
+        elif event["kind"] == "evaluated" and not _void(event["generation"], event["step"], resumptions):
+            told[event["step"]] = event["metrics"]
+        elif event["kind"] == "resumed":
+            resumptions.append((event["generation"], event["step"]))
+            committed = min(committed, event["step"])
+            told = {step: figures for step, figures in told.items() if step <= event["step"]}
+    if told:
+        evaluated = max(told)
+        metrics = told[evaluated]
+    found = tuple(survey(open_folder(folder), resumptions))
+    # Not all that was written may have been told.
+    for one in found:
+        generation = max(generation, one.generation)
+    for part in (folder / "ledger").glob("*.parquet"):
+        generation = max(generation, int(part.name.split("-")[0]))
+    return Past(
+        generation=generation,
+        committed=committed,
+        evaluated=evaluated,
+        metrics=metrics,
+        resumptions=tuple(resumptions),
+        found=found,
+    )
+
+
+def _void(generation: int, step: int, resumptions: list[tuple[int, int]]) -> bool:
+    return any(generation < later and step > start for later, start in resumptions)

@@ -1,0 +1,96 @@
+"""Where a worker keeps its training state: everything that a step changes, as named tensors and a JSON tree.
+
+Names: `param/<name>`, `buffer/<name>` (those that are not persistent, too), `optim/<parameter>/<key>`, and for tensors
+among settings `group/...` and `scheduler/...`. Tied parameters appear once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain_plus.errors import TaskError
+from raytrain_plus.state.tree import Json, from_json, to_json
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The live state."""
+
+    buffers: Mapping[str, torch.Tensor]
+    """The committed ones."""
+    parameters: Sequence[tuple[str, nn.Parameter]]
+    """Those that train."""
+    frozen: Sequence[tuple[str, nn.Parameter]]
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scales: dict[str, int]
+    """The grids of the next exact sums; empty where sums are not exact."""
+    persistent: Sequence[str] = ()
+    """Buffers that the model's `state_dict` has."""
+
+
+def model_state(holding: Holding) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name: what is there before any step."""
+    tensors = {f"param/{name}": value.detach() for name, value in (*holding.parameters, *holding.frozen)}
+    return tensors | {f"buffer/{name}": value.detach() for name, value in holding.buffers.items()}
+
+
+def described(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
+    """The state as tensors, which are the live ones, and a tree. Raises `TaskError` for what cannot be written down."""
+    tensors = model_state(holding)
+    names = {id(value): name for name, value in holding.parameters}
+    optimizer = {
+        names[id(parameter)]: to_json(dict(state), f"optim/{names[id(parameter)]}", tensors)
+        for parameter, state in holding.optimizer.state.items()
+    }
+    groups = [
+        {
+            "parameters": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
+            "settings": to_json({k: v for k, v in group.items() if k != "params"}, f"group/{number}", tensors),
+        }
+        for number, group in enumerate(holding.optimizer.param_groups)
+    ]
+    scheduler = None
+    if holding.scheduler is not None:
+        scheduler = to_json(holding.scheduler.state_dict(), "scheduler", tensors)
+    return tensors, {
+        "optimizer": optimizer,
+        "groups": groups,
+        "scheduler": scheduler,
+        "scales": dict(holding.scales),
+        "persistent": list(holding.persistent),
+    }
+
+
+def put_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device], torch.Tensor]) -> None:
+    """Puts optimizer, scheduler and grids in place; `tensor(name, device)` gives the tensors.
+
+    Raises `TaskError` where the optimizer has other groups: before anything is changed.
+    """
+    by_name = dict(holding.parameters)
+    mine = [[id(value) for value in group["params"]] for group in holding.optimizer.param_groups]
+    theirs = [[id(by_name.get(name)) for name in group["parameters"]] for group in tree["groups"]]
+    if [set(group) & {id(value) for value in by_name.values()} for group in mine] != [set(group) for group in theirs]:
+        raise TaskError(
+            f"the optimizer has other groups of parameters: {len(mine)} here, {len(theirs)} in the state that it takes"
+        )
+    any_device = next(iter(by_name.values())).device
+
+    def at(device: torch.device) -> Callable[[str, bool], torch.Tensor]:
+        # A step count stays on the CPU where the optimizer keeps it there.
+        return lambda name, on_cpu: tensor(name, torch.device("cpu") if on_cpu else device)
+
+    holding.optimizer.state.clear()
+    for name, state in tree["optimizer"].items():
+        holding.optimizer.state[by_name[name]] = from_json(state, at(by_name[name].device))
+    for group, held in zip(holding.optimizer.param_groups, tree["groups"], strict=True):
+        group.update(from_json(held["settings"], at(any_device)))
+    if holding.scheduler is not None:
+        holding.scheduler.load_state_dict(from_json(tree["scheduler"], at(any_device)))
+    holding.scales.clear()
+    holding.scales.update(tree["scales"])

@@ -1,0 +1,285 @@
+"""What a complete checkpoint is: one JSON document that names every file, every piece, and all that is no tensor. Pure.
+
+    checkpoints/<step>-<generation>/00000-of-00004.safetensors ...     written first, and made durable
+    checkpoints/<step>-<generation>.json                               its appearance is the commit
+
+A checkpoint of step s holds the state after s. The document begins with the hash of the rest of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import xxhash
+
+from raytrain_plus.errors import CheckpointError, DamagedError
+
+FORMAT = 1
+FOLDER = "checkpoints"
+_NAME = re.compile(r"(\d{12})-(\d{8})")
+_FILE = re.compile(r"\d{5}-of-\d{5}\.safetensors")
+_HEAD = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})", ')
+
+BITS = {
+    "float64": 64,
+    "float32": 32,
+    "float16": 16,
+    "bfloat16": 16,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
+    "int64": 64,
+    "int32": 32,
+    "int16": 16,
+    "int8": 8,
+    "uint64": 64,
+    "uint32": 32,
+    "uint16": 16,
+    "uint8": 8,
+    "bool": 8,
+    "complex64": 64,
+}
+"""The types of tensors that a checkpoint can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where rows [first, last) of a tensor lie."""
+
+    file: int
+    """In the manifest's list."""
+    start: int
+    bytes: int
+    first: int
+    last: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor and its pieces, in order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Stored, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A safetensors file; `head` is its header, which nothing of ours reads."""
+
+    name: str
+    bytes: int
+    xxh3_128: str
+    head: int
+    head_xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one writer has written: a file, and the pieces of tensors in it."""
+
+    file: File
+    tensors: Mapping[str, Tensor]
+    """Its pieces say file 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """A checkpoint."""
+
+    run: str
+    step: int
+    generation: int
+    time: float
+    """Of the copy, in Unix seconds."""
+    job: Mapping[str, Any]
+    """Every setting."""
+    task_sha256: str | None
+    """Of the source file of the task's class, where it has one."""
+    versions: Mapping[str, str]
+    data: Mapping[str, Any]
+    """Fingerprints, and the position: the rows that the run has used."""
+    layout: Sequence[Mapping[str, Any]]
+    """The members of the view: worker, cell, stage, shards."""
+    random: Mapping[str, Any]
+    """How random numbers are keyed; there is no other state of them."""
+    metrics: Mapping[str, float]
+    """Held-out figures of this very state, where it was evaluated."""
+    stall_s: float
+    """For how long the copy held the training up."""
+    tree: Any
+    """What is no tensor: see `state.holding`."""
+    files: tuple[File, ...]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def name(self) -> str:
+        """Its name in `checkpoints/`."""
+        return name_of(self.step, self.generation)
+
+    @property
+    def bytes(self) -> int:
+        """Of its files, together."""
+        return sum(file.bytes for file in self.files)
+
+
+def name_of(step: int, generation: int) -> str:
+    """A checkpoint's name.
+
+    >>> name_of(199, 3)
+    '000000000199-00000003'
+    """
+    return f"{step:012d}-{generation:08d}"
+
+
+def parse_name(name: str) -> tuple[int, int] | None:
+    """(step, generation) out of a name; None where it is none."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def joined(shares: Sequence[Share]) -> tuple[tuple[File, ...], dict[str, Tensor]]:
+    """The files and tensors of all shares together, pieces in order."""
+    tensors: dict[str, Tensor] = {}
+    for number, share in enumerate(shares):
+        for name, part in share.tensors.items():
+            pieces = [
+                Stored(number, piece.start, piece.bytes, piece.first, piece.last, piece.xxh3_128)
+                for piece in part.pieces
+            ]
+            before = tensors[name].pieces if name in tensors else ()
+            tensors[name] = Tensor(part.dtype, part.shape, (*before, *pieces))
+    return tuple(share.file for share in shares), tensors
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """The document. Raises `ValueError` where it would not be read back."""
+    rest = json.dumps({"format": FORMAT, **asdict(manifest)}, allow_nan=False)[1:].encode()
+    document = f'{{"xxh3_128": "{xxhash.xxh3_128(rest).hexdigest()}", '.encode() + rest
+    from_bytes(document, manifest.name)
+    return document
+
+
+def from_bytes(document: bytes, name: str) -> Manifest:
+    """A manifest out of its document. Raises `DamagedError`, and `CheckpointError` for another version's."""
+    where = f"{FOLDER}/{name}.json"
+    head = _HEAD.match(document)
+    rest = document[head.end() :] if head else b""
+    if head is None or xxhash.xxh3_128(rest).hexdigest() != head[1].decode():
+        raise DamagedError("the manifest is damaged: its bytes do not have the hash that it names", where=where)
+    values = json.loads(b"{" + rest)
+    written = values.pop("format")
+    if written != FORMAT:
+        raise CheckpointError(
+            f"this checkpoint is of format {written}, and this version reads format {FORMAT}",
+            where=where,
+            remedy=f"use the version that wrote it (raytrain-plus {_version(values)}), or a newer one",
+        )
+    try:
+        manifest = Manifest(
+            **{
+                **values,
+                "files": tuple(File(**file) for file in values["files"]),
+                "tensors": {
+                    tensor: Tensor(what["dtype"], tuple(what["shape"]), tuple(Stored(**at) for at in what["pieces"]))
+                    for tensor, what in values["tensors"].items()
+                },
+            }
+        )
+        fault = _fault(manifest, name)
+    except (KeyError, TypeError) as error:
+        fault = f"{type(error).__name__}: {error}"
+    if fault:
+        raise DamagedError(f"the manifest is none that this version writes: {fault}", where=where)
+    return manifest
+
+
+def _version(values: Mapping[str, Any]) -> str:
+    versions = values.get("versions")
+    return str(versions.get("raytrain-plus", "unknown")) if isinstance(versions, Mapping) else "unknown"
+
+
+def _fault(manifest: Manifest, name: str) -> str:
+    """What of a manifest does not hold together, if anything: it may come from anywhere."""
+    if manifest.name != name:
+        return f"it says that it is {manifest.name}"
+    for file in manifest.files:
+        if not _FILE.fullmatch(file.name):
+            return f"{file.name!r} is no name of a file of a checkpoint"
+        if not 0 <= file.head <= file.bytes:
+            return f"the header of {file.name} has {file.head} bytes"
+    for tensor_name, tensor in manifest.tensors.items():
+        if tensor.dtype not in BITS:
+            return f"{tensor_name} is {tensor.dtype}"
+        rows = tensor.shape[0] if tensor.shape else 1
+        at = 0
+        for piece in tensor.pieces:
+            inside = 0 <= piece.file < len(manifest.files)
+            if not inside or piece.start < 0 or piece.start + piece.bytes > manifest.files[piece.file].bytes:
+                return f"a piece of {tensor_name} lies outside of its file"
+            if piece.first != at or piece.last < at or piece.bytes * max(rows, 1) != tensor.bytes * (piece.last - at):
+                return f"the pieces of {tensor_name} do not make it up"
+            at = piece.last
+        if at != rows:
+            return f"the pieces of {tensor_name} end at row {at} of {rows}"
+    return ""
+
+
+def kept(found: Iterable[Manifest], keep: int, best: tuple[str, str] | None) -> tuple[list[Manifest], list[Manifest]]:
+    """Which complete checkpoints stay, newest first, and which go: the `keep` newest stay, and the best one.
+
+    `best` is (metric, `min` or `max`). A checkpoint without that figure is never the best; of equals the older one is.
+    """
+    ordered = sorted(found, key=newness, reverse=True)
+    stay = ordered[: max(1, keep)]
+    if best is not None:
+        metric, mode = best
+        judged = [manifest for manifest in reversed(ordered) if math.isfinite(manifest.metrics.get(metric, math.nan))]
+        sign = 1 if mode == "min" else -1
+        stay += [min(judged, key=lambda manifest: sign * manifest.metrics[metric])] if judged else []
+    names = {manifest.name for manifest in stay}
+    return (
+        [manifest for manifest in ordered if manifest.name in names],
+        [manifest for manifest in ordered if manifest.name not in names],
+    )
+
+
+def newness(manifest: Manifest) -> tuple[int, int]:
+    """Sorts checkpoints: what a later generation wrote is newer, whatever its step."""
+    return manifest.generation, manifest.step
+
+
+def void(name: str, resumptions: Iterable[tuple[int, int]]) -> bool:
+    """Whether a later generation went on from an earlier step; `resumptions` are (generation, step)."""
+    at = parse_name(name)
+    assert at is not None, name
+    return any(at[1] < generation and at[0] > step for generation, step in resumptions)
+
+
+def mismatch(stored: Mapping[str, Tensor], built: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
+    """How a model's parameters and buffers (name -> dtype, shape) differ from a checkpoint's, in words."""
+    theirs = {name: tensor for name, tensor in stored.items() if name.startswith(("param/", "buffer/"))}
+    said = [f"{_short(name)} is in the checkpoint, not in the task's model" for name in sorted(theirs.keys() - built)]
+    said += [f"{_short(name)} is in the task's model, not in the checkpoint" for name in sorted(built.keys() - theirs)]
+    for name in sorted(theirs.keys() & built.keys()):
+        tensor, (dtype, shape) = theirs[name], built[name]
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            said.append(
+                f"{_short(name)} is {tensor.dtype} {list(tensor.shape)} in the checkpoint, "
+                f"{dtype} {list(shape)} in the task's model"
+            )
+    return said
+
+
+def _short(name: str) -> str:
+    return name.partition("/")[2]

@@ -1,0 +1,91 @@
+"""What a run has come to, told from its folder alone: its state, its steps, its checkpoints."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from raytrain_plus.past import look_back
+from raytrain_plus.result import Result
+from raytrain_plus.runfolder import lease_holder
+from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.storage.folder import open_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A checkpoint, or what is left of one."""
+
+    name: str
+    step: int
+    age_s: float
+    bytes: int
+    state: str
+    """`complete`, or why it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A run."""
+
+    run: str
+    state: str
+    """`running` (with who), `finished`, `stopped`, `failed`, or `unfinished`."""
+    steps: int
+    """Committed ones."""
+    checkpoints: tuple[Kept, ...]
+    single_writer: bool
+    """Whether the storage makes sure that no two controllers write into the run."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        said = [f"{self.run}: {self.state}; {self.steps:,} steps"]
+        if not self.checkpoints:
+            said.append("  no checkpoints yet")
+        else:
+            said.append(f"  {'checkpoint':<24}{'after step':>12}{'age':>12}{'size':>12}  state")
+        for one in self.checkpoints:
+            said.append(
+                f"  {one.name:<24}{one.step + 1:>12,}{_spelled_age(one.age_s):>12}{_spelled_size(one.bytes):>12}"
+                f"  {one.state}"
+            )
+        if not self.single_writer:
+            said.append("  single writer not enforced: this storage cannot tell which of two controllers came first")
+        return said
+
+
+def status(folder: Path) -> Status:
+    """The status of the run in this folder."""
+    run = open_folder(folder)
+    past = look_back(folder)
+    result, holder, now = Result.load(folder), lease_holder(folder), time.time()
+    state = f"running ({holder})" if holder else "unfinished" if result is None else result.status
+    kept = tuple(
+        Kept(one.name, one.step, max(0.0, now - _moment(one.manifest, one.time)), one.bytes, one.why or "complete")
+        for one in past.found
+    )
+    return Status(folder.resolve().name, state, past.committed + 1, kept, run.exclusive)
+
+
+def _moment(manifest: Manifest | None, newest_file: float) -> float:
+    return newest_file if manifest is None else manifest.time
+
+
+def _spelled_age(seconds: float) -> str:
+    for length, word in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {word}"
+    return f"{seconds:.0f} s"
+
+
+def _spelled_size(size: int) -> str:
+    for scale, word in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= scale:
+            return f"{size / scale:.1f} {word}"
+    return f"{size} B"

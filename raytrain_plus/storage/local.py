@@ -1,0 +1,180 @@
+"""A folder on a file system: written beside, made durable, and only then named.
+
+    write:   .name.part written - fsync - renamed to name - fsync of the folder
+    create:  the same, but linked: a link fails where the name is there, a rename would replace it
+
+A file whose fsync failed is thrown away and never synced again: a second fsync can say yes to lost pages
+(Rebello et al., "Can Applications Recover from fsync Failures?", USENIX ATC 2020).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from raytrain_plus.storage.folder import Buffer, Folder, Stat, check_name
+
+PART = ".part"
+"""How the name of an unfinished file ends; such files are no part of a folder."""
+
+
+class Disk:
+    """The calls through which everything reaches the disk, so that a test can stop after any of them."""
+
+    def mkdir(self, folder: Path) -> None:
+        """Makes a folder whose parent is there."""
+        folder.mkdir(exist_ok=True)
+
+    def open(self, path: Path) -> int:
+        """A new, empty file, for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write(self, file: int, data: memoryview) -> int:
+        """Writes some of `data`; how many bytes."""
+        return os.write(file, data)
+
+    def fsync(self, file: int) -> None:
+        """Makes a file's bytes durable."""
+        os.fsync(file)
+
+    def close(self, file: int) -> None:
+        """Closes a file."""
+        os.close(file)
+
+    def rename(self, path: Path, to: Path) -> None:
+        """Gives a file another name, in place of another file."""
+        path.replace(to)
+
+    def link(self, path: Path, to: Path) -> None:
+        """Gives a file a second name. Raises `FileExistsError` where there is one of that name."""
+        os.link(path, to)
+
+    def unlink(self, path: Path) -> None:
+        """Takes a name away."""
+        path.unlink(missing_ok=True)
+
+    def rmtree(self, folder: Path) -> None:
+        """Removes a folder and everything in it."""
+        shutil.rmtree(folder)
+
+    def fsync_folder(self, folder: Path) -> None:
+        """Makes a folder's names durable."""
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+class LocalFolder:
+    """See `Folder`."""
+
+    exclusive = True
+
+    def __init__(self, path: Path, disk: Disk | None = None) -> None:
+        self.path = path
+        self.where = str(path)
+        self._disk = disk or Disk()
+
+    def write(self, name: str, data: Iterable[Buffer]) -> None:
+        """Writes a file out of its pieces, in place of an earlier one."""
+        target = self._target(name)
+        with self._unfinished(target, data) as part:
+            self._disk.rename(part, target)
+            self._disk.fsync_folder(target.parent)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Writes a file that is not there yet; whether it was not."""
+        target = self._target(name)
+        with self._unfinished(target, [data]) as part:
+            try:
+                self._disk.link(part, target)
+            except FileExistsError:
+                return False
+            self._disk.fsync_folder(target.parent)
+            return True
+
+    def read(self, name: str) -> bytes:
+        """A whole file. Raises `FileNotFoundError` where it is not there."""
+        return self._inside(name).read_bytes()
+
+    def read_into(self, name: str, start: int, into: memoryview) -> None:
+        """Fills `into` with a file's bytes from `start` on. Raises `OSError` where the file is shorter."""
+        file = os.open(self._inside(name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < len(into):
+                count = os.preadv(file, [into[done:]], start + done)
+                if not count:
+                    raise OSError(f"{self.path / name} ends after {start + done} bytes, before {start + len(into)}")
+                done += count
+        finally:
+            os.close(file)
+
+    def files(self, under: str = "") -> Mapping[str, Stat]:
+        """What lies under a folder of this one, however deep; nothing where there is no such folder."""
+        top = self._inside(under) if under else self.path
+        found = {}
+        for folder, _, names in os.walk(top):
+            for name in names:
+                path = Path(folder, name)
+                if name.endswith(PART) or path.is_symlink():
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.stat()
+                    found[path.relative_to(self.path).as_posix()] = Stat(stat.st_size, stat.st_mtime)
+        return found
+
+    def remove(self, name: str) -> None:
+        """Removes a file, or everything under a folder; what is not there is no error."""
+        path = self._inside(name)
+        if path.is_dir() and not path.is_symlink():
+            self._disk.rmtree(path)
+        else:
+            self._disk.unlink(path)
+
+    def move(self, to: str) -> None:
+        """Gives the folder another name beside the one that it has."""
+        self.path.rename(self.path.with_name(check_name(to)))
+
+    def inside(self, name: str) -> Folder:
+        """A folder of this one; it need not be there."""
+        return LocalFolder(self._inside(name), self._disk)
+
+    def _inside(self, name: str) -> Path:
+        """Where a file lies. Raises `PermissionError` where a link leads out of the folder."""
+        path = self.path / check_name(name)
+        if not path.resolve().is_relative_to(self.path.resolve()):
+            raise PermissionError(f"{path} leads out of {self.path}")
+        return path
+
+    def _target(self, name: str) -> Path:
+        target = self._inside(name)
+        missing = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
+        for folder in reversed(missing):
+            self._disk.mkdir(folder)
+            self._disk.fsync_folder(folder.parent)
+        return target
+
+    @contextlib.contextmanager
+    def _unfinished(self, target: Path, data: Iterable[Buffer]) -> Iterator[Path]:
+        """A durable file of another name; gone afterwards."""
+        disk, part = self._disk, target.with_name(f".{target.name}.{secrets.token_hex(4)}{PART}")
+        file = disk.open(part)
+        try:
+            try:
+                for piece in data:
+                    rest = memoryview(piece).cast("B")
+                    while rest:
+                        rest = rest[disk.write(file, rest) :]
+                disk.fsync(file)
+            finally:
+                disk.close(file)
+            yield part
+        finally:
+            with contextlib.suppress(OSError):
+                disk.unlink(part)

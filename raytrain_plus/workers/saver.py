@@ -1,0 +1,110 @@
+"""Writes a worker's shares of checkpoints on a thread of its own, one at a time, while the training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from raytrain_plus.errors import WaitExpired
+from raytrain_plus.state.checkpoint import Copy, write_share
+from raytrain_plus.state.holding import Holding
+from raytrain_plus.state.hostcopy import HostMemory
+from raytrain_plus.state.manifest import Share, name_of
+from raytrain_plus.storage.folder import Folder
+from raytrain_plus.workers.plan import Written
+
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
+"""Seconds between the tries to write a share."""
+
+
+FREE_S = 60.0
+"""Limit of the wait for an earlier share, at the end of a run; while it trains, no step waits for one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A worker's part in the checkpoints of one generation."""
+
+    generation: int
+    writer: int
+    writers: int
+    tell: Callable[[Written], None]
+
+
+class Saver:
+    """See `training.loop.Saving`."""
+
+    def __init__(self, run: Folder, holding: Callable[[], Holding], every_steps: int | None, best: bool) -> None:
+        """`best`: whether every evaluated state is kept, so that the best of them is."""
+        self._run = run
+        self._holding = holding
+        self._every_steps = every_steps
+        self._best = best
+        self._memory = HostMemory()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._free = threading.Event()
+        self._free.set()
+        self.part: Part | None = None
+        """Set before each generation."""
+
+    def busy(self) -> bool:
+        """Whether this worker still writes its share of an earlier one."""
+        return not self._free.is_set()
+
+    def due(self, step: int, evaluated: bool) -> bool:
+        """Whether the state after `step` is to be kept; the same for every member."""
+        by_steps = self._every_steps is not None and (step + 1) % self._every_steps == 0
+        return by_steps or (self._best and evaluated)
+
+    def copy(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Copies this worker's share of the state after `step`, with those figures, and writes it meanwhile."""
+        part = self.part
+        assert part is not None
+        if not self._free.wait(FREE_S):
+            raise WaitExpired(f"an earlier checkpoint was still being written after {FREE_S:g} s")
+        began, start = time.time(), time.monotonic()
+        copies, tree = self._memory.copy(self._holding(), part.writer, part.writers)
+        stall_s = time.monotonic() - start
+        self._free.clear()
+
+        def told(share: Share | None, error: str) -> Written:
+            return Written(
+                step=step,
+                generation=part.generation,
+                writer=part.writer,
+                writers=part.writers,
+                share=share,
+                tree=tree if part.writer == 0 else None,
+                metrics=dict(metrics),
+                time=began,
+                stall_s=stall_s,
+                error=error,
+            )
+
+        self._thread.submit(self._write, part, step, copies, told)
+
+    def _write(
+        self, part: Part, step: int, copies: Sequence[Copy], told: Callable[[Share | None, str], Written]
+    ) -> None:
+        try:
+            share = self._tried(part, step, copies)
+            part.tell(told(share, "") if isinstance(share, Share) else told(None, share))
+        except Exception:
+            part.tell(told(None, traceback.format_exc()))
+        finally:
+            self._free.set()
+
+    def _tried(self, part: Part, step: int, copies: Sequence[Copy]) -> Share | str:
+        """The share, or why it could not be written."""
+        error = ""
+        for wait_s in (*BACKOFF_S, 0.0):
+            try:
+                return write_share(self._run, name_of(step, part.generation), part.writer, part.writers, copies)
+            except OSError as failure:
+                error = f"{type(failure).__name__}: {failure}"
+                time.sleep(wait_s)
+        return f"{error} (tried {len(BACKOFF_S) + 1} times)"

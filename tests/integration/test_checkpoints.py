@@ -1,0 +1,319 @@
+"""Checkpoints on a real cluster: after any loss a run goes on from the newest complete one, to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import xxhash
+
+from raytrain_plus import Checkpoint, CheckpointError, Data, DataError, Evaluate, InputError, Job, Workers
+from raytrain_plus.data.audit import audit
+from raytrain_plus.observe.events import read_events
+from raytrain_plus.runner import resume
+from tests.integration.conftest import TASKS
+from tests.integration.elastic import Run, job
+from tests.integration.tasks import write_data
+
+pytestmark = [pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def eight() -> Iterator[None]:
+    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
+    """BatchNorm, dropout, AdamW, a scheduler, clipping; a checkpoint every ten steps."""
+    settings: dict[str, Any] = {
+        "data": Data(path=str(tmp_path / "data"), batch_size=36, shards=12, cache_mb=0),
+        "steps": 60,
+        "reduction": "exact",
+        "evaluate": Evaluate(path=str(tmp_path / "data"), every_steps=20),
+        "checkpoint": Checkpoint(every_steps=10),
+        **changes,
+    }
+    return job(tmp_path, name=name, **settings)
+
+
+def ended(run: Run) -> tuple[str | None, list[float], dict[str, float]]:
+    """Hash, losses and figures of a run whose audit is clean."""
+    result = run.finish()
+    assert result.status == "finished", result.error
+    found = audit(result.path)
+    assert found.clean, found.faults
+    assert not run.events("checkpoint_failed")
+    return result.state_sha256, run.losses(), dict(result.metrics)
+
+
+@pytest.fixture
+def undisturbed(eight: None, tmp_path: Path) -> tuple[str | None, list[float], dict[str, float]]:
+    write_data(tmp_path / "data", rows=517)
+    return ended(Run(exact(tmp_path, "quiet", workers=Workers(min=2))))
+
+
+def test_a_group_that_is_lost_whole_goes_on_from_its_checkpoint(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+    run = Run(exact(tmp_path, "lost", workers=Workers(min=3), args={"pad_s": 0.03}))
+    run.until(lambda: run.committed() >= 25 and run.events("checkpoint_saved")[1:], "step 25 and two checkpoints")
+    for member in run.members():
+        run.kill(member)
+    assert ended(run) == undisturbed
+    [resumed] = run.events("resumed")
+    assert resumed["step"] >= 19
+    assert resumed["checkpoint"].startswith(f"{resumed['step']:012d}-")
+    assert resumed["voided_to"] >= 25
+    [recovered] = run.events("recovered")
+    assert recovered["steps_lost"] == resumed["voided_to"] - resumed["step"]
+
+
+def test_before_the_first_checkpoint_it_begins_anew(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+    run = Run(exact(tmp_path, "early", workers=Workers(min=2), args={"pad_s": 0.03}, checkpoint=Checkpoint()))
+    run.until_step(8)
+    for member in run.members():
+        run.kill(member)
+    assert ended(run) == undisturbed
+    [resumed] = run.events("resumed")
+    assert (resumed["step"], resumed["checkpoint"]) == (-1, None)
+
+
+def raytrain(*arguments: str | Path) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "raytrain_plus", *map(str, arguments)],
+        cwd=TASKS,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def spawn(file: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`raytrain run`, with a Ray of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "raytrain_plus", "run", str(file), "--json", *arguments],
+        cwd=TASKS,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end_all(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to driver, Ray, controller and workers at once."""
+    for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+        one.kill()
+    process.communicate(timeout=30)
+
+
+def until_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    events = folder / "events.ndjson"
+    while time.monotonic() < deadline and process.poll() is None:
+        if events.exists() and f'"step": {step}, ' in events.read_text():
+            return
+        time.sleep(0.02)
+    out, err = process.communicate(timeout=30)
+    raise AssertionError(f"step {step} was not seen: {out}{err}")
+
+
+def test_after_the_loss_of_everything_the_same_command_goes_on(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+    ray.shutdown()
+    padded = exact(tmp_path, "job", workers=Workers(min=4), args={"pad_s": 0.03})
+    file = tmp_path / "job.yaml"
+    file.write_text(padded.to_yaml())
+    process = spawn(file)
+    until_step(tmp_path / "runs" / "job", 33, process)
+    end_all(process)
+    code, out, err = raytrain("resume", "job", "--storage", "elsewhere")
+    assert (code, "there is no run 'job'" in err) == (2, True)
+    # With fewer workers, by the folder alone.
+    fewer = ("--set", "workers={min: 1}", "--set", "collective=torch", "--json")
+    code, out, err = raytrain("resume", tmp_path / "runs" / "job", *fewer)
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["state_sha256"], result["metrics"]) == (undisturbed[0], undisturbed[2])
+    assert (result["steps"], result["samples"]) == (60, 60 * 36)
+    assert audit(tmp_path / "runs" / "job").clean
+    again = spawn(file)
+    out, err = again.communicate(timeout=60)
+    assert (again.returncode, json.loads(out)["state_sha256"]) == (0, undisturbed[0]), err
+    code, out, err = raytrain("status", tmp_path / "runs" / "job")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0] == "job: finished; 60 steps"
+    assert [line.split()[1] for line in lines[2:]] == ["60", "50", "40"]
+    assert all(line.endswith("complete") for line in lines[2:])
+    outside_of_us(tmp_path)
+
+
+def outside_of_us(tmp_path: Path) -> None:
+    """The exported model, in a process that knows torch and safetensors alone."""
+    code, _, err = raytrain("export", tmp_path / "runs" / "job", "--to", tmp_path / "model.safetensors")
+    assert code == 0, err
+    program = ("export", tmp_path / "runs" / "job", "--to", tmp_path / "model.pt2", "--format", "torch-export")
+    code, _, err = raytrain(*program)
+    assert code == 0, err
+    script = f"""
+import sys
+import torch, safetensors.torch
+weights = safetensors.torch.load_file({str(tmp_path / "model.safetensors")!r})
+ended = safetensors.torch.load_file({str(tmp_path / "runs" / "job" / "model.safetensors")!r})
+assert weights.keys() == ended.keys() and all(torch.equal(weights[name], ended[name]) for name in ended)
+program = torch.export.load({str(tmp_path / "model.pt2")!r})
+assert all(torch.equal(program.state_dict[name], weights[name]) for name in weights)
+assert not [name for name in sys.modules if name.startswith(("raytrain", "ray.", "horovod"))]
+assert program.module()(torch.zeros(5, 6)).shape == (5, 3)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_losses_of_everything_and_one_hash(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+    ray.shutdown()
+    for number in range(20):
+        draw = random.Random(number)
+        name = f"job-{number}"
+        workers = Workers(min=draw.choice((1, 2, 3)))
+        every = Checkpoint(every_steps=draw.choice((3, 10)), keep=draw.choice((1, 3)))
+        padded = exact(tmp_path, name, workers=workers, args={"pad_s": 0.01}, checkpoint=every)
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(padded.to_yaml())
+        process = spawn(file)
+        until_step(tmp_path / "runs" / name, draw.randrange(50), process)
+        time.sleep(draw.random() * 0.2)
+        end_all(process)
+        code, out, err = raytrain("run", file, "--json")
+        assert code == 0, err
+        assert json.loads(out)["state_sha256"] == undisturbed[0], number
+        found = audit(tmp_path / "runs" / name)
+        assert found.clean, (number, found.faults)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_saved_by_four_and_resumed_by_any_number_on_either_library(
+    undisturbed: tuple[Any, ...], tmp_path: Path
+) -> None:
+    for library, other in (("horovod", "torch"), ("torch", "horovod")):
+        run = Run(exact(tmp_path, library, workers=Workers(min=4), collective=library, steps=30))
+        run.finish()
+        for size in (1, 2, 3, 8):
+            folder = tmp_path / "runs" / f"{library}-{size}"
+            shutil.copytree(run.folder, folder)
+            longer = ("steps=60", f"workers={{min: {size}}}", f"collective={other}")
+            result = resume(folder, longer, quiet=True, roots=[TASKS])
+            assert result.state_sha256 == undisturbed[0], (library, size)
+            assert audit(folder).clean
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_changed(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "quiet"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def refused(match: str, *overrides: str, kind: type[InputError] = InputError) -> None:
+        with pytest.raises(kind, match=match):
+            resume(folder, overrides, quiet=True, roots=[TASKS])
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+    refused(r"they differ in data\.shards", "data.shards=6")
+    refused(r"they differ in seed, clip_norm", "seed=3", "clip_norm=2.0")
+    refused("50 steps are fewer than the run has made \\(60\\)", "steps=50")
+    other = r"of another model: norm\.running_mean is float32 \[16\] in the checkpoint, float64 \[16\] in the task's"
+    refused(other, "steps=80", f"args={{folder: {tmp_path}, double: true}}", kind=CheckpointError)
+    more = (tmp_path / "data" / "0.parquet").read_bytes()
+    (tmp_path / "data" / "new.parquet").write_bytes(more)
+    refused("the data is other than when the run began: new.parquet is new", "steps=80", kind=DataError)
+    (tmp_path / "data" / "new.parquet").unlink()
+    document = next(iter(sorted((folder / "checkpoints").glob("*00059-*.json"))))
+    written = document.read_bytes()
+    rest = written.partition(b", ")[2].replace(b'"format": 1', b'"format": 7')
+    document.write_bytes(b'{"xxh3_128": "' + xxhash.xxh3_128(rest).hexdigest().encode() + b'", ' + rest)
+    before[document] = document.read_bytes()
+    refused("this checkpoint is of format 7, and this version reads format 1", "steps=80", kind=CheckpointError)
+    document.write_bytes(written)
+    # A finished run goes on to more steps, and says that it did.
+    result = resume(folder, ["steps=70"], quiet=True, roots=[TASKS])
+    assert (result.status, result.steps) == ("finished", 70)
+    assert audit(folder).clean
+    kinds = [event for event in read_events(folder / "events.ndjson") if event["kind"] in ("run_started", "resumed")]
+    assert [event["kind"] for event in kinds] == ["run_started", "run_started", "resumed"]
+    assert "steps: 70" in kinds[1]["job"]
+    assert kinds[2]["step"] == 59
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    undisturbed: tuple[Any, ...], tmp_path: Path
+) -> None:
+    run = Run(exact(tmp_path, "broken", workers=Workers(min=2), steps=30))
+    run.finish()
+    [file] = (run.folder / "checkpoints").glob("*00029-*/00001-of-*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    result = resume(run.folder, ["steps=60"], quiet=True, roots=[TASKS])
+    assert result.state_sha256 == undisturbed[0]
+    assert audit(run.folder).clean
+    [resumed] = run.events("resumed")
+    assert resumed["step"] == 19
+    [failed] = run.events("checkpoint_failed")
+    assert failed["step"] == 29
+    assert "00001-of-00002.safetensors: the file is damaged" in failed["error"]
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
+    """A file system of its own in `folder`."""
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], check=True, timeout=10)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk takes root")
+def test_a_full_disk_costs_checkpoints_and_no_step(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", 8):
+        storage = str(tmp_path / "small" / "runs")
+        run = Run(exact(tmp_path, "full", workers=Workers(min=2), storage=storage, args={"pad_s": 0.1}))
+        run.until_told("checkpoint_saved")
+        filler = tmp_path / "small" / "filler"
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            for _ in range(10_000):
+                file.write(bytes(4096))
+        seen = len(run.told)
+        run.until(lambda: any(event["kind"] == "checkpoint_failed" for event in run.told[seen:]), "a failure", 60)
+        [failed, *_] = [event for event in run.told if event["kind"] == "checkpoint_failed"]
+        assert "could not write its share: OSError: [Errno 28] No space left on device" in failed["error"]
+        # No step waits for the disk.
+        at = [event["time"] for event in run.told if event["kind"] == "step_committed" and event["step"] >= 10]
+        assert at[-1] - at[0] > 3
+        assert max(after - before for before, after in pairwise(at)) < 2
+        filler.unlink()
+        result = run.finish()
+        assert (result.status, result.state_sha256) == ("finished", undisturbed[0])
+        # What could not be written then is written now.
+        assert run.losses() == undisturbed[1]
+        assert audit(run.folder).clean
+        saved = [event["step"] for event in run.events("checkpoint_saved")]
+        assert saved[-1] == 59

@@ -1,0 +1,135 @@
+"""A checkpoint is made of shares that are there, after ledger and events; a storage that fails is tried again."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_plus.elastic import publisher as module
+from raytrain_plus.elastic.publisher import Published, Publisher
+from raytrain_plus.job import KeepBest
+from raytrain_plus.state.checkpoint import survey
+from raytrain_plus.state.manifest import FOLDER, name_of
+from raytrain_plus.storage.local import LocalFolder
+from tests.unit.state.test_checkpoint import described, shares, state
+
+Make = Callable[..., Publisher]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKOFF_S", (0.001, 0.001))
+
+
+@pytest.fixture
+def told() -> queue.SimpleQueue[Published]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def make(tmp_path: Path, told: queue.SimpleQueue[Published]) -> Iterator[Make]:
+    made: list[Publisher] = []
+
+    def build(settle: Callable[[], None] = lambda: None, best: KeepBest | None = None, **changes: Any) -> Publisher:
+        run = changes.get("run", LocalFolder(tmp_path))
+        made.append(Publisher(run, [], 2, best, settle, told.put))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+def publish(publisher: Publisher, tmp_path: Path, told: queue.SimpleQueue[Published], step: int) -> Published:
+    run = LocalFolder(tmp_path)
+    publisher.publish(described(step, 0, shares(run, state(step), name_of(step, 0), 2)))
+    return told.get(timeout=10)
+
+
+def steps(folder: Path) -> list[int]:
+    return [found.step for found in survey(LocalFolder(folder)) if found.manifest is not None]
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]) -> None:
+    publisher = make(best=KeepBest(metric="loss"))
+    for step in range(5):
+        assert publish(publisher, tmp_path, told, step).error == ""
+    assert steps(tmp_path) == [4, 3, 0]
+    assert [one.step for one in publisher.complete] == [4, 3, 0]
+    assert len(list((tmp_path / FOLDER).iterdir())) == 6
+
+
+def test_ledger_and_events_come_first(tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]) -> None:
+    seen: list[list[int]] = []
+    publisher = make(settle=lambda: seen.append(steps(tmp_path)))
+    publish(publisher, tmp_path, told, 1)
+    publish(publisher, tmp_path, told, 2)
+    assert seen == [[], [1]]
+
+
+def test_a_storage_that_comes_back_is_tried_again(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
+    failures = iter([True, True, False])
+
+    def settle() -> None:
+        if next(failures):
+            raise OSError("the storage is away")
+
+    assert publish(make(settle=settle), tmp_path, told, 1).error == ""
+    assert steps(tmp_path) == [1]
+
+
+def test_a_storage_that_stays_away_costs_the_checkpoint_and_not_the_one_before(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
+    failing = False
+
+    def settle() -> None:
+        if failing:
+            raise OSError("the storage is away")
+
+    publisher = make(settle=settle)
+    publish(publisher, tmp_path, told, 1)
+    failing = True
+    assert publish(publisher, tmp_path, told, 2).error == "OSError: the storage is away (tried 3 times)"
+    assert (steps(tmp_path), [one.step for one in publisher.complete]) == ([1], [1])
+    failing = False
+    assert publish(publisher, tmp_path, told, 3).error == ""
+    assert steps(tmp_path) == [3, 1]
+
+
+def test_shares_that_were_written_elsewhere_are_no_checkpoint(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
+    publisher = make()
+    written = shares(LocalFolder(tmp_path / "elsewhere"), state(1), name_of(1, 0), 2)
+    publisher.publish(described(1, 0, written))
+    assert "is not shared by their machines" in told.get(timeout=10).error
+    assert steps(tmp_path) == []
+
+
+def test_two_of_one_name_are_not_both_made(tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]) -> None:
+    first, second = make(), make()
+    publish(first, tmp_path, told, 1)
+    second.publish(replace(first.complete[0], time=2.5))
+    assert "another controller has written this checkpoint" in told.get(timeout=10).error
+
+
+def test_what_a_resumption_made_void_is_forgotten(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
+    publisher = make()
+    for step in (1, 2):
+        publish(publisher, tmp_path, told, step)
+    publisher.forget([(3, 1)])
+    assert [one.step for one in publisher.complete] == [1]
+    later = replace(described(2, 4, []), files=(), tensors={})
+    publisher.publish(later)
+    assert told.get(timeout=10).error == ""
+    assert [one.name for one in publisher.complete] == [name_of(2, 4), name_of(1, 0)]

@@ -1,0 +1,297 @@
+"""Checkpoints: whole or none wherever the writer stops, and no byte is used that was not written."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from raytrain_plus.errors import CheckpointError, DamagedError
+from raytrain_plus.state import manifest as m
+from raytrain_plus.state.checkpoint import Copy, commit, read_tensors, survey, sweep, write_share
+from raytrain_plus.state.shares import share_out
+from raytrain_plus.state.transfer import unpacked
+from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.local import Disk, LocalFolder
+from tests.unit.storage.disk import after_every_stop
+
+Tensors = dict[str, torch.Tensor]
+
+
+def state(step: int) -> Tensors:
+    """A small state that is another one after each step."""
+    draw = torch.Generator().manual_seed(step)
+    return {
+        "param/first.weight": torch.randn(40, 3, generator=draw),
+        "param/first.bias": torch.randn(3, generator=draw).to(torch.bfloat16),
+        "buffer/count": torch.tensor(step),
+        "buffer/empty": torch.empty(0, 4),
+        "buffer/mask": torch.rand(7, generator=draw) > 0.5,
+        "optim/first.weight/exp_avg": torch.randn(40, 3, generator=draw, dtype=torch.float64),
+    }
+
+
+def shares(run: Folder, tensors: Tensors, name: str, writers: int) -> list[m.Share]:
+    sizes = {key: (tuple(value.shape), value.nbytes) for key, value in tensors.items()}
+    written = []
+    for writer, pieces in enumerate(share_out(sizes, writers)):
+        copies = []
+        for piece in pieces:
+            value = tensors[piece.tensor]
+            data = value.reshape(-1).view(torch.uint8).numpy()[piece.start : piece.start + piece.bytes]
+            copies.append(Copy(piece, str(value.dtype).removeprefix("torch."), tuple(value.shape), data))
+        written.append(write_share(run, name, writer, writers, copies))
+    return written
+
+
+def described(step: int, generation: int, written: list[m.Share], **changes: Any) -> m.Manifest:
+    files, tensors = m.joined(written)
+    return m.Manifest(
+        **{
+            "run": "run",
+            "step": step,
+            "generation": generation,
+            "time": 1.5,
+            "job": {"seed": 0},
+            "task_sha256": None,
+            "versions": {"raytrain-plus": "0.1.0"},
+            "data": {"fingerprint": "f", "rows": 9, "samples": 8},
+            "layout": [],
+            "random": {},
+            "metrics": {"loss": 0.1 * step},
+            "stall_s": 0.0,
+            "tree": {"scheduler": {"last_epoch": step}, "persistent": ["count"]},
+            "files": files,
+            "tensors": tensors,
+            **changes,
+        }
+    )
+
+
+def save(run: Folder, step: int, generation: int = 0, writers: int = 3, **changes: Any) -> m.Manifest:
+    written = shares(run, state(step), m.name_of(step, generation), writers)
+    made = described(step, generation, written, **changes)
+    commit(run, made)
+    return made
+
+
+def load(run: Folder) -> tuple[int, Tensors]:
+    """The newest complete checkpoint, every byte checked; those that are damaged are passed over."""
+    for found in survey(run):
+        if found.manifest is not None:
+            try:
+                read = read_tensors(run, found.manifest, dict.fromkeys(found.manifest.tensors))
+            except DamagedError:
+                continue
+            assert found.manifest.tree["scheduler"] == {"last_epoch": found.manifest.step}
+            return found.manifest.step, {name: unpacked(packed, torch.device("cpu")) for name, packed in read.items()}
+    return -1, {}
+
+
+def same(left: Tensors, right: Tensors) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 8])
+def test_what_any_number_of_writers_wrote_is_read_back(tmp_path: Path, writers: int) -> None:
+    run = LocalFolder(tmp_path)
+    save(run, 7, writers=writers)
+    step, read = load(run)
+    assert step == 7
+    assert same(read, state(7))
+
+
+def test_rows_of_a_tensor_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain_plus.state.shares.LEAST_BYTES", 50)
+    run = LocalFolder(tmp_path)
+    made = save(run, 1, writers=2)
+    tensor = made.tensors["param/first.weight"]
+    assert [(piece.first, piece.last) for piece in tensor.pieces] == [(0, 15), (15, 30), (30, 40)]
+    # What lies elsewhere may be anything: it is not read.
+    untouched = tensor.pieces[0]
+    file = tmp_path / m.FOLDER / made.name / made.files[untouched.file].name
+    content = bytearray(file.read_bytes())
+    content[untouched.start] ^= 1
+    file.write_bytes(content)
+    (dtype, shape, data) = read_tensors(run, made, {"param/first.weight": (16, 37)})["param/first.weight"]
+    assert (dtype, shape) == ("float32", (21, 3))
+    read = unpacked((dtype, shape, data), torch.device("cpu"))
+    assert torch.equal(read, state(1)["param/first.weight"][16:37])
+    with pytest.raises(DamagedError, match="not those that were written"):
+        read_tensors(run, made, {"param/first.weight": (0, 1)})
+
+
+def test_the_files_are_safetensors_files(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path)
+    made = save(run, 3, writers=2)
+    found: Tensors = {}
+    for file in made.files:
+        found |= safetensors.torch.load_file(tmp_path / m.FOLDER / made.name / file.name)
+    assert same(found, state(3))
+
+
+def test_wherever_the_writer_stops_the_older_or_the_newer_one_is_there_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    save(LocalFolder(folder), 4)
+    loaded: list[int] = []
+
+    def write(disk: Disk) -> None:
+        run = LocalFolder(folder, disk)
+        made = save(run, 9, generation=1)
+        sweep(run, [made.name], before=m.newness(made))
+
+    def check(folder: Path) -> None:
+        step, read = load(LocalFolder(folder))
+        assert step in (4, 9)
+        assert same(read, state(step))
+        loaded.append(step)
+
+    calls = after_every_stop(folder, write, check)
+    assert calls > 30
+    assert set(loaded) == {4, 9}
+    # The newer one as soon as its manifest has its name, and from then on.
+    assert loaded[-1] == 9
+
+
+def test_every_damage_is_found_before_use_and_the_one_before_is_taken(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path)
+    save(run, 4)
+    made = save(run, 9)
+    newest = [tmp_path / m.FOLDER / f"{made.name}.json", *sorted((tmp_path / m.FOLDER / made.name).iterdir())]
+    draw = random.Random(0)
+    tried = 0
+    for file in newest:
+        content = file.read_bytes()
+        for at in {*range(0, len(content), max(1, len(content) // 500)), len(content) - 1}:
+            damaged = bytearray(content)
+            damaged[at] ^= 1 << draw.randrange(8)
+            file.write_bytes(damaged)
+            step, read = load(run)
+            assert step == 4, f"{file.name}, byte {at}"
+            assert same(read, state(4))
+            tried += 1
+        for length in (0, len(content) // 2, len(content) - 1):
+            file.write_bytes(content[:length])
+            assert load(run)[0] == 4
+        file.write_bytes(content + b"x")
+        assert load(run)[0] == 4
+        file.unlink()
+        assert load(run)[0] == 4
+        file.write_bytes(content)
+    assert load(run)[0] == 9
+    assert tried > 1000
+
+
+def test_what_is_damaged_is_named(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path)
+    made = save(run, 4, writers=2)
+    file = tmp_path / m.FOLDER / made.name / "00001-of-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedError, match=r"00001-of-00002\.safetensors: the file is damaged: bytes [\d,]+ to"):
+        load_of(run, made)
+    file.write_bytes(content[:-1])
+    [found] = survey(run)
+    assert found.why == f"00001-of-00002.safetensors has {len(content) - 1:,} bytes, not {len(content):,}"
+    file.unlink()
+    [found] = survey(run)
+    assert found.why == "00001-of-00002.safetensors is missing"
+    with pytest.raises(DamagedError, match="the file is missing"):
+        load_of(run, made)
+
+
+def load_of(run: Folder, made: m.Manifest) -> None:
+    read_tensors(run, made, dict.fromkeys(made.tensors))
+
+
+def test_a_survey_says_what_is_no_checkpoint_and_why(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path)
+    save(run, 4)
+    save(run, 9, generation=1)
+    save(run, 12, generation=1)
+    shares(run, state(14), m.name_of(14, 3), 2)
+    (tmp_path / m.FOLDER / "notes.txt").write_text("something else")
+    newer = save(run, 13, generation=3)
+    document = tmp_path / m.FOLDER / f"{newer.name}.json"
+    rest = document.read_bytes().partition(b", ")[2].replace(b'"format": 1', b'"format": 2')
+    document.write_bytes(b'{"xxh3_128": "' + m.xxhash.xxh3_128(rest).hexdigest().encode() + b'", ' + rest)
+    told = {found.step: (found.manifest is not None, found.why) for found in survey(run, [(2, 9)])}
+    assert list(told) == [14, 13, 12, 9, 4]
+    assert told[14] == (False, "not finished: there is no manifest")
+    assert told[13] == (False, "this checkpoint is of format 2, and this version reads format 1")
+    assert told[12] == (False, "void: the run went on from an earlier one")
+    assert (told[9], told[4]) == ((True, ""), (True, ""))
+    assert survey(LocalFolder(tmp_path / "nothing")) == []
+
+
+def test_old_ones_go_and_the_newest_never_does(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path)
+    for step in (1, 2, 3, 4):
+        save(run, step)
+    shares(run, state(2), m.name_of(2, 1), 2)
+    under_way = shares(run, state(6), m.name_of(6, 2), 2)
+    last = save(run, 5, generation=2)
+    stay, go = m.kept([found.manifest for found in survey(run) if found.manifest], 2, ("loss", "min"))
+    assert ([one.step for one in stay], [one.step for one in go]) == ([5, 4, 1], [3, 2])
+    sweep(run, [one.name for one in stay], before=m.newness(last))
+    assert [(found.step, found.generation, found.why) for found in survey(run)] == [
+        (6, 2, "not finished: there is no manifest"),
+        (5, 2, ""),
+        (4, 0, ""),
+        (1, 0, ""),
+    ]
+    assert under_way
+    assert [one.step for one in m.kept([last], 0, None)[0]] == [5]
+
+
+def test_a_checkpoint_is_written_once(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path)
+    made = save(run, 4)
+    commit(run, made)
+    with pytest.raises(CheckpointError, match="another controller has written this checkpoint"):
+        commit(run, replace(made, time=2.5))
+
+
+def test_a_strangers_manifest_leads_nowhere(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path)
+    made = save(run, 4, writers=1)
+    document = m.to_bytes(made)
+    file = tmp_path / m.FOLDER / f"{made.name}.json"
+    for before, after in (
+        (b"00000-of-00001.safetensors", b"../../../secret.safetensors"),
+        (b'"float32"', b'"float31"'),
+        (b'"first": 0', b'"first": 1'),
+        (b'"shape": [40, 3]', b'"shape": [41, 3]'),
+        (b'"step": 4', b'"step": 5'),
+        (b'"head": ', b'"head": 9999999'),
+    ):
+        rest = document.partition(b", ")[2].replace(before, after)
+        file.write_bytes(b'{"xxh3_128": "' + m.xxhash.xxh3_128(rest).hexdigest().encode() + b'", ' + rest)
+        [found] = survey(run)
+        assert found.manifest is None, after
+        assert isinstance(found.error, DamagedError), after
+
+
+def test_a_share_is_read_where_a_folder_is_copied(tmp_path: Path) -> None:
+    save(LocalFolder(tmp_path / "here"), 4)
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    assert load(LocalFolder(tmp_path / "there"))[0] == 4
+
+
+def test_arrays_are_read_writable_and_of_their_own(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path)
+    made = save(run, 4)
+    (_, _, data) = read_tensors(run, made, {"param/first.weight": None})["param/first.weight"]
+    assert data.flags.writeable
+    assert isinstance(data, np.ndarray)

@@ -1,0 +1,140 @@
+"""A disk that stops after any number of calls, and what is on it after the machine comes up again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from raytrain_plus.storage.local import Disk
+
+
+class Stopped(BaseException):
+    """The machine is gone; nothing catches it."""
+
+
+class Recorder(Disk):
+    """Does what it is told, notes it, and stops before the call with the number `stop`."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.stop = stop
+        self.calls: list[tuple[Any, ...]] = []
+        self._paths: dict[int, int] = {}
+        self._files = 0
+
+    def _next(self, *call: Any) -> None:
+        if self.stop is not None and len(self.calls) >= self.stop:
+            raise Stopped(call)
+        self.calls.append(call)
+
+    def mkdir(self, folder: Path) -> None:
+        self._next("mkdir", folder)
+        super().mkdir(folder)
+
+    def open(self, path: Path) -> int:
+        self._files += 1
+        self._next("open", path, self._files)
+        file = super().open(path)
+        self._paths[file] = self._files
+        return file
+
+    def write(self, file: int, data: memoryview) -> int:
+        # In two parts, as a disk may.
+        some = data[: max(1, len(data) // 2)]
+        self._next("write", self._paths[file], bytes(some))
+        return super().write(file, some)
+
+    def fsync(self, file: int) -> None:
+        self._next("fsync", self._paths[file])
+        super().fsync(file)
+
+    def rename(self, path: Path, to: Path) -> None:
+        self._next("rename", path, to)
+        super().rename(path, to)
+
+    def link(self, path: Path, to: Path) -> None:
+        self._next("link", path, to)
+        super().link(path, to)
+
+    def unlink(self, path: Path) -> None:
+        self._next("unlink", path)
+        super().unlink(path)
+
+    def rmtree(self, folder: Path) -> None:
+        self._next("rmtree", folder)
+        super().rmtree(folder)
+
+    def fsync_folder(self, folder: Path) -> None:
+        self._next("fsync_folder", folder)
+        super().fsync_folder(folder)
+
+
+def survives(calls: list[tuple[Any, ...]], names: bool, data: bool) -> dict[Path, bytes]:
+    """The files on the disk after the machine stopped: with `names` and `data` also what was not made durable.
+
+    A folder's names are durable after its fsync, a file's bytes after its own.
+    """
+    volatile: dict[int, bytes] = {}
+    durable: dict[int, bytes] = {}
+    now: dict[Path, int] = {}
+    kept: dict[Path, int] = {}
+    for call in calls:
+        kind, what = call[0], call[1]
+        if kind == "open":
+            now[what] = call[2]
+            volatile[call[2]] = durable[call[2]] = b""
+        elif kind == "write":
+            volatile[what] += call[2]
+        elif kind == "fsync":
+            durable[what] = volatile[what]
+        elif kind == "rename":
+            now[call[2]] = now.pop(what)
+        elif kind == "link":
+            if call[2] not in now:
+                now[call[2]] = now[what]
+        elif kind == "unlink":
+            now.pop(what, None)
+        elif kind == "rmtree":
+            now = {path: file for path, file in now.items() if what not in path.parents}
+        elif kind == "fsync_folder":
+            kept = {path: file for path, file in kept.items() if path.parent != what}
+            kept |= {path: file for path, file in now.items() if path.parent == what}
+    found, bytes_of = (now if names else kept), (volatile if data else durable)
+    return {path: bytes_of[file] for path, file in found.items()}
+
+
+def after_every_stop(folder: Path, work: Callable[[Disk], None], check: Callable[[Path], None]) -> int:
+    """Runs `work` on disks that stop before each of its calls, and `check` on what may be there then; how many calls.
+
+    `folder` holds what was there before; it is put back each time.
+    """
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    whole = Recorder()
+    work(whole)
+    for stop in range(len(whole.calls) + 1):
+        restore(folder, before)
+        disk = Recorder(stop)
+        try:
+            work(disk)
+        except Stopped:
+            assert stop < len(whole.calls)
+        for names, data in ((False, False), (True, False), (True, True)):
+            earlier = [("open", path, -index) for index, path in enumerate(before, 1)]
+            earlier += [("write", -index, content) for index, content in enumerate(before.values(), 1)]  # type: ignore[misc]
+            earlier += [("fsync", -index, b"") for index, _ in enumerate(before, 1)]  # type: ignore[misc]
+            earlier += [("fsync_folder", folder, b"") for folder in {path.parent for path in before}]  # type: ignore[misc]
+            restore(folder, survives([*earlier, *disk.calls], names, data))
+            check(folder)
+    restore(folder, before)
+    return len(whole.calls)
+
+
+def restore(folder: Path, files: dict[Path, bytes]) -> None:
+    """Makes `folder` hold these files and nothing else."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os.makedirs(folder)
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)

@@ -1,0 +1,170 @@
+"""What every folder promises, wherever it lies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import fs
+
+from raytrain_plus.errors import InputError
+from raytrain_plus.storage.folder import Folder, open_folder
+from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.remote import RemoteFolder
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Folder]:
+    """A bucket of a local S3."""
+    boto3 = pytest.importorskip("boto3")
+    moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+            patch.setenv(name, os.devnull)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+            patch.setenv(name, "true")
+        patch.delenv("AWS_SESSION_TOKEN", raising=False)
+        address = "http://{}:{}".format(*server.get_host_and_port())
+        boto3.client("s3", endpoint_url=address, region_name="us-east-1").create_bucket(Bucket="contract")
+        yield open_folder(f"s3://contract?endpoint_override={address}&region=us-east-1&scheme=http")
+    server.stop()
+
+
+@pytest.fixture(params=["local", "s3", "mounted"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    """An empty folder; `mounted` is one of those that pyarrow reaches and that are no object store."""
+    if request.param == "local":
+        return LocalFolder(tmp_path / "run")
+    if request.param == "mounted":
+        return RemoteFolder(fs.LocalFileSystem(), str(tmp_path / "run"), f"mounted://{tmp_path}/run")
+    whole: Folder = request.getfixturevalue("bucket")
+    return whole.inside(tmp_path.name)
+
+
+def test_what_is_written_is_read(folder: Folder) -> None:
+    folder.write("deep/er/file", [b"one ", bytearray(b"two "), memoryview(b"three"), np.arange(2, dtype=np.uint8)])
+    assert folder.read("deep/er/file") == b"one two three\x00\x01"
+
+
+def test_a_later_write_takes_the_place_of_an_earlier_one(folder: Folder) -> None:
+    folder.write("file", [b"a longer one"])
+    folder.write("file", [b"short"])
+    assert folder.read("file") == b"short"
+    assert {name: stat.bytes for name, stat in folder.files().items()} == {"file": 5}
+
+
+def test_an_empty_file_is_a_file(folder: Folder) -> None:
+    folder.write("empty", [])
+    assert folder.read("empty") == b""
+    assert folder.files()["empty"].bytes == 0
+
+
+def test_what_is_created_stays(folder: Folder) -> None:
+    assert folder.create("claims/1", b"mine")
+    assert not folder.create("claims/1", b"yours")
+    assert folder.read("claims/1") == b"mine"
+
+
+def test_a_range_fills_the_memory_given(folder: Folder) -> None:
+    folder.write("file", [bytes(range(100))])
+    into = np.zeros(10, np.uint8)
+    folder.read_into("file", 90, into.data)
+    assert into.tolist() == list(range(90, 100))
+    folder.read_into("file", 100, memoryview(bytearray()))
+
+
+@pytest.mark.parametrize("start", [91, 100, 1000])
+def test_a_file_shorter_than_the_range_is_an_error(folder: Folder, start: int) -> None:
+    folder.write("file", [bytes(100)])
+    with pytest.raises(OSError, match=r"file.* ends after"):
+        folder.read_into("file", start, memoryview(bytearray(10)))
+
+
+def test_what_is_not_there_is_said_so(folder: Folder) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        folder.read("nothing")
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        folder.read_into("nothing", 0, memoryview(bytearray(1)))
+    assert folder.files() == {}
+    assert folder.files("nothing") == {}
+    folder.remove("nothing")
+
+
+def test_files_are_found_however_deep(folder: Folder) -> None:
+    for name in ("top", "a/one", "a/b/two", "ab/three"):
+        folder.write(name, [name.encode()])
+    assert set(folder.files()) == {"top", "a/one", "a/b/two", "ab/three"}
+    assert set(folder.files("a")) == {"a/one", "a/b/two"}
+    stat = folder.files("a")["a/b/two"]
+    assert stat.bytes == len("a/b/two")
+    assert stat.time > 1.7e9
+
+
+def test_a_file_or_everything_under_a_folder_is_removed(folder: Folder) -> None:
+    for name in ("top", "a/one", "a/b/two", "ab/three"):
+        folder.write(name, [b"x"])
+    folder.remove("a")
+    folder.remove("top")
+    assert set(folder.files()) == {"ab/three"}
+
+
+def test_a_folder_takes_another_name(folder: Folder) -> None:
+    run = folder.inside("run")
+    run.write("a/one", [b"1"])
+    run.write("two", [b"2"])
+    folder.write("runner", [b"another one's"])
+    run.move("run.old")
+    assert set(folder.files()) == {"run.old/a/one", "run.old/two", "runner"}
+    assert folder.inside("run.old").read("a/one") == b"1"
+
+
+def test_a_folder_never_takes_the_place_of_another(folder: Folder) -> None:
+    for run in ("run", "run.old"):
+        folder.inside(run).write("file", [run.encode()])
+    with pytest.raises(OSError, match=r"run\.old"):
+        folder.inside("run").move("run.old")
+    assert folder.read("run/file") == b"run"
+    assert folder.read("run.old/file") == b"run.old"
+
+
+def test_a_folder_inside_is_a_folder(folder: Folder) -> None:
+    inside = folder.inside("a").inside("b")
+    assert inside.create("file", b"x")
+    assert folder.read("a/b/file") == b"x"
+    assert set(inside.files()) == {"file"}
+    assert inside.where == f"{folder.where}/a/b"
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../file", "a/../b", "a//b", "./a", "a/"])
+def test_no_name_leads_out_of_the_folder(folder: Folder, name: str) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: folder.write(name, [b""]),
+        lambda: folder.create(name, b""),
+        lambda: folder.read(name),
+        lambda: folder.remove(name),
+        lambda: folder.inside(name),
+        lambda: folder.move(name),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match="no name"):
+            call()
+
+
+def test_half_a_write_changes_nothing(folder: Folder) -> None:
+    def half(size: int) -> Iterator[bytes]:
+        yield bytes(size)
+        raise ValueError("no more")
+
+    folder.write("file", [b"whole"])
+    for size in (10, 20_000_000):
+        with pytest.raises(ValueError, match="no more"):
+            folder.write("file", half(size))
+        with pytest.raises(ValueError, match="no more"):
+            folder.write("new", half(size))
+    assert folder.read("file") == b"whole"
+    assert set(folder.files()) == {"file"}

@@ -1,0 +1,119 @@
+"""A folder on a file system: what is written is whole and durable, or not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from raytrain_plus.errors import InputError
+from raytrain_plus.storage.folder import open_folder
+from raytrain_plus.storage.local import Disk, LocalFolder
+from tests.unit.storage.disk import after_every_stop
+
+
+def test_whenever_the_machine_stops_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"old")
+    seen: set[bytes] = set()
+
+    def check(folder: Path) -> None:
+        seen.add(LocalFolder(folder).read("file"))
+
+    calls = after_every_stop(
+        folder, lambda disk: LocalFolder(folder, disk).write("file", [b"new ", b"and longer"]), check
+    )
+    assert seen == {b"old", b"new and longer"}
+    assert calls > 6
+
+
+def test_whenever_the_machine_stops_a_created_file_is_whole_or_none(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "other").write_bytes(b"stays")
+    seen: set[tuple[str, ...]] = set()
+
+    def check(folder: Path) -> None:
+        run = LocalFolder(folder)
+        seen.add(tuple(sorted(run.files())))
+        assert run.read("other") == b"stays"
+        if "a/b/made" in run.files():
+            assert run.read("a/b/made") == b"content"
+
+    after_every_stop(folder, lambda disk: LocalFolder(folder, disk).create("a/b/made", b"content") and None, check)
+    assert seen == {("other",), ("a/b/made", "other")}
+
+
+def test_of_many_that_create_a_file_one_does(tmp_path: Path) -> None:
+    ready = threading.Barrier(16)
+    made: list[int] = []
+
+    def create(number: int) -> None:
+        ready.wait()
+        if LocalFolder(tmp_path).create("claim", str(number).encode()):
+            made.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert LocalFolder(tmp_path).read("claim") == str(made[0]).encode()
+    assert len(made) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["claim"]
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../up", "a/../../b", "a//b", ".", "a\\b"])
+def test_names_stay_inside(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match="no name of a file inside"):
+        LocalFolder(tmp_path).create(name, b"")
+
+
+def test_links_do_not_lead_out(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "run" / "out").symlink_to(tmp_path)
+    (tmp_path / "run" / "file").symlink_to(tmp_path / "secret")
+    run = LocalFolder(tmp_path / "run")
+    for name in ("out/secret", "file", "out/new"):
+        with pytest.raises(PermissionError, match="leads out of"):
+            run.read(name)
+        with pytest.raises(PermissionError, match="leads out of"):
+            run.write(name, [b"y"])
+    assert dict(run.files()) == {}
+    assert (tmp_path / "secret").read_text() == "x"
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    class Full(Disk):
+        def write(self, file: int, data: memoryview) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    LocalFolder(tmp_path).write("file", [b"old"])
+    with pytest.raises(OSError, match="No space left"):
+        LocalFolder(tmp_path, Full()).write("file", [b"new"])
+    assert LocalFolder(tmp_path).read("file") == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_parts_of_files_are_read(tmp_path: Path) -> None:
+    run = open_folder(tmp_path / "run")
+    run.write("sub/file", [bytes(range(100))])
+    into = bytearray(10)
+    run.read_into("sub/file", 20, memoryview(into))
+    assert into == bytes(range(20, 30))
+    with pytest.raises(OSError, match="ends after 100 bytes, before 105"):
+        run.read_into("sub/file", 95, memoryview(into))
+    with pytest.raises(FileNotFoundError):
+        run.read("nothing")
+    inside = run.inside("sub")
+    assert list(inside.files()) == ["file"]
+    assert run.files("sub")["sub/file"].bytes == 100
+    assert dict(run.files("nothing")) == {}
+    run.remove("sub")
+    run.remove("sub")
+    assert dict(run.files()) == {}

@@ -1,0 +1,549 @@
+"""Folders on object stores: a local S3 (moto), behind a proxy that fails as networks and stores do."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from pyarrow import fs
+
+from raytrain_plus.errors import InputError
+from raytrain_plus.storage import remote
+from raytrain_plus.storage.folder import Folder, open_folder
+from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.remote import RemoteFolder
+
+boto3 = pytest.importorskip("boto3")
+moto = pytest.importorskip("moto.server")
+s3 = pytest.importorskip("raytrain_plus.storage.s3")
+
+BUCKET = "runs"
+MEGABYTE = 1 << 20
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on to a store, one at a time: moto looks and puts in two steps, which S3 does in one."""
+
+    daemon_threads = True
+
+    def __init__(self, store: tuple[str, int]) -> None:
+        super().__init__(("127.0.0.1", 0), Relay)
+        self.store = store
+        self.one = threading.Lock()
+        self.well()
+
+    def well(self) -> None:
+        """From now on every request is passed on, and every answer."""
+        self.answers: list[tuple[int, str]] = []
+        """Statuses and codes of the next answers, given without asking the store."""
+        self.refuse: Callable[[str, str], bool] = lambda method, path: False
+        """Whether a request is refused."""
+        self.lose: Callable[[str, str], bool] = lambda method, path: False
+        """Whether the answer to a request gets lost."""
+        self.seen: list[tuple[str, str]] = []
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Relay(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: Proxy
+
+    def relay(self) -> None:
+        body = self._body()
+        with self.server.one:
+            self.server.seen.append((self.command, self.path))
+            refused = self.server.refuse(self.command, self.path)
+            if refused or self.server.answers:
+                status, code = (403, "AccessDenied") if refused else self.server.answers.pop(0)
+                data = f"<Error><Code>{code}</Code><Message>said the store</Message></Error>".encode()
+                headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(data)))]
+            else:
+                status, headers, data = self._asked(body)
+        if self.server.lose(self.command, self.path):
+            self.close_connection = True
+            return
+        self.send_response(status)
+        for header in headers:
+            self.send_header(*header)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _asked(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        store = http.client.HTTPConnection(*self.server.store, timeout=30)
+        headers = {
+            key: value for key, value in self.headers.items() if key.lower() not in ("transfer-encoding", "expect")
+        }
+        store.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
+        answer = store.getresponse()
+        data = answer.read()
+        store.close()
+        kept = [(key, value) for key, value in answer.getheaders() if key.lower() not in ("connection", "date")]
+        return answer.status, kept, data
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = relay
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[tuple[str, int]]:
+    """The host and port of an S3 with a bucket."""
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+            patch.setenv(name, os.devnull)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+            patch.setenv(name, "true")
+        patch.delenv("AWS_SESSION_TOKEN", raising=False)
+        host, port = server.get_host_and_port()
+        boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1").create_bucket(Bucket=BUCKET)
+        yield host, port
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def relay(store: tuple[str, int]) -> Iterator[Proxy]:
+    """The proxy in front of the store."""
+    server = Proxy(store)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def root(relay: Proxy) -> Folder:
+    """The whole bucket, reached through the proxy."""
+    return open_folder(f"s3://{BUCKET}?endpoint_override={relay.address}&region=us-east-1&scheme=http")
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """boto3 waits up to 2 s by chance between its tries, otherwise."""
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
+
+
+@pytest.fixture
+def proxy(relay: Proxy) -> Proxy:
+    """The proxy, doing what it should."""
+    relay.well()
+    return relay
+
+
+@pytest.fixture
+def folder(root: Folder, proxy: Proxy, tmp_path: Path) -> Folder:
+    """An empty folder on S3, reached through the proxy."""
+    return root.inside(tmp_path.name)
+
+
+@pytest.fixture
+def bare(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """The same without boto3."""
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.delitem(sys.modules, "raytrain_plus.storage.s3", raising=False)
+    return open_folder(address(proxy, tmp_path.name))
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts as small as S3 takes them."""
+    monkeypatch.setattr(s3, "PART", 5 * MEGABYTE)
+
+
+def address(proxy: Proxy, path: str, bucket: str = BUCKET) -> str:
+    """Where a folder lies, through the proxy."""
+    return f"s3://{bucket}/{path}?endpoint_override={proxy.address}&region=us-east-1&scheme=http"
+
+
+def uploads(store: tuple[str, int]) -> list[object]:
+    """The uploads that were begun and neither completed nor aborted."""
+    client = boto3.client("s3", endpoint_url="http://{}:{}".format(*store), region_name="us-east-1")
+    found: list[object] = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+    return found
+
+
+def pieces(*sizes: int) -> Iterator[bytes]:
+    """Pieces that differ."""
+    for number, size in enumerate(sizes):
+        yield bytes([number]) * size
+
+
+# What pyarrow does, and why nothing is ever closed that must not be seen.
+
+
+def test_a_stream_of_pyarrow_that_is_closed_half_way_completes_the_object(store: tuple[str, int]) -> None:
+    system = fs.S3FileSystem(endpoint_override="http://{}:{}".format(*store), region="us-east-1")
+
+    def write() -> None:
+        with system.open_output_stream(f"{BUCKET}/half") as stream:
+            stream.write(b"half of it")
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        write()
+    assert system.get_file_info(f"{BUCKET}/half").size == len(b"half of it")
+
+
+# Writing.
+
+
+@pytest.mark.parametrize("sizes", [(), (5,), (5 * MEGABYTE,), (5 * MEGABYTE, 1), (1, 11 * MEGABYTE, 6 * MEGABYTE)])
+@pytest.mark.usefixtures("small_parts")
+def test_objects_of_any_size_are_whole(folder: Folder, store: tuple[str, int], sizes: tuple[int, ...]) -> None:
+    folder.write("object", pieces(*sizes))
+    assert folder.read("object") == b"".join(pieces(*sizes))
+    assert not uploads(store)
+
+
+def test_a_large_object(folder: Folder) -> None:
+    folder.write("object", pieces(10 * MEGABYTE, 30 * MEGABYTE))
+    assert folder.read("object") == b"".join(pieces(10 * MEGABYTE, 30 * MEGABYTE))
+
+
+def test_a_large_object_without_boto3(bare: Folder) -> None:
+    bare.write("object", pieces(3 * MEGABYTE, 12 * MEGABYTE))
+    assert bare.read("object") == b"".join(pieces(3 * MEGABYTE, 12 * MEGABYTE))
+    assert set(bare.files()) == {"object"}
+
+
+@pytest.mark.parametrize("size", [10, 12 * MEGABYTE])
+@pytest.mark.usefixtures("small_parts")
+def test_an_upload_whose_data_fails_is_aborted(folder: Folder, store: tuple[str, int], size: int) -> None:
+    def half() -> Iterator[bytes]:
+        yield bytes(size)
+        raise KeyboardInterrupt
+
+    folder.write("object", [b"whole"])
+    with pytest.raises(KeyboardInterrupt):
+        folder.write("object", half())
+    assert folder.read("object") == b"whole"
+    assert not uploads(store)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_an_upload_of_which_a_part_fails_is_aborted(folder: Folder, proxy: Proxy, store: tuple[str, int]) -> None:
+    folder.write("object", [b"whole"])
+    proxy.refuse = lambda method, path: "partNumber=2" in path
+    with pytest.raises(OSError, match=r"object could not be written: .*AccessDenied"):
+        folder.write("object", pieces(*[5 * MEGABYTE] * 3))
+    assert folder.read("object") == b"whole"
+    assert not uploads(store)
+
+
+@pytest.mark.parametrize("size", [10, 12 * MEGABYTE])
+def test_a_write_without_boto3_whose_data_fails_leaves_nothing(bare: Folder, proxy: Proxy, size: int) -> None:
+    def half() -> Iterator[bytes]:
+        yield bytes(size)
+        raise ValueError("no more")
+
+    bare.write("object", [b"whole"])
+    with pytest.raises(ValueError, match="no more"):
+        bare.write("object", half())
+    assert bare.read("object") == b"whole"
+    left = fs.S3FileSystem(endpoint_override=proxy.address, region="us-east-1").get_file_info(
+        fs.FileSelector(bare.where.removeprefix("s3://"), recursive=True)
+    )
+    assert [info.base_name for info in left if info.type == fs.FileType.File] == ["object"]
+
+
+# Creating.
+
+
+def test_of_two_that_create_at_the_same_moment_one_does(folder: Folder) -> None:
+    start = threading.Barrier(2, timeout=30)
+
+    def create(number: int, who: bytes) -> bool:
+        start.wait()
+        return folder.create(f"claim-{number}", who)
+
+    assert folder.exclusive
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(10):
+            first, second = pool.map(create, (number, number), (b"first", b"second"))
+            assert first != second
+            assert folder.read(f"claim-{number}") == (b"first" if first else b"second")
+
+
+def test_what_was_created_although_the_answer_was_lost_is_ours(folder: Folder, proxy: Proxy) -> None:
+    lost: list[str] = []
+
+    def lose(method: str, path: str) -> bool:
+        if method == "PUT" and not lost:
+            lost.append(path)
+            return True
+        return False
+
+    proxy.lose = lose
+    assert folder.create("claim", b"token-1")
+    assert [method for method, _ in proxy.seen].count("PUT") == 2
+    assert folder.create("claim", b"token-1")
+    assert not folder.create("claim", b"token-2")
+
+
+def test_a_conflict_is_tried_again(folder: Folder, proxy: Proxy) -> None:
+    proxy.answers = [(409, "ConditionalRequestConflict")]
+    assert folder.create("claim", b"x")
+    assert folder.read("claim") == b"x"
+
+
+def test_conflicts_without_end_have_one(folder: Folder, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "CONFLICT_WAIT_S", 0.0)
+    proxy.answers = [(409, "ConditionalRequestConflict")] * 100
+    with pytest.raises(OSError, match="claim could not be created: 10 tries met others"):
+        folder.create("claim", b"x")
+
+
+def test_what_is_gone_when_it_is_looked_at_was_not_ours(folder: Folder, proxy: Proxy) -> None:
+    proxy.answers = [(412, "PreconditionFailed")]
+    assert not folder.create("claim", b"x")
+
+
+def test_without_boto3_nothing_is_promised_and_all_works(bare: Folder) -> None:
+    assert not bare.exclusive
+    assert bare.create("claim", b"mine")
+    assert not bare.create("claim", b"yours")
+    assert bare.create("claim", b"mine")
+    assert bare.read("claim") == b"mine"
+    bare.inside("run").write("a/file", [b"x"])
+    bare.inside("run").move("aside")
+    assert set(bare.files()) == {"claim", "aside/a/file"}
+    bare.remove("aside")
+    assert set(bare.files()) == {"claim"}
+
+
+# Listing and moving.
+
+
+def test_markers_of_folders_and_unfinished_files_are_no_files(folder: Folder, proxy: Proxy, tmp_path: Path) -> None:
+    system, path = fs.FileSystem.from_uri(address(proxy, tmp_path.name))
+    system.create_dir(f"{path}/empty/folder", recursive=True)
+    with system.open_output_stream(f"{path}/.object.0123.part") as stream:
+        stream.write(b"half")
+    folder.write("object", [b"x"])
+    assert set(folder.files()) == {"object"}
+
+
+def test_a_bucket_keeps_its_name(root: Folder) -> None:
+    with pytest.raises(OSError, match=r"s3://runs is a whole bucket"):
+        root.move("other")
+
+
+def test_what_is_not_there_cannot_be_moved(folder: Folder) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        folder.inside("nothing").move("other")
+
+
+def test_a_move_that_fails_leaves_everything_where_it_was(folder: Folder, proxy: Proxy) -> None:
+    run = folder.inside("run")
+    run.write("file", [b"x"])
+    proxy.lose = lambda method, path: method == "PUT"
+    with pytest.raises(OSError, match=r"run/file could not be copied to s3://"):
+        run.move("aside")
+    proxy.lose = lambda method, path: False
+    assert run.read("file") == b"x"
+
+
+# Failures of the store.
+
+
+def calls(folder: Folder) -> dict[str, Callable[[], object]]:
+    return {
+        "written": lambda: folder.write("object", [b"x"]),
+        "created": lambda: folder.create("object", b"x"),
+        "read": lambda: folder.read("object"),
+        "listed": lambda: folder.files(),
+        "removed": lambda: folder.remove("object"),
+    }
+
+
+@pytest.mark.parametrize("done", ["written", "created", "read", "listed", "removed"])
+def test_a_refusal_says_what_could_not_be_done(folder: Folder, proxy: Proxy, done: str) -> None:
+    proxy.answers = [(403, "AccessDenied")] * 10
+    with pytest.raises(OSError, match=rf"s3://runs/.* could not be {done}: .*(?i:access.?denied)"):
+        calls(folder)[done]()
+    assert len(proxy.answers) == 9, "a refusal is final"
+
+
+@pytest.mark.parametrize(("done", "status", "code"), [("created", 503, "SlowDown"), ("listed", 500, "InternalError")])
+def test_a_store_that_fails_is_tried_again_and_then_told(
+    folder: Folder, proxy: Proxy, done: str, status: int, code: str
+) -> None:
+    proxy.answers = [(status, code)] * 10
+    with pytest.raises(OSError, match=rf"s3://runs/.* could not be {done}: .*(?i:{code[:4]})"):
+        calls(folder)[done]()
+    assert len(proxy.answers) == 7, "the libraries try three times"
+
+
+def test_a_store_that_fails_once_is_no_failure(folder: Folder, proxy: Proxy) -> None:
+    proxy.answers = [(503, "SlowDown")]
+    folder.write("object", [b"x"])
+    assert folder.read("object") == b"x"
+
+
+def test_a_store_that_never_answers_is_given_up(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
+    folder = open_folder(address(proxy, "never"))
+    free = threading.Event()
+    proxy.lose = lambda method, path: bool(free.wait(60)) or True
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            reading, writing = pool.submit(folder.read, "object"), pool.submit(folder.write, "object", [b"x"])
+            with pytest.raises(OSError, match=r"object could not be read: .*Timeout was reached"):
+                reading.result(30)
+            with pytest.raises(OSError, match=r"object could not be written: Read timeout"):
+                writing.result(30)
+    finally:
+        free.set()
+
+
+@pytest.mark.parametrize("kind", ["folder", "bare"])
+def test_a_bucket_that_is_not_there_is_said_so(proxy: Proxy, request: pytest.FixtureRequest, kind: str) -> None:
+    request.getfixturevalue(kind)
+    nowhere = open_folder(address(proxy, "a", bucket="nowhere"))
+    with pytest.raises(OSError, match=r"s3://nowhere/a/object could not be written: .*bucket does not exist"):
+        nowhere.write("object", [b"x"])
+    with pytest.raises(OSError, match=r"s3://nowhere/a/object could not be (created|written): .*bucket does not exist"):
+        nowhere.create("object", b"x")
+
+
+# Addresses.
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("ftp://host/runs", "Unrecognized filesystem type"),
+        ("https://host/runs", "Unrecognized filesystem type"),
+        ("s3:///runs", "Missing bucket name"),
+        ("s3://bucket/runs?regio=x", "Unexpected query parameter in S3 URI: 'regio'"),
+        ("s3://bucket/ru ns?region=x", "Cannot parse URI"),
+        ("s3://bucket/a//b?region=x", "an empty part"),
+        ("s3://bucket/a/../b?region=x", "an empty part, '.' or '..'"),
+        ("s3://", "its path is empty"),
+        ("abfs://box@account.dfs.core.windows.net/runs?keey=secret", "Unexpected query parameter"),
+    ],
+)
+def test_what_is_no_address_is_the_users_mistake(where: str, why: str) -> None:
+    with pytest.raises(InputError) as caught:
+        open_folder(where)
+    assert caught.value.where == where.partition("?")[0].replace("box@", "")
+    assert "secret" not in str(caught.value)
+    assert why in caught.value.what
+    assert "\n" not in caught.value.what
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "s3://KEYID:pa55word@bucket/ru ns",
+        "s3://KEYID:pa55word/more@bucket/runs",
+        "s3://KEYID:pa55word?more@bucket/runs",
+        "s3://KEYID:pa55word@bucket/runs?no=such",
+        "nothing://KEYID:pa55word@bucket/runs",
+    ],
+)
+def test_an_address_that_is_wrong_keeps_its_secrets(where: str) -> None:
+    with pytest.raises(InputError) as caught:
+        open_folder(where)
+    for text in (str(caught.value), repr(caught.value)):
+        assert "pa55" not in text
+        assert "KEYID" not in text
+    assert caught.value.__suppress_context__
+
+
+def test_an_address_keeps_its_secrets(proxy: Proxy, store: tuple[str, int]) -> None:
+    where = f"s3://KEYID:pa55%2Fword@{BUCKET}/secret?endpoint_override={proxy.address}&region=us-east-1&scheme=http"
+    folder = open_folder(where)
+    assert folder.where == f"s3://{BUCKET}/secret"
+    folder.write("object", [b"x"])
+    assert folder.create("claim", b"x")
+    proxy.answers = [(403, "AccessDenied")] * 2
+    for call in (calls(folder)["written"], calls(folder)["read"]):
+        with pytest.raises(OSError) as caught:
+            call()
+        assert "KEYID" not in str(caught.value)
+        assert "pa55" not in str(caught.value)
+
+
+def test_the_keys_of_an_address_are_used(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    signed: list[str] = []
+    asked = Relay._asked
+
+    def looked(self: Relay, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        signed.append(self.headers["Authorization"])
+        return asked(self, body)
+
+    monkeypatch.setattr(Relay, "_asked", looked)
+    folder = open_folder(
+        f"s3://KEYID:pa55word@{BUCKET}/keys?endpoint_override={proxy.address}&region=eu-west-1&scheme=http"
+    )
+    folder.write("object", [b"x"])
+    folder.read("object")
+    assert len(signed) > 1
+    assert all("Credential=KEYID/" in header and "/eu-west-1/s3/" in header for header in signed)
+
+
+@pytest.mark.parametrize(
+    ("where", "shown"),
+    [
+        ("s3://KEYID:secret@bucket/runs/?region=x", "s3://bucket/runs"),
+        ("gs://anonymous@bucket/runs?retry_limit_seconds=1", "gs://anonymous@bucket/runs"),
+        (
+            "abfs://container:secret@account.dfs.core.windows.net/runs?x=y",
+            "abfs://container@account.dfs.core.windows.net/runs",
+        ),
+        ("hdfs:///runs", "hdfs:///runs"),
+    ],
+)
+def test_an_address_is_shown_without_secrets_and_settings(where: str, shown: str) -> None:
+    assert remote._address(where) == shown
+
+
+def test_a_path_in_the_form_of_an_address_is_a_local_folder(tmp_path: Path) -> None:
+    folder = open_folder(f"file://{tmp_path}/runs")
+    assert isinstance(folder, LocalFolder)
+    assert folder.where == f"{tmp_path}/runs"
+
+
+# File systems that are no object stores.
+
+
+def test_a_file_system_gets_the_file_beside_and_then_by_its_name(tmp_path: Path) -> None:
+    folder = RemoteFolder(fs.LocalFileSystem(), str(tmp_path), "hdfs://host/runs")
+    before: list[set[str]] = []
+
+    def data() -> Iterator[bytes]:
+        yield b"half"
+        before.append({path.name for path in (tmp_path / "a").iterdir()})
+
+    folder.write("a/file", data())
+    assert [name.startswith(".file.") and name.endswith(".part") for name in before[0]] == [True]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
+    assert not folder.exclusive

@@ -1,0 +1,120 @@
+"""A worker's share is copied at once and written meanwhile; a storage that fails is told of, and holds up no step."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from raytrain_plus.state.checkpoint import read_tensors
+from raytrain_plus.state.holding import Holding
+from raytrain_plus.state.manifest import joined, name_of
+from raytrain_plus.storage.folder import Buffer
+from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.workers import saver as module
+from raytrain_plus.workers.plan import Written
+from raytrain_plus.workers.saver import Part, Saver
+from tests.unit.state.test_checkpoint import described
+
+Told = queue.SimpleQueue[Written]
+
+
+def holding() -> Holding:
+    model = torch.nn.Linear(5, 3)
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW([value for _, value in named])
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    return Holding({}, named, [], optimizer, None, {"weight": -3})
+
+
+def saver(run: LocalFolder, held: Holding, told: Told, writer: int = 0, writers: int = 1) -> Saver:
+    made = Saver(run, lambda: held, 4, best=True)
+    made.part = Part(generation=2, writer=writer, writers=writers, tell=told.put)
+    return made
+
+
+def test_when_a_checkpoint_is_due(tmp_path: Path) -> None:
+    made = saver(LocalFolder(tmp_path), holding(), queue.SimpleQueue())
+    assert [step for step in range(12) if made.due(step, evaluated=False)] == [3, 7, 11]
+    assert made.due(0, evaluated=True)
+    assert not any(Saver(LocalFolder(tmp_path), holding, None, best=False).due(step, True) for step in range(99))
+
+
+def test_what_is_written_is_the_state_at_the_copy(tmp_path: Path) -> None:
+    run, held = LocalFolder(tmp_path), holding()
+    before = {name: value.detach().clone() for name, value in held.parameters}
+    told: Told = queue.SimpleQueue()
+    writers = [saver(run, held, told, writer, 2) for writer in range(2)]
+    for one in writers:
+        one.copy(7, {"loss": 0.5})
+    with torch.no_grad():
+        for _, value in held.parameters:
+            value.zero_()
+    shares = sorted((told.get(timeout=10) for _ in writers), key=lambda one: one.writer)
+    assert [one.error for one in shares] == ["", ""]
+    assert (shares[0].tree["scales"], shares[1].tree) == ({"weight": -3}, None)
+    assert shares[0].metrics == {"loss": 0.5}
+    made = described(7, 2, [one.share for one in shares if one.share])
+    _, tensors = joined([one.share for one in shares if one.share])
+    assert sorted(tensors)[:2] == ["optim/bias/exp_avg", "optim/bias/exp_avg_sq"]
+    read = read_tensors(run, made, {"param/weight": None})["param/weight"][2]
+    assert read.tobytes() == before["weight"].numpy().tobytes()
+
+
+class Slow(LocalFolder):
+    """Writes when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.go = threading.Event()
+
+    def write(self, name: str, data: Iterable[Buffer]) -> None:
+        assert self.go.wait(10)
+        super().write(name, data)
+
+
+def test_it_is_busy_until_its_share_is_durable(tmp_path: Path) -> None:
+    run, told = Slow(tmp_path), queue.SimpleQueue[Written]()
+    made = saver(run, holding(), told)
+    assert not made.busy()
+    made.copy(3, {})
+    assert made.busy()
+    run.go.set()
+    assert told.get(timeout=10).error == ""
+    assert made._free.wait(10)
+    made.copy(7, {})
+    assert told.get(timeout=10).step == 7
+
+
+class Failing(LocalFolder):
+    """Fails so many times."""
+
+    def __init__(self, path: Path, failures: int) -> None:
+        super().__init__(path)
+        self.failures = failures
+
+    def write(self, name: str, data: Iterable[Buffer]) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise OSError(28, "No space left on device")
+        super().write(name, data)
+
+
+@pytest.mark.parametrize(
+    ("failures", "error"), [(2, ""), (9, "OSError: [Errno 28] No space left on device (tried 3 times)")]
+)
+def test_a_storage_that_fails_is_tried_again_and_then_told_of(
+    tmp_path: Path, failures: int, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BACKOFF_S", (0.001, 0.001))
+    told: Told = queue.SimpleQueue()
+    made = saver(Failing(tmp_path, failures), holding(), told)
+    made.copy(3, {})
+    assert told.get(timeout=10).error == error
+    assert made._free.wait(10)
+    assert ((tmp_path / "checkpoints" / name_of(3, 2)).exists()) == (not error)
