@@ -490,7 +490,7 @@ MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_table_is_caught(name: str) -> None:
     caught: list[str] = []
-    for small in ("two deaths", "faults", "a drain", "doubled and lost messages", "on from a damaged checkpoint"):
+    for small in ("on from a damaged checkpoint", "two deaths", "faults", "a drain", "doubled and lost messages"):
         sizes, happening = SCOPES[small]
         with broken(**MUTANTS[name]()):
             try:
