@@ -46,9 +46,10 @@ test: setup check  ## set up, check, and run every test but the slow ones
 test-slow: setup  ## the large counts
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m slow --durations=15
 
-bench: setup  ## this platform beside a bare Horovod loop and torch DDP; what exact sums and the ledger cost
+bench: setup  ## this platform beside a bare Horovod loop and torch DDP; what exact sums, ledger and checkpoints cost
 	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.steps
 	$(BIN)/python -m tests.benchmarks.proof
+	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.checkpoints
 
 bench-recovery: setup  ## what the death of a worker costs, here and with the peers (an hour)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[peers]' --no-build-isolation
