@@ -95,6 +95,13 @@ class Parts:
         self._thread.join()
         self.flush()
 
+    def drop(self) -> None:
+        """Writes nothing more."""
+        with self._news:
+            self._closing = True
+            self._pending.clear()
+            self._news.notify_all()
+
     def _run(self) -> None:
         period_s = PERIOD_S
         while True:

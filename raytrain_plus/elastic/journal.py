@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -20,6 +21,7 @@ from raytrain_plus.elastic.view import View
 from raytrain_plus.errors import RunError
 from raytrain_plus.observe.events import EVENTS, EventLog, read_events
 from raytrain_plus.observe.tensorboard import Scalars
+from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import Fence, Lease
 from raytrain_plus.training.records import Evaluated, StepRecord
@@ -34,17 +36,20 @@ KEPT = 10_000
 class Journal:
     """Written by the controller's loop; followed from other threads. Nothing is on disk before `open`."""
 
-    def __init__(self, batch_size: int, rows: int, base: int = 0) -> None:
+    def __init__(self, batch_size: int, rows: int, end: tuple[int, int] | None, past: Past) -> None:
         """`batch_size`: rows of a step; `rows`: rows of the data, which tell the epoch.
 
-        `base`: what is added to generations, because earlier controllers of the run had some.
+        `end`: where a job is given in epochs, its steps and all their rows. `past`: what the run goes on from.
         """
-        self.base = base
+        self.base = past.generation + 1
+        """What is added to generations: earlier controllers of the run had some."""
+        self._end = end
         self._batch_size = batch_size
         self._rows = rows
         self._news = threading.Condition()
         self._told: list[dict[str, Any]] = []
         self._dropped = 0
+        self._earlier = 0
         self._early: list[dict[str, Any]] = []
         self._folder: Path | None = None
         self._fence: Fence | None = None
@@ -56,12 +61,12 @@ class Journal:
         self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
         self._totals = Totals()
         self._incidents = Incidents()
-        self._metrics: dict[str, float] = {}
+        self._figures: dict[int, Mapping[str, float]] = dict(past.figures)
         self._places: dict[str, Place] = {}
         self._offsets: dict[str, float] = {}
         self._members: tuple[str, ...] = ()
         self._waiting = ""
-        self.generation = base
+        self.generation = self.base
         self.evaluated = -2
         """The highest step whose evaluation has been heard of."""
 
@@ -88,6 +93,7 @@ class Journal:
         (folder / "job.yaml").write_text(job_yaml)
         (folder / "dataset.json").write_text(json.dumps(dataset, indent=1) + "\n")
         self._log = EventLog(folder / EVENTS)
+        self._earlier = sum(1 for _ in read_events(folder / EVENTS))
         self._parts = Parts(folder)
         self._scalars = Scalars(folder / "tensorboard")
         early, self._early = self._early, []
@@ -105,6 +111,9 @@ class Journal:
     def renew(self) -> None:
         """Says that the run is alive. Raises `RunError` where it belongs to somebody else by now."""
         if self._overtaken:
+            if self._parts is not None:
+                self._parts.drop()
+            self._lease = self._log = self._parts = self._scalars = None
             raise RunError(self._overtaken)
         if self._lease is None or not self._lease.due:
             return
@@ -119,7 +128,6 @@ class Journal:
         """Raises `RunError` where another controller has taken the run over; nothing is written from then on."""
         holder = None if self._fence is None else self._fence.overtaken()
         if holder is not None:
-            self._lease = self._log = self._parts = self._scalars = None
             what = f"another controller has taken this run over ({holder}); this one stops and writes no more"
             self._overtaken = what
             raise RunError(what)
@@ -131,7 +139,9 @@ class Journal:
             if cursor >= self._dropped or self._folder is None:
                 return self._told[max(0, cursor - self._dropped) :]
             until = min(self._dropped, cursor + KEPT)
-        return list(itertools.islice(read_events(self._folder / EVENTS), cursor, until))
+        # Earlier controllers' come first in the file.
+        events = read_events(self._folder / EVENTS)
+        return list(itertools.islice(events, self._earlier + cursor, self._earlier + until))
 
     def came(self, place: Place) -> None:
         """A worker is there."""
@@ -163,7 +173,7 @@ class Journal:
         for told in records:
             if isinstance(told, Evaluated) and told.step > self.evaluated:
                 self.evaluated = told.step
-                self._metrics = dict(told.metrics)
+                self._figures[told.step] = dict(told.metrics)
                 self._tell("evaluated", step=told.step, metrics=dict(told.metrics))
 
     def regroup(self, now: float, members: Sequence[str], held: int, generation: int) -> None:
@@ -183,8 +193,14 @@ class Journal:
         self._commits = Commits(["nobody yet"], first_step=step + 1)
         self._totals.back_to(step, self.samples(step), made)
         self.evaluated = evaluated
+        self._figures = {at: figures for at, figures in self._figures.items() if at <= step}
         self._tell("resumed", step=step, checkpoint=checkpoint, voided_to=made)
-        self.settle()
+        try:
+            if self._log is not None:
+                self._log.sync()
+        except OSError:
+            # The next checkpoint waits for it in any case.
+            log.warning("the resumption cannot be made durable yet", exc_info=True)
 
     def settle(self) -> None:
         """Makes ledger and events durable, up to what is committed by now. Raises `OSError` where it cannot, and
@@ -204,8 +220,14 @@ class Journal:
         """There is none, or not one that can be used."""
         self._tell("checkpoint_failed", step=step, error=error)
 
+    def figures(self, step: int) -> Mapping[str, float]:
+        """Held-out figures of the state after `step`; none where it was not evaluated."""
+        return self._figures.get(step, {})
+
     def samples(self, step: int) -> int:
-        """Rows in all steps up to `step`, which is not the last of a job with a last step of its own size."""
+        """Rows in all steps up to `step`."""
+        if self._end is not None and step == self._end[0] - 1:
+            return self._end[1]
         return (step + 1) * self._batch_size
 
     def formed(
@@ -257,7 +279,7 @@ class Journal:
             name=name,
             status=status,
             path=folder,
-            metrics=self._metrics,
+            metrics=self._figures[max(self._figures)] if self._figures else {},
             state_sha256=sha,
             error=error,
             show=export.show if export else None,
@@ -266,6 +288,7 @@ class Journal:
         if self._folder is None:
             return result
         try:
+            self.check_fence()
             if export is not None:
                 # Whole or not at all.
                 unfinished = self._folder / ".model.safetensors.part"
@@ -290,6 +313,8 @@ class Journal:
 
     def close(self) -> None:
         """Closes what is open. What the disk does not take by now is lost, and said so."""
+        if self._overtaken:
+            return
         for opened in (self._scalars, self._parts, self._log):
             try:
                 if opened is not None:
@@ -297,7 +322,8 @@ class Journal:
             except OSError:
                 log.warning("the end of %s cannot be written", type(opened).__name__, exc_info=True)
         if self._lease is not None:
-            self._lease.release()
+            with contextlib.suppress(OSError):
+                self._lease.release()
 
     def _commit(self, records: Iterable[StepRecord]) -> None:
         for record in records:

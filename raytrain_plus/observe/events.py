@@ -73,7 +73,7 @@ class EventLog:
         """Makes all events durable. Raises `OSError` where the disk does not take them."""
         with self._writing:
             self._flush()
-            os.fsync(self._file.fileno())
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Makes the file durable and closes it. Raises `OSError` where the disk does not take what is left."""

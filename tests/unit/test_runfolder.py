@@ -16,7 +16,16 @@ from raytrain_plus import runfolder
 from raytrain_plus.errors import InputError
 from raytrain_plus.job import Data, Job
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import LEASE_S, Fence, Lease, check_writable, claim, earlier_result, lease_holder
+from raytrain_plus.runfolder import (
+    LEASE_S,
+    Fence,
+    Lease,
+    check_writable,
+    claim,
+    claims_of,
+    earlier_result,
+    lease_holder,
+)
 from raytrain_plus.storage.local import LocalFolder
 
 JOB = Job(name="run", task="a:B", data=Data(path="d", batch_size=8), steps=3)
@@ -64,15 +73,17 @@ def test_a_folder_that_is_no_run_is_in_the_way(tmp_path: Path) -> None:
 
 def test_the_newest_controller_alone_may_write(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path / "run")
-    first = Fence(run)
+    first = Fence(run, 0)
     assert first.overtaken() is None
-    second = Fence(run)
+    with pytest.raises(InputError, match="has begun in the meantime"):
+        Fence(run, 0)
+    second = Fence(run, claims_of(run))
     assert second.overtaken() is None
     assert str(os.getpid()) in (first.overtaken() or "")
     # Moved aside, and another one's in its place.
     run.move("aside")
     assert second.overtaken() == "its folder was moved away"
-    third = Fence(run)
+    third = Fence(run, 0)
     assert second.overtaken() is not None
     assert third.overtaken() is None
 
@@ -85,7 +96,7 @@ def test_of_controllers_that_begin_at_once_one_gets_the_run(tmp_path: Path) -> N
     def begin() -> None:
         ready.wait()
         try:
-            got.append(Fence(LocalFolder(tmp_path / "run")))
+            got.append(Fence(LocalFolder(tmp_path / "run"), 0))
         except InputError as error:
             late.append(error)
 
@@ -94,8 +105,8 @@ def test_of_controllers_that_begin_at_once_one_gets_the_run(tmp_path: Path) -> N
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(got) + len(late) == 8
-    assert [fence.overtaken() for fence in got].count(None) == 1
+    assert (len(got), len(late)) == (1, 7)
+    assert got[0].overtaken() is None
 
 
 def test_another_job_is_in_the_way_and_its_differences_are_named(tmp_path: Path) -> None:
@@ -110,9 +121,9 @@ def test_fresh_moves_aside_and_overwrites_nothing(tmp_path: Path) -> None:
         left_by(tmp_path / "run", "failed")
         assert earlier_result(tmp_path / "run", JOB, fresh=True) is None
         assert (tmp_path / "run").exists()
-        claim(tmp_path / "run", fresh=True, goes_on=False)
+        claim(tmp_path / "run", fresh=True, claims=None)
         shutil.rmtree(tmp_path / "run")
-    claim(tmp_path / "run", fresh=False, goes_on=False)
+    claim(tmp_path / "run", fresh=False, claims=None)
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["claims"]
     assert len(list(tmp_path.iterdir())) == 4
 
@@ -141,10 +152,10 @@ def test_a_living_run_is_in_the_way_even_of_a_fresh_one(tmp_path: Path, monkeypa
 def test_a_run_that_began_in_the_meantime_is_left_alone(tmp_path: Path) -> None:
     left_by(tmp_path / "run", "finished")
     with pytest.raises(InputError, match=r"has begun in the meantime \(and ended\)"):
-        claim(tmp_path / "run", fresh=False, goes_on=False)
+        claim(tmp_path / "run", fresh=False, claims=None)
     Lease(tmp_path / "run").renew()
     with pytest.raises(InputError, match=r"has begun in the meantime \(process "):
-        claim(tmp_path / "run", fresh=True, goes_on=False)
+        claim(tmp_path / "run", fresh=True, claims=None)
     assert (tmp_path / "run" / "result.json").exists()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from raytrain_plus.elastic import journal as module
 from raytrain_plus.elastic.journal import Journal
+from raytrain_plus.past import Past
 from raytrain_plus.runfolder import Fence
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.workers.plan import Place
@@ -16,8 +17,8 @@ from raytrain_plus.workers.plan import Place
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
-    made = Journal(batch_size=8, rows=80)
-    made.open(tmp_path / "run", Fence(LocalFolder(tmp_path / "run")), "name: x\n", {}, "here", {})
+    made = Journal(batch_size=8, rows=80, end=None, past=Past())
+    made.open(tmp_path / "run", Fence(LocalFolder(tmp_path / "run"), 0), "name: x\n", {}, "here", {})
     yield made
     made.close()
 
