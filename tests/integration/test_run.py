@@ -250,6 +250,7 @@ def test_a_driver_that_dies_takes_the_run_with_it(tmp_path: Path) -> None:
     assert names <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 
 
+@pytest.mark.slow
 def test_a_lost_worker_is_told_in_one_line_and_replaced(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=60))
