@@ -245,6 +245,7 @@ def test_an_exception_inside_an_apply_makes_a_worker_dirty_not_lost(
     check(run, before, [], undisturbed[False])
 
 
+@pytest.mark.slow
 def test_a_donor_that_is_killed_in_mid_transfer(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
     run, before = started(tmp_path, args={"fault": "snapshot:kill:1", "pad_s": 0.02})
     run.kill(victim := run.members()[3])
