@@ -523,7 +523,7 @@ def test_the_keys_of_an_address_are_used(proxy: Proxy, monkeypatch: pytest.Monke
     ],
 )
 def test_an_address_is_shown_without_secrets_and_settings(where: str, shown: str) -> None:
-    assert remote._address(where) == shown
+    assert RemoteFolder(fs.LocalFileSystem(), "runs", where).where == shown
 
 
 def test_a_path_in_the_form_of_an_address_is_a_local_folder(tmp_path: Path) -> None:
