@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from raytrain_plus.observe.events import EVENTS, read_events
+from raytrain_plus.data.parts import FOLDER as LEDGER
+from raytrain_plus.observe.events import read_events
 from raytrain_plus.state.checkpoint import Found, survey
-from raytrain_plus.storage.folder import open_folder
+from raytrain_plus.storage.folder import Folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,15 +29,14 @@ class Past:
     """The checkpoints and what is left of some, newest first."""
 
 
-def look_back(folder: Path) -> Past:
+def look_back(run: Folder) -> Past:
     """The past of the run in this folder; that of a run without one, where there is no folder."""
     generation, committed, evaluated = -1, -1, -2
     metrics: Mapping[str, float] = {}
     resumptions: list[tuple[int, int]] = []
-    events = folder / EVENTS
     # Figures by step: a resumption takes back those of later steps.
     told: dict[int, Mapping[str, float]] = {}
-    for event in read_events(events) if events.exists() else ():
+    for event in read_events(run):
         generation = max(generation, event["generation"])
         if event["kind"] == "step_committed" and not _void(event["generation"], event["step"], resumptions):
             committed = max(committed, event["step"])
@@ -50,12 +49,12 @@ def look_back(folder: Path) -> Past:
     if told:
         evaluated = max(told)
         metrics = told[evaluated]
-    found = tuple(survey(open_folder(folder), resumptions))
+    found = tuple(survey(run, resumptions))
     # Not all that was written may have been told.
     for one in found:
         generation = max(generation, one.generation)
-    for part in (folder / "ledger").glob("*.parquet"):
-        generation = max(generation, int(part.name.split("-")[0]))
+    for part in (name for name in run.files(LEDGER) if name.endswith(".parquet")):
+        generation = max(generation, int(part.removeprefix(f"{LEDGER}/").partition("-")[0]))
     return Past(
         generation=generation,
         committed=committed,

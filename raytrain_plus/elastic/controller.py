@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -76,8 +75,6 @@ class Order:
 
     plan: Plan
     limits: Limits
-    folder: Path
-    """The run's folder; made by the controller when the first world is formed."""
     fresh: bool
     """Whether an earlier run's folder is moved aside then."""
     past: Past | None
@@ -119,10 +116,11 @@ class Controller:
         self._elastic = job.elastic
         self._pool = Pool(job.workers.cpus, job.workers.gpus)
         past = order.past or Past()
-        self._journal = Journal(job.data.batch_size, order.plan.index.rows, past.generation + 1)
+        self._run = open_folder(order.plan.folder)
+        self._journal = Journal(self._run, job.data.batch_size, order.plan.index.rows, past.generation + 1)
         self._saving = Saving()
         self._publisher = Publisher(
-            open_folder(order.folder),
+            self._run,
             [found.manifest for found in past.found if found.manifest is not None],
             job.checkpoint.keep,
             job.checkpoint.keep_best,
@@ -389,8 +387,8 @@ class Controller:
         if not self._journal.opened:
             address = ray.get_runtime_context().gcs_address
             # Only now, when nothing is wrong with what was asked for.
-            fence = claim(order.folder, fresh=order.fresh, goes_on=order.past is not None)
-            self._journal.open(order.folder, fence, order.job_yaml, order.versions, address, order.plan.index.to_json())
+            fence = claim(self._run, fresh=order.fresh, goes_on=order.past is not None)
+            self._journal.open(fence, order.job_yaml, order.versions, address, order.plan.index.to_json())
             self._saved_at = time.monotonic()
         self._go_back_to(command.first_step - 1, view.generation)
         self._views[self._journal.base + view.generation] = view
@@ -751,7 +749,7 @@ class Controller:
 
     def _finish(self, status: str, error: str | None, export: Export | None) -> Result:
         order = self._order
-        return self._journal.finish(order.plan.job.name, order.folder, status, error, export, order.began)
+        return self._journal.finish(order.plan.job.name, status, error, export, order.began)
 
 
 def _answers(node: str) -> bool:

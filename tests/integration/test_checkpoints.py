@@ -24,6 +24,7 @@ from raytrain_plus import Checkpoint, CheckpointError, Data, DataError, Evaluate
 from raytrain_plus.data.audit import audit
 from raytrain_plus.observe.events import read_events
 from raytrain_plus.runner import resume
+from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data
@@ -255,7 +256,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(undisturbed: tu
     result = resume(folder, ["steps=70"], quiet=True, roots=[TASKS])
     assert (result.status, result.steps) == ("finished", 70)
     assert audit(folder).clean
-    kinds = [event for event in read_events(folder / "events.ndjson") if event["kind"] in ("run_started", "resumed")]
+    kinds = [event for event in read_events(LocalFolder(folder)) if event["kind"] in ("run_started", "resumed")]
     assert [event["kind"] for event in kinds] == ["run_started", "run_started", "resumed"]
     assert "steps: 70" in kinds[1]["job"]
     assert kinds[2]["step"] == 59
