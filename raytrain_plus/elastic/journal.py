@@ -158,11 +158,14 @@ class Journal:
                 return self._told[max(0, cursor - self._dropped) :]
             until = min(self._dropped, cursor + KEPT)
         try:
-            return list(itertools.islice(self._log.read(), cursor, until))
+            events = list(itertools.islice(self._log.read(), cursor, until))
         except OSError:
             log.warning("events cannot be read back; trying again", exc_info=True)
+            events = []
+        if not events:
+            # They are still to be written.
             time.sleep(timeout_s)
-            return []
+        return events
 
     def came(self, place: Place) -> None:
         """A worker is there."""
