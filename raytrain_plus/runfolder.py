@@ -51,8 +51,8 @@ def check_writable(where: str | Path) -> Folder:
 
 
 def exists(run: Folder) -> bool:
-    """Whether there is anything in a run's folder, or in its place."""
-    return bool(run.files()) or (run.path is not None and run.path.is_file())
+    """Whether there is anything in a run's folder."""
+    return bool(run.files())
 
 
 def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[str] = ()) -> Result | None:
@@ -62,9 +62,11 @@ def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[st
     began, beside those that no result depends on. Raises `InputError` where a living run or another job's is in the
     way. A lease that nobody renews is waited for.
     """
+    where = f"run folder {run.where}"
+    if run.path is not None and run.path.is_file():
+        raise InputError("it is a file", where=where, remedy="move it away, or give this run another name")
     if not exists(run):
         return None
-    where = f"run folder {run.where}"
     holder = _living(run)
     if holder is not None:
         raise InputError(

@@ -107,8 +107,8 @@ class Journal:
 
     @property
     def opened(self) -> bool:
-        """Whether the run has a folder, and still may write there."""
-        return self._log is not None and not self._overtaken
+        """Whether the run has a folder."""
+        return self._log is not None
 
     def renew(self) -> None:
         """Says that the run is alive. Raises `RunError` where it belongs to somebody else by now."""
@@ -284,7 +284,10 @@ class Journal:
         self._tell("drain_notice", node=node, deadline=deadline)
 
     def finish(self, name: str, status: str, error: str | None, export: Export | None, began: float) -> Result:
-        """The run is over: its last event and its result, in its folder where it has one."""
+        """The run is over: its last event and its result, in its folder where it has one.
+
+        Raises `RunError` where that cannot be written, or belongs to somebody else by now.
+        """
         sha = export.state_sha256 if export else None
         result = self._totals.result(
             name=name,
@@ -297,10 +300,11 @@ class Journal:
             began=began,
         )
         told, parts = self._log, self._parts
-        if told is None or parts is None or self._overtaken:
+        if told is None or parts is None:
             return result
 
         def written() -> None:
+            self.check_fence()
             if export is not None:
                 self._run.write(MODEL, [export.model])
             parts.flush()

@@ -85,7 +85,7 @@ class Growing:
     def abandon(self) -> None:
         """Forgets what is not written yet."""
         self._stop()
-        with self._writing:
+        with self._writing, self._news:
             self._parts.clear()
 
     def _stop(self) -> None:

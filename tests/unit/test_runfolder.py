@@ -88,8 +88,8 @@ def test_a_folder_that_is_no_run_is_in_the_way(run: Folder) -> None:
 
 def test_a_file_is_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(InputError, match=r"no run's: it has no job\.yaml"):
-        earlier_result(LocalFolder(tmp_path / "run"), JOB, fresh=False)
+    with pytest.raises(InputError, match="run: it is a file"):
+        earlier_result(LocalFolder(tmp_path / "run"), JOB, fresh=True)
 
 
 def test_a_run_is_found_by_its_path_its_address_or_its_name(storage: Folder, run: Folder) -> None:

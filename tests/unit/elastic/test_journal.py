@@ -141,9 +141,9 @@ def test_who_is_overtaken_writes_no_more(run: Folder, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Lease, "due", True)
     with pytest.raises(RunError, match="another controller has taken this run over"):
         renew_for(journal, 10)
-    assert not journal.opened
     journal.will_leave("node", None)
-    journal.finish("x", "failed", "overtaken", None, 0.0)
+    with pytest.raises(RunError, match="another controller has taken this run over"):
+        journal.finish("x", "finished", None, None, 0.0)
     journal.close()
     del before["lease.json"]
     assert {name: run.read(name) for name in before} == before
