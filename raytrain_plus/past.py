@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from raytrain_plus.data.parts import FOLDER as LEDGER
 from raytrain_plus.observe.events import read_events
+from raytrain_plus.runfolder import claims_of
 from raytrain_plus.state.checkpoint import Found, survey
 from raytrain_plus.storage.folder import Folder
 
@@ -21,18 +22,21 @@ class Past:
     """The highest step that was committed and is not void."""
     evaluated: int = -2
     """The highest step whose evaluation was told and is not void."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Its figures."""
+    figures: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Held-out figures by step."""
     resumptions: tuple[tuple[int, int], ...] = ()
     """(generation, step): what older generations did after that step is void."""
+    claims: int = 0
+    """How many controllers have had it."""
     found: tuple[Found, ...] = ()
     """The checkpoints and what is left of some, newest first."""
 
 
 def look_back(run: Folder) -> Past:
     """The past of the run in this folder; that of a run without one, where there is no folder."""
-    generation, committed, evaluated = -1, -1, -2
-    metrics: Mapping[str, float] = {}
+    # First of all: who comes meanwhile is noticed.
+    claims = claims_of(run)
+    generation = committed = -1
     resumptions: list[tuple[int, int]] = []
     # Figures by step: a resumption takes back those of later steps.
     told: dict[int, Mapping[str, float]] = {}
@@ -46,21 +50,21 @@ def look_back(run: Folder) -> Past:
             resumptions.append((event["generation"], event["step"]))
             committed = min(committed, event["step"])
             told = {step: figures for step, figures in told.items() if step <= event["step"]}
-    if told:
-        evaluated = max(told)
-        metrics = told[evaluated]
+    evaluated = max(told, default=-2)
     found = tuple(survey(run, resumptions))
     # Not all that was written may have been told.
     for one in found:
         generation = max(generation, one.generation)
     for part in (name for name in run.files(LEDGER) if name.endswith(".parquet")):
-        generation = max(generation, int(part.removeprefix(f"{LEDGER}/").partition("-")[0]))
+        written = part.removeprefix(f"{LEDGER}/").partition("-")[0]
+        generation = max(generation, int(written) if written.isdecimal() else -1)
     return Past(
         generation=generation,
         committed=committed,
         evaluated=evaluated,
-        metrics=metrics,
+        figures=told,
         resumptions=tuple(resumptions),
+        claims=claims,
         found=found,
     )
 

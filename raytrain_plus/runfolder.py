@@ -128,29 +128,31 @@ def job_of(run: Folder, overrides: Sequence[str] = ()) -> Job:
     return read_job(text, where, split(run.address)[1], overrides)
 
 
-def claim(run: Folder, *, fresh: bool, goes_on: bool) -> Fence:
+def claim(run: Folder, *, fresh: bool, claims: int | None) -> Fence:
     """Takes the folder for a run: with `fresh` an earlier run's is moved aside.
 
-    Raises `InputError` where another run came in the meantime: one that `goes_on` expects a folder, others none.
+    `claims`: how many controllers the run had, where it goes on; None where it begins. Raises `InputError` where
+    another one came in the meantime.
     """
     files = run.files()
     if not files:
-        return Fence(run)
+        return Fence(run, 0)
     holder = lease_holder(run)
-    if holder is not None or not (fresh or goes_on):
+    if holder is not None or not (fresh or claims is not None):
         raise InputError(
             f"another run of this name has begun in the meantime ({holder or 'and ended'})",
             where=f"run folder {run.where}",
             remedy="give this one another name (--set name=...), or start it again",
         )
-    if fresh:
-        newest = max(stat.time for stat in files.values())
-        aside = f"{split(run.address)[1]}.{time.strftime('%Y%m%d-%H%M%S', time.gmtime(newest))}"
-        for name in itertools.chain([aside], (f"{aside}.{number}" for number in itertools.count(2))):
-            with contextlib.suppress(FileExistsError):
-                run.move(name)
-                break
-    return Fence(run)
+    if not fresh and claims is not None:
+        return Fence(run, claims)
+    newest = max(stat.time for stat in files.values())
+    aside = f"{split(run.address)[1]}.{time.strftime('%Y%m%d-%H%M%S', time.gmtime(newest))}"
+    for name in itertools.chain([aside], (f"{aside}.{number}" for number in itertools.count(2))):
+        with contextlib.suppress(FileExistsError):
+            run.move(name)
+            break
+    return Fence(run, 0)
 
 
 class Fence:
@@ -159,10 +161,13 @@ class Fence:
     A claim is created where none of its number is, which only one can; who finds a newer one stops.
     """
 
-    def __init__(self, run: Folder) -> None:
-        """Raises `InputError` where another controller is quicker."""
+    def __init__(self, run: Folder, earlier: int) -> None:
+        """`earlier`: how many claims there were when the run's past was read.
+
+        Raises `InputError` where another controller came since.
+        """
         self._run = run
-        self._number = max(_claims(run), default=0) + 1
+        self._number = earlier + 1
         who = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "token": secrets.token_hex(8)}
         self._claim = json.dumps(who).encode()
         if not run.create(_claim_of(self._number), self._claim):
@@ -174,13 +179,13 @@ class Fence:
 
     def overtaken(self) -> str | None:
         """Who has taken the run over, if anybody has. Raises `OSError` where the storage fails."""
-        newest = max(_claims(self._run), default=0)
+        newest = claims_of(self._run)
         if newest == self._number and self._run.read(_claim_of(newest)) == self._claim:
             return None
         return self._holder()
 
     def _holder(self) -> str:
-        newest = max(_claims(self._run), default=0)
+        newest = claims_of(self._run)
         if not newest:
             return "its folder was moved away"
         who = json.loads(self._run.read(_claim_of(newest)))
@@ -191,9 +196,10 @@ def _claim_of(number: int) -> str:
     return f"claims/{number:08d}.json"
 
 
-def _claims(run: Folder) -> list[int]:
+def claims_of(run: Folder) -> int:
+    """How many controllers have claimed the run."""
     names = [name.removeprefix("claims/").removesuffix(".json") for name in run.files("claims")]
-    return [int(name) for name in names if name.isdecimal()]
+    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 class Lease:

@@ -33,7 +33,7 @@ from raytrain_plus.data.source import Index, check_alike, check_enough, differen
 from raytrain_plus.elastic.controller import Closing, Controller, Order
 from raytrain_plus.elastic.group import Limits
 from raytrain_plus.elastic.policy import room_for, useful_size
-from raytrain_plus.errors import DamagedError, DataError, InputError, RunError, TaskError
+from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, RunError, TaskError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
 from raytrain_plus.observe.progress import View, view_for
@@ -43,7 +43,12 @@ from raytrain_plus.runfolder import DATASET, check_writable, earlier_result, exi
 from raytrain_plus.storage.folder import Folder, open_folder, split, without_secrets
 from raytrain_plus.taskfile import load_function, load_task
 from raytrain_plus.workers.plan import Plan
-from raytrain_plus.workers.ray_private import most_there_can_be, settings_of_our_own_ray, silent_about_deaths
+from raytrain_plus.workers.ray_private import (
+    most_there_can_be,
+    our_own_signals,
+    settings_of_our_own_ray,
+    silent_about_deaths,
+)
 
 FOLLOW_S = 0.25
 """Longest wait for news of the run: bounds how soon a signal is heard, too."""
@@ -88,7 +93,7 @@ def run(
     if past is not None:
         _warn_of_another_task(past, source)
     with _Signals() as signals, connected(job, address) as began:
-        # Ray has put its own in their place.
+        # Ray's own code in C++ has put something in their place.
         signals.listen()
         order = Order(
             plan=Plan(
@@ -127,8 +132,15 @@ def resume(
     finished run go on. Its task and relative paths are looked up from the working directory, as when it began.
     """
     storage, name = split(run_folder)
+    folder = open_folder(run_folder)
+    if job_of(folder).epochs is not None and any(override.split("=")[0] == "steps" for override in overrides):
+        raise InputError(
+            "the length of this run is given in epochs, and its last step is of a size of its own",
+            where="--set steps",
+            expected="a run whose job says `steps`",
+        )
     own = [f"name={json.dumps(name)}", f"storage={json.dumps(storage)}"]
-    job = job_of(open_folder(run_folder), [*overrides, *own])
+    job = job_of(folder, [*overrides, *own])
     return run(job, address=address, view=view, quiet=quiet, roots=roots, may_change=("args", "steps"))
 
 
@@ -148,6 +160,8 @@ def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
     for found in past.found:
         if found.error is not None and not isinstance(found.error, DamagedError):
             raise found.error
+        if found.damaged:
+            print(f"warning: the checkpoint {found.name} cannot be used: {found.why}", file=sys.stderr)
         if found.manifest is not None:
             made, steps = found.manifest.step + 1, line_of(job, seen).steps
             if steps < made:
@@ -155,6 +169,16 @@ def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
                     f"{steps} steps are fewer than the run has made ({made})", where="steps", expected=f"{made} or more"
                 )
             return
+    lost = [found for found in past.found if found.damaged]
+    if lost:
+        raise CheckpointError(
+            f"no checkpoint can be used; the newest: {lost[0].why}",
+            where=f"{folder}/checkpoints/{lost[0].name}",
+            remedy="mend the files if you have a copy; or start over with --fresh, which keeps this run's folder",
+        )
+    result = Result.load(folder)
+    if result is not None and result.status == "finished":
+        raise InputError("the finished run has no checkpoint to go on from", where=f"run folder {folder}")
 
 
 def source_sha256(task: str | type, roots: Sequence[Path]) -> str | None:
@@ -235,20 +259,18 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
     address = address or os.environ.get("RAY_ADDRESS")
     largest = (job.workers.max or job.workers.min) + job.workers.spares
     try:
-        if address:
-            _knock(address)
-            ray.init(address=address, logging_level=logging.WARNING)
-        else:
-            ray.init(
-                address="local",
-                num_cpus=max(1, math.ceil(largest * job.workers.cpus)),
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                _system_config=settings_of_our_own_ray(),
-            )
-    except SystemExit:
-        # Ray's own answer to SIGTERM, while it starts.
-        raise SystemExit(128 + signal.SIGTERM) from None
+        with our_own_signals():
+            if address:
+                _knock(address)
+                ray.init(address=address, logging_level=logging.WARNING)
+            else:
+                ray.init(
+                    address="local",
+                    num_cpus=max(1, math.ceil(largest * job.workers.cpus)),
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    _system_config=settings_of_our_own_ray(),
+                )
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(
             f"no Ray cluster answers: {str(error).splitlines()[0]}",

@@ -36,10 +36,11 @@ from raytrain_plus.elastic.publisher import Published, Publisher
 from raytrain_plus.elastic.saving import Abandoned, Saving
 from raytrain_plus.elastic.view import View
 from raytrain_plus.elastic.watch import Pulses, judge, overdue, silent
-from raytrain_plus.errors import DamagedError, InputError, RaytrainError, RunError, WorkerLost
+from raytrain_plus.errors import CheckpointError, DamagedError, InputError, RaytrainError, RunError, WorkerLost
 from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import claim
+from raytrain_plus.state.checkpoint import MISSING, unseen
 from raytrain_plus.state.manifest import Manifest, joined, void
 from raytrain_plus.storage.folder import open_folder
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
@@ -63,6 +64,8 @@ KNOCK_S = 1.0
 """Limit of taking a connection."""
 COLLECTIVE_S = 3600.0
 """Limit of a collective for a worker that hears nothing; otherwise the controller decides, and much sooner."""
+ENDS_KEPT = 2
+"""How often it is tried to keep the state that a run ends with."""
 EARLY_WAIT_S = 5.0
 """For so long a run that starts says nothing of the workers that it waits for."""
 
@@ -117,7 +120,13 @@ class Controller:
         self._pool = Pool(job.workers.cpus, job.workers.gpus)
         past = order.past or Past()
         self._run = open_folder(order.plan.folder)
-        self._journal = Journal(self._run, job.data.batch_size, order.plan.index.rows, past.generation + 1)
+        self._journal = Journal(
+            self._run,
+            job.data.batch_size,
+            order.plan.index.rows,
+            None if job.epochs is None else (order.plan.steps, job.epochs * order.plan.index.rows),
+            past,
+        )
         self._saving = Saving()
         self._publisher = Publisher(
             self._run,
@@ -128,6 +137,7 @@ class Controller:
             lambda published: self._inbox.put(partial(self._published, published)),
         )
         self._publishing: set[str] = set()
+        self._ends_kept = 0
         self._views: dict[int, View] = {}
         self._wished: int | None = None
         self._saved_at = time.monotonic()
@@ -254,7 +264,7 @@ class Controller:
                 self._journal.broke(time.time(), f"{group.phase.value} took too long")
             for name in members_in(group) if group.phase is Phase.LEAVE else ():
                 self._journal.gone(name, "it did not leave its world in time")
-            if group.phase is Phase.CLOSE and self._export is not None:
+            if group.phase is Phase.CLOSE and self._handed_over:
                 # The model is there; what is late is the last checkpoint.
                 self._abandoned(self._saving.give_up_all("it was not written in time, and the run ends"))
                 self._feed(e.Handed())
@@ -310,7 +320,13 @@ class Controller:
             self._dismiss(command.worker)
         elif isinstance(command, e.HandOver):
             self._export = None
-            self._keep_the_end(command.worker)
+            self._errors.pop("export", None)
+            self._ends_kept = 0
+            if self._journal.opened and holds(self._group, command.worker) < self._journal.committed:
+                # Nobody holds what was committed, and nothing more will be made.
+                self._journal.base += 1
+                self._go_back_to(holds(self._group, command.worker), self._group.generation)
+            # First of all: a share that is still being written may keep it waiting.
             self._pool.ask(command.worker, self._posted(self._handed, command.worker), "export")
         elif isinstance(command, e.Wait):
             if self._group.generation >= 0:
@@ -387,9 +403,10 @@ class Controller:
         if not self._journal.opened:
             address = ray.get_runtime_context().gcs_address
             # Only now, when nothing is wrong with what was asked for.
-            fence = claim(self._run, fresh=order.fresh, goes_on=order.past is not None)
+            fence = claim(self._run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
             self._journal.open(fence, order.job_yaml, order.versions, address, order.plan.index.to_json())
             self._saved_at = time.monotonic()
+        self._journal.renew()
         self._go_back_to(command.first_step - 1, view.generation)
         self._views[self._journal.base + view.generation] = view
         names = [member.worker for member in view.members]
@@ -448,6 +465,14 @@ class Controller:
         if self._stale(generation, f"a report of {name}"):
             return
         before = self._journal.committed
+        best = self._order.plan.job.checkpoint.keep_best
+        for record in records:
+            if best is not None and isinstance(record, Evaluated) and best.metric not in record.metrics:
+                raise InputError(
+                    f"the task's evaluate does not return {best.metric!r}",
+                    where="checkpoint.keep_best.metric",
+                    expected=f"one of {', '.join(record.metrics)}",
+                )
         self._journal.report(name, records)
         if self._journal.committed > before:
             self._feed(e.Committed(generation, self._journal.committed))
@@ -535,7 +560,7 @@ class Controller:
             step=first.step,
             generation=first.generation,
             time=first.time,
-            job=json.loads(json.dumps(yaml.safe_load(order.job_yaml), default=str)),
+            job=json.loads(json.dumps(yaml.safe_load(order.job_yaml), default=str), parse_constant=str),
             task_sha256=order.task_sha256,
             versions=order.versions,
             data={
@@ -545,7 +570,11 @@ class Controller:
             },
             layout=[asdict(member) for member in view.members],
             random={"keyed_by": "seed, step, shard, microbatch, layer", "seed": order.plan.job.seed},
-            metrics={name: value for name, value in first.metrics.items() if math.isfinite(value)},
+            metrics={
+                name: value
+                for name, value in (first.metrics or self._journal.figures(first.step)).items()
+                if math.isfinite(value)
+            },
             stall_s=max(told.stall_s for told in shares),
             tree=first.tree,
             files=files,
@@ -572,6 +601,12 @@ class Controller:
         self._hand_over()
 
     def _restore(self, name: str) -> None:
+        if name not in self._pool:
+            return
+        if self._publishing:
+            # It may be newer; and it may remove older ones.
+            self._at(time.monotonic() + TICK_S, partial(self._restore, name))
+            return
         manifest = self._publisher.complete[0]
         self._pool.ask(name, self._posted(self._restored_by, name, manifest), "restore", manifest)
 
@@ -581,18 +616,28 @@ class Controller:
         except WorkerLost:
             return
         except DamagedError as error:
-            log.warning("%s", error)
-            self._journal.not_saved(manifest.step, f"{error.where}: {error.what}; the one before is taken")
-            self._publisher.complete.remove(manifest)
-            self._feed(e.Unreadable(name, self._durable))
-            return
-        except InputError:
-            raise
-        except RaytrainError as error:
-            self._lost(name, f"it could not read the checkpoint: {error}")
+            self._damaged(name, manifest, error)
             return
         self._restored = manifest
         self._feed(e.Warm(name, manifest.step))
+
+    def _damaged(self, name: str, manifest: Manifest, error: DamagedError) -> None:
+        if error.what == MISSING and not unseen(self._run, manifest):
+            raise InputError(
+                f"{name} cannot see the checkpoint that the controller sees ({manifest.name})",
+                where=f"run folder {self._run.where}",
+                expected="a storage that all nodes share",
+            ) from error
+        self._publisher.drop(manifest)
+        if not self._publisher.complete:
+            raise CheckpointError(
+                f"no checkpoint can be used; the last one that was tried: {error.what}",
+                where=error.where,
+                remedy="mend the file if you have a copy; or start over with --fresh, which keeps this run's folder",
+            ) from error
+        log.warning("%s", error)
+        self._journal.not_saved(manifest.step, f"{error.where}: {error.what}; the one before is taken")
+        self._feed(e.Unreadable(name, self._durable))
 
     def _go_back_to(self, step: int, generation: int) -> None:
         """Tells of it where a generation goes on after fewer steps than were committed, or is a controller's first."""
@@ -609,20 +654,27 @@ class Controller:
         self._journal.go_back(step, generation, checkpoint, made, min(evaluated, step))
         self._resumptions.append((self._journal.generation, step))
         self._publisher.forget(self._resumptions)
+        self._abandoned(self._saving.give_up_void(self._resumptions))
 
-    def _keep_the_end(self, lead: str) -> None:
-        """Has a checkpoint made of the state that the run ends with, by all who hold it."""
+    def _keeps_the_end(self, lead: str) -> bool:
+        """Has a checkpoint made of the state that the run ends with, by all who hold it; whether one is being made."""
         group = self._group
         step = holds(group, lead)
-        if step <= self._durable or self._saving or self._publishing:
-            return
-        keepers = [name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds == step]
+        differ = self._round is not None and len(set(self._round.shas.values())) > 1
+        if step <= self._durable or self._ends_kept == ENDS_KEPT or differ:
+            return False
+        able = [name for name, worker in group.workers.items() if worker.state == "idle" and name in self._pool]
+        keepers = [name for name in able if group.workers[name].holds == step]
+        if not keepers:
+            return False
+        self._ends_kept += 1
         # A number that no generation has: what is left of an earlier try may lie there.
         self._journal.base += 1
         number = self._journal.base + group.generation
         self._saving.begin(step, number, keepers)
         for writer, name in enumerate(keepers):
             self._pool.ask(name, self._posted(self._kept, name), "keep", self._me, number, writer, len(keepers))
+        return True
 
     def _kept(self, name: str, future: Future[Any]) -> None:
         try:
@@ -650,15 +702,13 @@ class Controller:
             if worker.state == "in":
                 self._journal.broke(time.time(), f"{name} was lost: {cause}")
         self._dismiss(name)
-        self._abandoned(self._saving.lost(self._group.workers.keys() - {name}))
         self._feed(e.Lost(name, cause))
-        if self._group.phase is Phase.CLOSE:
-            self._keep_the_end(self._group.lead)
 
     def _dismiss(self, name: str) -> None:
         self._pulses.drop(name)
         if name in self._pool:
             self._pool.end(name)
+        self._abandoned(self._saving.lost(self._group.workers.keys() - {name}))
 
     def _watch_nodes(self) -> None:
         """On a thread of its own, because Ray may take its time: who will leave, and who is silent."""
@@ -727,9 +777,14 @@ class Controller:
 
     def _hand_over(self) -> None:
         """The run can end when the model is here, and the last checkpoint is made or given up."""
-        handed = self._export is not None or "export" in self._errors
-        if self._group.phase is Phase.CLOSE and handed and not self._saving and not self._publishing:
+        if self._group.phase is not Phase.CLOSE or not self._handed_over or self._saving or self._publishing:
+            return
+        if not self._keeps_the_end(self._group.lead):
             self._feed(e.Handed())
+
+    @property
+    def _handed_over(self) -> bool:
+        return self._export is not None or "export" in self._errors
 
     def _end(self, end: e.End) -> None:
         status = end.status

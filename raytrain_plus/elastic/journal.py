@@ -20,6 +20,7 @@ from raytrain_plus.elastic.view import View
 from raytrain_plus.errors import RunError
 from raytrain_plus.observe.events import EventLog
 from raytrain_plus.observe.tensorboard import Scalars
+from raytrain_plus.past import Past
 from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runfolder import DATASET, JOB, MODEL, Fence, Lease
 from raytrain_plus.storage.folder import Folder
@@ -40,13 +41,15 @@ class Journal:
     While the run goes on, no storage holds the loop up: what takes a while is done on threads.
     """
 
-    def __init__(self, run: Folder, batch_size: int, rows: int, base: int = 0) -> None:
+    def __init__(self, run: Folder, batch_size: int, rows: int, end: tuple[int, int] | None, past: Past) -> None:
         """`run`: its folder; `batch_size`: rows of a step; `rows`: rows of the data, which tell the epoch.
 
-        `base`: what is added to generations, because earlier controllers of the run had some.
+        `end`: where a job is given in epochs, its steps and all their rows. `past`: what the run goes on from.
         """
-        self.base = base
+        self.base = past.generation + 1
+        """What is added to generations: earlier controllers of the run had some."""
         self._run = run
+        self._end = end
         self._batch_size = batch_size
         self._rows = rows
         self._news = threading.Condition()
@@ -65,12 +68,12 @@ class Journal:
         self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
         self._totals = Totals()
         self._incidents = Incidents()
-        self._metrics: dict[str, float] = {}
+        self._figures: dict[int, Mapping[str, float]] = dict(past.figures)
         self._places: dict[str, Place] = {}
         self._offsets: dict[str, float] = {}
         self._members: tuple[str, ...] = ()
         self._waiting = ""
-        self.generation = base
+        self.generation = self.base
         self.evaluated = -2
         """The highest step whose evaluation has been heard of."""
 
@@ -197,7 +200,7 @@ class Journal:
         for told in records:
             if isinstance(told, Evaluated) and told.step > self.evaluated:
                 self.evaluated = told.step
-                self._metrics = dict(told.metrics)
+                self._figures[told.step] = dict(told.metrics)
                 self._tell("evaluated", step=told.step, metrics=dict(told.metrics))
 
     def regroup(self, now: float, members: Sequence[str], held: int, generation: int) -> None:
@@ -217,9 +220,11 @@ class Journal:
         self._commits = Commits(["nobody yet"], first_step=step + 1)
         self._totals.back_to(step, self.samples(step), made)
         self.evaluated = evaluated
+        self._figures = {at: figures for at, figures in self._figures.items() if at <= step}
         self._tell("resumed", step=step, checkpoint=checkpoint, voided_to=made)
-        # At the latest with the next checkpoint: before that one is made.
-        self._later(self.settle, "ledger and events cannot be written; trying again")
+        if self._log is not None:
+            # The next checkpoint waits for it in any case.
+            self._later(self._log.sync, "the resumption cannot be made durable yet")
 
     def settle(self) -> None:
         """Makes ledger and events durable, up to what is committed by now. Raises `OSError` where it cannot, and
@@ -239,8 +244,14 @@ class Journal:
         """There is none, or not one that can be used."""
         self._tell("checkpoint_failed", step=step, error=error)
 
+    def figures(self, step: int) -> Mapping[str, float]:
+        """Held-out figures of the state after `step`; none where it was not evaluated."""
+        return self._figures.get(step, {})
+
     def samples(self, step: int) -> int:
-        """Rows in all steps up to `step`, which is not the last of a job with a last step of its own size."""
+        """Rows in all steps up to `step`."""
+        if self._end is not None and step == self._end[0] - 1:
+            return self._end[1]
         return (step + 1) * self._batch_size
 
     def formed(
@@ -293,7 +304,7 @@ class Journal:
             name=name,
             status=status,
             path=self._run.path or self._run.address,
-            metrics=self._metrics,
+            metrics=self._figures[max(self._figures)] if self._figures else {},
             state_sha256=sha,
             error=error,
             show=export.show if export else None,

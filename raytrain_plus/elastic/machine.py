@@ -149,7 +149,7 @@ def _join(group: Group, best: str) -> Outcome:
 
 def _close(group: Group) -> Outcome:
     best = donor(group)
-    if group.committed < 0 and (best is None or holds(group, best) < 0):
+    if group.generation < 0 or (group.committed < 0 and (best is None or holds(group, best) < 0)):
         return _end(group)
     if best is None or holds(group, best) < group.committed:
         if group.stopping or group.failure:
@@ -375,7 +375,11 @@ def _lost_leave(group: Group, event: e.Lost) -> Outcome:
 
 def _lost_close(group: Group, event: e.Lost) -> Outcome:
     group = without(group, event.worker)
-    return _close(group) if event.worker == group.lead else (group, [])
+    if event.worker != group.lead:
+        return group, []
+    best = donor(group)
+    ended = group.finished and best is not None and holds(group, best) == group.limits.steps - 1
+    return _settle(replace(group, finished=ended))
 
 
 def _notice(group: Group, event: e.Notice) -> Outcome:

@@ -38,7 +38,7 @@ def limit_s(group: Group, wait_s: float, state_bytes: int) -> float | None:
         return SETTLE_S if len(free(group)) >= group.limits.minimum else wait_s
     if group.phase is Phase.JOIN:
         return FORM_S + state_bytes / BYTES_PER_S
-    return EXPORT_S if group.phase is Phase.CLOSE else None
+    return EXPORT_S + state_bytes / BYTES_PER_S if group.phase is Phase.CLOSE else None
 
 
 def stop_limit_s(group: Group, grace_s: float) -> float | None:

@@ -6,14 +6,15 @@ Ledger and events are made durable first, so that a checkpoint never knows more 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from raytrain_plus.job import KeepBest
-from raytrain_plus.state.checkpoint import commit, sweep
-from raytrain_plus.state.manifest import FOLDER, Manifest, kept, newness, void
+from raytrain_plus.state.checkpoint import commit, sweep, unseen
+from raytrain_plus.state.manifest import Manifest, kept, newness, void
 from raytrain_plus.storage.folder import Folder
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
@@ -44,8 +45,9 @@ class Publisher:
         done: Callable[[Published], None],
     ) -> None:
         """`settle` makes ledger and events durable; `done` is told on the thread what became of each."""
-        self.complete = sorted(complete, key=newness, reverse=True)
-        """Newest first."""
+        self._complete = sorted(complete, key=newness, reverse=True)
+        self._resumptions: Sequence[tuple[int, int]] = ()
+        self._changing = threading.Lock()
         self._run = run
         self._keep = keep
         self._best = None if keep_best is None else (keep_best.metric, str(keep_best.mode))
@@ -53,13 +55,25 @@ class Publisher:
         self._done = done
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
 
+    @property
+    def complete(self) -> Sequence[Manifest]:
+        """Those that are complete and not void, newest first."""
+        return tuple(self._complete)
+
+    def drop(self, manifest: Manifest) -> None:
+        """This one cannot be used."""
+        with self._changing:
+            self._complete = [one for one in self._complete if one.name != manifest.name]
+
     def publish(self, manifest: Manifest) -> None:
         """Makes a checkpoint; returns at once."""
         self._thread.submit(self._publish, manifest)
 
     def forget(self, resumptions: Sequence[tuple[int, int]]) -> None:
-        """Those that a resumption has made void count no more."""
-        self.complete = [one for one in self.complete if not void(one.name, resumptions)]
+        """Those that a resumption has made void count no more, and none of them is made."""
+        with self._changing:
+            self._resumptions = tuple(resumptions)
+            self._complete = [one for one in self._complete if not void(one.name, resumptions)]
 
     def close(self) -> None:
         """Nothing more is begun. What is under way may end or not: it is whole or none."""
@@ -72,12 +86,7 @@ class Publisher:
             log.exception("the checkpoint of step %d could not be made", manifest.step)
             error = f"{type(failure).__name__}: {failure}"
         if not error:
-            stay, _ = kept([manifest, *self.complete], self._keep, self._best)
-            self.complete = stay
-            try:
-                sweep(self._run, [one.name for one in stay], before=newness(manifest))
-            except OSError:
-                log.warning("old checkpoints could not be removed; trying again after the next one", exc_info=True)
+            self._sweep(manifest)
         self._done(Published(manifest=manifest, error=error))
 
     def _tried(self, manifest: Manifest) -> str:
@@ -85,25 +94,33 @@ class Publisher:
         for wait_s in (*BACKOFF_S, 0.0):
             try:
                 self._settle()
-                missing = self._missing(manifest)
+                missing = unseen(self._run, manifest)
                 if missing:
-                    return missing
-                commit(self._run, manifest)
+                    raise OSError(
+                        f"{missing} was written by a worker and is not to be seen by the controller: {self._run.where} "
+                        "is not shared by their machines; name a storage that is"
+                    )
+                with self._changing:
+                    if void(manifest.name, self._resumptions):
+                        return "the run has gone on from an earlier step meanwhile"
+                    commit(self._run, manifest)
+                    self._complete = sorted([manifest, *self._complete], key=newness, reverse=True)
                 return ""
             except OSError as failure:
                 error = f"{type(failure).__name__}: {failure}"
                 time.sleep(wait_s)
         return f"{error} (tried {len(BACKOFF_S) + 1} times)"
 
-    def _missing(self, manifest: Manifest) -> str:
-        """What of the workers' files is not to be seen from here."""
-        place = f"{FOLDER}/{manifest.name}"
-        files = self._run.files(place)
-        for file in manifest.files:
-            stat = files.get(f"{place}/{file.name}")
-            if stat is None or stat.bytes != file.bytes:
-                return (
-                    f"{file.name} was written by a worker and is not to be seen by the controller: the storage "
-                    f"{self._run.where} is not shared by their machines; name a folder or an address that is"
-                )
-        return ""
+    def _sweep(self, newest: Manifest) -> None:
+        """Removes what is not kept any more."""
+        try:
+            # Still ours to remove?
+            self._settle()
+            with self._changing:
+                if void(newest.name, self._resumptions):
+                    return
+                self._complete, _ = kept(self._complete, self._keep, self._best)
+                stay = [one.name for one in self._complete]
+            sweep(self._run, stay, before=newness(newest))
+        except Exception:
+            log.warning("old checkpoints were not removed; trying again after the next one", exc_info=True)

@@ -69,6 +69,11 @@ class Saving:
         self._over.add(key)
         return Abandoned(key[0], why)
 
+    def give_up_void(self, resumptions: Sequence[tuple[int, int]]) -> list[Abandoned]:
+        """Those that a resumption has made void."""
+        gone = [key for key in self._open if any(key[1] < later and key[0] > step for later, step in resumptions)]
+        return [self._give_up(key, "the run has gone on from an earlier step") for key in gone]
+
     def give_up_all(self, why: str) -> list[Abandoned]:
         """Nothing more is waited for."""
         return [self._give_up(key, why) for key in list(self._open)]

@@ -119,7 +119,7 @@ class _File:
         """See `Growing`."""
         with self._writing:
             self._flush()
-            os.fsync(self._file.fileno())
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """See `Growing`."""

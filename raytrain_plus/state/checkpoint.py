@@ -24,6 +24,7 @@ from raytrain_plus.storage.folder import Folder, Stat
 Array = npt.NDArray[Any]
 CHUNK = 8 << 20
 """Bytes handed to the storage at once."""
+MISSING = "the file is missing"
 READERS = 4
 """Pieces read at the same time."""
 
@@ -38,6 +39,17 @@ class Copy:
     """Of the whole tensor."""
     data: Array
     """Bytes, in one dimension."""
+
+
+def unseen(run: Folder, manifest: m.Manifest) -> str:
+    """The first of a checkpoint's files that is not there, or not whole, seen from here; empty where all are."""
+    place = f"{m.FOLDER}/{manifest.name}"
+    files = run.files(place)
+    for file in manifest.files:
+        stat = files.get(f"{place}/{file.name}")
+        if stat is None or stat.bytes != file.bytes:
+            return file.name
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,8 @@ class Found:
     """Why it does not, otherwise."""
     error: CheckpointError | None = None
     """What reading its manifest raised."""
+    damaged: bool = False
+    """It was complete once."""
 
 
 def write_share(run: Folder, name: str, writer: int, writers: int, copies: Sequence[Copy]) -> m.Share:
@@ -122,15 +136,21 @@ def _found(run: Folder, name: str, files: Mapping[str, Stat], past: Iterable[tup
     size, time = sum(stat.bytes for stat in mine.values()), max(stat.time for stat in mine.values())
 
     def told(manifest: m.Manifest | None, why: str, error: CheckpointError | None = None) -> Found:
-        return Found(name, step, generation, size, time, manifest, why, error)
+        damaged = manifest is None and (error is None or isinstance(error, DamagedError))
+        return Found(name, step, generation, size, time, manifest, why, error, damaged)
+
+    def nothing(why: str) -> Found:
+        return Found(name, step, generation, size, time, None, why)
 
     document = f"{m.FOLDER}/{name}.json"
     if document not in files:
-        return told(None, "not finished: there is no manifest")
+        return nothing("not finished: there is no manifest")
     if m.void(name, past):
-        return told(None, "void: the run went on from an earlier one")
+        return nothing("void: the run went on from an earlier one")
     try:
         manifest = m.from_bytes(run.read(document), name)
+    except FileNotFoundError:
+        return nothing("removed a moment ago")
     except CheckpointError as error:
         return told(None, error.what, error)
     for file in manifest.files:
@@ -205,7 +225,12 @@ def _read(run: Folder, file: str, start: int, into: Array, expected: str) -> Non
     try:
         run.read_into(file, start, into.data)
     except FileNotFoundError:
-        raise DamagedError("the file is missing", where=f"{run.where}/{file}") from None
+        raise DamagedError(MISSING, where=f"{run.where}/{file}") from None
+    except OSError:
+        stat = run.files(file.rpartition("/")[0]).get(file)
+        if stat is None or stat.bytes >= start + into.nbytes:
+            raise
+        raise DamagedError(f"the file has been cut to {stat.bytes:,} bytes", where=f"{run.where}/{file}") from None
     if xxhash.xxh3_128(into.data).hexdigest() != expected:
         raise DamagedError(
             f"the file is damaged: bytes {start:,} to {start + into.nbytes:,} are not those that were written",

@@ -71,6 +71,11 @@ class Disk:
             os.close(file)
 
 
+def _unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
 class LocalFolder:
     """See `Folder`."""
 
@@ -94,10 +99,12 @@ class LocalFolder:
         with self._unfinished(target, [data]) as part:
             try:
                 self._disk.link(part, target)
+                made = True
             except FileExistsError:
-                return False
+                made = False
+            # Also of one that is there: who made it may not have come so far.
             self._disk.fsync_folder(target.parent)
-            return True
+            return made
 
     def read(self, name: str) -> bytes:
         """A whole file. Raises `FileNotFoundError` where it is not there."""
@@ -123,7 +130,7 @@ class LocalFolder:
         """What lies under a folder of this one, however deep; nothing where there is no such folder."""
         top = self._inside(under) if under else self.path
         found = {}
-        for folder, _, names in os.walk(top):
+        for folder, _, names in os.walk(top, onerror=_unless_missing):
             for name in names:
                 path = Path(folder, name)
                 if name.endswith(PART) or path.is_symlink():

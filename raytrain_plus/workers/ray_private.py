@@ -54,6 +54,26 @@ def settings_of_our_own_ray() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def our_own_signals() -> Iterator[None]:
+    """While it is open, Ray leaves SIGTERM to whoever has it: its own handler raises, and what is raised in a callback
+    of the interpreter's, or of the logging module's, is lost, and the signal with it."""
+
+    def theirs() -> Any:
+        from ray._private import utils
+
+        return utils, utils.set_sigterm_handler
+
+    found = _or_nothing(theirs, "a SIGTERM that comes while Ray starts may be lost")
+    if found is not None:
+        found[0].set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        if found is not None:
+            found[0].set_sigterm_handler = found[1]
+
+
+@contextlib.contextmanager
 def silent_about_deaths() -> Iterator[None]:
     """While it is open, Ray prints nothing of its own on this process's screen when a worker dies: we say it in one
     line. What workers print is shown as before."""

@@ -6,6 +6,7 @@ calls hand work to it, or set a wish that it looks at.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -22,6 +23,7 @@ import cloudpickle
 import ray
 import safetensors.torch
 import torch
+from ray.exceptions import RayError
 
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.horovod import HorovodWorld, load_horovod
@@ -53,8 +55,8 @@ from raytrain_plus.state.holding import model_state
 from raytrain_plus.state.hostcopy import check_storable, dtype_of
 from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
 from raytrain_plus.state.named import model_tensors, named_state, state_sha256
-from raytrain_plus.state.transfer import Snapshot, digest
-from raytrain_plus.storage.folder import open_folder
+from raytrain_plus.state.transfer import Packed, Snapshot, digest
+from raytrain_plus.storage.folder import Folder, open_folder
 from raytrain_plus.taskfile import build_task, fault_of, load_function, load_task, trim_traceback
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.loop import Evaluation, Limits, train
@@ -63,13 +65,15 @@ from raytrain_plus.training.randomness import random_key, repeatable, set_random
 from raytrain_plus.training.records import Activity
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready, Written
-from raytrain_plus.workers.reporter import Reporter
-from raytrain_plus.workers.saver import Part, Saver
+from raytrain_plus.workers.reporter import FLUSH_S, Reporter
+from raytrain_plus.workers.saver import BACKOFF_S, Part, Saver
 
 T = TypeVar("T")
 
 FIRST_STEP_S = 300.0
 """Limit of a first step and of an evaluation: they compile, open files, and have no earlier step to be measured by."""
+TELL_TRIES = 3
+"""How often the controller is told that a share is written, until it has heard."""
 LOOK_S = 0.02
 """Seconds between two looks for a wish, while a copy of the state is on its way."""
 
@@ -268,10 +272,7 @@ class Worker:
                 where=f"{run.where}/{FOLDER}/{manifest.name}.json",
                 remedy="give the task the layers and the args that the run began with, or start over with --fresh",
             )
-        try:
-            tensors = read_tensors(run, manifest, dict.fromkeys(manifest.tensors))
-        except OSError as error:
-            raise RunError(f"the storage failed: {type(error).__name__}: {error}") from None
+        tensors = _read_patiently(run, manifest)
         stepper.adopt(Snapshot(manifest.step, tensors, json.dumps(manifest.tree).encode(), ""))
 
     def _keep(self, controller: Any, generation: int, writer: int, writers: int) -> None:
@@ -283,7 +284,10 @@ class Worker:
 
     def _part(self, controller: Any, generation: int, writer: int, writers: int) -> Part:
         def tell(written: Written) -> None:
-            controller.written.remote(written)
+            for _ in range(TELL_TRIES):
+                with contextlib.suppress(RayError):
+                    ray.get(controller.written.remote(written), timeout=FLUSH_S)
+                    return
 
         return Part(generation=generation, writer=writer, writers=writers, tell=tell)
 
@@ -435,6 +439,18 @@ class Worker:
             # The model is what counts.
             show = f"Task.show failed: {_users_error(error)}"
         return Export(model=model, show=show, state_sha256=sha)
+
+
+def _read_patiently(run: Folder, manifest: Manifest) -> dict[str, Packed]:
+    """All tensors of a checkpoint. Raises `DamagedError`, and `RunError` where the storage keeps failing."""
+    failure: OSError | None = None
+    for wait_s in (0.0, *BACKOFF_S):
+        time.sleep(wait_s)
+        try:
+            return read_tensors(run, manifest, dict.fromkeys(manifest.tensors))
+        except OSError as error:
+            failure = error
+    raise RunError(f"the checkpoint {manifest.name} cannot be read: {type(failure).__name__}: {failure}")
 
 
 def _rows(seen: Index, line: Line, job: Job, transform: Transform | None) -> Rows:

@@ -97,6 +97,7 @@ def test_a_group_that_is_lost_whole_goes_on_from_its_checkpoint(undisturbed: tup
     assert recovered["steps_lost"] == resumed["voided_to"] - resumed["step"]
 
 
+@pytest.mark.slow
 def test_before_the_first_checkpoint_it_begins_anew(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
     run = Run(exact(tmp_path, "early", workers=Workers(min=2), args={"pad_s": 0.03}, checkpoint=Checkpoint()))
     run.until_step(8)
@@ -277,6 +278,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(undisturbed: tu
     assert kinds[2]["step"] == 59
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     undisturbed: tuple[Any, ...], tmp_path: Path
 ) -> None:
@@ -307,6 +309,7 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk takes root")
 def test_a_full_disk_costs_checkpoints_and_no_step(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", 8):

@@ -103,7 +103,7 @@ def plain_losses(job: Job, named: bool, transform: Any = None) -> list[float]:
     return told
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["layers", "model"])
+@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["layers", "model"])
 def test_losses_are_those_of_a_plain_loop_for_any_number_of_workers(tmp_path: Path, named: bool) -> None:
     write_data(tmp_path / "data")
     base = job(tmp_path, args={"named": named}, parallel=Parallel(microbatches=2))

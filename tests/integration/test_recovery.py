@@ -107,6 +107,7 @@ def test_a_killed_worker(tmp_path: Path, undisturbed: dict[bool, list[float]], c
     assert (result.recoveries, 0 < result.stall_s < 5, 0 < result.goodput < 1) == (1, True, True)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_with_fp64_parameters(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
     run, before = started(tmp_path, args={"double": True})
     run.kill(victim := run.members()[2])

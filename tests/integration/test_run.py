@@ -220,9 +220,14 @@ def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None
     result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
     assert 0 < result["steps"] < 500
     assert (tmp_path / "runs" / "job" / "model.safetensors").exists()
-    # An unfinished run is refused until it is moved aside.
-    code, _, err = raytrain("run", write_job(tmp_path))
-    assert (code, "a run of this name is there already (stopped)" in err) == (2, True), err
+    # What was stopped goes on.
+    code, out, err = raytrain("run", write_job(tmp_path, task="tasks:Net", steps=500, args={}), "--json")
+    assert (code, "they differ in task" in err) == (2, True), err
+    code, out, err = raytrain(
+        "resume", "job", "--storage", tmp_path / "runs", "--set", f"steps={result['steps'] + 3}", "--json"
+    )
+    assert code == 0, err
+    assert json.loads(out)["steps"] == result["steps"] + 3
 
 
 def test_a_driver_that_dies_takes_the_run_with_it(tmp_path: Path) -> None:
@@ -246,6 +251,7 @@ def test_a_driver_that_dies_takes_the_run_with_it(tmp_path: Path) -> None:
     assert names <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 
 
+@pytest.mark.slow
 def test_a_lost_worker_is_told_in_one_line_and_replaced(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=60))

@@ -39,7 +39,12 @@ def test_where_nothing_is_nothing_happened(run: Folder) -> None:
 def test_what_was_told_adds_up(run: Folder) -> None:
     tell(run, [evaluated(0, -1, 9.0), *committed(0, 0, 1, 2), evaluated(2, 2, 5.0), *committed(2, 3)])
     past = look_back(run)
-    assert (past.generation, past.committed, past.evaluated, past.metrics) == (2, 3, 2, {"loss": 5.0})
+    assert (past.generation, past.committed, past.evaluated, past.figures) == (
+        2,
+        3,
+        2,
+        {-1: {"loss": 9.0}, 2: {"loss": 5.0}},
+    )
 
 
 def test_a_resumption_takes_back_what_came_after_it(run: Folder) -> None:
@@ -47,7 +52,7 @@ def test_a_resumption_takes_back_what_came_after_it(run: Folder) -> None:
     # Another controller, which goes on from an earlier state.
     tell(run, [resumed(1, 0, 2), *committed(1, 1)])
     past = look_back(run)
-    assert (past.generation, past.committed, past.evaluated, past.metrics) == (1, 1, -1, {"loss": 9.0})
+    assert (past.generation, past.committed, past.evaluated, past.figures) == (1, 1, -1, {-1: {"loss": 9.0}})
     assert past.resumptions == ((1, 0),)
 
 

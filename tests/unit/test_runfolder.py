@@ -21,6 +21,7 @@ from raytrain_plus.runfolder import (
     Lease,
     check_writable,
     claim,
+    claims_of,
     earlier_result,
     find_run,
     job_of,
@@ -109,15 +110,17 @@ def test_a_folder_without_a_job_has_none(run: Folder) -> None:
 
 
 def test_the_newest_controller_alone_may_write(run: Folder) -> None:
-    first = Fence(run)
+    first = Fence(run, 0)
     assert first.overtaken() is None
-    second = Fence(run)
+    with pytest.raises(InputError, match="has begun in the meantime"):
+        Fence(run, 0)
+    second = Fence(run, claims_of(run))
     assert second.overtaken() is None
     assert str(os.getpid()) in (first.overtaken() or "")
     # Moved aside, and another one's in its place.
     run.move("aside")
     assert second.overtaken() == "its folder was moved away"
-    third = Fence(run)
+    third = Fence(run, 0)
     assert second.overtaken() is not None
     assert third.overtaken() is None
 
@@ -130,7 +133,7 @@ def test_of_controllers_that_begin_at_once_one_gets_the_run(tmp_path: Path) -> N
     def begin() -> None:
         ready.wait()
         try:
-            got.append(Fence(LocalFolder(tmp_path / "run")))
+            got.append(Fence(LocalFolder(tmp_path / "run"), 0))
         except InputError as error:
             late.append(error)
 
@@ -139,8 +142,8 @@ def test_of_controllers_that_begin_at_once_one_gets_the_run(tmp_path: Path) -> N
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(got) + len(late) == 8
-    assert [fence.overtaken() for fence in got].count(None) == 1
+    assert (len(got), len(late)) == (1, 7)
+    assert got[0].overtaken() is None
 
 
 def test_another_job_is_in_the_way_and_its_differences_are_named(run: Folder) -> None:
@@ -159,10 +162,10 @@ def test_fresh_moves_aside_and_overwrites_nothing(
         left_by(run, "failed")
         assert earlier_result(run, JOB, fresh=True) is None
         assert "job.yaml" in run.files()
-        claim(run, fresh=True, goes_on=False)
+        claim(run, fresh=True, claims=None)
         for name in run.files():
             run.remove(name)
-    claim(run, fresh=False, goes_on=False)
+    claim(run, fresh=False, claims=None)
     assert list(run.files()) == ["claims/00000001.json"]
     left = {name.partition("/")[0] for name in storage.files()}
     assert left == {"run", *(f"run.20240101-000000{more}" for more in ("", ".2", ".3"))}
@@ -192,10 +195,10 @@ def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch
 def test_a_run_that_began_in_the_meantime_is_left_alone(run: Folder) -> None:
     left_by(run, "finished")
     with pytest.raises(InputError, match=r"has begun in the meantime \(and ended\)"):
-        claim(run, fresh=False, goes_on=False)
+        claim(run, fresh=False, claims=None)
     Lease(run).renew()
     with pytest.raises(InputError, match=r"has begun in the meantime \(process "):
-        claim(run, fresh=True, goes_on=False)
+        claim(run, fresh=True, claims=None)
     assert "result.json" in run.files()
 
 

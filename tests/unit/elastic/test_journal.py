@@ -15,8 +15,9 @@ from raytrain_plus.elastic import journal as module
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.errors import RunError
 from raytrain_plus.observe.events import read_events
+from raytrain_plus.past import Past
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import Fence, Lease
+from raytrain_plus.runfolder import Fence, Lease, claims_of
 from raytrain_plus.storage.folder import Buffer, Folder
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.records import StepRecord
@@ -25,10 +26,14 @@ from raytrain_plus.workers.plan import Export, Place
 NOTES = np.zeros(4, NOTE).tobytes()
 
 
+def journal_of(run: Folder) -> Journal:
+    return Journal(run, batch_size=8, rows=80, end=None, past=Past())
+
+
 @pytest.fixture
 def journal(run: Folder) -> Iterator[Journal]:
-    made = Journal(run, batch_size=8, rows=80)
-    made.open(Fence(run), "name: x\n", {}, "here", {})
+    made = journal_of(run)
+    made.open(Fence(run, 0), "name: x\n", {}, "here", {})
     yield made
     made.close()
 
@@ -64,9 +69,9 @@ def step(number: int) -> StepRecord:
 
 
 def test_what_is_told_is_in_the_folder_in_the_end(run: Folder) -> None:
-    journal = Journal(run, batch_size=8, rows=80)
+    journal = journal_of(run)
     journal.waits("a worker")
-    journal.open(Fence(run), "name: x\n", {}, "here", {"rows": 80})
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
     journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
     journal.report("a", [step(0), step(1)])
@@ -102,8 +107,8 @@ def test_no_storage_holds_the_loop_up(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "BACKOFF_S", (0.01,))
     monkeypatch.setattr(Lease, "due", True)
     run = Standing(tmp_path / "run")
-    journal = Journal(run, batch_size=8, rows=80)
-    journal.open(Fence(run), "name: x\n", {}, "here", {})
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
     journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
     run.free.clear()
     run.fails = True
@@ -133,11 +138,11 @@ def renew_for(journal: Journal, seconds: float) -> None:
 
 
 def test_who_is_overtaken_writes_no_more(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(run, batch_size=8, rows=80)
-    journal.open(Fence(run), "name: x\n", {}, "here", {})
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
     journal.settle()
     before = {name: run.read(name) for name in run.files()}
-    Fence(run)
+    Fence(run, claims_of(run))
     monkeypatch.setattr(Lease, "due", True)
     with pytest.raises(RunError, match="another controller has taken this run over"):
         renew_for(journal, 10)

@@ -43,6 +43,7 @@ def group_in(phase: Phase) -> Group:
         named=2,
         committed=1 if started else -1,
         lead="a" if phase is C else "",
+        finished=phase is C,
     )
 
 

@@ -75,3 +75,12 @@ def test_checkpoints_of_several_steps_do_not_mix() -> None:
         saving.written(written(4, writer, generation=1), NAMES)
     assert [(shares[0].step, shares[0].generation) for shares in saving.whole(9)] == [(4, 1), (8, 0)]
     assert saving.give_up_all("the run ends") == [Abandoned(4, "the run ends")]
+
+
+def test_what_a_resumption_makes_void_is_given_up() -> None:
+    saving = Saving()
+    for step, generation in ((4, 0), (8, 0), (8, 2)):
+        saving.begin(step, generation, NAMES[:1])
+        saving.written(written(step, 0, generation), NAMES)
+    assert [one.step for one in saving.give_up_void([(1, 4)])] == [8]
+    assert [(shares[0].step, shares[0].generation) for shares in saving.whole(9)] == [(4, 0), (8, 2)]
