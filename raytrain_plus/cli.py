@@ -53,7 +53,10 @@ def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, as
 
 _run = click.argument("run")
 _storage = click.option(
-    "--storage", default="runs", show_default=True, help="Where a run that is given by its name lies."
+    "--storage",
+    default="runs",
+    show_default=True,
+    help="Where a run that is given by its name lies: a path or an address.",
 )
 
 
@@ -64,13 +67,13 @@ _storage = click.option(
 @click.option("--address", help="Ray cluster to join; else RAY_ADDRESS, else one is started here for this run.")
 @_json
 def resume(run: str, storage: str, overrides: Sequence[str], address: str | None, as_json: bool) -> int:
-    """Go on with the run RUN (a folder, or a name) from its newest complete checkpoint."""
+    """Go on with the run RUN (a folder, an address, or a name) from its newest complete checkpoint."""
     from raytrain_plus.runfolder import find_run
 
     folder = find_run(run, storage)
     from raytrain_plus.runner import resume as resume_run
 
-    result = resume_run(folder, overrides, address=address, quiet=as_json)
+    result = resume_run(folder.address, overrides, address=address, quiet=as_json)
     if as_json:
         click.echo(json.dumps(result.to_json()))
         if result.error:
@@ -83,7 +86,7 @@ def resume(run: str, storage: str, overrides: Sequence[str], address: str | None
 @_storage
 @_json
 def status(run: str, storage: str, as_json: bool) -> int:
-    """Say how far the run RUN (a folder, or a name) has come, and what checkpoints it has."""
+    """Say how far the run RUN (a folder, an address, or a name) has come, and what checkpoints it has."""
     from raytrain_plus.runfolder import find_run
     from raytrain_plus.status import status
 
@@ -100,13 +103,14 @@ def status(run: str, storage: str, as_json: bool) -> int:
     "--format", "kind", type=click.Choice(["safetensors", "torch-export"]), default="safetensors", show_default=True
 )
 def export(run: str, storage: str, to: Path, kind: str) -> int:
-    """Write the newest model of the run RUN (a folder, or a name) to a file."""
+    """Write the newest model of the run RUN (a folder, an address, or a name) to a file."""
     from raytrain_plus.export import export_program, export_weights
     from raytrain_plus.runfolder import find_run
+    from raytrain_plus.storage.folder import split
 
     folder = find_run(run, storage)
     manifest = export_weights(folder, to) if kind == "safetensors" else export_program(folder, to, [Path.cwd()])
-    click.echo(f"{to}: the model after step {manifest.step + 1} of {folder.resolve().name}")
+    click.echo(f"{to}: the model after step {manifest.step + 1} of {split(folder.address)[1]}")
     return 0
 
 
@@ -164,11 +168,11 @@ def verify(
 @_storage
 @_json
 def audit(run: str, storage: str, as_json: bool) -> int:
-    """Check which rows the run RUN (a folder, or a name) used never, once, or more than once."""
+    """Check which rows the run RUN (a folder, an address, or a name) used never, once, or more than once."""
     from raytrain_plus.data.audit import audit
     from raytrain_plus.runfolder import find_run
 
-    found = audit(find_run(run, storage))
+    found = audit(find_run(run, storage).address)
     click.echo(json.dumps(found.to_json()) if as_json else "\n".join(found.lines()))
     return 0 if found.clean else 1
 

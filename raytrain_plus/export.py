@@ -17,12 +17,12 @@ from raytrain_plus.data.granule import Rows, without_ids
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.source import index
 from raytrain_plus.errors import DamagedError, InputError
-from raytrain_plus.jobfile import load_job
 from raytrain_plus.past import look_back
+from raytrain_plus.runfolder import job_of
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.state.transfer import unpacked
-from raytrain_plus.storage.folder import open_folder
+from raytrain_plus.storage.folder import Folder, is_address, open_folder
 from raytrain_plus.taskfile import build_task, load_function, load_task
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.randomness import random_key, set_random_key
@@ -34,25 +34,26 @@ CPU = torch.device("cpu")
 def load(path: str | Path, model: nn.Module) -> int:
     """Puts the newest weights and persistent buffers of a run, or of a safetensors file, into `model`, in place.
 
-    `path` is a run's folder or such a file. Returns the step whose weights they are; -1 for a file. Raises `InputError`
-    where there are none, and where they are another model's: before anything is changed.
+    `path` is a run's folder, by its path or address, or such a file. Returns the step whose weights they are; -1 for a
+    file. Raises `InputError` where there are none, and where they are another model's: before anything is changed.
     """
-    if Path(path).is_file():
-        step, weights = -1, _from_file(Path(path))
+    if not is_address(path) and Path(path).is_file():
+        step, weights, where = -1, _from_file(Path(path)), str(path)
     else:
-        manifest, weights = newest_weights(Path(path))
-        step = manifest.step
-    put_weights(weights, model, str(path))
+        run = open_folder(path)
+        manifest, weights = newest_weights(run)
+        step, where = manifest.step, run.where
+    put_weights(weights, model, where)
     return step
 
 
-def newest_weights(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """The newest complete checkpoint of the run in `folder`, and the model's tensors as its `state_dict` names them.
+def newest_weights(run: Folder) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """The newest complete checkpoint of a run, and the model's tensors as its `state_dict` names them.
 
     A damaged one is passed over. Raises `InputError` where there is none.
     """
     damages = []
-    for found in look_back(folder).found:
+    for found in look_back(run).found:
         if found.manifest is None:
             continue
         manifest = found.manifest
@@ -63,14 +64,14 @@ def newest_weights(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
             if name.startswith("param/") or (name.startswith("buffer/") and name.partition("/")[2] in buffers)
         ]
         try:
-            tensors = read_tensors(open_folder(folder), manifest, dict.fromkeys(names))
+            tensors = read_tensors(run, manifest, dict.fromkeys(names))
         except DamagedError as error:
             damages.append(str(error))
             continue
         return manifest, {name.partition("/")[2]: unpacked(packed, CPU) for name, packed in tensors.items()}
     raise InputError(
         "there is no complete checkpoint" + "".join(f"; {damage}" for damage in damages),
-        where=str(folder),
+        where=run.where,
         expected="a run's folder",
         remedy="see what there is with: raytrain status RUN",
     )
@@ -106,26 +107,26 @@ def put_weights(weights: Weights, model: nn.Module, where: str) -> None:
             mine[name].copy_(value)
 
 
-def export_weights(folder: Path, to: Path) -> Manifest:
+def export_weights(run: Folder, to: Path) -> Manifest:
     """Writes the newest weights of a run to a safetensors file; the checkpoint that they are from."""
-    manifest, weights = newest_weights(folder)
+    manifest, weights = newest_weights(run)
     _whole(to, lambda part: safetensors.torch.save_file(weights, part, metadata={"format": "pt"}))
     return manifest
 
 
-def export_program(folder: Path, to: Path, roots: Sequence[Path]) -> Manifest:
+def export_program(run: Folder, to: Path, roots: Sequence[Path]) -> Manifest:
     """Writes the newest model of a run as a `torch.export` program, which runs without the task's code.
 
     Its inputs are those with which the task calls the model for a batch of one step. Raises `InputError` where torch
     cannot export the model.
     """
-    job, _ = load_job(folder / "job.yaml")
+    job = job_of(run)
     assert isinstance(job.task, str)
-    manifest, weights = newest_weights(folder)
+    manifest, weights = newest_weights(run)
     set_random_key(random_key(job.seed, "task"))
     task = build_task(load_task(job.task, roots), job.args)
     module = build_model(task, job.seed, CPU).module
-    put_weights(weights, module, str(folder))
+    put_weights(weights, module, run.where)
     module.eval()
     transform = load_function(job.data.transform, roots) if job.data.transform else None
     seen = index(job.data.path)

@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from raytrain_plus.errors import InputError, JobError
+from raytrain_plus.storage.folder import SCHEMES, is_address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +175,10 @@ class Job:
     """Held-out evaluation, if any."""
 
     storage: str = "runs"
-    """The folder in which the run's folder is made."""
+    """The folder in which the run's folder is made: a path, or an address such as `s3://bucket/runs`.
+
+    An address holds settings as pyarrow takes them (`?region=eu-west-1`); credentials come from the environment.
+    """
 
     def __post_init__(self) -> None:
         values = dict(flatten(self))
@@ -192,9 +195,9 @@ class Job:
             values["task"] = f"{self.task.__module__}:{self.task.__qualname__}"
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
-    def same_as(self, resolved: Path) -> list[str]:
-        """The keys in which this job differs from the one in a `job.yaml`, of those that make a job the same."""
-        mine, theirs = yaml.safe_load(self.to_yaml()), yaml.safe_load(resolved.read_text())
+    def same_as(self, resolved: str) -> list[str]:
+        """The keys in which this job differs from the one that a `job.yaml` says, of those that make a job the same."""
+        mine, theirs = yaml.safe_load(self.to_yaml()), yaml.safe_load(resolved)
         return [key for key in _SAME if _at(mine, key) != _at(theirs, key)]
 
 
@@ -401,9 +404,11 @@ def _best(metric: str, evaluate: None) -> _Problem:
 
 
 def _folder(storage: str) -> _Problem:
-    if "://" not in storage:
+    scheme = storage.partition("://")[0]
+    if not is_address(storage) or scheme in SCHEMES:
         return None
-    return f"{storage!r} is no folder", "a path on this machine, or on a file system that it shares", ""
+    # Not the whole address: it may hold a password.
+    return f"nothing is known of '{scheme}://...'", f"a path, or {', '.join(f'{known}://' for known in SCHEMES)}", ""
 
 
 _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (

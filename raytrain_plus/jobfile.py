@@ -44,16 +44,25 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Job, tupl
     Raises `JobError` with every problem, each placed `file:line:column key`.
     """
     file = Path(path)
-    root = _parse(_text(file), str(file))
-    reading = _Reading(str(file))
+    return read_job(_text(file), str(file), file.stem, overrides), (file.absolute().parent,)
+
+
+def read_job(text: str, where: str, name: str, overrides: Sequence[str] = ()) -> Job:
+    """The job that `text` from `where` says, with overrides applied; its name where it has none is `name`.
+
+    Raises `JobError` with every problem, each placed.
+    """
+    root = _parse(text, where)
+    reading = _Reading(where)
     values = reading.mapping(root, "") if root is not None else {}
     for override in overrides:
         reading.override(values, override)
-    values.setdefault("name", file.stem)
-    problems = reading.problems + _problems(values, reading.places, str(file))
+    values.setdefault("name", name)
+    problems = reading.problems + _problems(values, reading.places, where)
     if problems:
         raise JobError(problems)
-    return _build(Job, values), (file.absolute().parent,)
+    job: Job = _build(Job, values)
+    return job
 
 
 def _text(file: Path) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from raytrain_plus.observe.events import EVENTS, read_events
+from raytrain_plus.data.parts import FOLDER as LEDGER
+from raytrain_plus.observe.events import read_events
 from raytrain_plus.runfolder import claims_of
 from raytrain_plus.state.checkpoint import Found, survey
-from raytrain_plus.storage.folder import open_folder
+from raytrain_plus.storage.folder import Folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,16 +32,15 @@ class Past:
     """The checkpoints and what is left of some, newest first."""
 
 
-def look_back(folder: Path) -> Past:
+def look_back(run: Folder) -> Past:
     """The past of the run in this folder; that of a run without one, where there is no folder."""
     # First of all: who comes meanwhile is noticed.
-    claims = claims_of(open_folder(folder))
+    claims = claims_of(run)
     generation = committed = -1
     resumptions: list[tuple[int, int]] = []
-    events = folder / EVENTS
     # Figures by step: a resumption takes back those of later steps.
     told: dict[int, Mapping[str, float]] = {}
-    for event in read_events(events) if events.exists() else ():
+    for event in read_events(run):
         generation = max(generation, event["generation"])
         if event["kind"] == "step_committed" and not _void(event["generation"], event["step"], resumptions):
             committed = max(committed, event["step"])
@@ -52,12 +51,12 @@ def look_back(folder: Path) -> Past:
             committed = min(committed, event["step"])
             told = {step: figures for step, figures in told.items() if step <= event["step"]}
     evaluated = max(told, default=-2)
-    found = tuple(survey(open_folder(folder), resumptions))
+    found = tuple(survey(run, resumptions))
     # Not all that was written may have been told.
     for one in found:
         generation = max(generation, one.generation)
-    for part in (folder / "ledger").glob("*.parquet"):
-        written = part.name.split("-")[0]
+    for part in (name for name in run.files(LEDGER) if name.endswith(".parquet")):
+        written = part.removeprefix(f"{LEDGER}/").partition("-")[0]
         generation = max(generation, int(written) if written.isdecimal() else -1)
     return Past(
         generation=generation,

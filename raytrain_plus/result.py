@@ -8,6 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raytrain_plus.storage.folder import Folder, without_secrets
+
+RESULT = "result.json"
+"""The file's name in a run's folder."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
@@ -18,8 +23,8 @@ class Result:
     """`finished`, `stopped` (by a signal, at a step boundary) or `failed`."""
     exit_code: int
     """0 finished, 1 failed, 130 and 143 stopped by SIGINT and SIGTERM."""
-    path: Path
-    """The run's folder."""
+    path: Path | str
+    """The run's folder: a path, or the address where `storage` is one."""
     steps: int
     """Committed steps."""
     samples: int
@@ -47,19 +52,17 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only."""
-        return {**asdict(self), "path": str(self.path), "metrics": dict(self.metrics)}
+        return {**asdict(self), "path": without_secrets(str(self.path)), "metrics": dict(self.metrics)}
 
-    def save(self) -> None:
+    def save(self, run: Folder) -> None:
         """Writes `result.json` into the run's folder, whole or not at all."""
-        part = self.path / "result.json.part"
-        part.write_text(json.dumps(self.to_json(), indent=2) + "\n")
-        part.replace(self.path / "result.json")
+        run.write(RESULT, [json.dumps(self.to_json(), indent=2).encode() + b"\n"])
 
     @classmethod
-    def load(cls, folder: Path) -> Result | None:
+    def load(cls, run: Folder) -> Result | None:
         """The result in a run's folder, or None where the run has not ended."""
-        file = folder / "result.json"
-        if not file.exists():
+        try:
+            values = json.loads(run.read(RESULT))
+        except FileNotFoundError:
             return None
-        values = json.loads(file.read_text())
-        return cls(**{**values, "path": folder})
+        return cls(**{**values, "path": run.path or run.address})

@@ -2,49 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import secrets
 import socket
-import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from raytrain_plus.errors import InputError
+from raytrain_plus.errors import InputError, JobError
 from raytrain_plus.job import Job
+from raytrain_plus.jobfile import read_job
 from raytrain_plus.result import Result
-from raytrain_plus.storage.folder import Folder, open_folder
+from raytrain_plus.storage.folder import Folder, is_address, open_folder, split, within
 
+JOB = "job.yaml"
+"""The file, in a run's folder, with the resolved job."""
+DATASET = "dataset.json"
+"""The file with what the data was when the run began, as in `Index.to_json`."""
+MODEL = "model.safetensors"
+"""The file with the weights at the end."""
 LEASE_S = 10.0
 """Seconds after its last renewal for which a lease holds."""
+LEASE = "lease.json"
 
 
-def check_writable(storage: Path) -> None:
-    """Makes the storage folder and tries it. Raises `InputError` where nothing can be written there."""
+def check_writable(where: str | Path) -> Folder:
+    """The storage folder at a path or address, made and tried.
+
+    Raises `InputError` where that is none, or nothing can be written there.
+    """
+    shown = "" if is_address(where) else str(where)
     try:
-        storage.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=storage, prefix=".probe-"):
-            return
+        storage = open_folder(where)
+        shown = storage.where
+        probe = f".probe-{secrets.token_hex(4)}"
+        storage.write(probe, [b""])
+        storage.remove(probe)
+        return storage
     except OSError as error:
         raise InputError(
-            f"the storage folder cannot be written: {error.strerror}",
-            where=f"storage: {storage}",
+            f"the storage folder cannot be written: {error.strerror or error}",
+            where=f"storage: {shown}" if shown else "storage",
             remedy="choose another folder (--set storage=...), or mend its permissions or space",
         ) from error
 
 
-def earlier_result(folder: Path, job: Job, fresh: bool, may_change: Collection[str] = ()) -> Result | None:
-    """The result of the same, finished job in `folder`; None where the job may start or go on there.
+def exists(run: Folder) -> bool:
+    """Whether there is anything in a run's folder."""
+    return bool(run.files())
+
+
+def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[str] = ()) -> Result | None:
+    """The result of the same, finished job in `run`; None where the job may start or go on there.
 
     `fresh`: what is there will be moved aside. `may_change`: settings in which the job may differ from the one that
     began, beside those that no result depends on. Raises `InputError` where a living run or another job's is in the
     way. A lease that nobody renews is waited for.
     """
-    if not folder.exists():
+    where = f"run folder {run.where}"
+    if run.path is not None and run.path.is_file():
+        raise InputError("it is a file", where=where, remedy="move it away, or give this run another name")
+    if not exists(run):
         return None
-    where = f"run folder {folder}"
-    holder = _living(folder)
+    holder = _living(run)
     if holder is not None:
         raise InputError(
             f"a run of this name is going on ({holder})",
@@ -53,62 +76,83 @@ def earlier_result(folder: Path, job: Job, fresh: bool, may_change: Collection[s
         )
     if fresh:
         return None
-    if not (folder / "job.yaml").exists():
+    try:
+        begun = run.read(JOB).decode()
+    except FileNotFoundError:
         raise InputError(
             "a folder of this name is there, which is no run's: it has no job.yaml",
             where=where,
             remedy="move it away, or give this run another name (--set name=...)",
-        )
-    differing = [key for key in job.same_as(folder / "job.yaml") if key not in may_change]
+        ) from None
+    differs = job.same_as(begun)
+    differing = [key for key in differs if key not in may_change]
     if differing:
         raise InputError(
             f"another job's run of this name is there already; they differ in {', '.join(differing)}",
             where=where,
             remedy="--fresh moves it aside; or give this one another name (--set name=...)",
         )
-    result = Result.load(folder)
-    done = result is not None and result.status == "finished" and "steps" not in job.same_as(folder / "job.yaml")
+    result = Result.load(run)
+    done = result is not None and result.status == "finished" and "steps" not in differs
     return result if done else None
 
 
-def find_run(name: str, storage: str) -> Path:
-    """A run's folder, by its path or by its name under `storage`. Raises `InputError` where there is none."""
-    places = (Path(name), Path(storage) / name)
+def find_run(name: str, storage: str) -> Folder:
+    """A run's folder, by its path or address, or by its name under `storage`.
+
+    Raises `InputError` where there is none.
+    """
+    places = [open_folder(name)]
+    if not is_address(name):
+        places.append(open_folder(within(storage, name)))
     for place in places:
-        if (place / "job.yaml").exists():
+        with contextlib.suppress(FileNotFoundError):
+            place.read(JOB)
             return place
     raise InputError(
-        f"there is no run '{name}'",
-        where=" and ".join(str(place) for place in places),
+        f"there is no run '{places[0].where if is_address(name) else name}'",
+        where=" and ".join(place.where for place in places),
         remedy="name a run's folder, or say with --storage where it lies",
     )
 
 
-def claim(folder: Path, *, fresh: bool, claims: int | None) -> Fence:
-    """Takes `folder` for a run: with `fresh` an earlier run's is moved aside.
+def job_of(run: Folder, overrides: Sequence[str] = ()) -> Job:
+    """The job of the run in a folder, with `a.b=c` overrides applied. Raises `JobError` where there is none."""
+    where = f"{run.where}/{JOB}"
+    try:
+        text = run.read(JOB).decode()
+    except FileNotFoundError:
+        raise JobError([InputError("there is no such file", where=where)]) from None
+    except UnicodeDecodeError:
+        raise JobError([InputError("is no text", where=where, expected="a job file in YAML")]) from None
+    return read_job(text, where, split(run.address)[1], overrides)
+
+
+def claim(run: Folder, *, fresh: bool, claims: int | None) -> Fence:
+    """Takes the folder for a run: with `fresh` an earlier run's is moved aside.
 
     `claims`: how many controllers the run had, where it goes on; None where it begins. Raises `InputError` where
     another one came in the meantime.
     """
-    if not folder.exists():
-        return Fence(open_folder(folder), 0)
-    holder = lease_holder(folder)
+    files = run.files()
+    if not files:
+        return Fence(run, 0)
+    holder = lease_holder(run)
     if holder is not None or not (fresh or claims is not None):
         raise InputError(
             f"another run of this name has begun in the meantime ({holder or 'and ended'})",
-            where=f"run folder {folder}",
+            where=f"run folder {run.where}",
             remedy="give this one another name (--set name=...), or start it again",
         )
     if not fresh and claims is not None:
-        return Fence(open_folder(folder), claims)
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(folder.stat().st_mtime))
-    aside = folder.with_name(f"{folder.name}.{stamp}")
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = folder.with_name(f"{folder.name}.{stamp}.{number}")
-    folder.rename(aside)
-    return Fence(open_folder(folder), 0)
+        return Fence(run, claims)
+    newest = max(stat.time for stat in files.values())
+    aside = f"{split(run.address)[1]}.{time.strftime('%Y%m%d-%H%M%S', time.gmtime(newest))}"
+    for name in itertools.chain([aside], (f"{aside}.{number}" for number in itertools.count(2))):
+        with contextlib.suppress(FileExistsError):
+            run.move(name)
+            break
+    return Fence(run, 0)
 
 
 class Fence:
@@ -161,8 +205,8 @@ def claims_of(run: Folder) -> int:
 class Lease:
     """Says in a run's folder that somebody holds it; renewed by its holder."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "lease.json"
+    def __init__(self, run: Folder) -> None:
+        self._run = run
         self._renewed = 0.0
 
     @property
@@ -173,39 +217,37 @@ class Lease:
     def renew(self) -> None:
         """Writes the lease. Raises `OSError` where that is not possible."""
         self._renewed = time.monotonic()
-        part = self._file.with_suffix(".part")
-        part.write_text(json.dumps({"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}))
-        part.replace(self._file)
+        lease = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+        self._run.write(LEASE, [json.dumps(lease).encode()])
 
     def release(self) -> None:
-        """Gives the folder up."""
-        self._file.unlink(missing_ok=True)
+        """Gives the folder up. Raises `OSError` where that is not possible."""
+        self._run.remove(LEASE)
 
 
-def _living(folder: Path) -> str | None:
+def _living(run: Folder) -> str | None:
     """Who holds the folder and renews its lease; None where nobody does, or where the lease ends without a renewal."""
-    first = _lease(folder)
+    first = _lease(run)
     deadline = time.monotonic() + LEASE_S
-    while lease_holder(folder) is not None:
-        if _lease(folder) != first or time.monotonic() > deadline:
-            return lease_holder(folder)
+    while lease_holder(run) is not None:
+        if _lease(run) != first or time.monotonic() > deadline:
+            return lease_holder(run)
         time.sleep(LEASE_S / 100)
     return None
 
 
-def _lease(folder: Path) -> str:
+def _lease(run: Folder) -> bytes:
     try:
-        return (folder / "lease.json").read_text()
+        return run.read(LEASE)
     except FileNotFoundError:
-        return ""
+        return b""
 
 
-def lease_holder(folder: Path) -> str | None:
+def lease_holder(run: Folder) -> str | None:
     """Who holds the folder, or None. A lease that its holder stopped renewing ends after `LEASE_S`."""
-    file = folder / "lease.json"
     try:
-        lease = json.loads(file.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        lease = json.loads(_lease(run))
+    except json.JSONDecodeError:
         return None
     age = time.time() - lease["time"]
     if age > LEASE_S:

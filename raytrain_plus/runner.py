@@ -36,11 +36,11 @@ from raytrain_plus.elastic.policy import room_for, useful_size
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, RunError, TaskError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
-from raytrain_plus.jobfile import load_job
 from raytrain_plus.observe.progress import View, view_for
 from raytrain_plus.past import Past, look_back
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import check_writable, earlier_result
+from raytrain_plus.runfolder import DATASET, check_writable, earlier_result, exists, job_of
+from raytrain_plus.storage.folder import Folder, open_folder, split, without_secrets
 from raytrain_plus.taskfile import load_function, load_task
 from raytrain_plus.workers.plan import Plan
 from raytrain_plus.workers.ray_private import (
@@ -75,9 +75,7 @@ def run(
     job, its data or its task is wrong: before a folder is made.
     """
     view = None if quiet else view or view_for(sys.stdout)
-    storage = Path(job.storage).absolute()
-    check_writable(storage)
-    folder = storage / job.name
+    folder = check_writable(job.storage).inside(job.name)
     done = earlier_result(folder, job, fresh, may_change)
     if done is not None:
         if view is not None:
@@ -88,7 +86,7 @@ def run(
     pickled = _task_to_send(job, search)
     seen, held_out = _look_at_data(job, search)
     past = None
-    if folder.exists() and not fresh:
+    if exists(folder) and not fresh:
         past = look_back(folder)
         check_goes_on(past, folder, job, seen)
     source = None if pickled is not None else source_sha256(job.task, search)
@@ -106,14 +104,13 @@ def run(
                 index=seen,
                 held_out=held_out,
                 collective=collective,
-                folder=str(folder),
+                folder=folder.address,
             ),
             past=past,
             task_sha256=source,
             limits=_limits(job, line_of(job, seen).steps),
-            folder=folder,
             fresh=fresh,
-            job_yaml=job.to_yaml(),
+            job_yaml=replace(job, storage=without_secrets(job.storage)).to_yaml(),
             versions=_versions(),
             began=began,
         )
@@ -129,28 +126,30 @@ def resume(
     quiet: bool = False,
     roots: Sequence[Path] = (),
 ) -> Result:
-    """Goes on with the run in this folder from its newest complete checkpoint; its result.
+    """Goes on with the run in this folder, a path or an address, from its newest complete checkpoint; its result.
 
     `overrides` are `a.b=c`: what no result depends on may change, and on purpose `args.…`, and `steps`, which lets a
     finished run go on. Its task and relative paths are looked up from the working directory, as when it began.
     """
-    folder = Path(run_folder).absolute()
-    began, _ = load_job(folder / "job.yaml")
-    if began.epochs is not None and any(override.split("=")[0] == "steps" for override in overrides):
+    storage, name = split(run_folder)
+    folder = open_folder(run_folder)
+    if job_of(folder).epochs is not None and any(override.split("=")[0] == "steps" for override in overrides):
         raise InputError(
             "the length of this run is given in epochs, and its last step is of a size of its own",
             where="--set steps",
             expected="a run whose job says `steps`",
         )
-    own = [f"name={json.dumps(folder.name)}", f"storage={json.dumps(str(folder.parent))}"]
-    job, _ = load_job(folder / "job.yaml", [*overrides, *own])
+    own = [f"name={json.dumps(name)}", f"storage={json.dumps(storage)}"]
+    job = job_of(folder, [*overrides, *own])
     return run(job, address=address, view=view, quiet=quiet, roots=roots, may_change=("args", "steps"))
 
 
-def check_goes_on(past: Past, folder: Path, job: Job, seen: Index) -> None:
+def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
     """Raises `InputError` where the job cannot go on from what is in `folder`: other data, a newer version, the end."""
-    file = folder / "dataset.json"
-    then = json.loads(file.read_text()) if file.exists() else seen.to_json()
+    try:
+        then = json.loads(folder.read(DATASET))
+    except FileNotFoundError:
+        then = seen.to_json()
     if then["fingerprint"] != seen.fingerprint:
         raise DataError(
             f"the data is other than when the run began: {'; '.join(differences(seen.to_json(), then)[:3])}",

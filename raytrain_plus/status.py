@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from raytrain_plus.past import look_back
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import lease_holder
 from raytrain_plus.state.manifest import Manifest
-from raytrain_plus.storage.folder import open_folder
+from raytrain_plus.storage.folder import Folder, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +59,16 @@ class Status:
         return said
 
 
-def status(folder: Path) -> Status:
+def status(run: Folder) -> Status:
     """The status of the run in this folder."""
-    run = open_folder(folder)
-    past = look_back(folder)
-    result, holder, now = Result.load(folder), lease_holder(folder), time.time()
+    past = look_back(run)
+    result, holder, now = Result.load(run), lease_holder(run), time.time()
     state = f"running ({holder})" if holder else "unfinished" if result is None else result.status
     kept = tuple(
         Kept(one.name, one.step, max(0.0, now - _moment(one.manifest, one.time)), one.bytes, one.why or "complete")
         for one in past.found
     )
-    return Status(folder.resolve().name, state, past.committed + 1, kept, run.exclusive)
+    return Status(split(run.address)[1], state, past.committed + 1, kept, run.exclusive)
 
 
 def _moment(manifest: Manifest | None, newest_file: float) -> float:

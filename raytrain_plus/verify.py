@@ -20,6 +20,8 @@ from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job import Job
 from raytrain_plus.observe.events import read_events
 from raytrain_plus.runner import connected, run
+from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.workers.fault import kill_process
 
 LOOK_S = 0.01
@@ -160,19 +162,19 @@ def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequ
         workers=replace(job.workers, min=1 if kills else size, max=size, spares=0),
         storage=str(folder),
     )
-    events = folder / name / "events.ndjson"
-    killer = _Killer(events, kills, job.steps or 2 * kills)
+    run_folder = LocalFolder(folder / name)
+    killer = _Killer(run_folder, kills, job.steps or 2 * kills)
     with killer:
         result = run(sized, quiet=True, fresh=True, roots=roots)
     if result.status != "finished":
         raise RunError(f"the run on {size} workers {result.status}: {result.error or 'by a signal'}")
     assert result.state_sha256 is not None
     return Trial(
-        workers=_present(events).most,
+        workers=_present(run_folder).most,
         to_kill=kills,
         killed=killer.killed,
         state_sha256=result.state_sha256,
-        losses=tuple(event["loss"] for event in read_events(events) if event["kind"] == "step_committed"),
+        losses=tuple(event["loss"] for event in read_events(run_folder) if event["kind"] == "step_committed"),
         metrics=dict(result.metrics),
         audit_clean=audit(result.path).clean,
         seconds=result.seconds,
@@ -236,8 +238,8 @@ def _first_tensor(one: Path, other: Path) -> str:
 class _Killer:
     """Kills members of a run at moments drawn by chance, while it is open."""
 
-    def __init__(self, events: Path, kills: int, steps: int) -> None:
-        self._events = events
+    def __init__(self, run: Folder, kills: int, steps: int) -> None:
+        self._run_folder = run
         self._draw = random.Random(kills)
         # Early enough that the run does not end before.
         self._moments = sorted(self._draw.randrange(max(1, steps // 2)) for _ in range(kills))
@@ -263,13 +265,13 @@ class _Killer:
                 while True:
                     if self._over.wait(LOOK_S):
                         return
-                    now = _present(self._events)
+                    now = _present(self._run_folder)
                     # One that holds the state is to be left: no two at once.
                     if now.whole and now.committed >= moment and len(now.members) > 1:
                         break
                 victim = self._draw.choice(now.members)
                 kill_process(victim["node"], victim["pid"])
-                while _present(self._events).lost == now.lost:
+                while _present(self._run_folder).lost == now.lost:
                     if self._over.wait(LOOK_S):
                         return
                 self.killed += 1
@@ -290,9 +292,9 @@ class _Now:
     """Members of its largest view."""
 
 
-def _present(events: Path) -> _Now:
+def _present(run: Folder) -> _Now:
     now = _Now([])
-    for event in read_events(events) if events.exists() else ():
+    for event in read_events(run):
         if event["kind"] == "view_formed":
             now.members, now.whole = event["members"], True
             now.most = max(now.most, len(now.members))

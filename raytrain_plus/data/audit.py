@@ -21,7 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from raytrain_plus.errors import InputError
+from raytrain_plus.errors import InputError, StorageError
+from raytrain_plus.observe.events import event_lines
+from raytrain_plus.storage.folder import Folder, open_folder, split
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -91,14 +93,15 @@ class Audit:
         return said
 
 
-def audit(run: Path) -> Audit:
-    """Audits the run in this folder. Raises `InputError` where there is no run to audit."""
+def audit(where: str | Path) -> Audit:
+    """Audits the run in the folder at a path or address. Raises `InputError` where there is no run to audit."""
+    run = open_folder(where)
     line, then = _described(run)
     faults = _changed(Path(then["path"]), then)
     # Before the ledger: a run that goes on enters its last step before it says that it has ended.
     status, made, torn = _status(run)
     faults += torn
-    entries, torn = _entries(run)
+    entries, torn = _entries(run, made)
     faults += torn
     audited_to = int(entries["step"].max(initial=-1))
     due_to = min(audited_to, line.steps - 1)
@@ -114,7 +117,7 @@ def audit(run: Path) -> Audit:
     good = line.check(entries, faults)
     epochs = line.use(entries[good], due_to)
     return Audit(
-        run=run.resolve().name,
+        run=split(run.address)[1],
         rows=line.rows,
         files=len(then["files"]),
         steps=line.steps,
@@ -125,23 +128,25 @@ def audit(run: Path) -> Audit:
     )
 
 
-def _described(run: Path) -> tuple[_Line, dict[str, Any]]:
+def _described(run: Folder) -> tuple[_Line, dict[str, Any]]:
     try:
-        job, then = yaml.safe_load((run / "job.yaml").read_text()), json.loads((run / "dataset.json").read_text())
+        job, then = yaml.safe_load(run.read("job.yaml")), json.loads(run.read("dataset.json"))
         return _Line(job, then), then
+    except StorageError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, yaml.YAMLError) as error:
         raise InputError(
             f"there is no run to audit: {type(error).__name__}: {error}",
-            where=str(run),
+            where=run.where,
             expected="a run's folder, with job.yaml and dataset.json in it, as this version writes them",
             remedy="name the run's folder, or its name and --storage",
         ) from error
 
 
-def _status(run: Path) -> tuple[str, int | None, list[str]]:
+def _status(run: Folder) -> tuple[str, int | None, list[str]]:
     """The run's status, how many steps it says that it made where it has ended, and what is wrong with that."""
     try:
-        result = json.loads((run / "result.json").read_text())
+        result = json.loads(run.read("result.json"))
         return str(result["status"]), int(result["steps"]), []
     except FileNotFoundError:
         return "unfinished", None, []
@@ -202,21 +207,24 @@ _ENTRY = np.dtype([(name, "<u8" if name == "ids" else "<i8") for name in _COLUMN
 _SCHEMA = pa.schema([pa.field(name, pa.uint64() if name == "ids" else pa.int64()) for name in _COLUMNS])
 
 
-def _entries(run: Path) -> tuple[npt.NDArray[Any], list[str]]:
+def _entries(run: Folder, made: int | None) -> tuple[npt.NDArray[Any], list[str]]:
     """The ledger's rows that are not void, and what is wrong with its files."""
     parts: list[npt.NDArray[Any]] = []
-    faults = [] if (run / "ledger").is_dir() else ["there is no ledger"]
-    for file in sorted((run / "ledger").glob("*.parquet")):
+    names = sorted(name for name in run.files("ledger") if name.endswith(".parquet"))
+    # The steps before a checkpoint are entered before it is made.
+    due = made or any(name.endswith(".json") for name in run.files("checkpoints"))
+    faults = ["there is no ledger"] if due and not names else []
+    for name in names:
         try:
-            table = pq.read_table(file, columns=list(_COLUMNS)).cast(_SCHEMA)
+            table = pq.read_table(pa.BufferReader(run.read(name)), columns=list(_COLUMNS)).cast(_SCHEMA)
             if any(column.null_count for column in table.columns):
                 raise ValueError("a column has nulls")
         except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-            faults.append(f"ledger/{file.name} cannot be read: {_first_line(error)}")
+            faults.append(f"{name} cannot be read: {_first_line(error)}")
             continue
         part = np.empty(table.num_rows, _ENTRY)
-        for name in _COLUMNS:
-            part[name] = table.column(name).to_numpy()
+        for column in _COLUMNS:
+            part[column] = table.column(column).to_numpy()
         parts.append(part)
     entries = np.concatenate(parts) if parts else np.empty(0, _ENTRY)
     for generation, step in _resumptions(run):
@@ -228,17 +236,14 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _resumptions(run: Path) -> Iterator[tuple[int, int]]:
+def _resumptions(run: Folder) -> Iterator[tuple[int, int]]:
     """(generation, step): what older generations did after that step is void."""
-    file = run / "events.ndjson"
-    if not file.exists():
-        return
-    with file.open() as lines:
-        for line in lines:
-            if '"resumed"' in line and line.endswith("\n"):
-                event = json.loads(line)
-                if event["kind"] == "resumed":
-                    yield event["generation"], event["step"]
+    for line in event_lines(run):
+        # Most lines are of others, and need no parsing.
+        if '"resumed"' in line:
+            event = json.loads(line)
+            if event["kind"] == "resumed":
+                yield event["generation"], event["step"]
 
 
 def _only_due(entries: npt.NDArray[Any], line: _Line, due_to: int) -> tuple[npt.NDArray[Any], list[str]]:

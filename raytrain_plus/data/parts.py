@@ -8,16 +8,15 @@ step that it begins with, so that no two controllers of a run ever write the sam
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_plus.data.ledger import NOTE
+from raytrain_plus.storage.folder import Folder
 
 FOLDER = "ledger"
 SCHEMA = pa.schema(
@@ -48,10 +47,8 @@ _ENCODINGS = dict.fromkeys(("generation", "step", "shard", "start", "rows"), "DE
 class Parts:
     """The ledger of a run while it is written."""
 
-    def __init__(self, run_folder: Path) -> None:
-        """Makes the folder. Raises `OSError` where that is not possible."""
-        self._folder = run_folder / FOLDER
-        self._folder.mkdir(exist_ok=True)
+    def __init__(self, run: Folder) -> None:
+        self._run_folder = run
         self._news = threading.Condition()
         self._pending: list[tuple[int, int, bytes]] = []
         self._part: list[tuple[int, int, bytes]] = []
@@ -89,18 +86,20 @@ class Parts:
 
     def close(self) -> None:
         """Writes what is left. Raises `OSError` where that is not possible."""
+        self._stop()
+        self.flush()
+
+    def abandon(self) -> None:
+        """Forgets what is not written yet."""
+        self._stop()
+        with self._busy, self._news:
+            self._pending.clear()
+
+    def _stop(self) -> None:
         with self._news:
             self._closing = True
             self._news.notify_all()
         self._thread.join()
-        self.flush()
-
-    def drop(self) -> None:
-        """Writes nothing more."""
-        with self._news:
-            self._closing = True
-            self._pending.clear()
-            self._news.notify_all()
 
     def _run(self) -> None:
         period_s = PERIOD_S
@@ -121,18 +120,9 @@ class Parts:
 
     def _write(self, part: list[tuple[int, int, bytes]]) -> None:
         generation, step, _ = part[0]
-        file = self._folder / f"{generation:08d}-{step:012d}.parquet"
-        unfinished = self._folder / f".{file.name}.part"
-        with unfinished.open("wb") as sink:
-            pq.write_table(table_of(part), sink, compression="zstd", use_dictionary=False, column_encoding=_ENCODINGS)
-            sink.flush()
-            os.fsync(sink.fileno())
-        unfinished.replace(file)
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sink = pa.BufferOutputStream()
+        pq.write_table(table_of(part), sink, compression="zstd", use_dictionary=False, column_encoding=_ENCODINGS)
+        self._run_folder.write(f"{FOLDER}/{generation:08d}-{step:012d}.parquet", [sink.getvalue()])
 
 
 def table_of(entries: list[tuple[int, int, bytes]]) -> pa.Table:

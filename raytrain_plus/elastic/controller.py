@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -79,8 +78,6 @@ class Order:
 
     plan: Plan
     limits: Limits
-    folder: Path
-    """The run's folder; made by the controller when the first world is formed."""
     fresh: bool
     """Whether an earlier run's folder is moved aside then."""
     past: Past | None
@@ -122,7 +119,9 @@ class Controller:
         self._elastic = job.elastic
         self._pool = Pool(job.workers.cpus, job.workers.gpus)
         past = order.past or Past()
+        self._run = open_folder(order.plan.folder)
         self._journal = Journal(
+            self._run,
             job.data.batch_size,
             order.plan.index.rows,
             None if job.epochs is None else (order.plan.steps, job.epochs * order.plan.index.rows),
@@ -130,7 +129,7 @@ class Controller:
         )
         self._saving = Saving()
         self._publisher = Publisher(
-            open_folder(order.folder),
+            self._run,
             [found.manifest for found in past.found if found.manifest is not None],
             job.checkpoint.keep,
             job.checkpoint.keep_best,
@@ -404,10 +403,10 @@ class Controller:
         if not self._journal.opened:
             address = ray.get_runtime_context().gcs_address
             # Only now, when nothing is wrong with what was asked for.
-            fence = claim(order.folder, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
-            self._journal.open(order.folder, fence, order.job_yaml, order.versions, address, order.plan.index.to_json())
+            fence = claim(self._run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
+            self._journal.open(fence, order.job_yaml, order.versions, address, order.plan.index.to_json())
             self._saved_at = time.monotonic()
-        self._journal.check_fence()
+        self._journal.renew()
         self._go_back_to(command.first_step - 1, view.generation)
         self._views[self._journal.base + view.generation] = view
         names = [member.worker for member in view.members]
@@ -623,10 +622,10 @@ class Controller:
         self._feed(e.Warm(name, manifest.step))
 
     def _damaged(self, name: str, manifest: Manifest, error: DamagedError) -> None:
-        if error.what == MISSING and not unseen(open_folder(self._order.folder), manifest):
+        if error.what == MISSING and not unseen(self._run, manifest):
             raise InputError(
                 f"{name} cannot see the checkpoint that the controller sees ({manifest.name})",
-                where=f"storage: {self._order.folder.parent}",
+                where=f"run folder {self._run.where}",
                 expected="a storage that all nodes share",
             ) from error
         self._publisher.drop(manifest)
@@ -805,7 +804,7 @@ class Controller:
 
     def _finish(self, status: str, error: str | None, export: Export | None) -> Result:
         order = self._order
-        return self._journal.finish(order.plan.job.name, order.folder, status, error, export, order.began)
+        return self._journal.finish(order.plan.job.name, status, error, export, order.began)
 
 
 def _answers(node: str) -> bool:

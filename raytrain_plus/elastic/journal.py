@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from raytrain_plus.data.parts import Parts
@@ -19,42 +18,50 @@ from raytrain_plus.elastic.incidents import Incidents
 from raytrain_plus.elastic.totals import Totals
 from raytrain_plus.elastic.view import View
 from raytrain_plus.errors import RunError
-from raytrain_plus.observe.events import EVENTS, EventLog, read_events
+from raytrain_plus.observe.events import EventLog
 from raytrain_plus.observe.tensorboard import Scalars
 from raytrain_plus.past import Past
-from raytrain_plus.result import Result
-from raytrain_plus.runfolder import Fence, Lease
+from raytrain_plus.result import RESULT, Result
+from raytrain_plus.runfolder import DATASET, JOB, MODEL, Fence, Lease
+from raytrain_plus.storage.folder import Folder
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.workers.plan import Export, Place, Ready
 
 log = logging.getLogger(__name__)
 
 KEPT = 10_000
-"""Events kept in memory, at least; who follows from further back gets them out of the file."""
+"""Events kept in memory, at least; who follows from further back gets them out of the folder."""
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
+"""Seconds between the tries to write the end of a run."""
 
 
 class Journal:
-    """Written by the controller's loop; followed from other threads. Nothing is on disk before `open`."""
+    """Written by the controller's loop; followed from other threads. Nothing is in the run's folder before `open`.
 
-    def __init__(self, batch_size: int, rows: int, end: tuple[int, int] | None, past: Past) -> None:
-        """`batch_size`: rows of a step; `rows`: rows of the data, which tell the epoch.
+    While the run goes on, no storage holds the loop up: what takes a while is done on threads.
+    """
+
+    def __init__(self, run: Folder, batch_size: int, rows: int, end: tuple[int, int] | None, past: Past) -> None:
+        """`run`: its folder; `batch_size`: rows of a step; `rows`: rows of the data, which tell the epoch.
 
         `end`: where a job is given in epochs, its steps and all their rows. `past`: what the run goes on from.
         """
         self.base = past.generation + 1
         """What is added to generations: earlier controllers of the run had some."""
+        self._run = run
         self._end = end
         self._batch_size = batch_size
         self._rows = rows
         self._news = threading.Condition()
         self._told: list[dict[str, Any]] = []
         self._dropped = 0
-        self._earlier = 0
         self._early: list[dict[str, Any]] = []
-        self._folder: Path | None = None
         self._fence: Fence | None = None
         self._overtaken = ""
         self._lease: Lease | None = None
+        # The lease is renewed even while ledger and events are being written.
+        self._aside = ThreadPoolExecutor(max_workers=2, thread_name_prefix="journal")
+        self._renewing: Future[None] | None = None
         self._log: EventLog | None = None
         self._parts: Parts | None = None
         self._scalars: Scalars | None = None
@@ -77,7 +84,6 @@ class Journal:
 
     def open(
         self,
-        folder: Path,
         fence: Fence,
         job_yaml: str,
         versions: Mapping[str, str],
@@ -85,17 +91,16 @@ class Journal:
         dataset: Mapping[str, Any],
     ) -> None:
         """Begins in the run's folder. `dataset`: what the data is, as in `Index.to_json`."""
-        self._folder = folder
+        run = self._run
         self._fence = fence
-        self._lease = Lease(folder)
+        self._lease = Lease(run)
         self._lease.renew()
-        (folder / "result.json").unlink(missing_ok=True)
-        (folder / "job.yaml").write_text(job_yaml)
-        (folder / "dataset.json").write_text(json.dumps(dataset, indent=1) + "\n")
-        self._log = EventLog(folder / EVENTS)
-        self._earlier = sum(1 for _ in read_events(folder / EVENTS))
-        self._parts = Parts(folder)
-        self._scalars = Scalars(folder / "tensorboard")
+        run.remove(RESULT)
+        run.write(JOB, [job_yaml.encode()])
+        run.write(DATASET, [json.dumps(dataset, indent=1).encode() + b"\n"])
+        self._parts = Parts(run)
+        self._scalars = Scalars(run.inside("tensorboard"))
+        self._log = EventLog(run)
         early, self._early = self._early, []
         self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
         for event in early:
@@ -111,18 +116,16 @@ class Journal:
     def renew(self) -> None:
         """Says that the run is alive. Raises `RunError` where it belongs to somebody else by now."""
         if self._overtaken:
-            if self._parts is not None:
-                self._parts.drop()
-            self._lease = self._log = self._parts = self._scalars = None
             raise RunError(self._overtaken)
-        if self._lease is None or not self._lease.due:
+        if self._lease is None or not self._lease.due or not (self._renewing is None or self._renewing.done()):
             return
-        try:
+        lease = self._lease
+
+        def renewed() -> None:
             self.check_fence()
-            self._lease.renew()
-        except OSError:
-            # A full disk, say: the training goes on, and what it tells is kept until there is room.
-            log.warning("the run's lease cannot be renewed; trying again", exc_info=True)
+            lease.renew()
+
+        self._renewing = self._later(renewed, "the run's lease cannot be renewed; trying again")
 
     def check_fence(self) -> None:
         """Raises `RunError` where another controller has taken the run over; nothing is written from then on."""
@@ -130,18 +133,42 @@ class Journal:
         if holder is not None:
             what = f"another controller has taken this run over ({holder}); this one stops and writes no more"
             self._overtaken = what
+            for opened in (self._scalars, self._parts, self._log):
+                if opened is not None:
+                    opened.abandon()
             raise RunError(what)
+
+    def _later(self, act: Callable[[], None], failing: str) -> Future[None]:
+        """Does something on a thread. Where the storage fails - a full disk, say - the training goes on."""
+
+        def done() -> None:
+            try:
+                act()
+            except OSError:
+                log.warning("%s", failing, exc_info=True)
+            except RunError:
+                log.warning("%s", self._overtaken)
+            except Exception:
+                log.exception("%s", failing)
+
+        return self._aside.submit(done)
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
         with self._news:
             self._news.wait_for(lambda: self._dropped + len(self._told) > cursor, timeout_s)
-            if cursor >= self._dropped or self._folder is None:
+            if cursor >= self._dropped or self._log is None:
                 return self._told[max(0, cursor - self._dropped) :]
             until = min(self._dropped, cursor + KEPT)
-        # Earlier controllers' come first in the file.
-        events = read_events(self._folder / EVENTS)
-        return list(itertools.islice(events, self._earlier + cursor, self._earlier + until))
+        try:
+            events = list(itertools.islice(self._log.read(), cursor, until))
+        except OSError:
+            log.warning("events cannot be read back; trying again", exc_info=True)
+            events = []
+        if not events:
+            # They are still to be written.
+            time.sleep(timeout_s)
+        return events
 
     def came(self, place: Place) -> None:
         """A worker is there."""
@@ -195,12 +222,9 @@ class Journal:
         self.evaluated = evaluated
         self._figures = {at: figures for at, figures in self._figures.items() if at <= step}
         self._tell("resumed", step=step, checkpoint=checkpoint, voided_to=made)
-        try:
-            if self._log is not None:
-                self._log.sync()
-        except OSError:
+        if self._log is not None:
             # The next checkpoint waits for it in any case.
-            log.warning("the resumption cannot be made durable yet", exc_info=True)
+            self._later(self._log.sync, "the resumption cannot be made durable yet")
 
     def settle(self) -> None:
         """Makes ledger and events durable, up to what is committed by now. Raises `OSError` where it cannot, and
@@ -270,60 +294,71 @@ class Journal:
         """A node that hosts workers will go; `deadline` in Unix seconds."""
         self._tell("drain_notice", node=node, deadline=deadline)
 
-    def finish(
-        self, name: str, folder: Path, status: str, error: str | None, export: Export | None, began: float
-    ) -> Result:
-        """The run is over: its last event and its result, in its folder where it has one."""
+    def finish(self, name: str, status: str, error: str | None, export: Export | None, began: float) -> Result:
+        """The run is over: its last event and its result, in its folder where it has one.
+
+        Raises `RunError` where that cannot be written, or belongs to somebody else by now.
+        """
         sha = export.state_sha256 if export else None
         result = self._totals.result(
             name=name,
             status=status,
-            path=folder,
+            path=self._run.path or self._run.address,
             metrics=self._figures[max(self._figures)] if self._figures else {},
             state_sha256=sha,
             error=error,
             show=export.show if export else None,
             began=began,
         )
-        if self._folder is None:
+        told, parts = self._log, self._parts
+        if told is None or parts is None:
             return result
-        try:
+
+        def written() -> None:
             self.check_fence()
             if export is not None:
-                # Whole or not at all.
-                unfinished = self._folder / ".model.safetensors.part"
-                unfinished.write_bytes(export.model)
-                unfinished.replace(self._folder / "model.safetensors")
-            if self._parts is not None:
-                self._parts.flush()
-            result.save()
-            self._tell(
-                "run_finished",
-                status=status,
-                error=error,
-                steps=self._totals.steps,
-                samples=self._totals.samples,
-                state_sha256=sha,
-            )
-            if self._log is not None:
-                self._log.sync()
-        except OSError as failure:
-            raise RunError(f"the end of the run cannot be written to {self._folder}: {failure}") from failure
+                self._run.write(MODEL, [export.model])
+            parts.flush()
+            result.save(self._run)
+
+        self._tried(written)
+        self._tell(
+            "run_finished",
+            status=status,
+            error=error,
+            steps=self._totals.steps,
+            samples=self._totals.samples,
+            state_sha256=sha,
+        )
+        self._tried(told.sync)
         return result
 
+    def _tried(self, write: Callable[[], None]) -> None:
+        """Writes a part of the end. Raises `RunError` where the storage does not take it."""
+        for wait_s in (*BACKOFF_S, None):
+            try:
+                write()
+                return
+            except OSError as failure:
+                if wait_s is None:
+                    what = f"the end of the run cannot be written to {self._run.where}: {failure}"
+                    raise RunError(what) from failure
+                time.sleep(wait_s)
+
     def close(self) -> None:
-        """Closes what is open. What the disk does not take by now is lost, and said so."""
-        if self._overtaken:
-            return
+        """Closes what is open. What the storage does not take by now is lost, and said so."""
+        self._aside.shutdown()
         for opened in (self._scalars, self._parts, self._log):
             try:
                 if opened is not None:
                     opened.close()
             except OSError:
                 log.warning("the end of %s cannot be written", type(opened).__name__, exc_info=True)
-        if self._lease is not None:
-            with contextlib.suppress(OSError):
+        try:
+            if self._lease is not None and not self._overtaken:
                 self._lease.release()
+        except OSError:
+            log.warning("the run's lease cannot be given up; it ends by itself", exc_info=True)
 
     def _commit(self, records: Iterable[StepRecord]) -> None:
         for record in records:
@@ -354,7 +389,7 @@ class Journal:
                 )
 
     def _tell(self, kind: str, time_s: float | None = None, /, **fields: Any) -> None:
-        if self._log is None or self._scalars is None:
+        if self._log is None or self._scalars is None or self._overtaken:
             event = {"time": time.time(), "generation": self.generation, "kind": kind, **fields}
             self._early.append(dict(event))
         else:

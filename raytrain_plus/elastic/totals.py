@@ -85,7 +85,7 @@ class Totals:
         *,
         name: str,
         status: str,
-        path: Path,
+        path: Path | str,
         metrics: Mapping[str, float],
         state_sha256: str | None,
         error: str | None,

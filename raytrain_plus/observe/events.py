@@ -1,8 +1,13 @@
-"""The run's events: one JSON object a line, appended, each of a known kind with known fields."""
+"""The run's events: one JSON object a line, appended, each of a known kind with known fields.
+
+on a file system    events.ndjson
+elsewhere           events-00000001.ndjson, ...: parts (`storage.growing`), other ones for each controller
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -12,9 +17,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.growing import Growing
+
 Event = dict[str, Any]
 EVENTS = "events.ndjson"
 """The file's name in a run's folder."""
+PERIOD_S = 2.0
+"""Seconds between two writings of a part."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "run_started": ("job", "versions", "address"),
@@ -39,19 +49,20 @@ _BLOCK = 65536
 
 
 class EventLog:
-    """Appends events to a file, and hands each to the operating system as soon as it is written.
+    """Appends events to those that a run has. What the storage does not take is kept, and written later."""
 
-    What another process reads is then never behind what the driver was told. An event costs less than 10 us: batches of
-    them would save nothing that a step could notice. What a full disk does not take is kept, and written later.
-    """
-
-    def __init__(self, path: Path, clock: Callable[[], float] = time_of_day.time) -> None:
-        """Opens `path` for appending; a last line that was torn by a crash is cut off first."""
-        cut_torn_line(path)
+    def __init__(self, run: Folder, clock: Callable[[], float] = time_of_day.time) -> None:
+        """Behind what earlier controllers have told; a last line that was torn by a crash is cut off first."""
         self._clock = clock
-        self._file = path.open("ab", buffering=0)
-        self._owed = b""
-        self._writing = threading.Lock()
+        self._run = run
+        self._lines: _File | Growing
+        if run.path is not None:
+            self._lines = _File(run.path / EVENTS)
+            self._behind = self._lines.size
+        else:
+            self._behind = max(_parts(run), default=0)
+            numbers = itertools.count(self._behind + 1)
+            self._lines = Growing(run, lambda: _part(next(numbers)), PERIOD_S)
 
     def write(self, kind: str, *, generation: int, time: float | None = None, fields: Event) -> Event:
         """Appends one event, stamped now unless `time` is given; the event, as handed in.
@@ -63,36 +74,102 @@ class EventLog:
         if set(fields) != set(FIELDS[kind]):
             raise ValueError(f"the event '{kind}' has the fields {FIELDS[kind]}, not {tuple(fields)}")
         event = {"time": self._clock() if time is None else time, "generation": generation, "kind": kind, **fields}
-        with self._writing:
-            self._owed += json.dumps(_plain(event), allow_nan=False).encode() + b"\n"
-            with contextlib.suppress(OSError):
-                self._flush()
+        self._lines.append(json.dumps(_plain(event), allow_nan=False).encode() + b"\n")
         return event
 
     def sync(self) -> None:
-        """Makes all events durable. Raises `OSError` where the disk does not take them."""
+        """Makes all events durable. Raises `OSError` where the storage does not take them."""
+        self._lines.sync()
+
+    def close(self) -> None:
+        """Makes all events durable, and closes. Raises `OSError` where the storage does not take what is left."""
+        self._lines.close()
+
+    def abandon(self) -> None:
+        """Forgets what is not written yet."""
+        self._lines.abandon()
+
+    def read(self) -> Iterator[Event]:
+        """The events of this log alone, as far as they are written."""
+        return map(json.loads, _lines(self._run, self._behind))
+
+
+class _File:
+    """Hands each line to the operating system as soon as it is written.
+
+    What another process reads is then never behind what the driver was told. An event costs less than 10 us: batches of
+    them would save nothing that a step could notice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        cut_torn_line(path)
+        self._file = path.open("ab", buffering=0)
+        self.size = self._file.seek(0, os.SEEK_END)
+        self._owed = b""
+        self._writing = threading.Lock()
+
+    def append(self, line: bytes) -> None:
+        """See `Growing`."""
+        with self._writing:
+            self._owed += line
+            with contextlib.suppress(OSError):
+                self._flush()
+
+    def sync(self) -> None:
+        """See `Growing`."""
         with self._writing:
             self._flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Makes the file durable and closes it. Raises `OSError` where the disk does not take what is left."""
+        """See `Growing`."""
         try:
             self.sync()
         finally:
             self._file.close()
+
+    def abandon(self) -> None:
+        """See `Growing`."""
+        with self._writing:
+            self._owed = b""
 
     def _flush(self) -> None:
         while self._owed:
             self._owed = self._owed[self._file.write(self._owed) :]
 
 
-def read_events(path: Path) -> Iterator[Event]:
-    """The events in a file; a torn last line is passed over."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+def read_events(run: Folder) -> Iterator[Event]:
+    """The events of the run in a folder; a torn last line is passed over."""
+    return map(json.loads, event_lines(run))
+
+
+def event_lines(run: Folder) -> Iterator[str]:
+    """The same as they are written."""
+    return _lines(run, 0)
+
+
+def _lines(run: Folder, behind: int) -> Iterator[str]:
+    """The lines behind so many bytes of the file, or parts."""
+    if run.path is None:
+        for number in sorted(_parts(run)):
+            if number > behind:
+                yield from run.read(_part(number)).decode().removesuffix("\n").split("\n")
+    elif (run.path / EVENTS).exists():
+        with (run.path / EVENTS).open(encoding="utf-8") as file:
+            file.seek(behind)
+            for line in file:
+                if line.endswith("\n"):
+                    yield line
+
+
+def _part(number: int) -> str:
+    return f"events-{number:08d}.ndjson"
+
+
+def _parts(run: Folder) -> list[int]:
+    """Numbers of the parts that there are."""
+    names = [name.removeprefix("events-").removesuffix(".ndjson") for name in run.files() if name.startswith("events-")]
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def cut_torn_line(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raytrain_plus.observe.standing import Standing, after_step, clock_text, figures, plural, spell_speed
 from raytrain_plus.result import Result
+from raytrain_plus.storage.folder import is_address, within, without_secrets
 
 
 def summary(result: Result, standing: Standing | None) -> list[str]:
@@ -16,13 +17,17 @@ def summary(result: Result, standing: Standing | None) -> list[str]:
     if result.show and result.show.strip():
         said = result.show.rstrip().splitlines()
         lines += ["", "  the model says:", *(f"    {line}".rstrip() for line in said), ""]
-    lines.append(f"  folder   {result.path}")
+    folder = without_secrets(str(result.path))
+    lines.append(f"  folder   {folder}")
     if result.state_sha256 is not None:
-        lines.append(f"  model    {result.path / 'model.safetensors'}")
-    lines.append(f"  events   {result.path / 'events.ndjson'}")
+        lines.append(f"  model    {within(folder, 'model.safetensors')}")
+    if not is_address(folder):
+        lines.append(f"  events   {within(folder, 'events.ndjson')}")
     if result.status == "failed":
         return [*lines, "  next     mend what is said above, and run it again with --fresh"]
-    return [*lines, f"  next     pip install tensorboard && tensorboard --logdir {result.path / 'tensorboard'}"]
+    if is_address(folder):
+        return [*lines, f"  next     raytrain export '{folder}' --to model.safetensors"]
+    return [*lines, f"  next     pip install tensorboard && tensorboard --logdir {within(folder, 'tensorboard')}"]
 
 
 def _head(result: Result) -> str:

@@ -7,6 +7,9 @@ controller that otherwise needs none of it, in the middle of a run's setup. A fi
 
 numbers little-endian, checksums CRC-32C, rotated and shifted; a payload is a protocol buffer `Event` {1: wall time,
 2: step, 3: the format's name (first record) or 5: summary {1: value {1: tag, 2: figure}}}.
+
+On a file system a run's controller appends to one file; elsewhere it writes parts (`storage.growing`), each of them
+such a file.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 from raytrain_plus.observe.events import Event
+from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.growing import Growing
 
 FLUSH_S = 5.0
-"""Seconds for which figures may be held back before they are written."""
+"""Seconds for which figures may be held back before they are written to a file."""
+PERIOD_S = 30.0
+"""Seconds between two writings of a part."""
 
 
 def _crc_entry(byte: int) -> int:
@@ -37,12 +43,11 @@ _CRC_TABLE = tuple(map(_crc_entry, range(256)))
 class Scalars:
     """Writes loss, samples/s, workers and evaluation figures as the events tell them."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Folder, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
         self._clock = clock
-        self._file: BinaryIO | None = None
+        self._file: _File | Growing | None = None
         self._step = 0
-        self._flushed = clock()
 
     def add(self, event: Event) -> None:
         """Takes one event; those without figures are passed over.
@@ -66,22 +71,47 @@ class Scalars:
         if self._file is not None:
             self._file.close()
 
+    def abandon(self) -> None:
+        """Forgets what is not written yet, where that would take long to write."""
+        if isinstance(self._file, Growing):
+            self._file.abandon()
+
     def _scalar(self, name: str, value: float, event: Event) -> None:
         if self._file is None:
             self._file = self._open()
-        self._file.write(record(scalar_event(event["time"], self._step, name, float(value))))
+        self._file.append(record(scalar_event(event["time"], self._step, name, float(value))))
+
+    def _open(self) -> _File | Growing:
+        head = record(_double(1, self._clock()) + _bytes(3, b"brain.Event:2"))
+        path = self._folder.path
+        if path is None:
+            return Growing(self._folder, self._name, PERIOD_S, head)
+        path.mkdir(parents=True, exist_ok=True)
+        file = _File(path / self._name(), self._clock)
+        file.append(head)
+        return file
+
+    def _name(self) -> str:
+        """One that TensorBoard looks for; later ones of the same folder sort behind it."""
+        return f"events.out.tfevents.{self._clock():017.6f}.{socket.gethostname()}.{os.getpid()}"
+
+
+class _File:
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._file = path.open("wb")
+        self._clock = clock
+        self._flushed = clock()
+
+    def append(self, record: bytes) -> None:
+        """See `Growing`."""
+        self._file.write(record)
         if self._clock() - self._flushed >= FLUSH_S:
             self._flushed = self._clock()
             self._file.flush()
 
-    def _open(self) -> BinaryIO:
-        """A file of a name that TensorBoard looks for; later ones of the same folder sort behind it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        now = self._clock()
-        name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
-        file = (self._folder / name).open("wb")
-        file.write(record(_double(1, now) + _bytes(3, b"brain.Event:2")))
-        return file
+    def close(self) -> None:
+        """See `Growing`."""
+        self._file.close()
 
 
 def scalar_event(time_s: float, step: int, name: str, value: float) -> bytes:

@@ -6,10 +6,13 @@ tries. The rest of the platform knows no other way to keep anything.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote, unquote
 
 from raytrain_plus.errors import InputError
 
@@ -30,9 +33,15 @@ class Folder(Protocol):
     """Files by name; names are relative paths with slashes. Failures of the storage are raised as `OSError`."""
 
     where: str
-    """Its path or address."""
+    """Its path or address, as it may be shown."""
+    address: str
+    """What `open_folder` takes to open it again; may hold secrets."""
     exclusive: bool
     """Whether `create` is certain: of two that create the same name at the same moment, one fails."""
+
+    @property
+    def path(self) -> Path | None:
+        """Where it lies on a file system of this machine, whose files can grow; None where it does not."""
 
     def write(self, name: str, data: Iterable[Buffer]) -> None:
         """Writes a file out of its pieces, in place of an earlier one."""
@@ -53,10 +62,14 @@ class Folder(Protocol):
         """Removes a file, or everything under a folder; what is not there is no error."""
 
     def move(self, to: str) -> None:
-        """Gives the folder another name beside the one that it has."""
+        """Gives the folder another name beside the one that it has. Raises `FileExistsError` where that is taken."""
 
     def inside(self, name: str) -> Folder:
         """A folder of this one; it need not be there."""
+
+
+SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+"""What the address of a folder can begin with."""
 
 
 def open_folder(where: str | Path) -> Folder:
@@ -80,3 +93,59 @@ def check_name(name: str) -> str:
     if not name or name.startswith("/") or "\\" in name or any(part in ("", ".", "..") for part in parts):
         raise InputError(f"{name!r} is no name of a file inside a run's folder", where="name")
     return name
+
+
+def is_address(where: str | Path) -> bool:
+    """Whether it is an address, and no path."""
+    return "://" in str(where)
+
+
+def within(where: str | Path, name: str) -> str:
+    """The path or address of what has this name in a folder.
+
+    >>> within("s3://bucket/runs/?region=eu-west-1", "digits")
+    's3://bucket/runs/digits?region=eu-west-1'
+    """
+    if not is_address(where):
+        return str(Path(where, name))
+    scheme, place, settings = _parted(str(where))
+    return f"{scheme}://{place}/{quote(check_name(name))}{settings}"
+
+
+def split(where: str | Path) -> tuple[str, str]:
+    """The folder in which a folder lies, as a path or address, and its name there; what `within` puts together.
+
+    >>> split("s3://bucket/runs/digits?region=eu-west-1")
+    ('s3://bucket/runs?region=eu-west-1', 'digits')
+    """
+    if not is_address(where):
+        path = Path(os.path.abspath(where))
+        return str(path.parent), path.name
+    scheme, place, settings = _parted(str(where))
+    above, _, name = place.rpartition("/")
+    return f"{scheme}://{above or '/'}{settings}", unquote(name)
+
+
+def without_secrets(where: str) -> str:
+    """A path or address as it may be written down: still that of the folder, for who has the keys.
+
+    >>> without_secrets("s3://KEY:SECRET@bucket/runs?region=eu-west-1")
+    's3://bucket/runs?region=eu-west-1'
+    """
+    if not is_address(where):
+        return where
+    scheme, place, settings = _parted(where)
+    host, slash, rest = place.partition("/")
+    user, _, host = host.rpartition("@")
+    # On S3 it is half of a key; on Azure and GCS it is no secret, and the address is another without it.
+    user = "" if scheme == "s3" else user.partition(":")[0]
+    # On Azure a setting can be a signature, which opens the door.
+    settings = "" if scheme in ("abfs", "abfss") else settings
+    return f"{scheme}://{user}{'@' if user else ''}{host}{slash}{rest}{settings}"
+
+
+def _parted(address: str) -> tuple[str, str, str]:
+    """Scheme, place and settings; the last with the mark that they begin with."""
+    scheme, _, rest = address.partition("://")
+    place, settings = re.findall("([^?#]*)(.*)", rest, re.DOTALL)[0]
+    return scheme, place.rstrip("/"), settings

@@ -10,6 +10,7 @@ A file whose fsync failed is thrown away and never synced again: a second fsync 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -82,7 +83,7 @@ class LocalFolder:
 
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
         self.path = path
-        self.where = str(path)
+        self.where = self.address = str(path)
         self._disk = disk or Disk()
 
     def write(self, name: str, data: Iterable[Buffer]) -> None:
@@ -107,7 +108,10 @@ class LocalFolder:
 
     def read(self, name: str) -> bytes:
         """A whole file. Raises `FileNotFoundError` where it is not there."""
-        return self._inside(name).read_bytes()
+        try:
+            return self._inside(name).read_bytes()
+        except NotADirectoryError as error:
+            raise FileNotFoundError(errno.ENOENT, "a folder above it is a file", str(self.path / name)) from error
 
     def read_into(self, name: str, start: int, into: memoryview) -> None:
         """Fills `into` with a file's bytes from `start` on. Raises `OSError` where the file is shorter."""
@@ -145,8 +149,11 @@ class LocalFolder:
             self._disk.unlink(path)
 
     def move(self, to: str) -> None:
-        """Gives the folder another name beside the one that it has."""
-        self.path.rename(self.path.with_name(check_name(to)))
+        """Gives the folder another name beside the one that it has. Raises `FileExistsError` where that is taken."""
+        target = self.path.with_name(check_name(to))
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, "there is something of that name already", to)
+        self.path.rename(target)
 
     def inside(self, name: str) -> Folder:
         """A folder of this one; it need not be there."""

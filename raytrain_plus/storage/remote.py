@@ -17,13 +17,12 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
 
-from raytrain_plus.errors import InputError
-from raytrain_plus.storage.folder import Buffer, Folder, Stat, check_name
+from raytrain_plus.errors import InputError, StorageError
+from raytrain_plus.storage.folder import Buffer, Folder, Stat, check_name, within, without_secrets
 from raytrain_plus.storage.local import PART, LocalFolder
 
 if TYPE_CHECKING:
@@ -56,11 +55,11 @@ def open_remote(where: str) -> Folder:
     if any(part in ("", ".", "..") for part in (parts if system.type_name in OBJECT_STORES else parts[1:])):
         raise _no_address(shown, "its path is empty, or has an empty part, '.' or '..'")
     if system.type_name != "s3":
-        return RemoteFolder(system, path, _address(where))
+        return RemoteFolder(system, path, where)
     _, (settings,) = system.__reduce__()
     limits = {"connect_timeout": CONNECT_TIMEOUT_S, "request_timeout": REQUEST_TIMEOUT_S}
     system = fs.S3FileSystem(**{**settings, **limits})
-    return RemoteFolder(system, path, _address(where), _objects({**settings, **limits}, system.region))
+    return RemoteFolder(system, path, where, _objects({**settings, **limits}, system.region))
 
 
 def _no_address(shown: str, why: str) -> InputError:
@@ -71,15 +70,6 @@ def _no_address(shown: str, why: str) -> InputError:
         "hdfs://host:port/path, or a path",
         remedy="mend the address; in a password write / as %2F",
     )
-
-
-def _address(where: str) -> str:
-    """`where` without secrets and settings."""
-    parts = urlsplit(where)
-    user, _, host = parts.netloc.rpartition("@")
-    # On S3 it is half of a key; on Azure and GCS it is no secret, and the address is another without it.
-    user = "" if parts.scheme == "s3" else user.partition(":")[0]
-    return f"{parts.scheme}://{user}{'@' if user else ''}{host}{parts.path.rstrip('/')}"
 
 
 def _objects(settings: Mapping[str, Any], region: str) -> Objects | None:
@@ -97,9 +87,12 @@ class RemoteFolder:
     A store that speaks S3 but does not know conditional writes creates without looking: AWS has them since 2024.
     """
 
-    def __init__(self, system: fs.FileSystem, path: str, where: str, objects: Objects | None = None) -> None:
-        """`path` is the folder's in `system`, `where` its address in messages."""
-        self.where = where
+    path = None
+
+    def __init__(self, system: fs.FileSystem, path: str, address: str, objects: Objects | None = None) -> None:
+        """`path` is the folder's in `system`, `address` what one opens it by."""
+        self.address = address
+        self.where = without_secrets(address).partition("?")[0]
         self.exclusive = objects is not None
         self._system = system
         self._path = path
@@ -173,7 +166,10 @@ class RemoteFolder:
                 self._system.delete_file(path)
 
     def move(self, to: str) -> None:
-        """Gives the folder another name beside the one that it has; on object stores file by file, by copies."""
+        """Gives the folder another name beside the one that it has; on object stores file by file, by copies.
+
+        Raises `FileExistsError` where that is taken.
+        """
         parent, slash, _ = self._path.rpartition("/")
         target = f"{parent}/{check_name(to)}"
         if not slash:
@@ -196,7 +192,7 @@ class RemoteFolder:
 
     def inside(self, name: str) -> Folder:
         """A folder of this one; it need not be there."""
-        return RemoteFolder(self._system, self._inside(name), f"{self.where}/{name}", self._objects)
+        return RemoteFolder(self._system, self._inside(name), within(self.address, name), self._objects)
 
     def _inside(self, name: str) -> str:
         return f"{self._path}/{check_name(name)}"
@@ -239,11 +235,11 @@ class RemoteFolder:
 
 @contextlib.contextmanager
 def _told(failure: str) -> Iterator[None]:
-    """Every failure of pyarrow's as an `OSError` that says what could not be done."""
+    """Every failure of pyarrow's as an error of ours that says what could not be done."""
     try:
         yield
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"{failure}: it is not there") from error
     except (OSError, pa.ArrowException) as error:
         why = str(error).partition("\n")[0]
-        raise OSError(f"{failure}: {why}") from error
+        raise StorageError(f"{failure}: {why}") from error

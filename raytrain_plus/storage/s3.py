@@ -20,6 +20,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from raytrain_plus.errors import StorageError
 from raytrain_plus.storage.folder import Buffer
 
 PART = 16 << 20
@@ -32,7 +33,7 @@ CONFLICT_WAIT_S = 0.2
 
 
 class Objects:
-    """The objects that one client reaches. Failures are raised as `OSError`."""
+    """The objects that one client reaches. Failures are raised as `StorageError`."""
 
     def __init__(self, settings: Mapping[str, Any], region: str) -> None:
         """`settings` are those of a `pyarrow.fs.S3FileSystem`."""
@@ -70,7 +71,9 @@ class Objects:
                     if status != 409:
                         raise
                 time.sleep(CONFLICT_WAIT_S)
-        raise OSError(f"s3://{path} could not be created: {CONFLICTS} tries met others that wrote it at that moment")
+        raise StorageError(
+            f"s3://{path} could not be created: {CONFLICTS} tries met others that wrote it at that moment"
+        )
 
     def upload(self, path: str, data: Iterable[Buffer]) -> None:
         """Writes an object out of its pieces: whole, or not at all. `data` is read by the calling thread."""
@@ -137,8 +140,8 @@ def _parts(data: Iterable[Buffer]) -> Iterator[bytearray]:
 
 @contextlib.contextmanager
 def _told(path: str, done: str) -> Iterator[None]:
-    """Every failure of the client as an `OSError` that says what could not be done."""
+    """Every failure of the client as an error of ours that says what could not be done."""
     try:
         yield
     except (ClientError, BotoCoreError) as error:
-        raise OSError(f"s3://{path} could not be {done}: {error}") from error
+        raise StorageError(f"s3://{path} could not be {done}: {error}") from error

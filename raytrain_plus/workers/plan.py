@@ -34,7 +34,7 @@ class Plan:
     collective: str
     """`horovod` or `torch`."""
     folder: str
-    """The run's folder."""
+    """The run's folder, as `open_folder` takes it; made by the controller when the first world is formed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

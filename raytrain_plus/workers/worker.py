@@ -262,17 +262,17 @@ class Worker:
     def _restore(self, manifest: Manifest) -> None:
         assert self._plan is not None
         assert self._stepper is not None
-        stepper = self._stepper
+        stepper, run = self._stepper, open_folder(self._plan.folder)
         built = {name: (dtype_of(value), tuple(value.shape)) for name, value in model_state(stepper.holding()).items()}
         differing = mismatch(manifest.tensors, built)
         if differing:
             rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise CheckpointError(
                 f"the checkpoint is of another model: {'; '.join(differing[:3])}{rest}",
-                where=f"{self._plan.folder}/{FOLDER}/{manifest.name}.json",
+                where=f"{run.where}/{FOLDER}/{manifest.name}.json",
                 remedy="give the task the layers and the args that the run began with, or start over with --fresh",
             )
-        tensors = _read_patiently(open_folder(self._plan.folder), manifest)
+        tensors = _read_patiently(run, manifest)
         stepper.adopt(Snapshot(manifest.step, tensors, json.dumps(manifest.tree).encode(), ""))
 
     def _keep(self, controller: Any, generation: int, writer: int, writers: int) -> None:

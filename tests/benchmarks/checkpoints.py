@@ -49,7 +49,7 @@ def trained(folder: Path, every_steps: int | None) -> tuple[float, float, float]
     )
     result = run(job, fresh=True, quiet=True, roots=[REPOSITORY])
     assert result.status == "finished", result.error
-    events = list(read_events(Path(result.path) / "events.ndjson"))
+    events = list(read_events(LocalFolder(Path(result.path))))
     at = [event["time"] for event in events if event["kind"] == "step_committed"][WARM_UP:]
     stalls = [event["stall_s"] for event in events if event["kind"] == "checkpoint_saved"]
     saved = [event for event in events if event["kind"] == "checkpoint_saved"]

@@ -32,6 +32,7 @@ from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.parts import Parts
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.source import Index, index
+from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training import header
 from tests.benchmarks.steps import REPOSITORY, job, loop
 
@@ -81,8 +82,7 @@ def bookkeeping(folder: Path) -> None:
         summed = header.to_digits(header.encode(reports, SHARDS, header.Flags()), "float32")
         header.decode(header.from_digits(summed, "float32"))
 
-    (folder / "parts").mkdir()
-    parts = Parts(folder / "parts")
+    parts = Parts(LocalFolder(folder / "parts"))
     made = np.zeros(SHARDS, NOTE).tobytes()
     start = time.perf_counter()
     for step in range(1000):
@@ -120,7 +120,7 @@ def audited(folder: Path) -> None:
     run.mkdir()
     (run / "job.yaml").write_text(asked.to_yaml())
     (run / "dataset.json").write_text(json.dumps(seen.to_json()))
-    parts = Parts(run)
+    parts = Parts(LocalFolder(run))
     for step, notes in enumerate(_planned(seen, line_of(asked, seen))):
         parts.add(0, step, notes.tobytes())
     parts.close()

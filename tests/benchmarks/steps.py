@@ -24,6 +24,7 @@ from raytrain_plus.data.prepare import prepare
 from raytrain_plus.job import Data, Workers
 from raytrain_plus.observe.events import read_events
 from raytrain_plus.runner import run
+from raytrain_plus.storage.local import LocalFolder
 
 REPOSITORY = Path(__file__).parents[2]
 LOOP_S = 300.0
@@ -79,7 +80,7 @@ def platform(asked: Job, warm_up: int) -> tuple[float, float]:
     """Seconds per step of this platform after warm-up, and the share of them spent waiting for data."""
     result = run(asked, fresh=True, quiet=True, roots=[REPOSITORY])
     assert result.status == "finished", result.error
-    events = read_events(result.path / "events.ndjson")
+    events = read_events(LocalFolder(result.path))
     times = [event["time"] for event in events if event["kind"] == "step_committed"]
     return (times[-1] - times[warm_up - 1]) / (len(times) - warm_up), result.data_wait
 

@@ -17,6 +17,8 @@ from ray.cluster_utils import Cluster
 
 from raytrain_plus import Data, Elastic, Job, Result, Workers, run
 from raytrain_plus.observe.events import read_events
+from raytrain_plus.storage.folder import is_address
+from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
 
 Event = dict[str, Any]
@@ -80,7 +82,7 @@ class Run:
         self._job = job
         self._fresh = fresh
         self.folder = Path(job.storage) / job.name
-        self._file = self.folder / "events.ndjson"
+        """Where `storage` is a path."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.told: list[Event] = []
         """Its events as whoever follows it gets them."""
@@ -95,8 +97,8 @@ class Run:
             self.error = error
 
     def events(self, kind: str | None = None) -> list[Event]:
-        """What has been told so far."""
-        told = list(read_events(self._file)) if self._file.exists() else []
+        """What has been told so far; where `storage` is an address, by this run alone."""
+        told = self.told if is_address(self._job.storage) else read_events(LocalFolder(self.folder))
         return [event for event in told if kind is None or event["kind"] == kind]
 
     def until(self, holds: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:

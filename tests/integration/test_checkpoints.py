@@ -18,15 +18,31 @@ from typing import Any
 import psutil
 import pytest
 import ray
+import safetensors.torch
+import torch
 import xxhash
 
-from raytrain_plus import Checkpoint, CheckpointError, Data, DataError, Evaluate, InputError, Job, Workers
+from raytrain_plus import (
+    Checkpoint,
+    CheckpointError,
+    Data,
+    DataError,
+    Evaluate,
+    InputError,
+    Job,
+    RunError,
+    Workers,
+    load,
+)
 from raytrain_plus.data.audit import audit
 from raytrain_plus.observe.events import read_events
 from raytrain_plus.runner import resume
+from raytrain_plus.storage.folder import open_folder, within
+from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job
-from tests.integration.tasks import write_data
+from tests.integration.tasks import Net, write_data
+from tests.unit.storage.store import Proxy, at, relaying, serving
 
 pytestmark = [pytest.mark.timeout(240)]
 
@@ -256,7 +272,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(undisturbed: tu
     result = resume(folder, ["steps=70"], quiet=True, roots=[TASKS])
     assert (result.status, result.steps) == ("finished", 70)
     assert audit(folder).clean
-    kinds = [event for event in read_events(folder / "events.ndjson") if event["kind"] in ("run_started", "resumed")]
+    kinds = [event for event in read_events(LocalFolder(folder)) if event["kind"] in ("run_started", "resumed")]
     assert [event["kind"] for event in kinds] == ["run_started", "run_started", "resumed"]
     assert "steps: 70" in kinds[1]["job"]
     assert kinds[2]["step"] == 59
@@ -320,3 +336,80 @@ def test_a_full_disk_costs_checkpoints_and_no_step(undisturbed: tuple[Any, ...],
         assert audit(run.folder).clean
         saved = [event["step"] for event in run.events("checkpoint_saved")]
         assert saved[-1] == 59
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    """In front of a local S3 with a bucket `runs`."""
+    with serving("runs") as store, relaying(store) as server:
+        yield server
+
+
+def end_controller() -> None:
+    """SIGKILL to the controller of the one run that goes on."""
+    [controller] = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::Controller")
+    ]
+    controller.kill()
+
+
+def test_a_run_on_an_object_store_survives_the_same(proxy: Proxy, undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+    storage = at(f"s3://KEYID:pa55word@runs/{tmp_path.name}", proxy.address)
+    far = exact(tmp_path, "far", workers=Workers(min=2), args={"pad_s": 0.03}, storage=storage)
+    run = Run(far)
+    run.until(lambda: run.committed() >= 15 and run.events("checkpoint_saved"), "step 15 and a checkpoint")
+    for member in run.members():
+        run.kill(member)
+    run.until(lambda: run.events("resumed") and run.committed() >= 35, "step 35, after the loss")
+    end_controller()
+    with pytest.raises(RunError, match="the controller died"):
+        run.finish()
+    # It would be waited for, ten seconds long.
+    folder = open_folder(within(storage, "far"))
+    folder.remove("lease.json")
+    result = Run(far, fresh=False).finish()
+    assert (result.status, result.state_sha256, dict(result.metrics)) == ("finished", undisturbed[0], undisturbed[2])
+    assert result.path == folder.address
+    found = audit(result.path)
+    assert found.clean, found.faults
+    told = list(read_events(folder))
+    assert [event["kind"] for event in told].count("run_started") == 2
+    assert [event["kind"] for event in told].count("resumed") == 2
+    assert len([name for name in folder.files() if name.startswith("events-")]) == 2
+    assert folder.files("tensorboard")
+    model = torch.nn.ModuleDict({name: build() for name, build in Net().parts().items()})
+    assert load(result.path, model) == 59
+    ended = safetensors.torch.load(folder.read("model.safetensors"))
+    assert all(torch.equal(ended[name], value) for name, value in model.state_dict().items())
+    assert not [name for name in folder.files() if b"pa55word" in folder.read(name)]
+    again = resume(result.path, quiet=True, roots=[TASKS])
+    assert again == result
+    code, out, err = raytrain("status", "far", "--storage", storage)
+    assert code == 0, err
+    assert out.splitlines()[0] == "far: finished; 60 steps"
+    assert "single writer not enforced" not in out
+
+
+def test_a_store_that_fails_for_a_while_costs_no_step(
+    proxy: Proxy, undisturbed: tuple[Any, ...], tmp_path: Path
+) -> None:
+    storage = at(f"s3://runs/{tmp_path.name}", proxy.address)
+    run = Run(exact(tmp_path, "far", workers=Workers(min=2), args={"pad_s": 0.04}, storage=storage))
+    run.until_told("checkpoint_saved")
+    seen = run.committed()
+    proxy.down = True
+    run.until_step(seen + 30)
+    proxy.down = False
+    result = run.finish()
+    assert (result.status, result.state_sha256) == ("finished", undisturbed[0])
+    times = [event["time"] for event in run.told if event["kind"] == "step_committed" and event["step"] >= 10]
+    assert max(after - before for before, after in pairwise(times)) < 2
+    assert run.losses() == undisturbed[1]
+    written = [event for event in read_events(open_folder(result.path)) if event["kind"] == "step_committed"]
+    assert [event["loss"] for event in written] == undisturbed[1]
+    found = audit(result.path)
+    assert found.clean, found.faults
+    saved = [event["step"] for event in run.events("checkpoint_saved")]
+    assert saved[-1] == 59

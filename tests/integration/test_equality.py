@@ -17,6 +17,7 @@ from raytrain_plus.data.granule import Rows, without_ids
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.source import index
 from raytrain_plus.observe.events import read_events
+from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.randomness import random_key, set_random_key
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import Net, noisy, write_data
@@ -42,7 +43,7 @@ def job(tmp_path: Path, **changes: Any) -> Job:
 def losses(job: Job) -> list[float]:
     result = run(job, fresh=True, quiet=True, roots=[TASKS])
     assert result.status == "finished", result.error
-    return [event["loss"] for event in read_events(result.path / "events.ndjson") if event["kind"] == "step_committed"]
+    return [event["loss"] for event in read_events(LocalFolder(result.path)) if event["kind"] == "step_committed"]
 
 
 def plain_losses(job: Job, named: bool, transform: Any = None) -> list[float]:
@@ -119,7 +120,7 @@ def test_torch_collective_short_last_step_and_augmentation(tmp_path: Path) -> No
     base = job(tmp_path, data=data, steps=None, epochs=3, collective="torch", workers=Workers(min=3))
     got = losses(base)
     np.testing.assert_allclose(got, plain_losses(base, True, noisy), rtol=1e-5)
-    events = list(read_events(tmp_path / "runs" / "run" / "events.ndjson"))
+    events = list(read_events(LocalFolder(tmp_path / "runs" / "run")))
     assert sum(event["samples"] for event in events if event["kind"] == "step_committed") == 3 * 517
     assert next(event for event in events if event["kind"] == "view_formed")["collective"] == "torch"
 
@@ -132,7 +133,7 @@ def test_evaluation_is_an_exact_mean_over_rows_whatever_the_workers(tmp_path: Pa
         held_out = Evaluate(path=str(tmp_path / "held_out"), every_steps=4)
         base = job(tmp_path, name=f"on-{workers}", steps=10, workers=Workers(min=workers), evaluate=held_out)
         result = run(base, fresh=True, quiet=True, roots=[TASKS])
-        told = [event for event in read_events(result.path / "events.ndjson") if event["kind"] == "evaluated"]
+        told = [event for event in read_events(LocalFolder(result.path)) if event["kind"] == "evaluated"]
         assert [event["step"] for event in told] == [-1, 3, 7, 9]
         figures.append([event["metrics"]["loss"] for event in told])
         assert result.metrics["loss"] == figures[-1][-1]

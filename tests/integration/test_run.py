@@ -20,6 +20,7 @@ import ray
 
 from raytrain_plus import Data, Job, TaskError, run
 from raytrain_plus.observe.events import read_events
+from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import Net, write_data
 
@@ -102,7 +103,7 @@ def test_byte_gpt_trains_and_writes_json(tmp_path: Path) -> None:
     assert result["metrics"]["loss"] < 4
     assert result["data_wait"] < 0.05
     assert result["show"].startswith("def ")
-    events = list(read_events(Path(result["path"]) / "events.ndjson"))
+    events = list(read_events(LocalFolder(Path(result["path"]))))
     assert [event["kind"] for event in events[:3]] == ["run_started", "view_formed", "evaluated"]
     assert [event["step"] for event in events if event["kind"] == "step_committed"] == list(range(30))
     assert events[-1]["kind"] == "run_finished"
@@ -255,7 +256,7 @@ def test_a_lost_worker_is_told_in_one_line_and_replaced(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=60))
     events = wait_for_a_step(tmp_path)
-    view = next(event for event in read_events(events) if event["kind"] == "view_formed")
+    view = next(event for event in read_events(LocalFolder(events.parent)) if event["kind"] == "view_formed")
     os.kill(view["members"][1]["pid"], signal.SIGKILL)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
@@ -321,7 +322,7 @@ def test_an_address_joins_a_cluster_and_leaves_it_running(tmp_path: Path) -> Non
         address = ray.get_runtime_context().gcs_address
         code, _, err = raytrain("run", write_job(tmp_path), "--json", "--address", address)
         assert code == 0, err
-        started = next(iter(read_events(tmp_path / "runs" / "job" / "events.ndjson")))
+        started = next(iter(read_events(LocalFolder(tmp_path / "runs" / "job"))))
         assert started["address"] == address
         # What the run held is free again.
         deadline = time.monotonic() + 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 import time
@@ -43,17 +42,25 @@ def full_cluster() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("cache_mb", "transform"), [(0, None), (64, None), (0, noisy)], ids=["read", "kept", "transform"]
+    ("cache_mb", "transform", "racing_steps"),
+    [(0, None, 60), (64, None, 8), (0, noisy, 60)],
+    ids=["read", "kept", "transform"],
 )
 @pytest.mark.usefixtures("full_cluster")
-def test_streamed_batches_are_those_read_directly(tmp_path: Path, cache_mb: int, transform: object) -> None:
+def test_streamed_batches_are_those_read_directly(
+    tmp_path: Path, cache_mb: int, transform: object, racing_steps: int
+) -> None:
     write_data(tmp_path, rows=3000, group=50)
     seen = index(tmp_path)
     line = Line(seen.unit_rows, shards=6, batch_size=60, seed=3, epochs=12)
     rows = Rows(index=seen, line=line, seed=3, transform=transform, granule=16)  # type: ignore[arg-type]
-    stream = functools.partial(
-        Stream, node=ray.get_runtime_context().get_node_id(), roots=[str(TASKS), str(TASKS.parents[1])]
-    )
+    streams: list[Stream] = []
+
+    def stream(*args: object, **named: object) -> Stream:
+        roots = [str(TASKS), str(TASKS.parents[1])]
+        streams.append(Stream(*args, **named, node=ray.get_runtime_context().get_node_id(), roots=roots))  # type: ignore[arg-type]
+        return streams[-1]
+
     feeds = [
         Batches(
             rows,
@@ -70,8 +77,15 @@ def test_streamed_batches_are_those_read_directly(tmp_path: Path, cache_mb: int,
         for step in range(2, line.steps):
             expected, got = (feed.get(step, 60).shards for feed in feeds)
             assert got == expected
-            # A step takes its time; without it the stream would never get ahead.
-            time.sleep(0.02)
+            if step < racing_steps:
+                # The reader and the stream are about equally fast: each overtakes the other.
+                time.sleep(0.02)
+            elif step == racing_steps:
+                # From here on the stream is ahead, however slow the machine is: what follows must come from it.
+                until = time.monotonic() + 60
+                while not (streams and streams[0].ended):
+                    assert time.monotonic() < until, "the stream has not read everything in 60 s"
+                    time.sleep(0.01)
     assert feeds[1].streamed_reads > feeds[1].direct_reads
 
 

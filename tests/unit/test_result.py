@@ -7,6 +7,7 @@ from pathlib import Path
 
 from raytrain_plus.elastic.totals import WARM_UP_S, Totals
 from raytrain_plus.result import Result
+from raytrain_plus.storage.folder import Folder
 from raytrain_plus.training.records import StepRecord
 
 
@@ -14,21 +15,26 @@ def record(step: int, time: float, seconds: float = 1.0, waited_s: float = 0.0) 
     return StepRecord(step=step, rows=8, loss=1.0 / (step + 1), seconds=seconds, waited_s=waited_s, time=time)
 
 
-def result_of(totals: Totals, path: Path) -> Result:
+def result_of(totals: Totals, path: Path | str) -> Result:
     return totals.result(
         name="run", status="finished", path=path, metrics={}, state_sha256=None, error=None, show=None, began=8.0
     )
 
 
-def test_a_saved_result_loads_equal_and_says_everything_in_json(tmp_path: Path) -> None:
-    assert Result.load(tmp_path) is None
+def test_a_saved_result_loads_equal_and_says_everything_in_json(run: Folder) -> None:
+    assert Result.load(run) is None
     totals = Totals()
     totals.add(record(0, 10.0))
-    result = result_of(totals, tmp_path)
-    result.save()
-    assert Result.load(tmp_path) == result
-    assert json.loads((tmp_path / "result.json").read_text()) == result.to_json()
-    assert not (tmp_path / "result.json.part").exists()
+    result = result_of(totals, run.path or run.address)
+    result.save(run)
+    assert Result.load(run) == result
+    assert json.loads(run.read("result.json")) == result.to_json()
+    assert set(run.files()) == {"result.json"}
+
+
+def test_a_result_says_where_it_lies_without_secrets() -> None:
+    result = result_of(Totals(), "s3://KEY:SECRET@bucket/run?region=x")
+    assert result.to_json()["path"] == "s3://bucket/run?region=x"
 
 
 def test_steps_add_up(tmp_path: Path) -> None:

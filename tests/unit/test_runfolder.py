@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 import time
 from dataclasses import replace
@@ -24,55 +23,93 @@ from raytrain_plus.runfolder import (
     claim,
     claims_of,
     earlier_result,
+    find_run,
+    job_of,
     lease_holder,
 )
+from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import LocalFolder
 
 JOB = Job(name="run", task="a:B", data=Data(path="d", batch_size=8), steps=3)
 
 
-def left_by(folder: Path, status: str, job: Job = JOB) -> Result:
-    folder.mkdir()
-    (folder / "job.yaml").write_text(job.to_yaml())
-    result = Result(name="run", status=status, exit_code=0, path=folder, steps=3, samples=24, metrics={"loss": 0.5})
-    result.save()
+def left_by(run: Folder, status: str, job: Job = JOB) -> Result:
+    run.write("job.yaml", [job.to_yaml().encode()])
+    path = run.path or run.address
+    result = Result(name="run", status=status, exit_code=0, path=path, steps=3, samples=24, metrics={"loss": 0.5})
+    result.save(run)
     return result
 
 
-def test_a_name_that_is_free_may_be_used(tmp_path: Path) -> None:
-    assert earlier_result(tmp_path / "run", JOB, fresh=False) is None
+@pytest.fixture(params=["local", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    """An empty folder for runs, of either kind."""
+    if request.param == "local":
+        return LocalFolder(tmp_path)
+    bucket: Folder = request.getfixturevalue("bucket")
+    return bucket.inside(tmp_path.name)
 
 
-def test_the_same_job_that_finished_gives_its_result_again(tmp_path: Path) -> None:
-    result = left_by(tmp_path / "run", "finished")
-    assert earlier_result(tmp_path / "run", JOB, fresh=False) == result
+@pytest.fixture
+def run(storage: Folder) -> Folder:
+    return storage.inside("run")
+
+
+def test_a_name_that_is_free_may_be_used(run: Folder) -> None:
+    assert earlier_result(run, JOB, fresh=False) is None
+
+
+def test_the_same_job_that_finished_gives_its_result_again(run: Folder) -> None:
+    result = left_by(run, "finished")
+    assert earlier_result(run, JOB, fresh=False) == result
     # What the result does not depend on may differ.
     elsewhere = replace(JOB, workers=replace(JOB.workers, min=2), elastic=replace(JOB.elastic, wait_s=1))
-    assert earlier_result(tmp_path / "run", elsewhere, fresh=False) == result
+    assert earlier_result(run, elsewhere, fresh=False) == result
 
 
 @pytest.mark.parametrize("status", ["failed", "stopped"])
-def test_one_that_did_not_finish_goes_on(tmp_path: Path, status: str) -> None:
-    left_by(tmp_path / "run", status)
-    assert earlier_result(tmp_path / "run", JOB, fresh=False) is None
+def test_one_that_did_not_finish_goes_on(run: Folder, status: str) -> None:
+    left_by(run, status)
+    assert earlier_result(run, JOB, fresh=False) is None
 
 
-def test_a_finished_run_goes_on_to_more_steps_where_that_was_asked_for(tmp_path: Path) -> None:
-    left_by(tmp_path / "run", "finished")
+def test_a_finished_run_goes_on_to_more_steps_where_that_was_asked_for(run: Folder) -> None:
+    left_by(run, "finished")
     longer = replace(JOB, steps=9, args={"width": 3})
     with pytest.raises(InputError, match="they differ in args, steps"):
-        earlier_result(tmp_path / "run", longer, fresh=False)
-    assert earlier_result(tmp_path / "run", longer, fresh=False, may_change=("args", "steps")) is None
+        earlier_result(run, longer, fresh=False)
+    assert earlier_result(run, longer, fresh=False, may_change=("args", "steps")) is None
 
 
-def test_a_folder_that_is_no_run_is_in_the_way(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
+def test_a_folder_that_is_no_run_is_in_the_way(run: Folder) -> None:
+    run.write("thesis", [b"x"])
     with pytest.raises(InputError, match=r"no run's: it has no job\.yaml"):
-        earlier_result(tmp_path / "run", JOB, fresh=False)
+        earlier_result(run, JOB, fresh=False)
 
 
-def test_the_newest_controller_alone_may_write(tmp_path: Path) -> None:
-    run = LocalFolder(tmp_path / "run")
+def test_a_file_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(InputError, match="run: it is a file"):
+        earlier_result(LocalFolder(tmp_path / "run"), JOB, fresh=True)
+
+
+def test_a_run_is_found_by_its_path_its_address_or_its_name(storage: Folder, run: Folder) -> None:
+    left_by(run, "finished")
+    for found in (find_run(run.address, "nowhere"), find_run("run", storage.address)):
+        assert found.address == run.address
+    assert job_of(find_run("run", storage.address), ["seed=3"]) == replace(JOB, seed=3)
+    with pytest.raises(InputError, match="there is no run 'walk'"):
+        find_run("walk", storage.address)
+    with pytest.raises(InputError, match="there is no run '"):
+        find_run(storage.inside("walk").address, storage.address)
+
+
+def test_a_folder_without_a_job_has_none(run: Folder) -> None:
+    with pytest.raises(InputError, match=r"run/job\.yaml: there is no such file"):
+        job_of(run)
+
+
+def test_the_newest_controller_alone_may_write(run: Folder) -> None:
     first = Fence(run, 0)
     assert first.overtaken() is None
     with pytest.raises(InputError, match="has begun in the meantime"):
@@ -109,68 +146,85 @@ def test_of_controllers_that_begin_at_once_one_gets_the_run(tmp_path: Path) -> N
     assert got[0].overtaken() is None
 
 
-def test_another_job_is_in_the_way_and_its_differences_are_named(tmp_path: Path) -> None:
-    left_by(tmp_path / "run", "finished")
+def test_another_job_is_in_the_way_and_its_differences_are_named(run: Folder) -> None:
+    left_by(run, "finished")
     other = replace(JOB, seed=1, data=replace(JOB.data, batch_size=16))
     with pytest.raises(InputError, match=r"they differ in seed, data\.batch_size"):
-        earlier_result(tmp_path / "run", other, fresh=False)
+        earlier_result(run, other, fresh=False)
 
 
-def test_fresh_moves_aside_and_overwrites_nothing(tmp_path: Path) -> None:
+def test_fresh_moves_aside_and_overwrites_nothing(
+    storage: Folder, run: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All in one second.
+    monkeypatch.setattr(runfolder.time, "strftime", lambda *_: "20240101-000000")
     for _ in range(3):
-        left_by(tmp_path / "run", "failed")
-        assert earlier_result(tmp_path / "run", JOB, fresh=True) is None
-        assert (tmp_path / "run").exists()
-        claim(tmp_path / "run", fresh=True, claims=None)
-        shutil.rmtree(tmp_path / "run")
-    claim(tmp_path / "run", fresh=False, claims=None)
-    assert [file.name for file in (tmp_path / "run").iterdir()] == ["claims"]
-    assert len(list(tmp_path.iterdir())) == 4
+        left_by(run, "failed")
+        assert earlier_result(run, JOB, fresh=True) is None
+        assert "job.yaml" in run.files()
+        claim(run, fresh=True, claims=None)
+        for name in run.files():
+            run.remove(name)
+    claim(run, fresh=False, claims=None)
+    assert list(run.files()) == ["claims/00000001.json"]
+    left = {name.partition("/")[0] for name in storage.files()}
+    assert left == {"run", *(f"run.20240101-000000{more}" for more in ("", ".2", ".3"))}
 
 
-def test_a_living_run_is_in_the_way_even_of_a_fresh_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left_by(tmp_path / "run", "failed")
-    monkeypatch.setattr(runfolder, "LEASE_S", 0.5)
+def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_by(run, "failed")
+    monkeypatch.setattr(runfolder, "LEASE_S", 1.0)
     over = threading.Event()
 
     def renew() -> None:
         while not over.wait(0.02):
-            Lease(tmp_path / "run").renew()
+            Lease(run).renew()
 
     holder = threading.Thread(target=renew)
-    Lease(tmp_path / "run").renew()
+    Lease(run).renew()
     holder.start()
     with pytest.raises(InputError, match=r"is going on \(process \d+ on "):
-        earlier_result(tmp_path / "run", JOB, fresh=True)
+        earlier_result(run, JOB, fresh=True)
     over.set()
     holder.join()
     # Nobody renews it any more: it is waited for.
-    assert lease_holder(tmp_path / "run") is not None
-    assert earlier_result(tmp_path / "run", JOB, fresh=True) is None
+    assert lease_holder(run) is not None
+    assert earlier_result(run, JOB, fresh=True) is None
 
 
-def test_a_run_that_began_in_the_meantime_is_left_alone(tmp_path: Path) -> None:
-    left_by(tmp_path / "run", "finished")
+def test_a_run_that_began_in_the_meantime_is_left_alone(run: Folder) -> None:
+    left_by(run, "finished")
     with pytest.raises(InputError, match=r"has begun in the meantime \(and ended\)"):
-        claim(tmp_path / "run", fresh=False, claims=None)
-    Lease(tmp_path / "run").renew()
+        claim(run, fresh=False, claims=None)
+    Lease(run).renew()
     with pytest.raises(InputError, match=r"has begun in the meantime \(process "):
-        claim(tmp_path / "run", fresh=True, claims=None)
-    assert (tmp_path / "run" / "result.json").exists()
+        claim(run, fresh=True, claims=None)
+    assert "result.json" in run.files()
 
 
-def test_a_lease_that_nobody_renews_ends(tmp_path: Path) -> None:
+def test_a_lease_that_nobody_renews_ends(run: Folder) -> None:
     lease = {"time": time.time() - LEASE_S - 1, "pid": 1, "host": "h"}
-    (tmp_path / "lease.json").write_text(json.dumps(lease))
-    assert lease_holder(tmp_path) is None
-    (tmp_path / "lease.json").write_text(json.dumps({**lease, "time": time.time()}))
-    assert (lease_holder(tmp_path) or "").startswith("process 1 on h")
-    (tmp_path / "lease.json").write_text("{torn")
-    assert lease_holder(tmp_path) is None
+    run.write("lease.json", [json.dumps(lease).encode()])
+    assert lease_holder(run) is None
+    run.write("lease.json", [json.dumps({**lease, "time": time.time()}).encode()])
+    assert (lease_holder(run) or "").startswith("process 1 on h")
+    run.write("lease.json", [b"{torn"])
+    assert lease_holder(run) is None
+    Lease(run).release()
+    assert lease_holder(run) is None
+    assert not run.files()
 
 
-def test_a_storage_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new" / "folder")
+def test_a_storage_that_can_be_written_is_left_as_it_was(storage: Folder, tmp_path: Path) -> None:
+    assert check_writable(storage.inside("new").address).address == storage.inside("new").address
+    assert not storage.files()
+
+
+def test_a_storage_that_cannot_be_written_is_told(tmp_path: Path, bucket: Folder) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot be written: Not a directory"):
         check_writable(tmp_path / "file" / "below")
+    with pytest.raises(InputError, match=r"storage: s3://nowhere/runs: .* cannot be written: .*bucket does not exist"):
+        check_writable(bucket.address.replace("contract", "nowhere/runs"))
+    with pytest.raises(InputError, match="Unrecognized filesystem"):
+        check_writable("ftp://host/runs")

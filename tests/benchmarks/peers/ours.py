@@ -17,6 +17,7 @@ from examples.byte_gpt import VOCABULARY, ByteGPT
 from raytrain_plus import Data, Elastic, Job, Workers, run
 from raytrain_plus.observe.events import read_events
 from raytrain_plus.observe.progress import PlainView
+from raytrain_plus.storage.local import LocalFolder
 from tests.benchmarks.incidents import Incident
 from tests.benchmarks.peers.model import REPOSITORY, SIZES, WORKERS, Log, kill_some, started
 
@@ -58,7 +59,12 @@ def measure(folder: Path, kills: int, *, model: str = "byte_gpt", spares: int = 
 def phases(folder: Path) -> list[Mapping[str, float]]:
     """Of each recovery in the runs under `folder`, how many seconds each phase took."""
     files = sorted(folder.glob(f"run-*/runs/{NAME}/events.ndjson"))
-    return [event["phases"] for file in files for event in read_events(file) if event["kind"] == "recovered"]
+    return [
+        event["phases"]
+        for file in files
+        for event in read_events(LocalFolder(file.parent))
+        if event["kind"] == "recovered"
+    ]
 
 
 def drive(folder: Path, model: str, spares: int) -> None:

@@ -25,6 +25,9 @@ from raytrain_plus.data.parts import SCHEMA, Parts, table_of
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
 from raytrain_plus.errors import InputError
+from raytrain_plus.observe.events import EventLog
+from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.local import LocalFolder
 
 
 def write_data(folder: Path, sizes: list[int], group: int) -> None:
@@ -60,7 +63,7 @@ def run_of(job: Job, notes: list[np.ndarray], status: str | None = "finished", g
     (run / "job.yaml").write_text(job.to_yaml())
     (run / "dataset.json").write_text(json.dumps(index(job.data.path).to_json()))
     (run / "events.ndjson").write_text("")
-    written = Parts(run)
+    written = Parts(LocalFolder(run))
     for step, of_step in enumerate(notes):
         written.add(generation, step, of_step.tobytes())
     written.close()
@@ -235,6 +238,11 @@ def test_a_result_that_is_torn_and_a_ledger_that_is_gone(job: Job) -> None:
     (run / "result.json").unlink()
     assert audit(run).clean
     shutil.rmtree(run / "ledger")
+    assert audit(run).lines()[-1] == "  nothing is entered yet: there is nothing to judge"
+    (run / "checkpoints" / "a").mkdir(parents=True)
+    (run / "checkpoints" / "a" / "00000-of-00001.safetensors").touch()
+    assert audit(run).clean
+    (run / "checkpoints" / "a.json").touch()
     assert audit(run).faults == ("there is no ledger",)
 
 
@@ -265,6 +273,25 @@ def test_what_a_total_loss_made_void_does_not_count(job: Job) -> None:
     (run / "events.ndjson").write_text(json.dumps(event) + "\n")
     assert audit(run).clean
     assert audit(run).audited_to == 9
+
+
+def test_a_run_on_an_object_store(job: Job, bucket: Folder, tmp_path: Path) -> None:
+    notes = notes_of(job)
+    run = bucket.inside(tmp_path.name).inside("run")
+    local = run_of(job, notes[:7], status=None)
+    for name in ("job.yaml", "dataset.json"):
+        run.write(name, [(local / name).read_bytes()])
+    for generation, steps in ((0, range(7)), (5, range(4, 10))):
+        written = Parts(run)
+        for step in steps:
+            written.add(generation, step, notes[step].tobytes())
+        written.close()
+    assert audit(run.address).faults[0] == "every step from 4 to 6 of shard 0 is entered more than once (1.parquet)"
+    log = EventLog(run)
+    log.write("resumed", generation=5, fields={"step": 3, "checkpoint": "x", "voided_to": 6})
+    log.close()
+    found = audit(run.address)
+    assert (found.clean, found.run, found.audited_to, found.status) == (True, "run", 9, "unfinished")
 
 
 def test_there_is_nothing_to_audit(tmp_path: Path) -> None:

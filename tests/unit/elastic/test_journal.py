@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.elastic import journal as module
 from raytrain_plus.elastic.journal import Journal
+from raytrain_plus.errors import RunError
+from raytrain_plus.observe.events import read_events
 from raytrain_plus.past import Past
-from raytrain_plus.runfolder import Fence
+from raytrain_plus.result import Result
+from raytrain_plus.runfolder import Fence, Lease, claims_of
+from raytrain_plus.storage.folder import Buffer, Folder
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.workers.plan import Place
+from raytrain_plus.training.records import StepRecord
+from raytrain_plus.workers.plan import Export, Place
+
+NOTES = np.zeros(4, NOTE).tobytes()
+
+
+def journal_of(run: Folder) -> Journal:
+    return Journal(run, batch_size=8, rows=80, end=None, past=Past())
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    made = Journal(batch_size=8, rows=80, end=None, past=Past())
-    made.open(tmp_path / "run", Fence(LocalFolder(tmp_path / "run"), 0), "name: x\n", {}, "here", {})
+def journal(run: Folder) -> Iterator[Journal]:
+    made = journal_of(run)
+    made.open(Fence(run, 0), "name: x\n", {}, "here", {})
     yield made
     made.close()
 
@@ -29,6 +44,7 @@ def test_who_follows_from_far_back_gets_what_memory_has_forgotten(
     monkeypatch.setattr(module, "KEPT", 5)
     for number in range(40):
         journal.will_leave(f"node-{number}", None)
+    journal.settle()
     assert len(journal._told) <= 10
     got: list[str] = []
     cursor = 0
@@ -46,3 +62,94 @@ def test_a_workers_clock_is_known_to_the_length_of_the_call(journal: Journal) ->
     assert journal._offsets["a"] == 0.0
     journal.clocked("a", clock_s=900.0, asked=1000.1, answered=1000.3)
     assert journal._offsets["a"] == pytest.approx(100.2)
+
+
+def step(number: int) -> StepRecord:
+    return StepRecord(step=number, rows=8, loss=1.0, seconds=0.1, waited_s=0.0, time=float(number), notes=NOTES)
+
+
+def test_what_is_told_is_in_the_folder_in_the_end(run: Folder) -> None:
+    journal = journal_of(run)
+    journal.waits("a worker")
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+    journal.report("a", [step(0), step(1)])
+    result = journal.finish("x", "finished", None, Export(model=b"weights", show=None, state_sha256="ab"), 0.0)
+    journal.close()
+    assert Result.load(run) == result
+    assert result.path == (run.path or run.address)
+    kinds = [event["kind"] for event in read_events(run)]
+    assert kinds == ["run_started", "waiting", "step_committed", "step_committed", "run_finished"]
+    assert run.read("model.safetensors") == b"weights"
+    assert set(run.files()) >= {"job.yaml", "dataset.json", "result.json", "claims/00000001.json"}
+    assert "lease.json" not in run.files()
+    assert len(run.files("ledger")) == len(run.files("tensorboard")) == 1
+
+
+class Standing(LocalFolder):
+    """Stands still while it is told to, and fails afterwards."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.free = threading.Event()
+        self.free.set()
+        self.fails = False
+
+    def write(self, name: str, data: Iterable[Buffer]) -> None:
+        self.free.wait(30)
+        if self.fails:
+            raise OSError("no answer")
+        super().write(name, data)
+
+
+def test_no_storage_holds_the_loop_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKOFF_S", (0.01,))
+    monkeypatch.setattr(Lease, "due", True)
+    run = Standing(tmp_path / "run")
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    run.free.clear()
+    run.fails = True
+    start = time.monotonic()
+    for number in range(100):
+        journal.renew()
+        journal.go_back(-1, number, None, -1, -2)
+        journal.regroup(0.0, ["a"], -1, number)
+        journal.report("a", [step(0)])
+    assert time.monotonic() - start < 5
+    run.free.set()
+    with pytest.raises(OSError, match="no answer"):
+        journal.settle()
+    with pytest.raises(RunError, match="the end of the run cannot be written"):
+        journal.finish("x", "finished", None, None, 0.0)
+    run.fails = False
+    result = journal.finish("x", "finished", None, None, 0.0)
+    journal.close()
+    assert Result.load(run) == result
+
+
+def renew_for(journal: Journal, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        journal.renew()
+        time.sleep(0.01)
+
+
+def test_who_is_overtaken_writes_no_more(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
+    journal.settle()
+    before = {name: run.read(name) for name in run.files()}
+    Fence(run, claims_of(run))
+    monkeypatch.setattr(Lease, "due", True)
+    with pytest.raises(RunError, match="another controller has taken this run over"):
+        renew_for(journal, 10)
+    journal.will_leave("node", None)
+    with pytest.raises(RunError, match="another controller has taken this run over"):
+        journal.finish("x", "finished", None, None, 0.0)
+    journal.close()
+    del before["lease.json"]
+    assert {name: run.read(name) for name in before} == before
+    assert set(run.files()) == {*before, "lease.json", "claims/00000002.json"}

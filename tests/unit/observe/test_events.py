@@ -9,30 +9,66 @@ from typing import Any
 import pytest
 
 from raytrain_plus.observe.events import FIELDS, EventLog, cut_torn_line, read_events
+from raytrain_plus.storage import growing
+from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.local import LocalFolder
 
 FINISHED: dict[str, Any] = {"status": "finished", "error": None, "steps": 2, "samples": 4, "state_sha256": "ab"}
 
 
-def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.ndjson", clock=lambda: 12.5)
+@pytest.fixture
+def local(tmp_path: Path) -> Folder:
+    return LocalFolder(tmp_path)
+
+
+def test_events_come_back_as_they_were_written(run: Folder) -> None:
+    if run.path is not None:
+        run.path.mkdir()
+    log = EventLog(run, clock=lambda: 12.5)
     log.write("waiting", generation=0, fields={"for": "a\nworker\u2028é"})
     log.write("run_finished", generation=1, time=7.0, fields=FINISHED)
     log.close()
-    assert list(read_events(tmp_path / "events.ndjson")) == [
+    assert list(read_events(run)) == [
         {"time": 12.5, "generation": 0, "kind": "waiting", "for": "a\nworker\u2028é"},
         {"time": 7.0, "generation": 1, "kind": "run_finished", **FINISHED},
     ]
 
 
-def test_each_event_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.ndjson")
+def test_each_event_can_be_read_as_soon_as_it_is_written(local: Folder) -> None:
+    log = EventLog(local)
     log.write("waiting", generation=0, fields={"for": "x"})
-    assert [event["kind"] for event in read_events(tmp_path / "events.ndjson")] == ["waiting"]
+    assert [event["kind"] for event in read_events(local)] == ["waiting"]
     log.close()
 
 
-def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.ndjson", clock=lambda: 1.0)
+def test_where_files_cannot_grow_events_come_in_parts(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    if run.path is not None:
+        pytest.skip("where they can")
+    monkeypatch.setattr(growing, "PART_BYTES", 100)
+    assert list(read_events(run)) == []
+    for controller in range(2):
+        log = EventLog(run, clock=lambda: 1.0)
+        for number in range(3):
+            log.write("waiting", generation=controller, fields={"for": str(number)})
+            log.sync()
+        log.close()
+        told = [(event["generation"], event["for"]) for event in log.read()]
+        assert told == [(controller, "0"), (controller, "1"), (controller, "2")]
+    assert [event["for"] for event in read_events(run)] == list("012012")
+    assert sorted(run.files()) == [f"events-{number:08d}.ndjson" for number in range(1, 5)]
+
+
+def test_a_log_knows_its_own_events(local: Folder) -> None:
+    for controller in range(2):
+        log = EventLog(local)
+        log.write("waiting", generation=controller, fields={"for": "é"})
+        log.close()
+        assert [event["generation"] for event in log.read()] == [controller]
+    assert [event["generation"] for event in read_events(local)] == [0, 1]
+
+
+def test_what_a_full_disk_does_not_take_is_written_later(local: Folder) -> None:
+    log = EventLog(local, clock=lambda: 1.0)
 
     class Full:
         def __init__(self, file: Any) -> None:
@@ -47,17 +83,17 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None
         def fileno(self) -> int:
             return int(self.file.fileno())
 
-    file: Any = log._file
-    log._file = Full(file)  # type: ignore[assignment]
+    lines: Any = log._lines
+    file, lines._file = lines._file, Full(lines._file)
     for number in range(5):
         log.write("waiting", generation=0, fields={"for": str(number)})
     with pytest.raises(OSError, match="No space left"):
         log.sync()
-    assert list(read_events(tmp_path / "events.ndjson")) == []
-    log._file = file
+    assert list(read_events(local)) == []
+    lines._file = file
     log.write("waiting", generation=0, fields={"for": "5"})
     log.close()
-    assert [event["for"] for event in read_events(tmp_path / "events.ndjson")] == list("012345")
+    assert [event["for"] for event in read_events(local)] == list("012345")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +107,7 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None
 def test_an_event_that_the_table_does_not_know_is_a_fault(
     tmp_path: Path, kind: str, fields: dict[str, Any], match: str
 ) -> None:
-    log = EventLog(tmp_path / "events.ndjson")
+    log = EventLog(LocalFolder(tmp_path))
     with pytest.raises(ValueError, match=match):
         log.write(kind, generation=0, fields=fields)
     log.close()
@@ -79,7 +115,7 @@ def test_an_event_that_the_table_does_not_know_is_a_fault(
 
 
 def test_figures_that_json_has_no_word_for_become_text(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.ndjson")
+    log = EventLog(LocalFolder(tmp_path))
     told = log.write("evaluated", generation=0, fields={"step": 1, "metrics": {"a": math.nan, "b": [-math.inf]}})
     log.close()
     assert math.isnan(told["metrics"]["a"])
@@ -96,8 +132,8 @@ def test_figures_that_json_has_no_word_for_become_text(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_cut_before_appending(tmp_path: Path, whole: bytes, torn: bytes) -> None:
     path = tmp_path / "events.ndjson"
     path.write_bytes(whole + torn)
-    assert list(read_events(path)) == [json.loads(line) for line in whole.splitlines()]
-    log = EventLog(path, clock=lambda: 1.0)
+    assert list(read_events(LocalFolder(tmp_path))) == [json.loads(line) for line in whole.splitlines()]
+    log = EventLog(LocalFolder(tmp_path), clock=lambda: 1.0)
     log.write("waiting", generation=2, fields={"for": "x"})
     log.close()
     assert path.read_bytes() == whole + b'{"time": 1.0, "generation": 2, "kind": "waiting", "for": "x"}\n'

@@ -56,6 +56,14 @@ def test_blank_ends_of_what_the_model_says_are_left_out() -> None:
     assert "  the model says:" not in summary(result(show="\n  "), standing())
 
 
+def test_a_run_at_an_address_says_how_to_get_its_model() -> None:
+    assert summary(result(path="s3://KEY:SECRET@bucket/runs/gpt?region=x"), None)[-3:] == [
+        "  folder   s3://bucket/runs/gpt?region=x",
+        "  model    s3://bucket/runs/gpt/model.safetensors?region=x",
+        "  next     raytrain export 's3://bucket/runs/gpt?region=x' --to model.safetensors",
+    ]
+
+
 def test_a_run_that_had_ended_before_says_what_it_had_reached() -> None:
     lines = summary(result(), standing())
     assert lines[1] == "  reached  loss 1.5000, train_loss 1.4000"

@@ -14,12 +14,15 @@ from tensorboardX.proto.event_pb2 import Event as Payload
 
 from raytrain_plus.observe import tensorboard as module
 from raytrain_plus.observe.tensorboard import FLUSH_S, Scalars
+from raytrain_plus.storage import growing
+from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.local import LocalFolder
 from tests.unit.observe.feed import evaluated, event, step, view
 
 
-def payloads(file: Path) -> list[Any]:
-    """The file's records, each checksum verified by code that is not ours."""
-    data, found = file.read_bytes(), []
+def payloads(data: bytes) -> list[Any]:
+    """A file's records, each checksum verified by code that is not ours."""
+    found = []
     while data:
         (length,) = struct.unpack("<Q", data[:8])
         checks = struct.unpack("<I", data[8:12]) + struct.unpack("<I", data[12 + length : 16 + length])
@@ -37,7 +40,7 @@ def only_file(folder: Path) -> Path:
 
 
 def figures(folder: Path) -> list[tuple[str, int, float, float]]:
-    first, *rest = payloads(only_file(folder))
+    first, *rest = payloads(only_file(folder).read_bytes())
     assert first.file_version == "brain.Event:2"
     return [(one.summary.value[0].tag, one.step, one.summary.value[0].simple_value, one.wall_time) for one in rest]
 
@@ -47,7 +50,7 @@ def test_the_examples_in_the_docstrings_hold() -> None:
 
 
 def test_figures_come_back_under_their_names_and_steps(tmp_path: Path) -> None:
-    scalars = Scalars(tmp_path / "tensorboard")
+    scalars = Scalars(LocalFolder(tmp_path / "tensorboard"))
     for one in (
         event("run_started", job="", versions={}, address=""),
         view(6, 6),
@@ -72,14 +75,14 @@ def test_figures_come_back_under_their_names_and_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("value", "read"), [(math.inf, math.inf), (1e300, math.inf), (-1e300, -math.inf)])
 def test_a_figure_out_of_reach_is_infinite(tmp_path: Path, value: float, read: float) -> None:
-    scalars = Scalars(tmp_path)
+    scalars = Scalars(LocalFolder(tmp_path))
     scalars.add(evaluated(0, loss=value))
     scalars.close()
     assert figures(tmp_path)[0][2] == read
 
 
 def test_a_loss_that_is_no_number_is_written_as_such(tmp_path: Path) -> None:
-    scalars = Scalars(tmp_path)
+    scalars = Scalars(LocalFolder(tmp_path))
     scalars.add(step(0, loss=math.nan))
     scalars.add(step(1, loss="nan"))
     scalars.close()
@@ -88,7 +91,7 @@ def test_a_loss_that_is_no_number_is_written_as_such(tmp_path: Path) -> None:
 
 def test_figures_are_seen_while_the_run_goes_on(tmp_path: Path) -> None:
     now = 100.0
-    scalars = Scalars(tmp_path, clock=lambda: now)
+    scalars = Scalars(LocalFolder(tmp_path), clock=lambda: now)
     scalars.add(step(0))
     now += FLUSH_S
     scalars.add(evaluated(0, loss=1.0))
@@ -96,8 +99,24 @@ def test_figures_are_seen_while_the_run_goes_on(tmp_path: Path) -> None:
     scalars.close()
 
 
+def test_where_files_cannot_grow_each_part_is_a_file_of_its_own(
+    bucket: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growing, "PART_BYTES", 130)
+    folder = bucket.inside(tmp_path.name)
+    scalars = Scalars(folder)
+    for number in range(6):
+        scalars.add(evaluated(number, loss=number))
+    scalars.close()
+    files = [payloads(folder.read(name)) for name in sorted(folder.files())]
+    assert len(files) == 3
+    assert all(name.startswith("events.out.tfevents.") for name in folder.files())
+    assert [first.file_version for first, *_ in files] == ["brain.Event:2"] * 3
+    assert [one.summary.value[0].simple_value for _, *rest in files for one in rest] == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_run_that_tells_nothing_leaves_no_file(tmp_path: Path) -> None:
-    Scalars(tmp_path / "tensorboard").close()
+    Scalars(LocalFolder(tmp_path / "tensorboard")).close()
     assert not (tmp_path / "tensorboard").exists()
 
 
@@ -106,7 +125,8 @@ def test_watching_a_run_loads_no_torch(tmp_path: Path) -> None:
         "import sys, pathlib\n"
         "import raytrain_plus.observe.progress, raytrain_plus.observe.events\n"
         "from raytrain_plus.observe.tensorboard import Scalars\n"
-        "scalars = Scalars(pathlib.Path(sys.argv[1]))\n"
+        "from raytrain_plus.storage.local import LocalFolder\n"
+        "scalars = Scalars(LocalFolder(pathlib.Path(sys.argv[1])))\n"
         "scalars.add({'kind': 'evaluated', 'time': 1.0, 'step': 0, 'metrics': {'loss': 1.0}})\n"
         "scalars.close()\n"
         "sys.exit(', '.join({'torch', 'ray', 'tensorboardX'} & set(sys.modules)) or 0)\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,28 +10,9 @@ import pytest
 from pyarrow import fs
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.storage.folder import Folder, open_folder
+from raytrain_plus.storage.folder import Folder, open_folder, within
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.storage.remote import RemoteFolder
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[Folder]:
-    """A bucket of a local S3."""
-    boto3 = pytest.importorskip("boto3")
-    moto = pytest.importorskip("moto.server")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-            patch.setenv(name, os.devnull)
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
-            patch.setenv(name, "true")
-        patch.delenv("AWS_SESSION_TOKEN", raising=False)
-        address = "http://{}:{}".format(*server.get_host_and_port())
-        boto3.client("s3", endpoint_url=address, region_name="us-east-1").create_bucket(Bucket="contract")
-        yield open_folder(f"s3://contract?endpoint_override={address}&region=us-east-1&scheme=http")
-    server.stop()
 
 
 @pytest.fixture(params=["local", "s3", "mounted"])
@@ -90,6 +70,10 @@ def test_what_is_not_there_is_said_so(folder: Folder) -> None:
         folder.read("nothing")
     with pytest.raises(FileNotFoundError, match="nothing"):
         folder.read_into("nothing", 0, memoryview(bytearray(1)))
+    folder.write("file", [b"x"])
+    with pytest.raises(FileNotFoundError, match="below"):
+        folder.read("file/below")
+    folder.remove("file")
     assert folder.files() == {}
     assert folder.files("nothing") == {}
     folder.remove("nothing")
@@ -126,7 +110,7 @@ def test_a_folder_takes_another_name(folder: Folder) -> None:
 def test_a_folder_never_takes_the_place_of_another(folder: Folder) -> None:
     for run in ("run", "run.old"):
         folder.inside(run).write("file", [run.encode()])
-    with pytest.raises(OSError, match=r"run\.old"):
+    with pytest.raises(FileExistsError, match=r"run\.old"):
         folder.inside("run").move("run.old")
     assert folder.read("run/file") == b"run"
     assert folder.read("run.old/file") == b"run.old"
@@ -138,6 +122,16 @@ def test_a_folder_inside_is_a_folder(folder: Folder) -> None:
     assert folder.read("a/b/file") == b"x"
     assert set(inside.files()) == {"file"}
     assert inside.where == f"{folder.where}/a/b"
+    assert inside.address == within(within(folder.address, "a"), "b")
+
+
+def test_an_address_leads_to_the_same_folder(folder: Folder, request: pytest.FixtureRequest) -> None:
+    if "mounted" in request.node.name:
+        pytest.skip("a stand-in, which has no address")
+    folder.inside("a").write("file", [b"x"])
+    again = open_folder(folder.inside("a").address)
+    assert again.read("file") == b"x"
+    assert (again.where, again.address, again.path) == (f"{folder.where}/a", folder.inside("a").address, again.path)
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../file", "a/../b", "a//b", "./a", "a/"])

@@ -1,14 +1,11 @@
-"""Folders on object stores: a local S3 (moto), behind a proxy that fails as networks and stores do."""
+"""Folders on object stores: a local S3, behind a proxy that fails as networks and stores do."""
 
 from __future__ import annotations
 
-import http.client
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,128 +16,33 @@ from raytrain_plus.storage import remote
 from raytrain_plus.storage.folder import Folder, open_folder
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.storage.remote import RemoteFolder
+from tests.unit.storage.store import Proxy, Relay, at, relaying, serving
 
 boto3 = pytest.importorskip("boto3")
-moto = pytest.importorskip("moto.server")
 s3 = pytest.importorskip("raytrain_plus.storage.s3")
 
 BUCKET = "runs"
 MEGABYTE = 1 << 20
 
 
-class Proxy(ThreadingHTTPServer):
-    """Passes requests on to a store, one at a time: moto looks and puts in two steps, which S3 does in one."""
-
-    daemon_threads = True
-
-    def __init__(self, store: tuple[str, int]) -> None:
-        super().__init__(("127.0.0.1", 0), Relay)
-        self.store = store
-        self.one = threading.Lock()
-        self.well()
-
-    def well(self) -> None:
-        """From now on every request is passed on, and every answer."""
-        self.answers: list[tuple[int, str]] = []
-        """Statuses and codes of the next answers, given without asking the store."""
-        self.refuse: Callable[[str, str], bool] = lambda method, path: False
-        """Whether a request is refused."""
-        self.lose: Callable[[str, str], bool] = lambda method, path: False
-        """Whether the answer to a request gets lost."""
-        self.seen: list[tuple[str, str]] = []
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Relay(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: Proxy
-
-    def relay(self) -> None:
-        body = self._body()
-        with self.server.one:
-            self.server.seen.append((self.command, self.path))
-            refused = self.server.refuse(self.command, self.path)
-            if refused or self.server.answers:
-                status, code = (403, "AccessDenied") if refused else self.server.answers.pop(0)
-                data = f"<Error><Code>{code}</Code><Message>said the store</Message></Error>".encode()
-                headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(data)))]
-            else:
-                status, headers, data = self._asked(body)
-        if self.server.lose(self.command, self.path):
-            self.close_connection = True
-            return
-        self.send_response(status)
-        for header in headers:
-            self.send_header(*header)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        body = b""
-        while size := int(self.rfile.readline(), 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
-
-    def _asked(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        store = http.client.HTTPConnection(*self.server.store, timeout=30)
-        headers = {
-            key: value for key, value in self.headers.items() if key.lower() not in ("transfer-encoding", "expect")
-        }
-        store.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
-        answer = store.getresponse()
-        data = answer.read()
-        store.close()
-        kept = [(key, value) for key, value in answer.getheaders() if key.lower() not in ("connection", "date")]
-        return answer.status, kept, data
-
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = relay
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def store() -> Iterator[tuple[str, int]]:
     """The host and port of an S3 with a bucket."""
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-            patch.setenv(name, os.devnull)
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
-            patch.setenv(name, "true")
-        patch.delenv("AWS_SESSION_TOKEN", raising=False)
-        host, port = server.get_host_and_port()
-        boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1").create_bucket(Bucket=BUCKET)
-        yield host, port
-    server.stop()
+    with serving(BUCKET) as where:
+        yield where
 
 
 @pytest.fixture(scope="module")
 def relay(store: tuple[str, int]) -> Iterator[Proxy]:
     """The proxy in front of the store."""
-    server = Proxy(store)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
+    with relaying(store) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def root(relay: Proxy) -> Folder:
     """The whole bucket, reached through the proxy."""
-    return open_folder(f"s3://{BUCKET}?endpoint_override={relay.address}&region=us-east-1&scheme=http")
+    return open_folder(at(f"s3://{BUCKET}", relay.address))
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +80,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def address(proxy: Proxy, path: str, bucket: str = BUCKET) -> str:
     """Where a folder lies, through the proxy."""
-    return f"s3://{bucket}/{path}?endpoint_override={proxy.address}&region=us-east-1&scheme=http"
+    return at(f"s3://{bucket}/{path}", proxy.address)
 
 
 def uploads(store: tuple[str, int]) -> list[object]:
@@ -523,7 +425,7 @@ def test_the_keys_of_an_address_are_used(proxy: Proxy, monkeypatch: pytest.Monke
     ],
 )
 def test_an_address_is_shown_without_secrets_and_settings(where: str, shown: str) -> None:
-    assert remote._address(where) == shown
+    assert RemoteFolder(fs.LocalFileSystem(), "runs", where).where == shown
 
 
 def test_a_path_in_the_form_of_an_address_is_a_local_folder(tmp_path: Path) -> None:

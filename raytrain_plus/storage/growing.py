@@ -1,0 +1,122 @@
+"""Records that come one after another, kept where files cannot grow: in parts, each written whole again as it grows.
+
+    append ... append      kept in memory
+    every few seconds      the newest part is written, whole, by a thread of its own
+    at 1 MB                the next part begins
+
+A part is created where none of its name is: of two that write at the same time, none touches what is the other's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raytrain_plus.storage.folder import Folder
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 1 << 20
+"""A part ends with the record with which it has so many bytes."""
+
+
+@dataclass(slots=True)
+class _Part:
+    data: bytearray
+    name: str = ""
+    first: bytes = b""
+    """What it was created with, or would have been where that failed."""
+    written: int = 0
+
+
+class Growing:
+    """What the storage does not take is kept, and written later."""
+
+    def __init__(self, folder: Folder, name: Callable[[], str], period_s: float, head: bytes = b"") -> None:
+        """`name` gives the name of the next part, another one each time; a part begins with `head`.
+
+        Writes every `period_s` seconds; where writing takes long, five times as long as it took.
+        """
+        self._folder = folder
+        self._name = name
+        self._period_s = period_s
+        self._head = head
+        self._news = threading.Condition()
+        self._parts: deque[_Part] = deque()
+        self._writing = threading.Lock()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def append(self, record: bytes) -> None:
+        """Enters a record; no part begins within it."""
+        with self._news:
+            if not self._parts or len(self._parts[-1].data) >= PART_BYTES:
+                self._parts.append(_Part(bytearray(self._head)))
+            self._parts[-1].data += record
+            if self._thread is None and not self._closing:
+                self._thread = threading.Thread(target=self._run, name="growing", daemon=True)
+                self._thread.start()
+
+    def sync(self) -> None:
+        """Returns when all that was entered is written. Raises `OSError` where it cannot be."""
+        with self._writing:
+            while True:
+                with self._news:
+                    if not self._parts:
+                        return
+                    part, last = self._parts[0], len(self._parts) == 1
+                    data = bytes(part.data) if part.written < len(part.data) else b""
+                if data:
+                    self._write(part, data)
+                if last:
+                    return
+                # Full, and followed by another: it does not grow any more.
+                self._parts.popleft()
+
+    def close(self) -> None:
+        """Writes what is left. Raises `OSError` where that is not possible."""
+        self._stop()
+        self.sync()
+
+    def abandon(self) -> None:
+        """Forgets what is not written yet."""
+        self._stop()
+        with self._writing, self._news:
+            self._parts.clear()
+
+    def _stop(self) -> None:
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self, part: _Part, data: bytes) -> None:
+        while not part.written:
+            if not part.name:
+                part.name, part.first = self._name(), data
+            # Where an earlier try failed the part may be there all the same: with the bytes of that try it is ours.
+            if self._folder.create(part.name, part.first):
+                part.written = len(part.first)
+            else:
+                part.name = ""
+        if part.written < len(data):
+            self._folder.write(part.name, [data])
+            part.written = len(data)
+
+    def _run(self) -> None:
+        period_s = self._period_s
+        while True:
+            with self._news:
+                if self._news.wait_for(lambda: self._closing, period_s):
+                    return
+            start = time.monotonic()
+            try:
+                self.sync()
+            except OSError:
+                log.warning("what grows in %s cannot be written; trying again", self._folder.where, exc_info=True)
+            period_s = max(self._period_s, 5 * (time.monotonic() - start))

@@ -1,0 +1,63 @@
+"""Paths and addresses, spelled."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+from raytrain_plus.errors import InputError
+from raytrain_plus.storage import folder as module
+from raytrain_plus.storage.folder import split, within, without_secrets
+
+SETTINGS = "?endpoint_override=http://127.0.0.1:9000/&scheme=http"
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("storage", "name", "run"),
+    [
+        ("/runs", "a", "/runs/a"),
+        ("s3://bucket", "a", "s3://bucket/a"),
+        (f"s3://bucket/runs{SETTINGS}", "a.20240101-000000", f"s3://bucket/runs/a.20240101-000000{SETTINGS}"),
+        (f"s3://KEY:pa55%2Fword@bucket{SETTINGS}", "a", f"s3://KEY:pa55%2Fword@bucket/a{SETTINGS}"),
+        ("gs://anonymous@bucket/x#y", "a", "gs://anonymous@bucket/x/a#y"),
+        ("hdfs:///", "runs", "hdfs:///runs"),
+        ("hdfs://host:9000/x", "runs", "hdfs://host:9000/x/runs"),
+        ("file:///", "tmp", "file:///tmp"),
+    ],
+)
+def test_what_is_put_together_comes_apart_again(storage: str, name: str, run: str) -> None:
+    assert within(storage, name) == run
+    assert split(run) == (storage, name)
+
+
+def test_a_path_may_be_relative_and_an_address_end_in_a_slash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert within("runs", "a") == "runs/a"
+    assert split("runs/../a/") == (str(tmp_path), "a")
+    assert within(f"s3://bucket/runs//{SETTINGS}", "a b/c") == f"s3://bucket/runs/a%20b/c{SETTINGS}"
+    assert split(f"s3://bucket/runs/a%20b/{SETTINGS}") == (f"s3://bucket/runs{SETTINGS}", "a b")
+
+
+def test_no_name_leads_out_of_an_address() -> None:
+    with pytest.raises(InputError, match="no name"):
+        within("s3://bucket/runs", "../other")
+
+
+@pytest.mark.parametrize(
+    ("where", "public"),
+    [
+        ("runs@home/a:b", "runs@home/a:b"),
+        (f"s3://KEY:SECRET@bucket/runs{SETTINGS}", f"s3://bucket/runs{SETTINGS}"),
+        ("s3://bucket/user@runs", "s3://bucket/user@runs"),
+        ("gs://anonymous@bucket/runs?retry_limit_seconds=1", "gs://anonymous@bucket/runs?retry_limit_seconds=1"),
+        ("abfs://box:SECRET@account.dfs.core.windows.net/a?sig=SECRET", "abfs://box@account.dfs.core.windows.net/a"),
+    ],
+)
+def test_what_is_written_down_has_no_keys_in_it(where: str, public: str) -> None:
+    assert without_secrets(where) == public
