@@ -11,7 +11,7 @@
     |   +-- TrainingError the task failed or diverged while it trained (an exception, a loss that is not finite)
     |   +-- WorkerLost    a worker process died
     |   +-- WaitExpired   something we waited for did not come in time; says what, and for how long
-    |   +-- StorageError  an object store failed; an `OSError`, too, so that it is met as a full disk is
+    |   +-- StorageError  a storage failed; an `OSError`, too, so that it is met as a full disk is
     +-- Interrupted       a collective was left early because the group changes
 
 Anything else that escapes is a fault of ours and keeps its traceback.
@@ -116,7 +116,7 @@ class WaitExpired(RunError):
 
 
 class StorageError(OSError, RunError):
-    """An object store or a remote file system failed; the message says what could not be done."""
+    """A storage failed, for good or for now; the message says what could not be done."""
 
 
 class Interrupted(RaytrainError):

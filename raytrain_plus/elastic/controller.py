@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import queue
-import socket
 import threading
 import time
 import traceback
@@ -31,6 +30,7 @@ from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
 from raytrain_plus.elastic.group import Limits, Phase, holders, holds, members_in
 from raytrain_plus.elastic.journal import Journal
+from raytrain_plus.elastic.nodes import Nodes
 from raytrain_plus.elastic.patience import LEAVE_BEFORE_S, PREPARE_S, clock_of, limit_s, stop_limit_s
 from raytrain_plus.elastic.publisher import Published, Publisher
 from raytrain_plus.elastic.saving import Abandoned, Saving
@@ -40,13 +40,12 @@ from raytrain_plus.errors import CheckpointError, DamagedError, InputError, Rayt
 from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import claim
-from raytrain_plus.state.checkpoint import MISSING, unseen
+from raytrain_plus.state.checkpoint import MISSING, amiss
 from raytrain_plus.state.manifest import Manifest, joined, void
 from raytrain_plus.storage.folder import open_folder
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
 from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready, Written
 from raytrain_plus.workers.pool import Pool, answer
-from raytrain_plus.workers.ray_private import draining_nodes
 
 TICK_S = 0.05
 """Longest time between two looks at the clock."""
@@ -58,10 +57,6 @@ PAUSED_S = 1.0
 """If the controller itself stood still for longer, nobody else is blamed for it."""
 NODE_SILENT_S = 3.0
 """A node whose worker has not answered for so long, and on which nobody takes a connection, is lost."""
-NODE_POLL_S = 1.0
-"""Seconds between two looks at the nodes."""
-KNOCK_S = 1.0
-"""Limit of taking a connection."""
 COLLECTIVE_S = 3600.0
 """Limit of a collective for a worker that hears nothing; otherwise the controller decides, and much sooner."""
 ENDS_KEPT = 2
@@ -155,8 +150,11 @@ class Controller:
         self._export: Export | None = None
         self._closing: Closing | None = None
         self._stopping_since: float | None = None
-        self._nodes_thread = threading.Thread(target=self._watch_nodes, name="nodes", daemon=True)
-        self._over = threading.Event()
+        self._nodes = Nodes(
+            self._silent_nodes,
+            lambda draining: self._inbox.put(partial(self._noticed, draining)),
+            lambda node: self._inbox.put(partial(self._node_lost, node)),
+        )
         self._here = ray.util.get_node_ip_address()
         self._me: Any = None
         self._group, self._first = machine.begin(order.limits, self._durable)
@@ -165,7 +163,7 @@ class Controller:
     def run(self) -> Closing:
         """Runs the job to its end. Input errors that only a worker can see are raised before a folder is made."""
         self._me = ray.get_runtime_context().current_actor
-        self._nodes_thread.start()
+        self._nodes.start()
         try:
             for command in self._first:
                 self._do(command)
@@ -186,7 +184,7 @@ class Controller:
                     self._finish("failed", f"{failure}{ours}", None)
             raise
         finally:
-            self._over.set()
+            self._nodes.close()
             if self._round is not None:
                 self._round.server.cancel()
                 self._round.server.close()
@@ -622,7 +620,7 @@ class Controller:
         self._feed(e.Warm(name, manifest.step))
 
     def _damaged(self, name: str, manifest: Manifest, error: DamagedError) -> None:
-        if error.what == MISSING and not unseen(self._run, manifest):
+        if error.what == MISSING and not amiss(self._run, manifest):
             raise InputError(
                 f"{name} cannot see the checkpoint that the controller sees ({manifest.name})",
                 where=f"run folder {self._run.where}",
@@ -710,23 +708,8 @@ class Controller:
             self._pool.end(name)
         self._abandoned(self._saving.lost(self._group.workers.keys() - {name}))
 
-    def _watch_nodes(self) -> None:
-        """On a thread of its own, because Ray may take its time: who will leave, and who is silent."""
-        draining: dict[str, float | None] | None = {}
-        while not self._over.wait(NODE_POLL_S):
-            try:
-                if draining is not None:
-                    draining = draining_nodes()
-                if draining is not None and draining != self._draining:
-                    self._inbox.put(partial(self._noticed, draining))
-                for node in self._silent_nodes():
-                    if not (_answers(node) or _answers(node)):
-                        self._inbox.put(partial(self._node_lost, node))
-            except Exception:
-                # Ray's own head may be out of reach for a moment.
-                log.warning("cannot look after the nodes; trying again", exc_info=True)
-
     def _silent_nodes(self) -> set[str]:
+        """Nodes whose worker owes an answer for long."""
         now = time.monotonic()
         names = silent(dict(self._pulses.all), holders(self._group), NODE_SILENT_S, now)
         return {self._places[name].node for name in names}
@@ -805,18 +788,3 @@ class Controller:
     def _finish(self, status: str, error: str | None, export: Export | None) -> Result:
         order = self._order
         return self._journal.finish(order.plan.job.name, status, error, export, order.began)
-
-
-def _answers(node: str) -> bool:
-    """Whether somebody takes a connection where the node's Ray listens."""
-    for entry in ray.nodes():
-        if entry["NodeID"] == node:
-            if not entry["Alive"]:
-                return False
-            try:
-                where = (entry["NodeManagerAddress"], entry["NodeManagerPort"])
-                socket.create_connection(where, timeout=KNOCK_S).close()
-                return True
-            except OSError:
-                return False
-    return False

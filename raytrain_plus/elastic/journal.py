@@ -17,13 +17,14 @@ from raytrain_plus.elastic.commits import Commits
 from raytrain_plus.elastic.incidents import Incidents
 from raytrain_plus.elastic.totals import Totals
 from raytrain_plus.elastic.view import View
-from raytrain_plus.errors import RunError
+from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.observe.events import EventLog
 from raytrain_plus.observe.tensorboard import Scalars
 from raytrain_plus.past import Past
 from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runfolder import DATASET, JOB, MODEL, Fence, Lease
 from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.tries import tried
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.workers.plan import Export, Place, Ready
 
@@ -31,8 +32,6 @@ log = logging.getLogger(__name__)
 
 KEPT = 10_000
 """Events kept in memory, at least; who follows from further back gets them out of the folder."""
-BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
-"""Seconds between the tries to write the end of a run."""
 
 
 class Journal:
@@ -321,7 +320,7 @@ class Journal:
             parts.flush()
             result.save(self._run)
 
-        self._tried(written)
+        self._at_last(written)
         self._tell(
             "run_finished",
             status=status,
@@ -330,20 +329,15 @@ class Journal:
             samples=self._totals.samples,
             state_sha256=sha,
         )
-        self._tried(told.sync)
+        self._at_last(told.sync)
         return result
 
-    def _tried(self, write: Callable[[], None]) -> None:
+    def _at_last(self, write: Callable[[], None]) -> None:
         """Writes a part of the end. Raises `RunError` where the storage does not take it."""
-        for wait_s in (*BACKOFF_S, None):
-            try:
-                write()
-                return
-            except OSError as failure:
-                if wait_s is None:
-                    what = f"the end of the run cannot be written to {self._run.where}: {failure}"
-                    raise RunError(what) from failure
-                time.sleep(wait_s)
+        try:
+            tried(write)
+        except StorageError as failure:
+            raise RunError(f"the end of the run cannot be written to {self._run.where}: {failure}") from failure
 
     def close(self) -> None:
         """Closes what is open. What the storage does not take by now is lost, and said so."""

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from raytrain_plus.errors import StorageError
 from raytrain_plus.job import KeepBest
-from raytrain_plus.state.checkpoint import commit, sweep, unseen
+from raytrain_plus.state.checkpoint import amiss, commit, sweep
 from raytrain_plus.state.manifest import Manifest, kept, newness, void
 from raytrain_plus.storage.folder import Folder
-
-BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
-"""Seconds between the tries to create a manifest."""
+from raytrain_plus.storage.tries import tried
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +79,9 @@ class Publisher:
 
     def _publish(self, manifest: Manifest) -> None:
         try:
-            error = self._tried(manifest)
+            error = tried(lambda: self._commit(manifest))
+        except StorageError as failure:
+            error = str(failure)
         except Exception as failure:
             log.exception("the checkpoint of step %d could not be made", manifest.step)
             error = f"{type(failure).__name__}: {failure}"
@@ -89,27 +89,21 @@ class Publisher:
             self._sweep(manifest)
         self._done(Published(manifest=manifest, error=error))
 
-    def _tried(self, manifest: Manifest) -> str:
-        error = ""
-        for wait_s in (*BACKOFF_S, 0.0):
-            try:
-                self._settle()
-                missing = unseen(self._run, manifest)
-                if missing:
-                    raise OSError(
-                        f"{missing} was written by a worker and is not to be seen by the controller: {self._run.where} "
-                        "is not shared by their machines; name a storage that is"
-                    )
-                with self._changing:
-                    if void(manifest.name, self._resumptions):
-                        return "the run has gone on from an earlier step meanwhile"
-                    commit(self._run, manifest)
-                    self._complete = sorted([manifest, *self._complete], key=newness, reverse=True)
-                return ""
-            except OSError as failure:
-                error = f"{type(failure).__name__}: {failure}"
-                time.sleep(wait_s)
-        return f"{error} (tried {len(BACKOFF_S) + 1} times)"
+    def _commit(self, manifest: Manifest) -> str:
+        """Why it is no checkpoint; empty where it is one. Raises `OSError` where the storage fails."""
+        self._settle()
+        fault = amiss(self._run, manifest)
+        if fault:
+            raise OSError(
+                f"{fault}, as the controller sees what a worker has written: {self._run.where} is not shared by their "
+                "machines; name a storage that is"
+            )
+        with self._changing:
+            if void(manifest.name, self._resumptions):
+                return "the run has gone on from an earlier step meanwhile"
+            commit(self._run, manifest)
+            self._complete = sorted([manifest, *self._complete], key=newness, reverse=True)
+        return ""
 
     def _sweep(self, newest: Manifest) -> None:
         """Removes what is not kept any more."""

@@ -41,14 +41,18 @@ class Copy:
     """Bytes, in one dimension."""
 
 
-def unseen(run: Folder, manifest: m.Manifest) -> str:
-    """The first of a checkpoint's files that is not there, or not whole, seen from here; empty where all are."""
-    place = f"{m.FOLDER}/{manifest.name}"
-    files = run.files(place)
+def amiss(run: Folder, manifest: m.Manifest) -> str:
+    """What of a checkpoint's files is not there, or not whole, seen from here; empty where all are."""
+    return _amiss(manifest, run.files(f"{m.FOLDER}/{manifest.name}"))
+
+
+def _amiss(manifest: m.Manifest, files: Mapping[str, Stat]) -> str:
     for file in manifest.files:
-        stat = files.get(f"{place}/{file.name}")
-        if stat is None or stat.bytes != file.bytes:
-            return file.name
+        stat = files.get(f"{m.FOLDER}/{manifest.name}/{file.name}")
+        if stat is None:
+            return f"{file.name} is missing"
+        if stat.bytes != file.bytes:
+            return f"{file.name} has {stat.bytes:,} bytes, not {file.bytes:,}"
     return ""
 
 
@@ -153,13 +157,8 @@ def _found(run: Folder, name: str, files: Mapping[str, Stat], past: Iterable[tup
         return nothing("removed a moment ago")
     except CheckpointError as error:
         return told(None, error.what, error)
-    for file in manifest.files:
-        stat = files.get(f"{m.FOLDER}/{name}/{file.name}")
-        if stat is None:
-            return told(None, f"{file.name} is missing")
-        if stat.bytes != file.bytes:
-            return told(None, f"{file.name} has {stat.bytes:,} bytes, not {file.bytes:,}")
-    return told(manifest, "")
+    fault = _amiss(manifest, files)
+    return told(None, fault) if fault else told(manifest, "")
 
 
 def sweep(run: Folder, stay: Collection[str], before: tuple[int, int]) -> None:

@@ -6,8 +6,9 @@ import torch
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.checkpoint import Copy
+from raytrain_plus.state.dtypes import DTYPES
 from raytrain_plus.state.holding import Holding, described
-from raytrain_plus.state.manifest import BITS
+from raytrain_plus.state.named import dtype_name
 from raytrain_plus.state.shares import share_out
 from raytrain_plus.state.tree import Json
 
@@ -34,7 +35,7 @@ class HostMemory:
             source = value.contiguous().reshape(-1).view(torch.uint8)[piece.start : piece.start + piece.bytes]
             target = self._memory[at : at + piece.bytes]
             target.copy_(source, non_blocking=True)
-            copies.append(Copy(piece, dtype_of(value), tuple(value.shape), target.numpy()))
+            copies.append(Copy(piece, dtype_name(value.dtype), tuple(value.shape), target.numpy()))
             at += piece.bytes
         if on_gpu:
             torch.cuda.synchronize()
@@ -44,14 +45,9 @@ class HostMemory:
 def check_storable(holding: Holding) -> None:
     """Raises `TaskError` where a checkpoint could not hold the state."""
     for name, value in described(holding)[0].items():
-        if dtype_of(value) not in BITS:
+        if dtype_name(value.dtype) not in DTYPES:
             raise TaskError(
-                f"'{name}' is {dtype_of(value)}, which a checkpoint cannot hold",
-                expected=f"one of {', '.join(BITS)}",
+                f"'{name}' is {dtype_name(value.dtype)}, which a checkpoint cannot hold",
+                expected=f"one of {', '.join(DTYPES)}",
                 remedy="keep it as one of these (a complex128 as two float64, say)",
             )
-
-
-def dtype_of(value: torch.Tensor) -> str:
-    """The name of a tensor's type."""
-    return str(value.dtype).removeprefix("torch.")

@@ -18,32 +18,13 @@ from typing import Any
 import xxhash
 
 from raytrain_plus.errors import CheckpointError, DamagedError
+from raytrain_plus.state.dtypes import DTYPES
 
 FORMAT = 1
 FOLDER = "checkpoints"
 _NAME = re.compile(r"(\d{12})-(\d{8})")
 _FILE = re.compile(r"\d{5}-of-\d{5}\.safetensors")
 _HEAD = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})", ')
-
-BITS = {
-    "float64": 64,
-    "float32": 32,
-    "float16": 16,
-    "bfloat16": 16,
-    "float8_e4m3fn": 8,
-    "float8_e5m2": 8,
-    "int64": 64,
-    "int32": 32,
-    "int16": 16,
-    "int8": 8,
-    "uint64": 64,
-    "uint32": 32,
-    "uint16": 16,
-    "uint8": 8,
-    "bool": 8,
-    "complex64": 64,
-}
-"""The types of tensors that a checkpoint can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +51,7 @@ class Tensor:
     @property
     def bytes(self) -> int:
         """Its size."""
-        return math.prod(self.shape) * BITS[self.dtype] // 8
+        return math.prod(self.shape) * DTYPES[self.dtype].bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +200,7 @@ def _fault(manifest: Manifest, name: str) -> str:
         if not 0 <= file.head <= file.bytes:
             return f"the header of {file.name} has {file.head} bytes"
     for tensor_name, tensor in manifest.tensors.items():
-        if tensor.dtype not in BITS:
+        if tensor.dtype not in DTYPES:
             return f"{tensor_name} is {tensor.dtype}"
         rows = tensor.shape[0] if tensor.shape else 1
         at = 0

@@ -44,7 +44,7 @@ def state_sha256(state: dict[str, torch.Tensor]) -> str:
         tensor = state[name].cpu().contiguous()
         if tensor.dim() == 0:
             tensor = tensor.to(torch.float64)
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         shape = ",".join(str(length) for length in tensor.shape)
         digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -54,3 +54,8 @@ def state_sha256(state: dict[str, torch.Tensor]) -> str:
 def model_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """The model's own tensors, as its `load_state_dict` takes them, tied ones once, on the CPU."""
     return {name.partition("/")[2]: tensor.cpu().contiguous() for name, tensor in _model_state(module)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a type: `float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -9,25 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-WORDS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
-}
-"""torch's names of types, and the format's."""
+from raytrain_plus.state.dtypes import DTYPES
 
 
 def header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bytes:
@@ -35,7 +17,7 @@ def header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bytes:
     entries = {}
     at = 0
     for name, dtype, shape, size in tensors:
-        entries[name] = {"dtype": WORDS[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        entries[name] = {"dtype": DTYPES[dtype].word, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

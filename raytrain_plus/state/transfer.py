@@ -17,6 +17,7 @@ import xxhash
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.holding import Holding, described, model_state, put_tree
+from raytrain_plus.state.named import dtype_name
 
 Array = npt.NDArray[Any]
 Packed = tuple[str, tuple[int, ...], Array]
@@ -78,7 +79,7 @@ def unpacked(packed: Packed, device: torch.device) -> torch.Tensor:
 
 
 def _pack(tensor: torch.Tensor) -> Packed:
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes(tensor.detach().cpu().contiguous())
+    return dtype_name(tensor.dtype), tuple(tensor.shape), _bytes(tensor.detach().cpu().contiguous())
 
 
 def _bytes(tensor: torch.Tensor) -> Array:
@@ -89,7 +90,7 @@ def _bytes(tensor: torch.Tensor) -> Array:
 def _fill(target: torch.Tensor, packed: Packed) -> None:
     """Copies packed values into `target`; what came through Ray's object store is neither kept nor written to."""
     dtype, _, data = packed
-    if target.device.type == "cpu" and target.is_contiguous() and str(target.dtype) == f"torch.{dtype}":
+    if target.device.type == "cpu" and target.is_contiguous() and dtype_name(target.dtype) == dtype:
         np.copyto(_bytes(target), data)
     else:
         target.copy_(torch.from_numpy(np.array(data)).view(getattr(torch, dtype)).reshape(target.shape))

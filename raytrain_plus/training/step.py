@@ -25,6 +25,7 @@ from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.parallel.data import BUCKET_BYTES, Gradients, square_norm
 from raytrain_plus.state import transfer
 from raytrain_plus.state.holding import Holding
+from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
@@ -76,7 +77,7 @@ class Stepper:
         self.gradients = Gradients(
             self.named,
             bucket_bytes,
-            rider=lambda dtype: header.digits(shards, _name_of(dtype)),
+            rider=lambda dtype: header.digits(shards, dtype_name(dtype)),
             exact_shards=exact_shards,
         )
         self.buffers = Buffers(built.module, task, exact_shards)
@@ -120,7 +121,7 @@ class Stepper:
             for index, work in enumerate(works):
                 wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
             head = self.gradients.rider
-            totals = header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), _name_of(head.dtype)))
+            totals = header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype)))
             if totals.bad_shards:
                 raise TrainingError(_not_finite(step, totals.bad_shards))
             self._reduce_buffers(step, world, wait_s, control)
@@ -225,7 +226,7 @@ class Stepper:
     ) -> list[Work]:
         head = self.gradients.rider
         encoded = header.encode(reports, self._shards, flags)
-        head.copy_(torch.from_numpy(header.to_digits(encoded, _name_of(head.dtype))))
+        head.copy_(torch.from_numpy(header.to_digits(encoded, dtype_name(head.dtype))))
         return self.gradients.reduce_during(loss.backward, world, control.check)
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, float]:
@@ -288,15 +289,11 @@ def _check_exact(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     for name, value in named:
         if value.requires_grad and value.dtype not in (torch.float32, torch.float64):
             raise TaskError(
-                f"the parameter '{name}' is {_name_of(value.dtype)}, which `reduction: exact` does not sum",
+                f"the parameter '{name}' is {dtype_name(value.dtype)}, which `reduction: exact` does not sum",
                 where="reduction: exact",
                 expected="float32 or float64 parameters",
                 remedy="keep the parameters in float32, or use reduction: ring",
             )
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

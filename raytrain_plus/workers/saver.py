@@ -9,17 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from raytrain_plus.errors import WaitExpired
+from raytrain_plus.errors import StorageError, WaitExpired
 from raytrain_plus.state.checkpoint import Copy, write_share
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.state.manifest import Share, name_of
 from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.tries import tried
 from raytrain_plus.workers.plan import Written
-
-BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
-"""Seconds between the tries to write a share."""
-
 
 FREE_S = 60.0
 """Limit of the wait for an earlier share, at the end of a run; while it trains, no step waits for one."""
@@ -91,20 +88,12 @@ class Saver:
         self, part: Part, step: int, copies: Sequence[Copy], told: Callable[[Share | None, str], Written]
     ) -> None:
         try:
-            share = self._tried(part, step, copies)
-            part.tell(told(share, "") if isinstance(share, Share) else told(None, share))
+            name = name_of(step, part.generation)
+            share = tried(lambda: write_share(self._run, name, part.writer, part.writers, copies))
+            part.tell(told(share, ""))
+        except StorageError as failure:
+            part.tell(told(None, str(failure)))
         except Exception:
             part.tell(told(None, traceback.format_exc()))
         finally:
             self._free.set()
-
-    def _tried(self, part: Part, step: int, copies: Sequence[Copy]) -> Share | str:
-        """The share, or why it could not be written."""
-        error = ""
-        for wait_s in (*BACKOFF_S, 0.0):
-            try:
-                return write_share(self._run, name_of(step, part.generation), part.writer, part.writers, copies)
-            except OSError as failure:
-                error = f"{type(failure).__name__}: {failure}"
-                time.sleep(wait_s)
-        return f"{error} (tried {len(BACKOFF_S) + 1} times)"

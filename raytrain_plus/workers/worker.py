@@ -44,6 +44,7 @@ from raytrain_plus.errors import (
     Interrupted,
     RaytrainError,
     RunError,
+    StorageError,
     TaskError,
     TrainingError,
     WaitExpired,
@@ -52,11 +53,12 @@ from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job import Job
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.holding import model_state
-from raytrain_plus.state.hostcopy import check_storable, dtype_of
+from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
-from raytrain_plus.state.named import model_tensors, named_state, state_sha256
-from raytrain_plus.state.transfer import Packed, Snapshot, digest
-from raytrain_plus.storage.folder import Folder, open_folder
+from raytrain_plus.state.named import dtype_name, model_tensors, named_state, state_sha256
+from raytrain_plus.state.transfer import Snapshot, digest
+from raytrain_plus.storage.folder import open_folder
+from raytrain_plus.storage.tries import tried
 from raytrain_plus.taskfile import build_task, fault_of, load_function, load_task, trim_traceback
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.loop import Evaluation, Limits, train
@@ -66,7 +68,7 @@ from raytrain_plus.training.records import Activity
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready, Written
 from raytrain_plus.workers.reporter import FLUSH_S, Reporter
-from raytrain_plus.workers.saver import BACKOFF_S, Part, Saver
+from raytrain_plus.workers.saver import Part, Saver
 
 T = TypeVar("T")
 
@@ -263,7 +265,10 @@ class Worker:
         assert self._plan is not None
         assert self._stepper is not None
         stepper, run = self._stepper, open_folder(self._plan.folder)
-        built = {name: (dtype_of(value), tuple(value.shape)) for name, value in model_state(stepper.holding()).items()}
+        built = {
+            name: (dtype_name(value.dtype), tuple(value.shape))
+            for name, value in model_state(stepper.holding()).items()
+        }
         differing = mismatch(manifest.tensors, built)
         if differing:
             rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
@@ -272,7 +277,10 @@ class Worker:
                 where=f"{run.where}/{FOLDER}/{manifest.name}.json",
                 remedy="give the task the layers and the args that the run began with, or start over with --fresh",
             )
-        tensors = _read_patiently(run, manifest)
+        try:
+            tensors = tried(lambda: read_tensors(run, manifest, dict.fromkeys(manifest.tensors)))
+        except StorageError as failure:
+            raise RunError(f"the checkpoint {manifest.name} cannot be read: {failure}") from failure
         stepper.adopt(Snapshot(manifest.step, tensors, json.dumps(manifest.tree).encode(), ""))
 
     def _keep(self, controller: Any, generation: int, writer: int, writers: int) -> None:
@@ -439,18 +447,6 @@ class Worker:
             # The model is what counts.
             show = f"Task.show failed: {_users_error(error)}"
         return Export(model=model, show=show, state_sha256=sha)
-
-
-def _read_patiently(run: Folder, manifest: Manifest) -> dict[str, Packed]:
-    """All tensors of a checkpoint. Raises `DamagedError`, and `RunError` where the storage keeps failing."""
-    failure: OSError | None = None
-    for wait_s in (0.0, *BACKOFF_S):
-        time.sleep(wait_s)
-        try:
-            return read_tensors(run, manifest, dict.fromkeys(manifest.tensors))
-        except OSError as error:
-            failure = error
-    raise RunError(f"the checkpoint {manifest.name} cannot be read: {type(failure).__name__}: {failure}")
 
 
 def _rows(seen: Index, line: Line, job: Job, transform: Transform | None) -> Rows:

@@ -18,6 +18,7 @@ from raytrain_plus.observe.events import read_events
 from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import Fence, Lease, claims_of
+from raytrain_plus.storage import tries
 from raytrain_plus.storage.folder import Buffer, Folder
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.records import StepRecord
@@ -104,7 +105,7 @@ class Standing(LocalFolder):
 
 
 def test_no_storage_holds_the_loop_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BACKOFF_S", (0.01,))
+    monkeypatch.setattr(tries, "PAUSES_S", (0.01,))
     monkeypatch.setattr(Lease, "due", True)
     run = Standing(tmp_path / "run")
     journal = journal_of(run)

@@ -308,7 +308,7 @@ SCOPES: dict[str, tuple[tuple[int, int, int], dict[str, int]]] = {
     "a drain": ((1, 0, 2), {"capacity": 2, "drains": 1}),
     "a spare": ((1, 1, 2), {"capacity": 3}),
     "a spare, held back": ((1, 1, 2), {"capacity": 2, "deaths": 1}),
-    "faults": ((1, 0, 2), {"capacity": 2, "faults": 2}),
+    "a fault": ((1, 0, 2), {"capacity": 2, "faults": 1}),
     "limits and a death": ((1, 0, 2), {"capacity": 2, "lates": 1, "deaths": 1}),
     "a stop and a death": ((1, 0, 2), {"capacity": 2, "stops": 1, "deaths": 1}),
     "doubled and lost messages": ((1, 0, 2), {"capacity": 2, "doubles": 1, "losses": 1}),
@@ -348,6 +348,7 @@ LARGE = {
     "a death, doubled and lost messages": ((1, 0, 2), {"capacity": 2, "deaths": 1, "doubles": 1, "losses": 1}),
     "a spare and a death": ((1, 1, 2), {"capacity": 3, "deaths": 1}),
     "a stop, a death, a join": ((2, 0, 2), {"capacity": 2, "stops": 1, "deaths": 1, "arrivals": 1}),
+    "two faults": ((1, 0, 2), {"capacity": 2, "faults": 2}),
 }
 
 
@@ -491,7 +492,7 @@ MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_table_is_caught(name: str) -> None:
     caught: list[str] = []
-    for small in ("on from a damaged checkpoint", "two deaths", "faults", "a drain", "doubled and lost messages"):
+    for small in ("on from a damaged checkpoint", "two deaths", "a fault", "a drain", "doubled and lost messages"):
         sizes, happening = SCOPES[small]
         with broken(**MUTANTS[name]()):
             try:

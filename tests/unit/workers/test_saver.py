@@ -13,9 +13,9 @@ import torch
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.manifest import joined, name_of
+from raytrain_plus.storage import tries
 from raytrain_plus.storage.folder import Buffer
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.workers import saver as module
 from raytrain_plus.workers.plan import Written
 from raytrain_plus.workers.saver import Part, Saver
 from tests.unit.state.test_checkpoint import described
@@ -105,13 +105,11 @@ class Failing(LocalFolder):
         super().write(name, data)
 
 
-@pytest.mark.parametrize(
-    ("failures", "error"), [(2, ""), (9, "OSError: [Errno 28] No space left on device (tried 3 times)")]
-)
+@pytest.mark.parametrize(("failures", "error"), [(2, ""), (9, "[Errno 28] No space left on device (tried 3 times)")])
 def test_a_storage_that_fails_is_tried_again_and_then_told_of(
     tmp_path: Path, failures: int, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BACKOFF_S", (0.001, 0.001))
+    monkeypatch.setattr(tries, "PAUSES_S", (0.001, 0.001))
     told: Told = queue.SimpleQueue()
     made = saver(Failing(tmp_path, failures), holding(), told)
     made.copy(3, {})
