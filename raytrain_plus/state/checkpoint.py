@@ -6,7 +6,7 @@ and old ones go only after that. `state.manifest` says what lies where.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -76,8 +76,18 @@ class Found:
     """It was complete once."""
 
 
-def write_share(run: Folder, name: str, writer: int, writers: int, copies: Sequence[Copy]) -> m.Share:
-    """Writes one writer's share of the checkpoint `name`, durable. Raises `OSError` where that is not possible."""
+def write_share(
+    run: Folder,
+    name: str,
+    writer: int,
+    writers: int,
+    copies: Sequence[Copy],
+    moved: Callable[[], None] = lambda: None,
+) -> m.Share:
+    """Writes one writer's share of the checkpoint `name`, durable. Raises `OSError` where that is not possible.
+
+    `moved` is called whenever the storage asks for more.
+    """
     head = header([(_label(copy), copy.dtype, _rows(copy), copy.piece.bytes) for copy in copies])
     total = xxhash.xxh3_128()
 
@@ -86,6 +96,7 @@ def write_share(run: Folder, name: str, writer: int, writers: int, copies: Seque
             for start in range(0, len(part), CHUNK):
                 chunk = part[start : start + CHUNK]
                 total.update(chunk)
+                moved()
                 yield chunk
 
     file = f"{writer:05d}-of-{writers:05d}.safetensors"

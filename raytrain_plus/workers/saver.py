@@ -18,6 +18,8 @@ from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.tries import tried
 from raytrain_plus.workers.plan import Written
 
+STILL_S = 300.0
+"""A share of which the storage has taken nothing more for so long is given up."""
 FREE_S = 60.0
 """Limit of the wait for an earlier share, at the end of a run; while it trains, no step waits for one."""
 
@@ -42,15 +44,24 @@ class Saver:
         self._every_steps = every_steps
         self._best = best
         self._memory = HostMemory()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        # One writes; while the storage holds it up, the other says so.
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="checkpoint")
         self._free = threading.Event()
         self._free.set()
+        self._progress = 0.0
+        self._late: Callable[[], None] | None = None
         self.part: Part | None = None
         """Set before each generation."""
 
     def busy(self) -> bool:
         """Whether this worker still writes its share of an earlier one."""
-        return not self._free.is_set()
+        if self._free.is_set():
+            return False
+        late, still_s = self._late, time.monotonic() - self._progress
+        if late is not None and still_s > STILL_S:
+            self._late = None
+            self._threads.submit(late)
+        return True
 
     def due(self, step: int, evaluated: bool) -> bool:
         """Whether the state after `step` is to be kept; the same for every member."""
@@ -82,18 +93,25 @@ class Saver:
                 error=error,
             )
 
-        self._thread.submit(self._write, part, step, copies, told)
+        what = f"{self._run.where} has taken nothing of it for {STILL_S:g} s"
+        self._moved()
+        self._late = lambda: part.tell(told(None, what))
+        self._threads.submit(self._write, part, step, copies, told)
+
+    def _moved(self) -> None:
+        self._progress = time.monotonic()
 
     def _write(
         self, part: Part, step: int, copies: Sequence[Copy], told: Callable[[Share | None, str], Written]
     ) -> None:
         try:
             name = name_of(step, part.generation)
-            share = tried(lambda: write_share(self._run, name, part.writer, part.writers, copies))
+            share = tried(lambda: write_share(self._run, name, part.writer, part.writers, copies, self._moved))
             part.tell(told(share, ""))
         except StorageError as failure:
             part.tell(told(None, str(failure)))
         except Exception:
             part.tell(told(None, traceback.format_exc()))
         finally:
+            self._late = None
             self._free.set()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import queue
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from raytrain_plus.state.manifest import joined, name_of
 from raytrain_plus.storage import tries
 from raytrain_plus.storage.folder import Buffer
 from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.workers import saver as module
 from raytrain_plus.workers.plan import Written
 from raytrain_plus.workers.saver import Part, Saver
 from tests.unit.state.test_checkpoint import described
@@ -91,28 +95,53 @@ def test_it_is_busy_until_its_share_is_durable(tmp_path: Path) -> None:
     assert told.get(timeout=10).step == 7
 
 
+def test_a_storage_that_takes_nothing_more_is_told_of_while_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STILL_S", 0.05)
+    run, told = Slow(tmp_path), queue.SimpleQueue[Written]()
+    made = saver(run, holding(), told)
+    made.copy(3, {})
+    until = time.monotonic() + 10
+    while told.empty():
+        assert made.busy()
+        assert time.monotonic() < until
+    assert told.get().error == f"{tmp_path} has taken nothing of it for 0.05 s"
+    assert made.busy()
+    run.go.set()
+    assert told.get(timeout=10).error == ""
+    assert made._free.wait(10)
+    assert told.empty(), "it is told of once"
+    made.copy(7, {})
+    assert told.get(timeout=10).step == 7
+
+
 class Failing(LocalFolder):
     """Fails so many times."""
 
-    def __init__(self, path: Path, failures: int) -> None:
+    def __init__(self, path: Path, failures: int, failure: int) -> None:
         super().__init__(path)
         self.failures = failures
+        self.failure = failure
 
     def write(self, name: str, data: Iterable[Buffer]) -> None:
         self.failures -= 1
         if self.failures >= 0:
-            raise OSError(28, "No space left on device")
+            raise OSError(self.failure, os.strerror(self.failure), name)
         super().write(name, data)
 
 
-@pytest.mark.parametrize(("failures", "error"), [(2, ""), (9, "[Errno 28] No space left on device (tried 3 times)")])
+@pytest.mark.parametrize("failure", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("failures", [2, 9])
 def test_a_storage_that_fails_is_tried_again_and_then_told_of(
-    tmp_path: Path, failures: int, error: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, failures: int, failure: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tries, "PAUSES_S", (0.001, 0.001))
     told: Told = queue.SimpleQueue()
-    made = saver(Failing(tmp_path, failures), holding(), told)
+    made = saver(Failing(tmp_path, failures, failure), holding(), told)
     made.copy(3, {})
+    file = f"checkpoints/{name_of(3, 2)}/00000-of-00001.safetensors"
+    error = "" if failures == 2 else f"[Errno {failure}] {os.strerror(failure)}: '{file}' (tried 3 times)"
     assert told.get(timeout=10).error == error
     assert made._free.wait(10)
     assert ((tmp_path / "checkpoints" / name_of(3, 2)).exists()) == (not error)
