@@ -31,12 +31,20 @@ from raytrain_plus.elastic import machine
 from raytrain_plus.elastic.group import Limits, Phase, holders, holds, members_in
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.elastic.nodes import Nodes
-from raytrain_plus.elastic.patience import LEAVE_BEFORE_S, PREPARE_S, clock_of, limit_s, stop_limit_s
+from raytrain_plus.elastic.patience import LEAVE_BEFORE_S, PAUSE_BEFORE_S, PREPARE_S, clock_of, limit_s, stop_limit_s
 from raytrain_plus.elastic.publisher import Published, Publisher
 from raytrain_plus.elastic.saving import Abandoned, Saving
 from raytrain_plus.elastic.view import View
 from raytrain_plus.elastic.watch import Pulses, judge, overdue, silent
-from raytrain_plus.errors import CheckpointError, DamagedError, InputError, RaytrainError, RunError, WorkerLost
+from raytrain_plus.errors import (
+    CheckpointError,
+    DamagedError,
+    InputError,
+    RaytrainError,
+    RunError,
+    StorageError,
+    WorkerLost,
+)
 from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import claim
@@ -59,6 +67,8 @@ NODE_SILENT_S = 3.0
 """A node whose worker has not answered for so long, and on which nobody takes a connection, is lost."""
 COLLECTIVE_S = 3600.0
 """Limit of a collective for a worker that hears nothing; otherwise the controller decides, and much sooner."""
+RESTORE_AGAIN_S = 5.0
+"""Seconds after which a checkpoint that could not be read is read again."""
 ENDS_KEPT = 2
 """How often it is tried to keep the state that a run ends with."""
 EARLY_WAIT_S = 5.0
@@ -150,6 +160,7 @@ class Controller:
         self._export: Export | None = None
         self._closing: Closing | None = None
         self._stopping_since: float | None = None
+        self._asked_aside = False
         self._nodes = Nodes(
             self._silent_nodes,
             lambda draining: self._inbox.put(partial(self._noticed, draining)),
@@ -254,10 +265,15 @@ class Controller:
         limit = limit_s(group, self._elastic.wait_s, state_bytes)
         late = limit is not None and since > limit
         if self._stopping_since is not None:
-            rest = stop_limit_s(group, self._elastic.stop_grace_s)
+            rest = stop_limit_s(group, self._elastic.stop_grace_s, self._asked_aside)
             late = late or (rest is not None and now - self._stopping_since > rest)
-        late = late or (group.phase is Phase.PAUSE and self._goes_soon())
-        if late:
+        late = late or (group.phase is Phase.PAUSE and self._goes_within(LEAVE_BEFORE_S, untold=False))
+        late = late or (group.phase is Phase.TRAIN and self._goes_within(PAUSE_BEFORE_S, untold=True))
+        if late and group.phase is Phase.LEAVE and self._stopping_since is not None and not self._asked_aside:
+            self._asked_aside = True
+            for name in members_in(group):
+                self._ask_aside(name, group.generation)
+        elif late:
             if group.phase in (Phase.JOIN, Phase.PAUSE):
                 self._journal.broke(time.time(), f"{group.phase.value} took too long")
             for name in members_in(group) if group.phase is Phase.LEAVE else ():
@@ -269,11 +285,25 @@ class Controller:
                 return
             self._feed(e.Late(group.generation))
 
-    def _goes_soon(self) -> bool:
-        """Whether a machine that hosts a member goes before a step boundary can be waited for any longer."""
+    def _goes_within(self, seconds: float, untold: bool) -> bool:
+        """Whether a machine that hosts a member goes so soon; `untold` where nobody has told when."""
         nodes = {self._places[name].node for name in members_in(self._group) if name in self._places}
-        deadlines = [deadline for node, deadline in self._draining.items() if node in nodes and deadline is not None]
-        return any(time.time() > deadline - LEAVE_BEFORE_S for deadline in deadlines)
+        deadlines = [deadline for node, deadline in self._draining.items() if node in nodes]
+        return any(untold if deadline is None else time.time() > deadline - seconds for deadline in deadlines)
+
+    def _ask_aside(self, name: str, generation: int) -> None:
+        if self._group.phase is Phase.LEAVE and name in self._pool:
+            self._pool.ask(name, self._posted(self._came_aside, name, generation), "stand_aside", generation)
+
+    def _came_aside(self, name: str, generation: int, future: Future[Any]) -> None:
+        try:
+            outcome: Outcome | None = answer(future, name)
+        except WorkerLost:
+            return
+        if outcome is None:
+            self._at(time.monotonic() + TICK_S, partial(self._ask_aside, name, generation))
+        else:
+            self._out(name, generation, outcome)
 
     def _ask(self, now: float) -> None:
         """Asks the workers what they do; those that are to leave are told so again, with what has been published."""
@@ -314,6 +344,8 @@ class Controller:
             self._pool.ask(command.worker, self._posted(self._rehearsed, command.worker), "rehearse")
         elif isinstance(command, e.Restore):
             self._restore(command.worker)
+        elif isinstance(command, e.Keep):
+            self._keep(command.step)
         elif isinstance(command, e.Dismiss):
             self._dismiss(command.worker)
         elif isinstance(command, e.HandOver):
@@ -480,10 +512,14 @@ class Controller:
             outcome: Outcome = answer(future, name)
         except WorkerLost:
             return
+        self._out(name, generation, outcome)
+
+    def _out(self, name: str, generation: int, outcome: Outcome) -> None:
         if self._stale(generation, f"{name} came out") or name not in self._group.workers:
             return
         self._reported(name, generation, outcome.records)
         self._pulses.left(name, time.monotonic())
+        self._abandoned(self._saving.left(name, outcome.saved_as, outcome.copied))
         if outcome.why == "finished" and self._round is not None and outcome.state_sha256 is not None:
             self._round.shas[name] = outcome.state_sha256
         if outcome.error is not None:
@@ -539,8 +575,8 @@ class Controller:
             return
         if now - self._saved_at > every_s:
             self._wished = group.generation
-            for name in members_in(group):
-                self._pool.call(name, "save", group.generation)
+            # The header carries one member's wish to all: a second one could come when the first is fulfilled.
+            self._pool.call(members_in(group)[0], "save", group.generation)
 
     def _wrote(self, told: Written) -> None:
         view = self._views.get(told.generation)
@@ -616,11 +652,24 @@ class Controller:
         except DamagedError as error:
             self._damaged(name, manifest, error)
             return
+        except StorageError as error:
+            self._restore_later(name, error)
+            return
         self._restored = manifest
         self._feed(e.Warm(name, manifest.step))
 
+    def _restore_later(self, name: str, error: OSError) -> None:
+        """A storage that is away for a while is waited for, as long as a worker may take to read a checkpoint."""
+        self._journal.waits(f"the storage of the checkpoints: {error}")
+        self._at(time.monotonic() + RESTORE_AGAIN_S, partial(self._restore, name))
+
     def _damaged(self, name: str, manifest: Manifest, error: DamagedError) -> None:
-        if error.what == MISSING and not amiss(self._run, manifest):
+        try:
+            hidden = error.what == MISSING and not amiss(self._run, manifest)
+        except OSError as failure:
+            self._restore_later(name, failure)
+            return
+        if hidden:
             raise InputError(
                 f"{name} cannot see the checkpoint that the controller sees ({manifest.name})",
                 where=f"run folder {self._run.where}",
@@ -661,11 +710,16 @@ class Controller:
         differ = self._round is not None and len(set(self._round.shas.values())) > 1
         if step <= self._durable or self._ends_kept == ENDS_KEPT or differ:
             return False
+        self._ends_kept += 1
+        return self._keep(step)
+
+    def _keep(self, step: int) -> bool:
+        """Has a checkpoint made by all who hold the state after `step`, and are in no world; whether anybody does."""
+        group = self._group
         able = [name for name, worker in group.workers.items() if worker.state == "idle" and name in self._pool]
         keepers = [name for name in able if group.workers[name].holds == step]
         if not keepers:
             return False
-        self._ends_kept += 1
         # A number that no generation has: what is left of an earlier try may lie there.
         self._journal.base += 1
         number = self._journal.base + group.generation

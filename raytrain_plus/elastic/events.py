@@ -81,7 +81,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """The present phase of this generation has reached its limit."""
+    """The present phase of this generation has reached its limit; training has, when a member's machine goes soon."""
 
     generation: int
 
@@ -165,6 +165,13 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Make a checkpoint of the state after `step`, by all who hold it: they will go, and nobody else has it."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Dismiss:
     """This worker is needed no more, or counts as lost: end its process."""
 
@@ -194,4 +201,4 @@ class End:
     why: str
 
 
-Command = Start | Join | Pause | Interrupt | Rehearse | Restore | Dismiss | HandOver | Wait | End
+Command = Start | Join | Pause | Interrupt | Rehearse | Restore | Keep | Dismiss | HandOver | Wait | End

@@ -71,6 +71,8 @@ class Group:
     committed: int = -1
     durable: int = -1
     """The step of the newest complete checkpoint; the state after -1, the initial one, can always be had again."""
+    kept: int = -1
+    """The newest step whose state was to be kept because all who hold it will go."""
     lead: str = ""
     """Who hands the model over."""
     stopping: bool = False

@@ -114,7 +114,19 @@ def _gather(group: Group) -> Outcome:
     # Who was lost while others trained says nothing of who comes now.
     stillborn = group.stillborn if group.phase is Phase.GATHER else 0
     group, started = _staff(replace(group, phase=Phase.GATHER, stillborn=stillborn))
-    return group, [*started, _wait(group)]
+    group, kept = _keep(group)
+    return group, [*started, *kept, _wait(group)]
+
+
+def _keep(group: Group) -> Outcome:
+    """Has a checkpoint made of the newest state where all who hold it will go with their machines."""
+    best = donor(group)
+    if best is None or not group.workers[best].leaving:
+        return group, []
+    held = holds(group, best)
+    if held < group.committed or held <= max(group.durable, group.kept):
+        return group, []
+    return replace(group, kept=held), [e.Keep(held)]
 
 
 def _enough(group: Group, patient: bool = True) -> bool:
@@ -415,6 +427,13 @@ def _stop_train(group: Group, event: e.Stop) -> Outcome:
     return _review(replace(group, stopping=True))
 
 
+def _late_train(group: Group, event: e.Late) -> Outcome:
+    if not any(group.workers[name].leaving for name in members_in(group)):
+        return group, []
+    # Too few stay: better to stand still with the state in safety than to be cut off in a step.
+    return replace(group, phase=Phase.PAUSE), [e.Pause(group.generation)]
+
+
 def _late_gather(group: Group, event: e.Late) -> Outcome:
     best = donor(group)
     if _enough(group, patient=False) and best is not None and holds(group, best) >= group.committed:
@@ -488,7 +507,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_T, e.Lost): Rule(_lost_inside, (_T, _J, _P, _L, _G, _C, _E)),
     (_T, e.Notice): Rule(_notice_train, (_T, _P)),
     (_T, e.Stop): Rule(_stop_train, (_P,)),
-    (_T, e.Late): Rule(_nothing, (_T,)),
+    (_T, e.Late): Rule(_late_train, (_T, _P)),
     (_T, e.Stuck): Rule(_stuck, (_L,)),
     (_T, e.Handed): Rule(_nothing, (_T,)),
     (_P, e.Up): Rule(_up, (_P,)),

@@ -14,6 +14,8 @@ BYTES_PER_S = 20e6
 """The slowest that a copy of the state may travel, beyond `FORM_S`."""
 LEAVE_BEFORE_S = 2.0
 """How long before its machine goes a worker leaves, if need be in the midst of a step, which is made again."""
+PAUSE_BEFORE_S = 10.0
+"""How long before its machine goes a worker that nobody can replace stops, for its state to be kept."""
 EXPORT_S = 120.0
 """Limit of handing the model over."""
 PAUSE_SHARE = 0.4
@@ -41,15 +43,16 @@ def limit_s(group: Group, wait_s: float, state_bytes: int) -> float | None:
     return EXPORT_S + state_bytes / BYTES_PER_S if group.phase is Phase.CLOSE else None
 
 
-def stop_limit_s(group: Group, grace_s: float) -> float | None:
+def stop_limit_s(group: Group, grace_s: float, aside: bool = False) -> float | None:
     """The same, once the run is to stop: seconds since then, of the `grace_s` that it has.
 
-    A boundary is waited for first; then the world is left, by those who can, and the state given out.
+    A boundary is waited for first; then the world is left, by those who can. Those who compute still are asked to give
+    the state out `aside` of that, and have a little longer for it.
     """
     share = {
         Phase.JOIN: PAUSE_SHARE,
         Phase.PAUSE: PAUSE_SHARE,
-        Phase.LEAVE: PAUSE_SHARE + 0.2,
+        Phase.LEAVE: PAUSE_SHARE + (0.25 if aside else 0.1),
         Phase.CLOSE: 0.9,
     }.get(group.phase)
     return None if share is None else share * grace_s

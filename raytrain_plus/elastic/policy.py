@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+VERY_MANY = 1_000_000
 FRUITLESS = 10
 """Failures in a row with no step committed between them that end a run."""
 
@@ -55,8 +56,11 @@ def backoff_s(fruitless: int) -> float:
 
 
 def room_for(nodes: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> int:
-    """How many workers that each need `need` fit on nodes with these resources; no worker spans two nodes."""
-    return sum(
-        min((int((node.get(name, 0.0) + 1e-9) // amount) for name, amount in need.items() if amount > 0), default=0)
-        for node in nodes
-    )
+    """How many workers that each need `need` fit on nodes with these resources; no worker spans two nodes.
+
+    On any node there is room for very many that need nothing.
+    """
+    needed = {name: amount for name, amount in need.items() if amount > 0}
+    if not needed:
+        return VERY_MANY * len(nodes)
+    return sum(min(int((node.get(name, 0.0) + 1e-9) // amount) for name, amount in needed.items()) for node in nodes)

@@ -23,6 +23,7 @@ class Abandoned:
     """A checkpoint that will never be whole."""
 
     step: int
+    generation: int
     why: str
 
 
@@ -32,6 +33,8 @@ class Saving:
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], _Open] = {}
         self._over: set[tuple[int, int]] = set()
+        self._left: dict[tuple[int, str], int] = {}
+        """(generation, worker) -> the last step that it copied before it left."""
 
     def __bool__(self) -> bool:
         """Whether any is under way."""
@@ -60,14 +63,26 @@ class Saving:
         """Only these workers are left; what is given up because of that."""
         return [given_up for key in list(self._open) for given_up in self._without(key, living)]
 
+    def left(self, name: str, generation: int, copied: int) -> list[Abandoned]:
+        """A worker has left that generation, having copied up to step `copied`; what is given up because of that."""
+        self._left[generation, name] = copied
+        return [given_up for key in list(self._open) for given_up in self._uncopied(key)]
+
     def _without(self, key: tuple[int, int], living: Collection[str]) -> list[Abandoned]:
         gone = [name for name in self._open[key].missing() if name not in living]
-        return [self._give_up(key, f"{gone[0]} was lost before it had written its share")] if gone else []
+        if gone:
+            return [self._give_up(key, f"{gone[0]} was lost before it had written its share")]
+        return self._uncopied(key)
+
+    def _uncopied(self, key: tuple[int, int]) -> list[Abandoned]:
+        step, generation = key
+        without = [name for name in self._open[key].missing() if self._left.get((generation, name), step) < step]
+        return [self._give_up(key, f"{without[0]} left the group before it had copied its share")] if without else []
 
     def _give_up(self, key: tuple[int, int], why: str) -> Abandoned:
         self._open.pop(key, None)
         self._over.add(key)
-        return Abandoned(key[0], why)
+        return Abandoned(*key, why)
 
     def give_up_void(self, resumptions: Sequence[tuple[int, int]]) -> list[Abandoned]:
         """Those that a resumption has made void."""

@@ -40,6 +40,12 @@ def model_state(holding: Holding) -> dict[str, torch.Tensor]:
     return tensors | {f"buffer/{name}": value.detach() for name, value in holding.buffers.items()}
 
 
+def saved_model(holding: Holding) -> dict[str, torch.Tensor]:
+    """What the model's `state_dict` has, named as in the state. Stands also while a step computes."""
+    unsaved = {f"buffer/{name}" for name in holding.buffers.keys() - set(holding.persistent)}
+    return {name: value for name, value in model_state(holding).items() if name not in unsaved}
+
+
 def described(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
     """The state as tensors, which are the live ones, and a tree. Raises `TaskError` for what cannot be written down."""
     tensors = model_state(holding)

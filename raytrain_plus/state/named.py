@@ -16,7 +16,14 @@ def named_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> dict[str, torch.Tensor]:
     """Every tensor of the state by name, on its own device; scalars as float64."""
-    state = dict(_model_state(module))
+    return {**dict(_model_state(module)), **optimizer_state(optimizer, parameters)}
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]
+) -> dict[str, torch.Tensor]:
+    """The optimizer's part of it."""
+    state = {}
     names = {id(parameter): name for name, parameter in parameters}
     for parameter, values in optimizer.state.items():
         name = names[id(parameter)]
@@ -49,11 +56,6 @@ def state_sha256(state: dict[str, torch.Tensor]) -> str:
         digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def model_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's own tensors, as its `load_state_dict` takes them, tied ones once, on the CPU."""
-    return {name.partition("/")[2]: tensor.cpu().contiguous() for name, tensor in _model_state(module)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

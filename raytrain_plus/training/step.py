@@ -134,6 +134,8 @@ class Stepper:
                 f"the gradients of step {step} are others each time they are computed, by far; "
                 "`reduction: exact` needs a loss that draws its random numbers from torch, NumPy or random"
             )
+        # Who is to leave may have given its state out: it changes no more.
+        control.check()
         control.enter("applying")
         self._apply(step, totals, {name: scale for reading in readings for name, scale in reading.scales.items()})
         return Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes)

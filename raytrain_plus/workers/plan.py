@@ -86,6 +86,10 @@ class Outcome:
     """The error would come again whatever is tried."""
     records: Sequence[StepRecord | Evaluated] = ()
     """What had not been reported yet."""
+    copied: int = -1
+    """The last step of the generation whose state was copied for a checkpoint."""
+    saved_as: int = -1
+    """The generation's number in the names of checkpoints."""
     state_sha256: str | None = None
     """Of the finished state."""
 

@@ -72,7 +72,18 @@ class Pool:
 
     def watch(self, name: str, died: Callable[[Future[Any]], None]) -> None:
         """Tells `died` as soon as the worker's process is gone."""
-        self._handles[name].actor.live.remote().future().add_done_callback(died)
+
+        def told(future: Future[Any]) -> None:
+            # A connection that broke may come back, and then the process has never been away.
+            if isinstance(future.exception(), ActorUnavailableError) and name in self._handles:
+                self._live(name, died)
+            else:
+                died(future)
+
+        self._live(name, told)
+
+    def _live(self, name: str, answered: Callable[[Future[Any]], None]) -> None:
+        self._handles[name].actor.live.remote().future().add_done_callback(answered)
 
     def end(self, name: str) -> None:
         """Ends a worker, whatever it does, and frees its place."""

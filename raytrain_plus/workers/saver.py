@@ -50,8 +50,13 @@ class Saver:
         self._free.set()
         self._progress = 0.0
         self._late: Callable[[], None] | None = None
-        self.part: Part | None = None
-        """Set before each generation."""
+        self._part: Part | None = None
+        self.copied = -1
+        """The last step that was copied in the present generation."""
+
+    def begin(self, part: Part) -> None:
+        """From now on it writes this part."""
+        self._part, self.copied = part, -1
 
     def busy(self) -> bool:
         """Whether this worker still writes its share of an earlier one."""
@@ -70,7 +75,7 @@ class Saver:
 
     def copy(self, step: int, metrics: Mapping[str, float]) -> None:
         """Copies this worker's share of the state after `step`, with those figures, and writes it meanwhile."""
-        part = self.part
+        part = self._part
         assert part is not None
         if not self._free.wait(FREE_S):
             raise WaitExpired(f"an earlier checkpoint was still being written after {FREE_S:g} s")
@@ -78,6 +83,7 @@ class Saver:
         copies, tree = self._memory.copy(self._holding(), part.writer, part.writers)
         stall_s = time.monotonic() - start
         self._free.clear()
+        self.copied = step
 
         def told(share: Share | None, error: str) -> Written:
             return Written(

@@ -52,10 +52,10 @@ from raytrain_plus.errors import (
 from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job import Job
 from raytrain_plus.state.checkpoint import read_tensors
-from raytrain_plus.state.holding import model_state
+from raytrain_plus.state.holding import model_state, saved_model
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
-from raytrain_plus.state.named import dtype_name, model_tensors, named_state, state_sha256
+from raytrain_plus.state.named import dtype_name, optimizer_state, state_sha256
 from raytrain_plus.state.transfer import Snapshot, digest
 from raytrain_plus.storage.folder import open_folder
 from raytrain_plus.storage.tries import tried
@@ -94,6 +94,7 @@ class Worker:
         self._feed: Batches | None = None
         self._saver: Saver | None = None
         self._copies: dict[int, Future[Snapshot]] = {}
+        self._aside = False
 
     def place(self) -> Place:
         """Who and where this process is."""
@@ -167,6 +168,17 @@ class Worker:
         """What the training thread does now."""
         return self._control.activity()
 
+    def stand_aside(self, generation: int) -> Outcome | None:
+        """Comes out of a generation whose world it was told to leave, though the training thread is in a long step.
+
+        From now on this worker only gives its state out; that step is never applied. None where it cannot: the state
+        is being changed this moment.
+        """
+        self._control.interrupt(generation)
+        held = None if self._stepper is None or self._control.generation != generation else self._stepper.held
+        self._aside = held is not None
+        return Outcome(holds=held, why="interrupted") if self._aside else None
+
     def export(self) -> Export:
         """The model as it stands, and what the task shows."""
         return self._do(self._export)
@@ -177,12 +189,12 @@ class Worker:
                 return work()
             except RaytrainError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise _users_error(error) from None
             finally:
                 self._control.enter("idle")
 
-        return self._thread.submit(told).result()
+        return told() if self._aside else self._thread.submit(told).result()
 
     def _prepare(self, plan: Plan, limit_s: float) -> Ready:
         self._control.patience(limit_s)
@@ -198,9 +210,9 @@ class Worker:
         else:
             assert isinstance(job.task, str), "a class travels pickled"
             cls = load_task(job.task, roots)
-        _same_data(job.data.path, job.data.prepare, roots, plan.index)
-        if job.evaluate is not None and plan.held_out is not None:
-            _same_data(job.evaluate.path, job.data.prepare, roots, plan.held_out)
+        _same_data(job.data.prepare, roots, plan.index)
+        if plan.held_out is not None:
+            _same_data(job.data.prepare, roots, plan.held_out)
         set_random_key(random_key(job.seed, "task"))
         task = build_task(cls, job.args)
         device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
@@ -280,15 +292,22 @@ class Worker:
         try:
             tensors = tried(lambda: read_tensors(run, manifest, dict.fromkeys(manifest.tensors)))
         except StorageError as failure:
-            raise RunError(f"the checkpoint {manifest.name} cannot be read: {failure}") from failure
+            raise StorageError(f"the checkpoint {manifest.name} cannot be read: {failure}") from failure
         stepper.adopt(Snapshot(manifest.step, tensors, json.dumps(manifest.tree).encode(), ""))
 
     def _keep(self, controller: Any, generation: int, writer: int, writers: int) -> None:
         assert self._stepper is not None
         assert self._saver is not None
         assert self._stepper.held is not None
-        self._saver.part = self._part(controller, generation, writer, writers)
-        self._saver.copy(self._stepper.held, {})
+        held = self._stepper.held
+        self._saver.begin(self._part(controller, generation, writer, writers))
+        self._saver.copy(held, {})
+        self._unchanged_since(held)
+
+    def _unchanged_since(self, held: int) -> None:
+        assert self._stepper is not None
+        if self._stepper.held != held:
+            raise RunError("its state changed while it was given out")
 
     def _part(self, controller: Any, generation: int, writer: int, writers: int) -> Part:
         def tell(written: Written) -> None:
@@ -304,7 +323,7 @@ class Worker:
         assert self._stepper is not None
         assert self._saver is not None
         formation = assignment.formation
-        self._saver.part = self._part(controller, assignment.saved_as, formation.rank, formation.size)
+        self._saver.begin(self._part(controller, assignment.saved_as, formation.rank, formation.size))
         stepper, control, generation = self._stepper, self._control, assignment.generation
         reporter = Reporter(lambda records: controller.report.remote(self._name, generation, records))
         outcome = Outcome(holds=None, why="interrupted")
@@ -334,10 +353,11 @@ class Worker:
             final = isinstance(error, (TrainingError, TaskError))
             fault = f"{type(error).__name__}: {error}"
             outcome = Outcome(holds=stepper.held, why="failed", error=error, fault=fault, final=final)
-        except Exception as error:
+        # SystemExit would end the process, as if it had been lost.
+        except (Exception, SystemExit) as error:
             outcome = Outcome(holds=stepper.held, why="failed", error=_users_error(error), fault=fault_of(error))
         control.enter("idle")
-        return replace(outcome, records=reporter.rest())
+        return replace(outcome, records=reporter.rest(), copied=self._saver.copied, saved_as=assignment.saved_as)
 
     def _join(self, assignment: Assignment) -> tuple[World, float]:
         """Forms the world and takes the state, where there is one to take; how many seconds the forming took."""
@@ -435,10 +455,18 @@ class Worker:
 
     def _export(self) -> Export:
         assert self._stepper is not None
-        stepper = self._stepper
-        stepper.buffers.restore()
+        stepper, held = self._stepper, self._stepper.held
+        assert held is not None
         sha = _sha256(stepper)
-        model = safetensors.torch.save(model_tensors(stepper.module))
+        tensors = saved_model(stepper.holding())
+        model = safetensors.torch.save(
+            {name.partition("/")[2]: value.cpu().contiguous() for name, value in tensors.items()}
+        )
+        self._unchanged_since(held)
+        if self._aside:
+            # The model is in use.
+            return Export(model=model, show=None, state_sha256=sha)
+        stepper.buffers.restore()
         stepper.module.eval()
         try:
             with torch.no_grad():
@@ -463,7 +491,7 @@ def _evaluation(plan: Plan, collate: Collate, transform: Transform | None) -> Ev
 
 
 def _sha256(stepper: Stepper) -> str:
-    return state_sha256(named_state(stepper.module, stepper.optimizer, stepper.named))
+    return state_sha256({**saved_model(stepper.holding()), **optimizer_state(stepper.optimizer, stepper.named)})
 
 
 def open_stream(*arguments: Any, **settings: Any) -> Any:
@@ -473,8 +501,10 @@ def open_stream(*arguments: Any, **settings: Any) -> Any:
     return Stream(*arguments, **settings)
 
 
-def _same_data(path: str, spec: str | None, roots: list[Path], expected: Index) -> None:
+def _same_data(spec: str | None, roots: list[Path], expected: Index) -> None:
     """Makes the data where this node lacks it, and holds what is there against what the driver saw."""
+    # Not as the job names it: a path may be relative, to the driver's working directory.
+    path = expected.path
     prepare(spec, path, roots)
     seen = index(path)
     if seen.fingerprint != expected.fingerprint:
@@ -487,7 +517,7 @@ def _same_data(path: str, spec: str | None, roots: list[Path], expected: Index) 
         )
 
 
-def _users_error(error: Exception) -> TrainingError:
+def _users_error(error: BaseException) -> TrainingError:
     kind = type(error).__name__
     what = f"the task raised {kind}: {error}"
     # What torch's allocator for the CPU raises has no type of its own.

@@ -177,6 +177,7 @@ def _key(world: World) -> Any:
         min(group.unformed, 1),
         group.committed,
         group.durable,
+        group.kept,
         names.get(group.lead),
         group.stopping,
         group.finished,
@@ -221,6 +222,10 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         heads.add(sender)
         rest = world.mail[:place] + world.mail[place + 1 :]
         took(type(message).__name__)
+        if isinstance(message, e.Saved) and message.step > world.announced:
+            # The run has gone on from an earlier one meanwhile.
+            yield replace(world, mail=rest)
+            continue
         yield _deliver(replace(world, mail=rest), message)
         if world.doubles and isinstance(message, (e.Warm, e.Joined, e.Left, e.Lost)):
             took("doubled")
@@ -231,7 +236,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             if message.worker in procs:
                 damaged = _with(world, message.worker, replace(procs[message.worker], holds=None))
             yield _deliver(replace(damaged, mail=rest, damages=world.damages - 1), e.Unreadable(message.worker, -1))
-        if world.losses and isinstance(message, (e.Joined, e.Committed)):
+        if world.losses and isinstance(message, (e.Joined, e.Committed, e.Saved)):
             took("lost message")
             yield replace(world, mail=rest, losses=world.losses - 1)
     if len(procs) < world.capacity and world.starting:
@@ -306,7 +311,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             took("applied")
             yield _apply(world, name, proc, step + 1)
     phase = world.group.phase
-    if world.lates and phase in (Phase.JOIN, Phase.PAUSE, Phase.LEAVE):
+    if world.lates and phase in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE, Phase.LEAVE):
         took("late")
         yield _deliver(replace(world, lates=world.lates - 1), e.Late(generation))
     if world.saves and world.announced > world.group.durable and phase is not Phase.END:
@@ -402,6 +407,11 @@ def _obey(world: World, commands: list[e.Command]) -> World:
             if command.worker in procs:
                 world = _with(world, command.worker, replace(procs[command.worker], holds=command.step))
                 world = replace(world, mail=(*world.mail, e.Warm(command.worker, command.step)))
+        elif isinstance(command, e.Keep):
+            for name, worker in world.group.workers.items():
+                if worker.state == "idle" and worker.holds == command.step and not worker.leaving:
+                    raise Violation(f"a checkpoint of step {command.step}, which {name} holds and stays")
+            world = replace(world, mail=(*world.mail, e.Saved(command.step)))
         elif isinstance(command, e.HandOver) and command.worker in procs:
             held = procs[command.worker].holds
             if held is None or held < world.announced:

@@ -302,6 +302,52 @@ def test_a_stop_ends_stopped_even_where_nothing_can_be_saved() -> None:
     assert commands == [e.End("stopped", "every worker that held the state after step 1 was lost")]
 
 
+def drained(minimum: int) -> Group:
+    """Two workers that train, after step 1; `a` is to leave."""
+    group = replace(group_in(T), limits=replace(LIMITS, minimum=minimum))
+    group, commands = step(group, e.Notice("a"))
+    assert (group.phase, [type(command).__name__ for command in commands]) == (T, ["Start"])
+    return group
+
+
+def paused(group: Group) -> tuple[Group, list[e.Command]]:
+    """The group after everybody came to the boundary after step 3."""
+    group, _ = step(group, e.Committed(group.generation, 3))
+    for name in ("a", "b"):
+        group, commands = step(group, e.Left(name, group.generation, 3, "paused"))
+    return group, commands
+
+
+def test_too_few_that_stay_train_on_until_a_machine_goes_soon_and_wait_then() -> None:
+    group = drained(minimum=2)
+    group, commands = step(group, e.Late(group.generation))
+    assert (group.phase, commands) == (P, [e.Pause(0)])
+    group, commands = paused(group)
+    # One who stays holds the state.
+    assert (group.phase, commands) == (G, [e.Wait(1, 2)])
+    group, commands = step(group, e.Lost("a"))
+    assert (group.phase, group.committed) == (G, 3)
+
+
+def test_where_all_who_hold_the_state_will_go_it_is_kept_before() -> None:
+    group = drained(minimum=2)
+    group, _ = step(group, e.Notice("b"))
+    group, _ = step(group, e.Late(group.generation))
+    group, commands = paused(group)
+    assert (group.phase, commands) == (G, [e.Keep(3), e.Wait(0, 2)])
+    group, _ = step(group, e.Saved(3))
+    group, _ = step(group, e.Lost("a"))
+    group, commands = step(group, e.Lost("b"))
+    assert (group.committed, group.durable) == (3, 3)
+    group, commands = step(group, e.Warm("worker-2", -1))
+    assert commands == [e.Restore("worker-2", 3), e.Wait(0, 2)]
+
+
+def test_training_that_is_late_because_of_nobody_goes_on() -> None:
+    group = group_in(T)
+    assert step(group, e.Late(0)) == (group, [])
+
+
 SCOPES: dict[str, tuple[tuple[int, int, int], dict[str, int]]] = {
     "two deaths": ((1, 0, 2), {"capacity": 2, "deaths": 2}),
     "a death and a join": ((1, 0, 2), {"capacity": 1, "deaths": 1, "arrivals": 1}),
@@ -348,6 +394,7 @@ LARGE = {
     "a death, doubled and lost messages": ((1, 0, 2), {"capacity": 2, "deaths": 1, "doubles": 1, "losses": 1}),
     "a spare and a death": ((1, 1, 2), {"capacity": 3, "deaths": 1}),
     "a stop, a death, a join": ((2, 0, 2), {"capacity": 2, "stops": 1, "deaths": 1, "arrivals": 1}),
+    "all drained": ((1, 0, 2), {"capacity": 2, "drains": 2, "lates": 1}),
     "two faults": ((1, 0, 2), {"capacity": 2, "faults": 2}),
 }
 

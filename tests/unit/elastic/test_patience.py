@@ -37,3 +37,8 @@ def test_a_run_that_stops_is_over_before_its_grace() -> None:
     limits = [stop_limit_s(replace(GROUP, phase=phase), 3.0) for phase in (Phase.PAUSE, Phase.LEAVE, Phase.CLOSE)]
     assert limits == sorted(limits, key=lambda limit: limit or 0.0)
     assert all(limit is not None and limit < 3.0 for limit in limits)
+    leaving = replace(GROUP, phase=Phase.LEAVE)
+    asked, given_up = stop_limit_s(leaving, 3.0), stop_limit_s(leaving, 3.0, aside=True)
+    assert asked is not None
+    assert given_up is not None
+    assert limits[0] < asked < given_up < limits[-1]

@@ -51,3 +51,5 @@ def test_no_worker_spans_two_nodes() -> None:
     assert room_for(nodes, {"CPU": 2.0, "GPU": 0.0}) == 2
     assert room_for(nodes, {"CPU": 1.0, "GPU": 1.0}) == 1
     assert room_for(nodes, {"CPU": 0.1}) == 60
+    assert room_for(nodes, {"CPU": 0.0, "GPU": 0.0}) >= 1_000_000
+    assert room_for([], {"CPU": 0.0}) == 0

@@ -38,7 +38,7 @@ def holding() -> Holding:
 
 def saver(run: LocalFolder, held: Holding, told: Told, writer: int = 0, writers: int = 1) -> Saver:
     made = Saver(run, lambda: held, 4, best=True)
-    made.part = Part(generation=2, writer=writer, writers=writers, tell=told.put)
+    made.begin(Part(generation=2, writer=writer, writers=writers, tell=told.put))
     return made
 
 
@@ -113,7 +113,10 @@ def test_a_storage_that_takes_nothing_more_is_told_of_while_it_is_waited_for(
     assert made._free.wait(10)
     assert told.empty(), "it is told of once"
     made.copy(7, {})
+    assert made.copied == 7
     assert told.get(timeout=10).step == 7
+    made.begin(Part(generation=3, writer=0, writers=1, tell=told.put))
+    assert made.copied == -1
 
 
 class Failing(LocalFolder):
