@@ -18,7 +18,7 @@ PAUSE_BEFORE_S = 10.0
 """How long before its machine goes a worker that nobody can replace stops, for its state to be kept."""
 EXPORT_S = 120.0
 """Limit of handing the model over."""
-PAUSE_SHARE = 0.4
+PAUSE_SHARE = 0.3
 """Of the time that a stopped run has, what it waits for a step boundary."""
 
 
@@ -53,6 +53,6 @@ def stop_limit_s(group: Group, grace_s: float, aside: bool = False) -> float | N
         Phase.JOIN: PAUSE_SHARE,
         Phase.PAUSE: PAUSE_SHARE,
         Phase.LEAVE: PAUSE_SHARE + (0.25 if aside else 0.1),
-        Phase.CLOSE: 0.9,
+        Phase.CLOSE: 0.75,
     }.get(group.phase)
     return None if share is None else share * grace_s
