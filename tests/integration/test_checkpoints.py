@@ -47,11 +47,17 @@ from tests.unit.storage.store import Proxy, at, relaying, serving
 pytestmark = [pytest.mark.timeout(240)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def eight() -> Iterator[None]:
     ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path) -> Path:
+    """The same rows in every test."""
+    return write_data(tmp_path / "data", rows=517)
 
 
 def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
@@ -77,10 +83,13 @@ def ended(run: Run) -> tuple[str | None, list[float], dict[str, float]]:
     return result.state_sha256, run.losses(), dict(result.metrics)
 
 
-@pytest.fixture
-def undisturbed(eight: None, tmp_path: Path) -> tuple[str | None, list[float], dict[str, float]]:
-    write_data(tmp_path / "data", rows=517)
-    return ended(Run(exact(tmp_path, "quiet", workers=Workers(min=2))))
+@pytest.fixture(scope="module")
+def undisturbed(
+    eight: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str | None, list[float], dict[str, float]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_data(folder / "data", rows=517)
+    return ended(Run(exact(folder, "quiet", workers=Workers(min=2))))
 
 
 def test_a_group_that_is_lost_whole_goes_on_from_its_checkpoint(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
@@ -152,7 +161,6 @@ def until_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 
 def test_after_the_loss_of_everything_the_same_command_goes_on(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
-    ray.shutdown()
     padded = exact(tmp_path, "job", workers=Workers(min=4), args={"pad_s": 0.03})
     file = tmp_path / "job.yaml"
     file.write_text(padded.to_yaml())
@@ -206,7 +214,6 @@ assert program.module()(torch.zeros(5, 6)).shape == (5, 3)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twenty_losses_of_everything_and_one_hash(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
-    ray.shutdown()
     for number in range(20):
         draw = random.Random(number)
         name = f"job-{number}"
@@ -243,8 +250,10 @@ def test_saved_by_four_and_resumed_by_any_number_on_either_library(
             assert audit(folder).clean
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_changed(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("eight")
+def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "quiet"
+    ended(Run(exact(tmp_path, "quiet", workers=Workers(min=2))))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     def refused(match: str, *overrides: str, kind: type[InputError] = InputError) -> None:
@@ -392,6 +401,7 @@ def test_a_run_on_an_object_store_survives_the_same(proxy: Proxy, undisturbed: t
     assert "single writer not enforced" not in out
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_for_a_while_costs_no_step(
     proxy: Proxy, undisturbed: tuple[Any, ...], tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_when_all_machines_go_no_step_is_lost_and_new_ones_go_on(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     expected = losses_of_an_undisturbed_run(tmp_path)

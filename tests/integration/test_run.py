@@ -206,7 +206,9 @@ def test_a_signal_that_comes_early_has_its_exit_code_too(tmp_path: Path, after_s
     assert process.returncode == 143, err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None:
     write_data(tmp_path / "data")
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=500))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
+from torch import nn
 
 pytest.importorskip("ray")
 
-from raytrain_plus.errors import Interrupted
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.errors import Interrupted, TrainingError
 from raytrain_plus.state.transfer import Snapshot, digest
 from raytrain_plus.workers import worker as module
 from raytrain_plus.workers.worker import Worker
+from tests.unit.training.test_exact_steps import SHARDS, Small, batches, sha, stepper
 
 TENSORS = {"param/x": ("float32", (2,), np.arange(8, dtype=np.uint8))}
 WHOLE = Snapshot(4, TENSORS, b"values", digest(4, TENSORS, b"values"))
@@ -36,8 +43,64 @@ def test_a_damaged_copy_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dic
 
 
 def test_torchs_own_words_for_too_little_memory_are_understood() -> None:
-    import torch
-
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert "out of memory (RuntimeError): " in str(module._users_error(caught.value))
+
+
+def test_a_task_that_exits_is_an_error_and_no_lost_worker() -> None:
+    with pytest.raises(TrainingError, match="the task raised SystemExit: 3"):
+        Worker("worker-0")._do(lambda: sys.exit(3))
+
+
+class Waits(Small):
+    """Its loss waits, in the midst of a step that has changed buffers already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        result = super().loss(model, batch)
+        self.reached.set()
+        assert self.go.wait(10)
+        return result
+
+
+def test_the_state_is_given_out_in_the_midst_of_a_step_that_is_never_applied() -> None:
+    task, worker = Waits(), Worker("worker-0")
+    one = worker._stepper = stepper(task)
+    worker._control.begin(0)
+
+    def run(step: int) -> Any:
+        return one.run(step, batches(step, range(SHARDS)), SoloWorld(), control=worker._control, wait_s=1)
+
+    run(0)
+    before, weights = sha(one), {name: value.clone() for name, value in one.module.state_dict().items()}
+    task.reached.clear()
+    task.go.clear()
+    stepping = worker._thread.submit(run, 1)
+    assert task.reached.wait(10)
+    assert worker.stand_aside(7) is None, "another generation"
+    outcome = worker.stand_aside(0)
+    assert outcome is not None
+    assert (outcome.holds, outcome.why) == (0, "interrupted")
+    given = worker.export()
+    assert given.state_sha256 == before
+    model = safetensors.torch.load(given.model)
+    assert all(torch.equal(model[name], weights[name]) for name in model)
+    assert model.keys() <= weights.keys()
+    task.go.set()
+    with pytest.raises(Interrupted):
+        stepping.result(10)
+    one.buffers.restore()
+    assert (one.held, sha(one)) == (0, before)
+
+
+def test_a_state_that_is_being_changed_is_not_given_out() -> None:
+    worker = Worker("worker-0")
+    worker._stepper = stepper()
+    worker._control.begin(0)
+    worker._stepper.held = None
+    assert worker.stand_aside(0) is None
