@@ -30,6 +30,7 @@ from raytrain_plus import (
     Evaluate,
     InputError,
     Job,
+    KeepBest,
     RunError,
     Workers,
     load,
@@ -37,6 +38,7 @@ from raytrain_plus import (
 from raytrain_plus.data.audit import audit
 from raytrain_plus.observe.events import read_events
 from raytrain_plus.runner import resume
+from raytrain_plus.state.checkpoint import survey
 from raytrain_plus.storage.folder import open_folder, within
 from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
@@ -405,7 +407,7 @@ def test_a_run_on_an_object_store_survives_the_same(proxy: Proxy, undisturbed: t
 def test_a_store_that_fails_for_a_while_costs_no_step(
     proxy: Proxy, undisturbed: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    storage = at(f"s3://runs/{tmp_path.name}", proxy.address)
+    storage = at(f"s3://KEYID:pa55word@runs/{tmp_path.name}", proxy.address)
     run = Run(exact(tmp_path, "far", workers=Workers(min=2), args={"pad_s": 0.04}, storage=storage))
     run.until_told("checkpoint_saved")
     seen = run.committed()
@@ -423,3 +425,75 @@ def test_a_store_that_fails_for_a_while_costs_no_step(
     assert found.clean, found.faults
     saved = [event["step"] for event in run.events("checkpoint_saved")]
     assert saved[-1] == 59
+
+
+def kept_steps(folder: Path) -> list[int]:
+    """Of the complete checkpoints in a run's folder, oldest first."""
+    return sorted(found.step for found in survey(LocalFolder(folder)) if found.manifest is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eight")
+def test_a_checkpoint_every_few_seconds(tmp_path: Path) -> None:
+    timed = Checkpoint(every_steps=None, every_s=1.0, keep=100)
+    run = Run(exact(tmp_path, "timed", workers=Workers(min=3), args={"pad_s": 0.02}, checkpoint=timed))
+    run.finish()
+    saved = run.events("checkpoint_saved")
+    times, steps = [event["time"] for event in saved], [event["step"] for event in saved]
+    assert len(saved) >= 4
+    # Nobody's wish is fulfilled twice; the last one is that of the end.
+    assert all(after - before > 0.9 for before, after in pairwise(times[:-1])), times
+    assert kept_steps(run.folder) == steps
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eight")
+def test_the_best_checkpoint_stays_and_a_run_goes_on_with_other_arguments(tmp_path: Path) -> None:
+    best = Checkpoint(every_steps=None, every_s=None, keep=1, keep_best=KeepBest(metric="loss", mode="max"))
+    evaluate = Evaluate(path=str(tmp_path / "data"), every_steps=10)
+    settings = {"workers": Workers(min=2), "checkpoint": best, "evaluate": evaluate, "args": {"pad_s": 0.02}}
+    run = Run(exact(tmp_path, "best", **settings))
+    run.finish()
+    losses = {event["step"]: event["metrics"]["loss"] for event in run.events("evaluated") if event["step"] >= 0}
+    worst = max(losses, key=lambda step: losses[step])
+    assert worst != 59
+    assert kept_steps(run.folder) == [worst, 59]
+    result = resume(run.folder, ["steps=70", "args.pad_s=0.001"], quiet=True, roots=[TASKS])
+    assert (result.status, result.steps) == ("finished", 70)
+    begun = [event["job"] for event in run.events("run_started")]
+    assert ["pad_s: 0.001" in text for text in begun] == [False, True]
+    assert kept_steps(run.folder) == [worst, 69]
+    assert audit(run.folder).clean
+
+
+def test_a_metric_that_the_task_does_not_give_is_told_with_those_that_it_does(
+    undisturbed: tuple[Any, ...], tmp_path: Path
+) -> None:
+    wrong = Checkpoint(keep_best=KeepBest(metric="accuracy", mode="max"))
+    with pytest.raises(InputError, match="the task's evaluate does not return 'accuracy'") as caught:
+        Run(exact(tmp_path, "wrong", workers=Workers(min=1), checkpoint=wrong)).finish()
+    assert caught.value.expected == "one of loss"
+
+
+@pytest.mark.slow
+def test_workers_killed_while_they_write_their_shares_cost_that_checkpoint_alone(
+    proxy: Proxy, undisturbed: tuple[Any, ...], tmp_path: Path
+) -> None:
+    storage = at(f"s3://KEYID:pa55word@runs/{tmp_path.name}", proxy.address)
+    slow = {"pad_s": 0.06}
+    run = Run(exact(tmp_path, "far", workers=Workers(min=2), args=slow, storage=storage))
+    run.until_told("checkpoint_saved")
+    proxy.down = True
+    # The next one is due, and cannot be written.
+    run.until_step((run.committed() // 10 + 1) * 10 + 2)
+    for member in run.members():
+        run.kill(member)
+    proxy.down = False
+    result = run.finish()
+    assert (result.status, result.state_sha256) == ("finished", undisturbed[0])
+    [failed, *_] = run.events("checkpoint_failed")
+    assert "was lost before it had written its share" in failed["error"]
+    folder = open_folder(result.path)
+    found = audit(result.path)
+    assert found.clean, found.faults
+    assert [one.why for one in survey(folder) if one.manifest is None] == []
