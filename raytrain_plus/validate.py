@@ -10,7 +10,7 @@ from typing import Any
 
 from raytrain_plus.data.line import read_factor
 from raytrain_plus.data.of_job import line_of
-from raytrain_plus.data.source import check_alike, check_enough, index
+from raytrain_plus.data.source import check_alike, check_enough, exists, index
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
 from raytrain_plus.taskfile import load_function, load_task
@@ -86,11 +86,11 @@ def validate_job(job: Job, roots: Sequence[Path]) -> Report:
             load_function(name, search)
     choose_collective(job.collective, job.workers.min)
     sizes = sizes_of(job)
-    if job.data.prepare is not None and not Path(job.data.path).exists():
+    if job.data.prepare is not None and not exists(Path(job.data.path)):
         return Report(job.name, sizes, None, None, None, None)
     seen = index(job.data.path)
     check_enough(seen, job.data.shards)
-    if job.evaluate is not None and (job.data.prepare is None or Path(job.evaluate.path).exists()):
+    if job.evaluate is not None and (job.data.prepare is None or exists(Path(job.evaluate.path))):
         held_out = index(job.evaluate.path)
         check_enough(held_out, job.data.shards)
         check_alike(seen, held_out)

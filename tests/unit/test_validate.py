@@ -18,13 +18,13 @@ def write(folder: Path, name: str) -> None:
     pq.write_table(pa.table({name: list(range(20))}), folder / "0.parquet")
 
 
-def job(tmp_path: Path) -> Job:
+def job(tmp_path: Path, prepare: str | None = None, data: str = "data", held_out: str = "held_out") -> Job:
     return Job(
         name="x",
         task="examples.digits:Digits",
-        data=Data(path=str(tmp_path / "data"), batch_size=8),
+        data=Data(path=str(tmp_path / data), prepare=prepare, batch_size=8),
         steps=3,
-        evaluate=Evaluate(path=str(tmp_path / "held_out"), every_steps=1),
+        evaluate=Evaluate(path=str(tmp_path / held_out), every_steps=1),
     )
 
 
@@ -35,3 +35,10 @@ def test_held_out_data_that_is_missing_or_another_table(tmp_path: Path) -> None:
     write(tmp_path / "held_out", "y")
     with pytest.raises(DataError, match=r"other columns than the training data: x, y"):
         validate_job(job(tmp_path), [])
+
+
+def test_data_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "data", "x")
+    for paths in ({"data": "y" * 300}, {"held_out": "y" * 300}):
+        with pytest.raises(DataError, match="y: cannot be looked at: File name too long"):
+            validate_job(job(tmp_path, "examples.digits:prepare", **paths), [])
