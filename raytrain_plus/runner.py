@@ -82,7 +82,7 @@ def run(
             view.finish(done)
         return done
     search = [Path.cwd(), *roots]
-    collective = choose_collective(job.collective, job.workers.min)
+    collective = choose_collective(job.collective, job.workers.gpus)
     pickled = _task_to_send(job, search)
     seen, held_out = _look_at_data(job, search)
     past = None

@@ -84,7 +84,7 @@ def validate_job(job: Job, roots: Sequence[Path]) -> Report:
     for name in (job.data.prepare, job.data.transform):
         if name is not None:
             load_function(name, search)
-    choose_collective(job.collective, job.workers.min)
+    choose_collective(job.collective, job.workers.gpus)
     sizes = sizes_of(job)
     if job.data.prepare is not None and not exists(Path(job.data.path)):
         return Report(job.name, sizes, None, None, None, None)
