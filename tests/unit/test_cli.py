@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from raytrain_plus import cli
 from raytrain_plus.errors import InputError, RunError, TrainingError
+from raytrain_plus.result import Result
 
 
 def ended(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -88,3 +90,20 @@ def test_a_job_that_is_wrong_is_told_before_anything_is_loaded(
     assert out == ""
     assert "did you mean 'steps'?" in err
     assert "7 is no multiple of data.shards = 2" in err
+
+
+def test_what_json_has_no_word_for_is_text_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = pytest.importorskip("raytrain_plus.runner")
+    figures = {"loss": math.nan, "most": math.inf}
+    result = Result(name="x", status="failed", exit_code=1, path=tmp_path, steps=1, samples=1, metrics=figures)
+    for verb in ("run", "resume"):
+        monkeypatch.setattr(runner, verb, lambda *given, **named: result)
+    (tmp_path / "job.yaml").write_text(json.dumps({"task": "a:B", "data": {"path": "d", "batch_size": 8}, "steps": 3}))
+    for words in (["run", str(tmp_path / "job.yaml")], ["resume", str(tmp_path)]):
+        with pytest.raises(SystemExit) as left:
+            cli.main([*words, "--json"])
+        assert left.value.code == 1
+        told = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        assert told["metrics"] == {"loss": "nan", "most": "inf"}
