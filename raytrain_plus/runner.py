@@ -183,7 +183,7 @@ def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
 
 def source_sha256(task: str | type, roots: Sequence[Path]) -> str | None:
     """The hash of the file that a task's class comes from; None where it comes from none."""
-    cls = load_task(task, roots) if isinstance(task, str) else task
+    cls = load_task(task, roots)
     try:
         file = inspect.getsourcefile(cls)
         return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
@@ -207,8 +207,8 @@ def _spelled(task: str | type) -> str:
 
 def _task_to_send(job: Job, roots: Sequence[Path]) -> bytes | None:
     """None for a task that workers import by name; the class by value where Python code handed it over."""
+    load_task(job.task, roots)
     if isinstance(job.task, str):
-        load_task(job.task, roots)
         return None
     module = sys.modules[job.task.__module__]
     named = module.__name__ != "__main__"

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from raytrain_plus.data.source import exists
 from raytrain_plus.errors import DataError, TaskError, WaitExpired
-from raytrain_plus.taskfile import load_function, trim_traceback
+from raytrain_plus.taskfile import is_signal, load_function, trim_traceback
 
 LOCK_S = 3600.0
 """How long to wait for another process of this node that prepares the same data."""
@@ -44,7 +44,9 @@ def _write(function: object, spec: str, target: Path) -> None:
     try:
         try:
             function(folder, target.name)  # type: ignore[operator]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if is_signal(error):
+                raise
             raise TaskError(
                 f"data.prepare raised {type(error).__name__}: {error}",
                 where=f"data.prepare: {spec}",

@@ -14,6 +14,7 @@ import pytest
 from raytrain_plus import cli
 from raytrain_plus.errors import InputError, RunError, TrainingError
 from raytrain_plus.result import Result
+from raytrain_plus.taskfile import load_task
 
 
 def ended(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -69,6 +70,14 @@ def test_our_own_fault_keeps_its_traceback_and_asks_for_a_report(
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (143, 143), (None, 0)])
 def test_a_verbs_own_code_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, code: int | None, expected: int) -> None:
     assert ended(lambda: code, monkeypatch) == expected
+
+
+def test_a_signal_while_a_task_is_imported_is_no_mistake_of_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(5)\n"
+    (tmp_path / "signalled_task.py").write_text(text)
+    assert ended(lambda: load_task("signalled_task:Mine", [tmp_path]), monkeypatch) == 143
 
 
 def test_unknown_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("ray")
 
 from raytrain_plus import Data, Job, Workers, runner
-from raytrain_plus.errors import InputError
+from raytrain_plus.errors import InputError, TaskError
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None) -> int:
@@ -50,3 +50,9 @@ def test_what_can_never_be_had_is_refused(
         limits(monkeypatch, workers, most)
     assert caught.value.where == where
     assert "its 1 nodes have: 2 CPU, 0 GPU" in caught.value.expected
+
+
+def test_a_class_that_is_no_task_is_not_sent() -> None:
+    job = Job(name="x", task=int, data=Data(path="d", batch_size=8), steps=1)
+    with pytest.raises(TaskError, match="builtins:int is the class int"):
+        runner._task_to_send(job, [])
