@@ -32,7 +32,7 @@ from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.source import Index, check_alike, check_enough, differences, index
 from raytrain_plus.elastic.controller import Closing, Controller, Order
 from raytrain_plus.elastic.group import Limits
-from raytrain_plus.elastic.policy import room_for, useful_size
+from raytrain_plus.elastic.policy import left_out, room_for, useful_size
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, RunError, TaskError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
@@ -92,6 +92,9 @@ def run(
     source = None if pickled is not None else source_sha256(job.task, search)
     if past is not None:
         _warn_of_another_task(past, source)
+    unformed = left_out(job.workers.min, job.workers.max or job.workers.min, job.data.shards)
+    if unformed:
+        print(f"warning: {unformed}", file=sys.stderr)
     with _Signals() as signals, connected(job, address) as began:
         # Ray's own code in C++ has put something in their place.
         signals.listen()
@@ -257,7 +260,8 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
         yield time.time()
         return
     address = address or os.environ.get("RAY_ADDRESS")
-    largest = (job.workers.max or job.workers.min) + job.workers.spares
+    # More workers than shards are never formed.
+    largest = min(job.workers.max or job.workers.min, job.data.shards) + job.workers.spares
     try:
         with our_own_signals():
             if address:
