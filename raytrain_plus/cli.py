@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import signal
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import click
 
 from raytrain_plus.errors import InputError, RaytrainError
+from raytrain_plus.jsontext import json_text
 
 _EPILOG = "Exit codes: 0 done, 1 failed (or a fault was found), 2 the input is wrong, 130 and 143 stopped by a signal."
 
@@ -45,7 +45,7 @@ def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, as
 
     result = run_job(loaded, address=address, fresh=fresh, quiet=as_json, roots=roots)
     if as_json:
-        click.echo(json.dumps(result.to_json()))
+        click.echo(json_text(result.to_json()))
         if result.error:
             click.echo(result.error, err=True)
     return result.exit_code
@@ -75,7 +75,7 @@ def resume(run: str, storage: str, overrides: Sequence[str], address: str | None
 
     result = resume_run(folder.address, overrides, address=address, quiet=as_json)
     if as_json:
-        click.echo(json.dumps(result.to_json()))
+        click.echo(json_text(result.to_json()))
         if result.error:
             click.echo(result.error, err=True)
     return result.exit_code
@@ -91,7 +91,7 @@ def status(run: str, storage: str, as_json: bool) -> int:
     from raytrain_plus.status import status
 
     found = status(find_run(run, storage))
-    click.echo(json.dumps(found.to_json()) if as_json else "\n".join(found.lines()))
+    click.echo(json_text(found.to_json()) if as_json else "\n".join(found.lines()))
     return 0
 
 
@@ -126,7 +126,7 @@ def validate(job: str, overrides: Sequence[str], as_json: bool) -> int:
     from raytrain_plus.validate import validate_job
 
     report = validate_job(loaded, roots)
-    click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
+    click.echo(json_text(report.to_json()) if as_json else "\n".join(report.lines()))
     return 0
 
 
@@ -159,7 +159,7 @@ def verify(
         roots=roots,
         tell=(lambda line: None) if as_json else (lambda line: click.echo(line, err=True)),
     )
-    click.echo(json.dumps(verdict.to_json()) if as_json else "\n".join(verdict.lines()))
+    click.echo(json_text(verdict.to_json()) if as_json else "\n".join(verdict.lines()))
     return 0 if verdict.agree else 1
 
 
@@ -173,7 +173,7 @@ def audit(run: str, storage: str, as_json: bool) -> int:
     from raytrain_plus.runfolder import find_run
 
     found = audit(find_run(run, storage).address)
-    click.echo(json.dumps(found.to_json()) if as_json else "\n".join(found.lines()))
+    click.echo(json_text(found.to_json()) if as_json else "\n".join(found.lines()))
     return 0 if found.clean else 1
 
 
@@ -185,9 +185,7 @@ def doctor(as_json: bool) -> int:
 
     found = checks()
     if as_json:
-        click.echo(
-            json.dumps({"checks": [{name: getattr(check, name) for name in check.__slots__} for check in found]})
-        )
+        click.echo(json_text({"checks": [{name: getattr(check, name) for name in check.__slots__} for check in found]}))
     else:
         for check in found:
             click.echo(f"{check.status}  {check.name}: {check.detail}")

@@ -45,7 +45,7 @@ def look_back(run: Folder) -> Past:
         if event["kind"] == "step_committed" and not _void(event["generation"], event["step"], resumptions):
             committed = max(committed, event["step"])
         elif event["kind"] == "evaluated" and not _void(event["generation"], event["step"], resumptions):
-            told[event["step"]] = event["metrics"]
+            told[event["step"]] = {name: float(value) for name, value in event["metrics"].items()}
         elif event["kind"] == "resumed":
             resumptions.append((event["generation"], event["step"]))
             committed = min(committed, event["step"])

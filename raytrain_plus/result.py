@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raytrain_plus.jsontext import json_text
 from raytrain_plus.storage.folder import Folder, without_secrets
 
 RESULT = "result.json"
@@ -56,7 +57,7 @@ class Result:
 
     def save(self, run: Folder) -> None:
         """Writes `result.json` into the run's folder, whole or not at all."""
-        run.write(RESULT, [json.dumps(self.to_json(), indent=2).encode() + b"\n"])
+        run.write(RESULT, [json_text(self.to_json(), indent=2).encode() + b"\n"])
 
     @classmethod
     def load(cls, run: Folder) -> Result | None:
@@ -65,4 +66,6 @@ class Result:
             values = json.loads(run.read(RESULT))
         except FileNotFoundError:
             return None
-        return cls(**{**values, "path": run.path or run.address})
+        # What is not finite stands there as text.
+        metrics = {name: float(value) for name, value in values["metrics"].items()}
+        return cls(**{**values, "path": run.path or run.address, "metrics": metrics})

@@ -32,7 +32,7 @@ from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.source import Index, check_alike, check_enough, differences, index
 from raytrain_plus.elastic.controller import Closing, Controller, Order
 from raytrain_plus.elastic.group import Limits
-from raytrain_plus.elastic.policy import room_for, useful_size
+from raytrain_plus.elastic.policy import left_out, room_for, useful_size
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, RunError, TaskError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
@@ -82,7 +82,7 @@ def run(
             view.finish(done)
         return done
     search = [Path.cwd(), *roots]
-    collective = choose_collective(job.collective, job.workers.min)
+    collective = choose_collective(job.collective, job.workers.gpus)
     pickled = _task_to_send(job, search)
     seen, held_out = _look_at_data(job, search)
     past = None
@@ -92,6 +92,9 @@ def run(
     source = None if pickled is not None else source_sha256(job.task, search)
     if past is not None:
         _warn_of_another_task(past, source)
+    unformed = left_out(job.workers.min, job.workers.max or job.workers.min, job.data.shards)
+    if unformed:
+        print(f"warning: {unformed}", file=sys.stderr)
     with _Signals() as signals, connected(job, address) as began:
         # Ray's own code in C++ has put something in their place.
         signals.listen()
@@ -183,7 +186,7 @@ def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
 
 def source_sha256(task: str | type, roots: Sequence[Path]) -> str | None:
     """The hash of the file that a task's class comes from; None where it comes from none."""
-    cls = load_task(task, roots) if isinstance(task, str) else task
+    cls = load_task(task, roots)
     try:
         file = inspect.getsourcefile(cls)
         return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
@@ -207,8 +210,8 @@ def _spelled(task: str | type) -> str:
 
 def _task_to_send(job: Job, roots: Sequence[Path]) -> bytes | None:
     """None for a task that workers import by name; the class by value where Python code handed it over."""
+    load_task(job.task, roots)
     if isinstance(job.task, str):
-        load_task(job.task, roots)
         return None
     module = sys.modules[job.task.__module__]
     named = module.__name__ != "__main__"
@@ -257,7 +260,8 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
         yield time.time()
         return
     address = address or os.environ.get("RAY_ADDRESS")
-    largest = (job.workers.max or job.workers.min) + job.workers.spares
+    # More workers than shards are never formed.
+    largest = min(job.workers.max or job.workers.min, job.data.shards) + job.workers.spares
     try:
         with our_own_signals():
             if address:

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
+
+import torch
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.task import Task
 
-_PACKAGE = str(Path(__file__).parent)
+
+def _folder(file: str | None) -> str:
+    # With the separator: `raytrain_plus_mine` beside us is not ours.
+    return os.path.join(os.path.dirname(file or ""), "")
 
 
-def load_task(spec: str, roots: Sequence[Path]) -> type[Task]:
-    """The class that `module:Class` names, looked up from `roots` first. Raises `TaskError`."""
-    value = _load(spec, roots, "task")
+_OURS = _folder(__file__)
+_BENEATH_TASKS = (_OURS, _folder(torch.__file__), _folder(importlib.__file__), "<frozen ")
+"""What calls a task, or is called by it, and never is one: this package, torch, the import system."""
+_STANDARD = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
+
+
+def load_task(task: str | type, roots: Sequence[Path]) -> type[Task]:
+    """The class that `module:Class` names, looked up from `roots` first; or one given as it is. Raises `TaskError`."""
+    value = _load(task, roots, "task") if isinstance(task, str) else task
     if not (isinstance(value, type) and issubclass(value, Task)):
-        raise TaskError(f"{spec} is {_spell(value)}", where="task", expected="a class derived from raytrain_plus.Task")
+        name = task if isinstance(task, str) else f"{task.__module__}:{task.__qualname__}"
+        raise TaskError(f"{name} is {_spell(value)}", where="task", expected="a class derived from raytrain_plus.Task")
     return value
 
 
@@ -36,7 +51,9 @@ def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
     """An instance of the task. Raises `TaskError` with the user's own frames where the constructor does."""
     try:
         return cls(**args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if is_signal(error):
+            raise
         given = ", ".join(args) or "none"
         raise TaskError(
             f"{cls.__name__}(...) raised {type(error).__name__}: {error}",
@@ -47,27 +64,45 @@ def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
 
 
 def trim_traceback(error: BaseException) -> str:
-    """The traceback of `error` with the user's own frames alone, without this package's and those of libraries."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    lines = (
-        ["Traceback (your code only):", *(line.rstrip() for line in traceback.format_list(frames))] if frames else []
-    )
+    """The traceback of `error` with the user's own frames alone, without this package's and those of libraries.
+
+    Where only libraries have frames, a task that was installed is one of them: theirs are kept then.
+    """
+    frames = users_frames(error)
+    lines = [line.rstrip() for line in traceback.format_list(frames)]
+    if lines:
+        whose = "without raytrain_plus and torch" if _is_librarys(frames[-1].filename) else "your code only"
+        lines.insert(0, f"Traceback ({whose}):")
     if isinstance(error, SyntaxError):
         lines = [f'  File "{error.filename}", line {error.lineno}', f"    {(error.text or '').strip()}"]
     return "\n".join([*lines, f"{type(error).__name__}: {error}"])
 
 
+def users_frames(error: BaseException) -> list[FrameSummary]:
+    """Where the user's code was when `error` was raised, the innermost place last; see `trim_traceback`."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_BENEATH_TASKS)
+    ]
+    return [frame for frame in frames if not _is_librarys(frame.filename)] or frames
+
+
 def fault_of(error: BaseException) -> str:
     """What an error is and where it was raised: the same words whenever it comes again."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if _is_users(frame.filename)] or frames
-    place = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
+    frames = users_frames(error) or list(traceback.extract_tb(error.__traceback__))
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{place}"
 
 
-def _is_users(filename: str) -> bool:
-    library = "site-packages" in filename or "dist-packages" in filename or filename.startswith((sys.base_prefix, "<"))
-    return not library and not filename.startswith(_PACKAGE)
+def is_signal(error: BaseException) -> bool:
+    """Whether this is a signal's `SystemExit`, which our own handlers raise in whatever runs, and no call of a task's
+    to `sys.exit`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, SystemExit) and bool(frames) and frames[-1].filename.startswith(_OURS)
+
+
+def _is_librarys(filename: str) -> bool:
+    installed = {"site-packages", "dist-packages"} & set(Path(filename).parts)
+    return bool(installed) or filename.startswith((*_STANDARD, "<"))
 
 
 def _load(spec: str, roots: Sequence[Path], what: str) -> Any:
@@ -87,7 +122,9 @@ def _load(spec: str, roots: Sequence[Path], what: str) -> Any:
                 remedy="run from the folder that holds it, or correct the name",
             ) from None
         raise _raised(error, module_name, what, spec) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if is_signal(error):
+            raise
         raise _raised(error, module_name, what, spec) from None
     value: Any = module
     for part in name.split("."):
@@ -102,7 +139,7 @@ def _load(spec: str, roots: Sequence[Path], what: str) -> Any:
     return value
 
 
-def _raised(error: Exception, module: str, what: str, spec: str) -> TaskError:
+def _raised(error: BaseException, module: str, what: str, spec: str) -> TaskError:
     return TaskError(
         f"importing '{module}' raised {type(error).__name__}: {error}",
         where=f"{what}: {spec}",

@@ -1,4 +1,4 @@
-"""What can be said of a job without running it: its sizes, its data, whether its task can be imported."""
+"""What can be said of a job without running it: its sizes, its data, whether its task can be imported and built."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 from raytrain_plus.data.line import read_factor
 from raytrain_plus.data.of_job import line_of
-from raytrain_plus.data.source import check_alike, check_enough, index
+from raytrain_plus.data.source import check_alike, check_enough, exists, index
+from raytrain_plus.elastic.policy import left_out
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
-from raytrain_plus.taskfile import load_function, load_task
+from raytrain_plus.taskfile import build_task, load_function, load_task
 
 FACTOR_WARNING = 2.0
 """Above it, row groups are much longer than a shard's span, and most of what is read is read in vain."""
@@ -42,6 +43,8 @@ class Report:
     steps: int | None
     read_factor: float | None
     """How many times over a row group is read in an epoch."""
+    left_out: str = ""
+    """Which of the workers that the job allows are never formed, and why; empty where all can be."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only."""
@@ -63,37 +66,42 @@ class Report:
                 f"  {size.workers} worker{'s' * (size.workers != 1)}: {size.shards} shards on the fullest, "
                 f"{100 * size.efficiency:.0f} % efficiency"
             )
+        if self.left_out:
+            said.append(f"  warning: {self.left_out}")
         return said
 
 
 def sizes_of(job: Job) -> tuple[Size, ...]:
-    """Each number of workers from min to max."""
+    """Each number of workers from min to max; with more of them than shards, some would have nothing to do."""
     shards = job.data.shards
     found = []
-    for workers in range(job.workers.min, (job.workers.max or job.workers.min) + 1):
+    for workers in range(job.workers.min, min(job.workers.max or job.workers.min, shards) + 1):
         fullest = math.ceil(shards / workers)
         found.append(Size(workers, fullest, shards / (workers * fullest)))
     return tuple(found)
 
 
 def validate_job(job: Job, roots: Sequence[Path]) -> Report:
-    """Imports what the job names and looks at its data, if it is there. Raises `InputError` for what is wrong."""
+    """Imports what the job names, builds its task, though no model, and looks at its data, if it is there.
+
+    Raises `InputError` for what is wrong.
+    """
     search = [Path.cwd(), *roots]
-    if isinstance(job.task, str):
-        load_task(job.task, search)
+    build_task(load_task(job.task, search), job.args)
     for name in (job.data.prepare, job.data.transform):
         if name is not None:
             load_function(name, search)
-    choose_collective(job.collective, job.workers.min)
+    choose_collective(job.collective, job.workers.gpus)
     sizes = sizes_of(job)
-    if job.data.prepare is not None and not Path(job.data.path).exists():
-        return Report(job.name, sizes, None, None, None, None)
+    unformed = left_out(job.workers.min, job.workers.max or job.workers.min, job.data.shards)
+    if job.data.prepare is not None and not exists(Path(job.data.path)):
+        return Report(job.name, sizes, None, None, None, None, unformed)
     seen = index(job.data.path)
     check_enough(seen, job.data.shards)
-    if job.evaluate is not None and (job.data.prepare is None or Path(job.evaluate.path).exists()):
+    if job.evaluate is not None and (job.data.prepare is None or exists(Path(job.evaluate.path))):
         held_out = index(job.evaluate.path)
         check_enough(held_out, job.data.shards)
         check_alike(seen, held_out)
     line = line_of(job, seen)
     units = len(seen.unit_rows)
-    return Report(job.name, sizes, seen.rows, units, line.steps, read_factor(line, units))
+    return Report(job.name, sizes, seen.rows, units, line.steps, read_factor(line, units), unformed)

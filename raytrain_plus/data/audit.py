@@ -156,8 +156,12 @@ def _status(run: Folder) -> tuple[str, int | None, list[str]]:
 
 def _changed(data: Path, then: Mapping[str, Any]) -> list[str]:
     """How the files differ from those that the run began with."""
-    if not data.exists():
+    try:
+        data.stat()
+    except FileNotFoundError:
         return [f"the dataset is gone: {data}"]
+    except OSError as error:
+        return [f"the dataset cannot be looked at: {error.strerror}: {data}"]
     now = {}
     if data.is_file():
         now[data.name] = data

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from raytrain_plus.data.source import exists
 from raytrain_plus.errors import DataError, TaskError, WaitExpired
-from raytrain_plus.taskfile import load_function, trim_traceback
+from raytrain_plus.taskfile import is_signal, load_function, trim_traceback
 
 LOCK_S = 3600.0
 """How long to wait for another process of this node that prepares the same data."""
@@ -23,14 +24,14 @@ def prepare(spec: str | None, path: str | Path, roots: Sequence[Path]) -> None:
     part of `path`, so that one function can write several splits. Raises `TaskError` with the user's own frames.
     """
     target = Path(path).absolute()
-    if spec is None or target.exists():
+    if spec is None or exists(target):
         return
     function = load_function(spec, roots)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(target.parent / f".{target.name}.lock", timeout=LOCK_S)
         with lock:
-            if not target.exists():
+            if not exists(target):
                 _write(function, spec, target)
     except Timeout as error:
         raise WaitExpired(f"another process has been preparing {target} for more than {LOCK_S:g} s") from error
@@ -43,7 +44,9 @@ def _write(function: object, spec: str, target: Path) -> None:
     try:
         try:
             function(folder, target.name)  # type: ignore[operator]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if is_signal(error):
+                raise
             raise TaskError(
                 f"data.prepare raised {type(error).__name__}: {error}",
                 where=f"data.prepare: {spec}",

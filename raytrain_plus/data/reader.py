@@ -23,6 +23,7 @@ from raytrain_plus.data.line import Line
 from raytrain_plus.data.reads import Read, first_touches, grouped, reads
 from raytrain_plus.data.source import read_unit
 from raytrain_plus.errors import RaytrainError, TrainingError, WaitExpired
+from raytrain_plus.taskfile import trim_traceback, users_frames
 
 PREFETCH_STEPS = 4
 """Steps whose batches are made ahead."""
@@ -81,7 +82,9 @@ def _collated(table: pa.Table, collate: Collate) -> Any:
     except RaytrainError:
         raise
     except TypeError as error:
-        raise TrainingError(f"the rows cannot be made a batch: {error}") from error
+        # The default's own words say it all.
+        trace = trim_traceback(error) if users_frames(error) else ""
+        raise TrainingError(f"the rows cannot be made a batch: {error}", trace) from error
 
 
 def from_stream(number: int, delivered: int, ended: bool) -> bool:

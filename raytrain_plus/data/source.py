@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Index:
     def file(self, number: int) -> Path:
         """Where file `number` lies."""
         base = Path(self.path)
-        return base if base.is_file() else base / self.files[number]
+        return base if is_file(base) else base / self.files[number]
 
     def name(self, unit: int) -> str:
         """A unit as a person would say it."""
@@ -188,22 +189,44 @@ def _least_bytes(kind: pa.DataType) -> int:
 
 
 def _find(base: Path) -> list[Path]:
-    if not base.exists():
-        parents = [parent for parent in base.parents if parent.exists()]
+    if not exists(base):
+        parent = next(parent for parent in base.parents if exists(parent))
         raise DataError(
             "there is no such file or folder",
             where=str(base),
-            remedy=f"make it, correct the path ({parents[0]} exists), or name in data.prepare what writes it",
+            remedy=f"make it, correct the path ({parent} exists), or name in data.prepare what writes it",
         )
-    if base.is_file():
+    if is_file(base):
         return [base]
-    seen = [file for file in _walk(base) if file.is_file() and not _hidden(file.relative_to(base))]
+    seen = [file for file in _walk(base) if is_file(file) and not _hidden(file.relative_to(base))]
     files = sorted((file for file in seen if file.suffix == ".parquet"), key=lambda file: _relative(file, base))
     if not files:
         kinds = Counter(file.suffix or "no ending" for file in seen)
         there = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)) or "nothing"
         raise DataError(f"holds no Parquet file, but {there}", where=str(base), expected="files named *.parquet")
     return files
+
+
+def exists(path: Path) -> bool:
+    """Whether anything is at `path`. Raises `DataError` where that cannot be found out."""
+    return _mode(path) is not None
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is at `path`. Raises `DataError` where that cannot be found out."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def _mode(path: Path) -> int | None:
+    # `Path.exists` lets some errors through and takes others for absence, and which ones depends on Python's version.
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(f"cannot be looked at: {reason}", where=str(path)) from error
 
 
 def _walk(base: Path) -> Iterator[Path]:
@@ -236,7 +259,7 @@ def _footer(file: Path) -> tuple[pq.FileMetaData, bytes]:
     except PermissionError as error:
         raise DataError("cannot be read: permission denied", where=str(file)) from error
     except (OSError, pa.ArrowException) as error:
-        size = file.stat().st_size if file.exists() else 0
+        size = file.stat().st_size if exists(file) else 0
         raise DataError(
             f"is no readable Parquet file ({size} bytes): {_plain(error)}",
             where=str(file),

@@ -26,6 +26,23 @@ def useful_size(available: int, minimum: int, maximum: int, shards: int) -> int:
     return max(minimum, math.ceil(shards / per_cell))
 
 
+def left_out(minimum: int, maximum: int, shards: int) -> str:
+    """Says how many workers are formed where these are fewer than `maximum`; empty where they are not.
+
+    >>> left_out(1, 20, 8)
+    'at most 8 of workers.max = 20 are formed: with data.shards = 8 a further one would make no step faster'
+    >>> left_out(1, 4, 8)
+    ''
+    """
+    most = useful_size(maximum, minimum, maximum, shards)
+    if most == maximum:
+        return ""
+    return (
+        f"at most {most} of workers.max = {maximum} are formed: "
+        f"with data.shards = {shards} a further one would make no step faster"
+    )
+
+
 def seat(before: Sequence[str], available: Collection[str], size: int) -> tuple[str, ...]:
     """Who sits where: `size` of the `available`; who had a seat keeps it, the others fill holes in their order.
 

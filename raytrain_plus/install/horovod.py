@@ -39,30 +39,45 @@ def install_horovod(say: Callable[[str], None]) -> Path:
     `say` is told each stage in a line. Raises `InputError` where a tool is missing, `RunError` where a stage fails.
     """
     torch = _torch_version()
-    kept = wheel_folder(torch)
-    wheel = next(iter(sorted(kept.glob(f"horovod-{fixed_version(torch)}-*.whl"))), None)
+    cuda = _torch_has_cuda()
+    nccl = cuda and shutil.which("nvcc") is not None
+    if cuda and not nccl:
+        say(
+            "torch has CUDA, but there is no nvcc: this Horovod gets no NCCL, and jobs with workers.gpus take "
+            "torch.distributed; to have it, install the CUDA toolkit and run this again"
+        )
+    kept = wheel_folder(torch, nccl)
+    wheel = next(iter(sorted(kept.glob(f"horovod-{fixed_version(torch, nccl)}-*.whl"))), None)
     if wheel is None:
         for problem in missing_tools():
             raise problem
         say(
-            f"building Horovod {HOROVOD_VERSION} for Python {platform.python_version()}, torch {torch}; about 2 minutes"
+            f"building Horovod {HOROVOD_VERSION} for Python {platform.python_version()}, torch {torch}"
+            f"{', with NCCL' * nccl}; about 2 minutes"
         )
         start = time.monotonic()
-        wheel = _build(kept, torch, say)
+        wheel = _build(kept, torch, nccl, say)
         say(f"built in {time.monotonic() - start:.0f} s; kept in {wheel}")
     else:
         say(f"taking {wheel}")
     _pip(["install", "--no-deps", "--force-reinstall", str(wheel)], FETCH_S, "installing the wheel")
     # What Horovod's Python part imports; the wheel is installed without its wider, older requirements.
     _pip(["install", "cloudpickle", "psutil", "pyyaml", "packaging", "cffi"], FETCH_S, "installing what it imports")
-    prove()
+    try:
+        prove()
+    except RunError:
+        # Else it would be installed again and again; and `collective: auto` would take it.
+        wheel.unlink(missing_ok=True)
+        say("it failed its proof: removing it, from the cache too; the next time builds it anew")
+        _pip(["uninstall", "--yes", "horovod"], FETCH_S, "removing the wheel")
+        raise
     say("two processes summed a tensor through it: it works")
     return wheel
 
 
-def wheel_folder(torch: str) -> Path:
-    """Where the wheel for this Python, machine, torch and set of fixes is kept."""
-    tag = f"{sys.implementation.cache_tag}-{platform.machine()}-torch{torch}-{digest(EDITS)}"
+def wheel_folder(torch: str, nccl: bool) -> Path:
+    """Where the wheel for this Python, machine, torch and set of fixes is kept, with NCCL or without."""
+    tag = f"{sys.implementation.cache_tag}-{platform.machine()}-torch{torch}-{digest(EDITS)}{'-nccl' * nccl}"
     return platformdirs.user_cache_path("raytrain_plus") / "horovod" / tag
 
 
@@ -99,7 +114,7 @@ def _torch_version() -> str:
         ) from None
 
 
-def _build(kept: Path, torch: str, say: Callable[[str], None]) -> Path:
+def _build(kept: Path, torch: str, nccl: bool, say: Callable[[str], None]) -> Path:
     with tempfile.TemporaryDirectory(prefix="raytrain-horovod-") as name:
         work = Path(name)
         say("fetching its source")
@@ -126,13 +141,13 @@ def _build(kept: Path, torch: str, say: Callable[[str], None]) -> Path:
         source = work / archive.name.removesuffix(".tar.gz")
         apply_all(source, EDITS)
         package = source / "horovod" / "__init__.py"
-        package.write_text(package.read_text().replace(f"'{HOROVOD_VERSION}'", f"'{fixed_version(torch)}'"))
+        package.write_text(package.read_text().replace(f"'{HOROVOD_VERSION}'", f"'{fixed_version(torch, nccl)}'"))
         say(f"applied {len(EDITS)} fixes; compiling")
         _pip(
             ["wheel", "--no-deps", "--no-build-isolation", "-w", str(work / "wheel"), str(source)],
             BUILD_S,
             "building Horovod",
-            _build_environment(),
+            _build_environment(nccl),
         )
         made = next((work / "wheel").glob("horovod-*.whl"))
         kept.mkdir(parents=True, exist_ok=True)
@@ -142,7 +157,7 @@ def _build(kept: Path, torch: str, say: Callable[[str], None]) -> Path:
         return part.rename(kept / made.name)
 
 
-def _build_environment() -> dict[str, str]:
+def _build_environment(nccl: bool) -> dict[str, str]:
     environment = {
         **os.environ,
         "HOROVOD_WITH_PYTORCH": "1",
@@ -156,7 +171,7 @@ def _build_environment() -> dict[str, str]:
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
-    if _torch_has_cuda() and shutil.which("nvcc"):
+    if nccl:
         environment["HOROVOD_GPU_OPERATIONS"] = "NCCL"
     else:
         environment["HOROVOD_WITHOUT_GPU"] = "1"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.fixes import EDITS, HOROVOD_VERSION, digest
@@ -31,22 +34,28 @@ class HorovodState:
     """Why not; or what is there."""
     remedy: str
     """The command that mends it; empty where nothing is wrong."""
+    nccl: bool = False
+    """Whether it sums on GPUs."""
 
 
-def fixed_version(torch: str) -> str:
-    """The version of a Horovod that carries this package's fixes and is built against that torch."""
-    return f"{HOROVOD_VERSION}+raytrain.{digest(EDITS)}.torch.{re.sub(r'[^a-z0-9]+', '.', torch.lower())}"
+def fixed_version(torch: str, nccl: bool = False) -> str:
+    """The version of a Horovod that carries this package's fixes, is built against that torch, and with NCCL or not."""
+    built_for = re.sub(r"[^a-z0-9]+", ".", torch.lower())
+    return f"{HOROVOD_VERSION}+raytrain.{digest(EDITS)}.torch.{built_for}{'.nccl' * nccl}"
 
 
 def horovod_state() -> HorovodState:
-    """Looks at versions alone, which is cheap: that of the build, and of the torch that it was built against."""
+    """Looks at what is cheap: the build's version, that of torch, and whether the compiled part is there."""
     try:
         installed, torch = version("horovod"), version("torch")
     except PackageNotFoundError as error:
         return HorovodState(False, f"{error.name} is not installed", REMEDY)
     wanted = fixed_version(torch)
-    if installed == wanted:
-        return HorovodState(True, installed, "")
+    nccl = installed == fixed_version(torch, nccl=True)
+    if installed == wanted or nccl:
+        if not _compiled_part_is_there():
+            return HorovodState(False, f"the installed build {installed} lacks its compiled part", REMEDY)
+        return HorovodState(True, installed, "", nccl)
     if installed.partition(".torch.")[0] == wanted.partition(".torch.")[0]:
         return HorovodState(False, f"the installed build {installed} is for another torch than {torch}", REMEDY)
     return HorovodState(
@@ -54,15 +63,33 @@ def horovod_state() -> HorovodState:
     )
 
 
-def choose_collective(wanted: str, workers: int) -> str:
-    """`horovod` or `torch`. Raises `InputError` where Horovod was named and is not really built."""
+def _compiled_part_is_there() -> bool:
+    """Whether `import horovod.torch` would find it; finding out imports neither."""
+    found = find_spec("horovod")
+    folders = (found.submodule_search_locations if found else None) or ()
+    return any(
+        os.path.isfile(os.path.join(folder, "torch", f"mpi_lib_v2{ending}"))
+        for folder in folders
+        for ending in EXTENSION_SUFFIXES
+    )
+
+
+def choose_collective(wanted: str, gpus: float) -> str:
+    """`horovod` or `torch`, for workers that have `gpus` each.
+
+    Raises `InputError` where Horovod was named and is not really built, or not for GPUs where the job asks for them.
+    """
     if wanted == "torch":
         return "torch"
     state = horovod_state()
-    if state.usable:
+    reason, remedy = state.reason, state.remedy
+    if state.usable and gpus and not state.nccl:
+        reason = f"workers.gpus = {gpus:g}, and the installed build {state.reason} has no NCCL"
+        remedy = f"install the CUDA toolkit (nvcc), then: {REMEDY}; or collective: torch"
+    elif state.usable:
         return "horovod"
     if wanted == "horovod":
-        raise InputError(f"Horovod cannot be used: {state.reason}", where="collective: horovod", remedy=state.remedy)
+        raise InputError(f"Horovod cannot be used: {reason}", where="collective: horovod", remedy=remedy)
     return "torch"
 
 
@@ -81,6 +108,5 @@ def probe() -> HorovodState:
     built = json.loads(done.stdout)
     if not built["gloo"]:
         return HorovodState(False, "it was built without Gloo", REMEDY)
-    return HorovodState(
-        True, f"{state.reason}, for torch {built['torch']}, NCCL {'on' if built['nccl'] else 'off'}", ""
-    )
+    nccl = "on" if built["nccl"] else "off"
+    return HorovodState(True, f"{state.reason}, for torch {built['torch']}, NCCL {nccl}", "", state.nccl)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import threading
 import time as time_of_day
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from raytrain_plus.jsontext import json_text
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.growing import Growing
 
@@ -74,7 +74,7 @@ class EventLog:
         if set(fields) != set(FIELDS[kind]):
             raise ValueError(f"the event '{kind}' has the fields {FIELDS[kind]}, not {tuple(fields)}")
         event = {"time": self._clock() if time is None else time, "generation": generation, "kind": kind, **fields}
-        self._lines.append(json.dumps(_plain(event), allow_nan=False).encode() + b"\n")
+        self._lines.append(json_text(event).encode() + b"\n")
         return event
 
     def sync(self) -> None:
@@ -189,14 +189,3 @@ def cut_torn_line(path: Path) -> None:
             at = start
         if at < end:
             file.truncate(at)
-
-
-def _plain(value: Any) -> Any:
-    """`value` with what JSON has no word for (NaN, infinities) as text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    return value

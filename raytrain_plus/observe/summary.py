@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from raytrain_plus.observe.standing import Standing, after_step, clock_text, figures, plural, spell_speed
 from raytrain_plus.result import Result
 from raytrain_plus.storage.folder import is_address, within, without_secrets
@@ -23,8 +25,12 @@ def summary(result: Result, standing: Standing | None) -> list[str]:
         lines.append(f"  model    {within(folder, 'model.safetensors')}")
     if not is_address(folder):
         lines.append(f"  events   {within(folder, 'events.ndjson')}")
+    going_on = f"raytrain resume {shlex.quote(folder)}"
     if result.status == "failed":
-        return [*lines, "  next     mend what is said above, and run it again with --fresh"]
+        anew = "or start over: raytrain run JOB --fresh"
+        return [*lines, f"  next     mend what is said above, then go on: {going_on}; {anew}"]
+    if result.status == "stopped":
+        return [*lines, f"  next     to go on: {going_on}, or raytrain run JOB as before"]
     if is_address(folder):
         return [*lines, f"  next     raytrain export '{folder}' --to model.safetensors"]
     return [*lines, f"  next     pip install tensorboard && tensorboard --logdir {within(folder, 'tensorboard')}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 from raytrain_plus import cli
 from raytrain_plus.errors import InputError, RunError, TrainingError
+from raytrain_plus.result import Result
+from raytrain_plus.taskfile import load_task
 
 
 def ended(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -69,6 +72,14 @@ def test_a_verbs_own_code_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, code
     assert ended(lambda: code, monkeypatch) == expected
 
 
+def test_a_signal_while_a_task_is_imported_is_no_mistake_of_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(5)\n"
+    (tmp_path / "signalled_task.py").write_text(text)
+    assert ended(lambda: load_task("signalled_task:Mine", [tmp_path]), monkeypatch) == 143
+
+
 def test_unknown_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["fly"])
@@ -88,3 +99,20 @@ def test_a_job_that_is_wrong_is_told_before_anything_is_loaded(
     assert out == ""
     assert "did you mean 'steps'?" in err
     assert "7 is no multiple of data.shards = 2" in err
+
+
+def test_what_json_has_no_word_for_is_text_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = pytest.importorskip("raytrain_plus.runner")
+    figures = {"loss": math.nan, "most": math.inf}
+    result = Result(name="x", status="failed", exit_code=1, path=tmp_path, steps=1, samples=1, metrics=figures)
+    for verb in ("run", "resume"):
+        monkeypatch.setattr(runner, verb, lambda *given, **named: result)
+    (tmp_path / "job.yaml").write_text(json.dumps({"task": "a:B", "data": {"path": "d", "batch_size": 8}, "steps": 3}))
+    for words in (["run", str(tmp_path / "job.yaml")], ["resume", str(tmp_path)]):
+        with pytest.raises(SystemExit) as left:
+            cli.main([*words, "--json"])
+        assert left.value.code == 1
+        told = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        assert told["metrics"] == {"loss": "nan", "most": "inf"}

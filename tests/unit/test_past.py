@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -61,3 +62,8 @@ def test_not_all_that_was_written_may_have_been_told(run: Folder) -> None:
     run.write("ledger/00000007-000000000000.parquet", [b""])
     run.write("ledger/notes.txt", [b""])
     assert look_back(run).generation == 7
+
+
+def test_figures_that_are_not_finite_are_numbers_again(run: Folder) -> None:
+    tell(run, [evaluated(0, -1, math.inf)])
+    assert look_back(run).figures == {-1: {"loss": math.inf}}

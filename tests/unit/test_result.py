@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from raytrain_plus.elastic.totals import WARM_UP_S, Totals
 from raytrain_plus.result import Result
@@ -30,6 +34,16 @@ def test_a_saved_result_loads_equal_and_says_everything_in_json(run: Folder) -> 
     assert Result.load(run) == result
     assert json.loads(run.read("result.json")) == result.to_json()
     assert set(run.files()) == {"result.json"}
+
+
+def test_figures_that_are_not_finite_survive_a_file_of_plain_json(run: Folder) -> None:
+    result = replace(result_of(Totals(), run.path or run.address), metrics={"loss": math.nan, "most": math.inf})
+    result.save(run)
+    read = json.loads(run.read("result.json"), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert read["metrics"] == {"loss": "nan", "most": "inf"}
+    loaded = Result.load(run)
+    assert loaded is not None
+    assert (math.isnan(loaded.metrics["loss"]), loaded.metrics["most"]) == (True, math.inf)
 
 
 def test_a_result_says_where_it_lies_without_secrets() -> None:

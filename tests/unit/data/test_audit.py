@@ -185,6 +185,13 @@ def test_a_foreign_a_missing_and_a_changed_file(job: Job) -> None:
     assert "has changed" in found.faults[2]
 
 
+def test_a_dataset_that_cannot_be_looked_at(job: Job) -> None:
+    run = run_of(job, notes_of(job))
+    then = json.loads((run / "dataset.json").read_text())
+    (run / "dataset.json").write_text(json.dumps({**then, "path": "/" + "x" * 300}))
+    assert "cannot be looked at: File name too long" in audit(run).faults[0]
+
+
 def test_a_file_that_has_changed_without_a_change_of_size(tmp_path: Path) -> None:
     def write(first: int) -> None:
         table = pa.table({"x": pa.array(np.arange(first, first + 50, dtype=np.int64))})

@@ -9,10 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytrain_plus import Task
 from raytrain_plus.data.granule import Rows, without_ids
-from raytrain_plus.data.ledger import row_ids
+from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.line import Line
-from raytrain_plus.data.reader import Batches, from_stream, held_out
+from raytrain_plus.data.reader import Batches, cut, from_stream, held_out
 from raytrain_plus.data.source import index, read_unit
 from raytrain_plus.errors import TrainingError, WaitExpired
 
@@ -210,3 +211,18 @@ def test_held_out_rows_are_used_once(folder: Path) -> None:
     batches = [mb for shard in range(4) for mb in held_out(rows, shard, 5, to_rows)]
     assert [value for mb in batches for (value,) in mb.batch] == [n * 100 + i for n in range(3) for i in range(37)]
     assert max(mb.rows for mb in batches) == 5
+
+
+def test_a_type_error_in_collate_shows_the_users_frames() -> None:
+    table = pa.table({"x": ["a"]}).append_column(ROW_ID, pa.array([1], pa.uint64()))
+
+    def collate(rows: pa.Table) -> object:
+        return rows.num_rows + "1"
+
+    with pytest.raises(TrainingError, match="the rows cannot be made a batch: unsupported operand") as caught:
+        cut(table, 1, collate)
+    assert 'rows.num_rows + "1"' in caught.value.user_traceback
+    # What the default says needs no place.
+    with pytest.raises(TrainingError, match="column 'x' has type string") as caught:
+        cut(table, 1, Task().collate)
+    assert caught.value.user_traceback == ""

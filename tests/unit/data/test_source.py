@@ -101,6 +101,34 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
         index(tmp_path)
 
 
+def forbid(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """As if `path` lay in a folder that may not be searched; tests may run as root, whom no mode stops."""
+    looked = Path.stat
+
+    def stat(at: Path, **settings: Any) -> Any:
+        if at == path:
+            raise PermissionError(13, "Permission denied", str(at))
+        return looked(at, **settings)
+
+    monkeypatch.setattr(Path, "stat", stat)
+
+
+def test_a_path_that_cannot_be_looked_at_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 300)
+    assert failure(long) == f"{long}: cannot be looked at: File name too long"
+    assert "cannot be looked at: embedded null byte" in failure(tmp_path / "a\0b")
+    forbid(monkeypatch, tmp_path / "closed" / "data")
+    assert failure(tmp_path / "closed" / "data").endswith("closed/data: cannot be looked at: Permission denied")
+
+
+def test_a_file_that_cannot_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.parquet", 3)
+    forbid(monkeypatch, tmp_path / "a.parquet")
+    assert failure(tmp_path).endswith("a.parquet: cannot be looked at: Permission denied")
+
+
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
     closed = tmp_path / "closed"

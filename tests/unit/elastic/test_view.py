@@ -1,9 +1,12 @@
 """Who hosts what."""
 
+import doctest
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytrain_plus.elastic import policy
 from raytrain_plus.elastic.policy import room_for, useful_size
 from raytrain_plus.elastic.view import form_view, host_shards
 
@@ -44,6 +47,10 @@ def test_form_view_keeps_the_workers_order() -> None:
 )
 def test_useful_size(available: int, minimum: int, maximum: int, shards: int, expected: int) -> None:
     assert useful_size(available, minimum, maximum, shards) == expected
+
+
+def test_the_examples_of_how_many_are_formed_hold() -> None:
+    assert doctest.testmod(policy).failed == 0
 
 
 def test_no_worker_spans_two_nodes() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
+from raytrain_plus.errors import InputError
 from raytrain_plus.install import state
+from raytrain_plus.install.fixes import EDITS, digest
 from raytrain_plus.install.state import HorovodState, fixed_version, horovod_state
 
 
@@ -14,6 +19,8 @@ from raytrain_plus.install.state import HorovodState, fixed_version, horovod_sta
     ("horovod", "torch", "usable", "reason"),
     [
         (fixed_version("2.13.0+cpu"), "2.13.0+cpu", True, "raytrain"),
+        (fixed_version("2.13.0+cu130", nccl=True), "2.13.0+cu130", True, "nccl"),
+        (fixed_version("2.13.0+cu130", nccl=True), "2.14.0", False, "is for another torch than 2.14.0"),
         (fixed_version("2.13.0+cpu"), "2.14.0", False, "is for another torch than 2.14.0"),
         ("0.28.1", "2.13.0+cpu", False, "lacks fixes"),
         (None, "2.13.0+cpu", False, "horovod is not installed"),
@@ -22,6 +29,17 @@ from raytrain_plus.install.state import HorovodState, fixed_version, horovod_sta
 def test_a_build_is_for_one_torch(
     monkeypatch: pytest.MonkeyPatch, horovod: str | None, torch: str, usable: bool, reason: str
 ) -> None:
+    show(monkeypatch, horovod, torch)
+    monkeypatch.setattr(state, "_compiled_part_is_there", lambda: True)
+    found = horovod_state()
+    assert (found.usable, reason in found.reason) == (usable, True)
+    assert found.remedy == ("" if usable else "raytrain install-horovod")
+    assert found.nccl == (reason == "nccl")
+
+
+def show(monkeypatch: pytest.MonkeyPatch, horovod: str | None, torch: str) -> None:
+    """As if these versions were installed."""
+
     def version(name: str) -> str:
         found = {"horovod": horovod, "torch": torch}[name]
         if found is None:
@@ -29,13 +47,47 @@ def test_a_build_is_for_one_torch(
         return found
 
     monkeypatch.setattr(state, "version", version)
-    found = horovod_state()
-    assert (found.usable, reason in found.reason) == (usable, True)
-    assert found.remedy == ("" if usable else "raytrain install-horovod")
+
+
+def test_a_build_for_processors_keeps_its_name() -> None:
+    # A wheel of this name may be in users' caches.
+    assert fixed_version("2.13.0+cpu") == f"0.28.1+raytrain.{digest(EDITS)}.torch.2.13.0.cpu"
+    assert fixed_version("2.13.0+cu130", nccl=True) == f"{fixed_version('2.13.0+cu130')}.nccl"
+
+
+def test_a_build_whose_compiled_part_is_missing_is_noticed_without_loading_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show(monkeypatch, fixed_version("2.13.0+cpu"), "2.13.0+cpu")
+    (tmp_path / "horovod" / "torch").mkdir(parents=True)
+    for package in ("horovod", "horovod/torch"):
+        (tmp_path / package / "__init__.py").write_text("raise RuntimeError('it was loaded')")
+    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "lacks its compiled part" in horovod_state().reason
+    assert state.choose_collective("auto", 0) == "torch"
+    with pytest.raises(InputError, match="lacks its compiled part") as caught:
+        state.choose_collective("horovod", 0)
+    assert caught.value.remedy == "raytrain install-horovod"
+    (tmp_path / "horovod" / "torch" / f"mpi_lib_v2{EXTENSION_SUFFIXES[0]}").touch()
+    assert state.choose_collective("horovod", 0) == "horovod"
 
 
 def test_auto_takes_torch_where_horovod_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(False, "it is not installed", "x"))
-    assert state.choose_collective("auto", 2) == "torch"
+    assert state.choose_collective("auto", 0) == "torch"
     monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(True, "it is", ""))
-    assert state.choose_collective("auto", 2) == "horovod"
+    assert state.choose_collective("auto", 0) == "horovod"
+
+
+def test_a_job_that_asks_for_gpus_wants_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(True, "0.28.1+x", ""))
+    assert state.choose_collective("auto", 1) == "torch"
+    with pytest.raises(
+        InputError, match=r"workers\.gpus = 1, and the installed build 0\.28\.1\+x has no NCCL"
+    ) as caught:
+        state.choose_collective("horovod", 1)
+    assert "nvcc" in caught.value.remedy
+    assert "raytrain install-horovod" in caught.value.remedy
+    monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(True, "0.28.1+x.nccl", "", nccl=True))
+    assert [state.choose_collective(wanted, 1) for wanted in ("auto", "horovod")] == ["horovod", "horovod"]

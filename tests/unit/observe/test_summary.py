@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from raytrain_plus.observe.standing import Standing
 from raytrain_plus.observe.summary import summary
 from raytrain_plus.result import Result
@@ -85,12 +87,28 @@ def test_a_resumed_run_compares_with_where_it_resumed() -> None:
 def test_a_failed_run_names_its_model_where_there_is_one_and_leaves_its_error_to_the_view() -> None:
     saved = summary(result(status="failed", exit_code=1, error="loss is nan\n  at step 3"), standing())
     assert f"  model    {FOLDER / 'model.safetensors'}" in saved
-    assert saved[-1] == "  next     mend what is said above, and run it again with --fresh"
+    assert saved[-1] == (
+        f"  next     mend what is said above, then go on: raytrain resume {FOLDER}; "
+        "or start over: raytrain run JOB --fresh"
+    )
     failed = result(status="failed", exit_code=1, error="loss is nan\n  at step 3", state_sha256=None)
     lines = summary(failed, standing())
     assert lines[0].startswith("gpt failed: ")
     assert not [line for line in lines if "nan" in line]
     assert not [line for line in lines if "model.safetensors" in line or "tensorboard" in line]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (FOLDER, f"raytrain resume {FOLDER},"),
+        (Path("my runs/gpt"), "raytrain resume 'my runs/gpt',"),
+        ("s3://KEY:SECRET@bucket/runs/gpt?region=x", "raytrain resume 's3://bucket/runs/gpt?region=x',"),
+    ],
+)
+def test_a_stopped_run_says_how_to_go_on(path: Path | str, words: str) -> None:
+    last = summary(result(status="stopped", exit_code=130, path=path), standing())[-1]
+    assert last == f"  next     to go on: {words} or raytrain run JOB as before"
 
 
 def test_a_run_without_a_step_claims_no_times() -> None:

@@ -1,0 +1,26 @@
+"""JSON that every reader takes: what it has no word for is spelled as text. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """`value` as JSON, with NaN and infinities as the texts that `float` reads back.
+
+    >>> json_text({"loss": float("nan"), "steps": 3})
+    '{"loss": "nan", "steps": 3}'
+    """
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value

@@ -1,0 +1,90 @@
+"""Which wheel is built, kept and taken; what becomes of one that does not work. Nothing is built here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_plus.errors import RunError
+from raytrain_plus.install import horovod
+from raytrain_plus.install.fixes import EDITS, digest
+from raytrain_plus.install.state import fixed_version
+
+
+@pytest.fixture
+def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done, in order, on a machine whose torch has CUDA and whose builds take no time."""
+    done: list[str] = []
+
+    def pip(arguments: Sequence[str], *rest: Any) -> None:
+        done.append(" ".join((arguments[0], Path(arguments[-1]).name)))
+
+    def build(kept: Path, torch: str, nccl: bool, say: Any) -> Path:
+        done.append("build")
+        wheel = kept / f"horovod-{fixed_version(torch, nccl)}-cp.whl"
+        kept.mkdir(parents=True)
+        wheel.touch()
+        return wheel
+
+    for name, value in {
+        "_pip": pip,
+        "_build": build,
+        "_torch_version": lambda: "2.13.0+cu130",
+        "_torch_has_cuda": lambda: True,
+        "missing_tools": list,
+        "prove": lambda: None,
+    }.items():
+        monkeypatch.setattr(horovod, name, value)
+    monkeypatch.setattr(horovod.platformdirs, "user_cache_path", lambda name: tmp_path)
+    with_nvcc(monkeypatch, False)
+    return done
+
+
+def with_nvcc(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    monkeypatch.setattr(horovod.shutil, "which", lambda name: f"/bin/{name}" if there else None)
+
+
+def test_a_build_without_nccl_beside_cuda_is_told_and_kept_apart(
+    done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    plain = horovod.install_horovod(said.append)
+    assert "torch has CUDA, but there is no nvcc" in said[0]
+    assert "nccl" not in plain.name
+    assert "nccl" not in plain.parent.name
+    with_nvcc(monkeypatch, True)
+    said.clear()
+    with_nccl = horovod.install_horovod(said.append)
+    assert "no nvcc" not in "".join(said)
+    assert "with NCCL" in said[0]
+    assert ".nccl-" in with_nccl.name
+    assert with_nccl.parent.name == f"{plain.parent.name}-nccl"
+    assert horovod.install_horovod(said.append) == with_nccl
+    assert done.count("build") == 2
+
+
+def test_the_place_of_a_build_for_processors_stays(done: list[str]) -> None:
+    # A wheel may be there already.
+    assert horovod.wheel_folder("2.13.0+cpu", False).name.endswith(f"-torch2.13.0+cpu-{digest(EDITS)}")
+
+
+def test_nccl_is_asked_of_the_build() -> None:
+    assert horovod._build_environment(True)["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert horovod._build_environment(False)["HOROVOD_WITHOUT_GPU"] == "1"
+
+
+def test_a_wheel_that_fails_its_proof_is_not_kept(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RunError("it does not work")
+
+    monkeypatch.setattr(horovod, "prove", fail)
+    said: list[str] = []
+    with pytest.raises(RunError, match="it does not work"):
+        horovod.install_horovod(said.append)
+    wheel = f"horovod-{fixed_version('2.13.0+cu130')}-cp.whl"
+    assert not list(horovod.wheel_folder("2.13.0+cu130", False).iterdir())
+    assert done == ["build", f"install {wheel}", "install cffi", "uninstall horovod"]
+    assert "failed its proof" in said[-1]
