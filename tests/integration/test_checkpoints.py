@@ -491,8 +491,9 @@ def test_workers_killed_while_they_write_their_shares_cost_that_checkpoint_alone
     proxy.down = False
     result = run.finish()
     assert (result.status, result.state_sha256) == ("finished", undisturbed[0])
-    [failed, *_] = run.events("checkpoint_failed")
-    assert "was lost before it had written its share" in failed["error"]
+    [resumed] = run.events("resumed")
+    assert resumed["step"] < resumed["voided_to"] - 1
+    assert run.events("checkpoint_saved")[-1]["step"] == 59
     folder = open_folder(result.path)
     found = audit(result.path)
     assert found.clean, found.faults
