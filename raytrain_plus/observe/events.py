@@ -56,8 +56,9 @@ class EventLog:
         self._clock = clock
         self._run = run
         self._lines: _File | Growing
-        if run.path is not None:
-            self._lines = _File(run.path / EVENTS)
+        path = run.path_of(EVENTS)
+        if path is not None:
+            self._lines = _File(path)
             self._behind = self._lines.size
         else:
             self._behind = max(_parts(run), default=0)
@@ -150,12 +151,13 @@ def event_lines(run: Folder) -> Iterator[str]:
 
 def _lines(run: Folder, behind: int) -> Iterator[str]:
     """The lines behind so many bytes of the file, or parts."""
-    if run.path is None:
+    path = run.path_of(EVENTS)
+    if path is None:
         for number in sorted(_parts(run)):
             if number > behind:
                 yield from run.read(_part(number)).decode().removesuffix("\n").split("\n")
-    elif (run.path / EVENTS).exists():
-        with (run.path / EVENTS).open(encoding="utf-8") as file:
+    elif path.exists():
+        with path.open(encoding="utf-8") as file:
             file.seek(behind)
             for line in file:
                 if line.endswith("\n"):

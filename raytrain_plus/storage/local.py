@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from raytrain_plus.errors import InputError
 from raytrain_plus.storage.folder import Buffer, Folder, Stat, check_name
 
 PART = ".part"
@@ -85,6 +86,10 @@ class LocalFolder:
         self.path = path
         self.where = self.address = str(path)
         self._disk = disk or Disk()
+
+    def path_of(self, name: str) -> Path:
+        """Where a file lies, there or not. Raises `InputError` where a link leads out of the folder."""
+        return self._inside(name)
 
     def write(self, name: str, data: Iterable[Buffer]) -> None:
         """Writes a file out of its pieces, in place of an earlier one."""
@@ -160,10 +165,13 @@ class LocalFolder:
         return LocalFolder(self._inside(name), self._disk)
 
     def _inside(self, name: str) -> Path:
-        """Where a file lies. Raises `PermissionError` where a link leads out of the folder."""
+        """Where a file lies. Raises `InputError` where a link leads out of the folder."""
         path = self.path / check_name(name)
-        if not path.resolve().is_relative_to(self.path.resolve()):
-            raise PermissionError(f"{path} leads out of {self.path}")
+        # `Path.resolve` has an error of its own for links that go round in circles.
+        if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.path)):
+            raise InputError(
+                f"a link leads out of {self.path}", where=str(path), remedy="put what it leads to in its place"
+            )
         return path
 
     def _target(self, name: str) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from raytrain_plus.errors import InputError
 from raytrain_plus.observe.events import FIELDS, EventLog, cut_torn_line, read_events
 from raytrain_plus.storage import growing
 from raytrain_plus.storage.folder import Folder
@@ -137,6 +138,17 @@ def test_a_torn_last_line_is_cut_before_appending(tmp_path: Path, whole: bytes, 
     log.write("waiting", generation=2, fields={"for": "x"})
     log.close()
     assert path.read_bytes() == whole + b'{"time": 1.0, "generation": 2, "kind": "waiting", "for": "x"}\n'
+
+
+def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(b"a line\nand what looks torn")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.ndjson").symlink_to(foreign)
+    for use in (EventLog, lambda run: list(read_events(run))):
+        with pytest.raises(InputError, match=r"events\.ndjson: a link leads out"):
+            use(LocalFolder(tmp_path / "run"))
+    assert foreign.read_bytes() == b"a line\nand what looks torn"
 
 
 def test_a_file_that_is_not_there_has_no_torn_line(tmp_path: Path) -> None:
