@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from raytrain_plus.errors import StorageError
 from raytrain_plus.job import KeepBest
-from raytrain_plus.state.checkpoint import amiss, commit, sweep
+from raytrain_plus.state.checkpoint import amiss, commit, discard, sweep
 from raytrain_plus.state.manifest import Manifest, kept, newness, void
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.tries import tried
@@ -41,8 +41,12 @@ class Publisher:
         keep_best: KeepBest | None,
         settle: Callable[[], None],
         done: Callable[[Published], None],
+        ours: Callable[[], None] = lambda: None,
     ) -> None:
-        """`settle` makes ledger and events durable; `done` is told on the thread what became of each."""
+        """`settle` makes ledger and events durable; `done` is told on the thread what became of each.
+
+        `ours` raises where the run belongs to somebody else by now. Of these two it alone works on a full disk.
+        """
         self._complete = sorted(complete, key=newness, reverse=True)
         self._resumptions: Sequence[tuple[int, int]] = ()
         self._changing = threading.Lock()
@@ -51,6 +55,8 @@ class Publisher:
         self._best = None if keep_best is None else (keep_best.metric, str(keep_best.mode))
         self._settle = settle
         self._done = done
+        self._ours = ours
+        self._publishing: set[str] = set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
 
     @property
@@ -65,7 +71,15 @@ class Publisher:
 
     def publish(self, manifest: Manifest) -> None:
         """Makes a checkpoint; returns at once."""
+        self._publishing.add(manifest.name)
         self._thread.submit(self._publish, manifest)
+
+    def discard(self, name: str) -> None:
+        """Removes the shares of a checkpoint that will not be made; returns at once.
+
+        On a disk that is full they would be in the way of the next one.
+        """
+        self._thread.submit(self._discard, name)
 
     def forget(self, resumptions: Sequence[tuple[int, int]]) -> None:
         """Those that a resumption has made void count no more, and none of them is made."""
@@ -85,7 +99,10 @@ class Publisher:
         except Exception as failure:
             log.exception("the checkpoint of step %d could not be made", manifest.step)
             error = f"{type(failure).__name__}: {failure}"
-        if not error:
+        self._publishing.discard(manifest.name)
+        if error:
+            self._discard(manifest.name)
+        else:
             self._sweep(manifest)
         self._done(Published(manifest=manifest, error=error))
 
@@ -104,6 +121,16 @@ class Publisher:
             commit(self._run, manifest)
             self._complete = sorted([manifest, *self._complete], key=newness, reverse=True)
         return ""
+
+    def _discard(self, name: str) -> None:
+        if name in self._publishing:
+            return
+        try:
+            self._ours()
+            # Only where there is no manifest: a try that failed may have been one that succeeded.
+            discard(self._run, name)
+        except Exception:
+            log.warning("what is left of a checkpoint was not removed; the next one takes it along", exc_info=True)
 
     def _sweep(self, newest: Manifest) -> None:
         """Removes what is not kept any more."""
