@@ -19,6 +19,7 @@ from typing import Any
 
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.growing import Growing
+from raytrain_plus.storage.local import naming
 
 Event = dict[str, Any]
 EVENTS = "events.ndjson"
@@ -103,6 +104,7 @@ class _File:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         cut_torn_line(path)
         self._file = path.open("ab", buffering=0)
         self.size = self._file.seek(0, os.SEEK_END)
@@ -118,9 +120,10 @@ class _File:
 
     def sync(self) -> None:
         """See `Growing`."""
-        with self._writing:
-            self._flush()
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            with self._writing:
+                self._flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """See `Growing`."""

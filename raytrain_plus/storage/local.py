@@ -72,6 +72,17 @@ class Disk:
             os.close(file)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A failure of the system's that names no file - a full disk, a bad sector - names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def _unless_missing(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):
         raise error
@@ -94,14 +105,14 @@ class LocalFolder:
     def write(self, name: str, data: Iterable[Buffer]) -> None:
         """Writes a file out of its pieces, in place of an earlier one."""
         target = self._target(name)
-        with self._unfinished(target, data) as part:
+        with naming(target), self._unfinished(target, data) as part:
             self._disk.rename(part, target)
             self._disk.fsync_folder(target.parent)
 
     def create(self, name: str, data: bytes) -> bool:
         """Writes a file that is not there yet; whether it was not."""
         target = self._target(name)
-        with self._unfinished(target, [data]) as part:
+        with naming(target), self._unfinished(target, [data]) as part:
             try:
                 self._disk.link(part, target)
                 made = True
@@ -113,20 +124,24 @@ class LocalFolder:
 
     def read(self, name: str) -> bytes:
         """A whole file. Raises `FileNotFoundError` where it is not there."""
+        path = self._inside(name)
         try:
-            return self._inside(name).read_bytes()
+            with naming(path):
+                return path.read_bytes()
         except NotADirectoryError as error:
-            raise FileNotFoundError(errno.ENOENT, "a folder above it is a file", str(self.path / name)) from error
+            raise FileNotFoundError(errno.ENOENT, "a folder above it is a file", str(path)) from error
 
     def read_into(self, name: str, start: int, into: memoryview) -> None:
         """Fills `into` with a file's bytes from `start` on. Raises `OSError` where the file is shorter."""
-        file = os.open(self._inside(name), os.O_RDONLY | os.O_CLOEXEC)
+        path = self._inside(name)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             done = 0
             while done < len(into):
-                count = os.preadv(file, [into[done:]], start + done)
+                with naming(path):
+                    count = os.preadv(file, [into[done:]], start + done)
                 if not count:
-                    raise OSError(f"{self.path / name} ends after {start + done} bytes, before {start + len(into)}")
+                    raise OSError(f"{path} ends after {start + done} bytes, before {start + len(into)}")
                 done += count
         finally:
             os.close(file)

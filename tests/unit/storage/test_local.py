@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import pytest
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.storage.folder import open_folder
-from raytrain_plus.storage.local import Disk, LocalFolder
-from tests.unit.storage.disk import after_every_stop
+from raytrain_plus.storage.local import LocalFolder
+from tests.unit.storage.disk import Full, after_every_stop
 
 
 def test_whenever_the_machine_stops_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
@@ -87,16 +86,18 @@ def test_links_do_not_lead_out(tmp_path: Path) -> None:
     assert (tmp_path / "secret").read_text() == "x"
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
-    class Full(Disk):
-        def write(self, file: int, data: memoryview) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    LocalFolder(tmp_path).write("file", [b"old"])
-    with pytest.raises(OSError, match="No space left"):
-        LocalFolder(tmp_path, Full()).write("file", [b"new"])
-    assert LocalFolder(tmp_path).read("file") == b"old"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else_and_is_named(
+    tmp_path: Path, call: str
+) -> None:
+    LocalFolder(tmp_path).write("run/file", [b"old"])
+    run = LocalFolder(tmp_path / "run", Full(call))
+    for use in (lambda: run.write("file", [b"new"]), lambda: run.create("file", b"new")):
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/run/file'") as caught:
+            use()
+        assert caught.value.errno == errno.ENOSPC
+    assert run.read("file") == b"old"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["file"]
 
 
 def test_parts_of_files_are_read(tmp_path: Path) -> None:
