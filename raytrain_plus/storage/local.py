@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from raytrain_plus.errors import InputError
+from raytrain_plus.errors import InputError, StorageError
 from raytrain_plus.storage.folder import Buffer, Folder, Stat, check_name
 
 PART = ".part"
@@ -74,13 +74,15 @@ class Disk:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """A failure of the system's that names no file - a full disk, a bad sector - names this one."""
+    """Every failure of the system's as an error of ours; one that names no file - a full disk's - names this one."""
     try:
         yield
+    except FileNotFoundError:
+        raise
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        if error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise StorageError(error.errno, error.strerror, str(error.filename or path)) from error
 
 
 def _unless_missing(error: OSError) -> None:
@@ -104,14 +106,14 @@ class LocalFolder:
 
     def write(self, name: str, data: Iterable[Buffer]) -> None:
         """Writes a file out of its pieces, in place of an earlier one."""
-        target = self._target(name)
+        target = self._inside(name)
         with naming(target), self._unfinished(target, data) as part:
             self._disk.rename(part, target)
             self._disk.fsync_folder(target.parent)
 
     def create(self, name: str, data: bytes) -> bool:
         """Writes a file that is not there yet; whether it was not."""
-        target = self._target(name)
+        target = self._inside(name)
         with naming(target), self._unfinished(target, [data]) as part:
             try:
                 self._disk.link(part, target)
@@ -125,55 +127,58 @@ class LocalFolder:
     def read(self, name: str) -> bytes:
         """A whole file. Raises `FileNotFoundError` where it is not there."""
         path = self._inside(name)
-        try:
-            with naming(path):
+        with naming(path):
+            try:
                 return path.read_bytes()
-        except NotADirectoryError as error:
-            raise FileNotFoundError(errno.ENOENT, "a folder above it is a file", str(path)) from error
+            except NotADirectoryError as error:
+                raise FileNotFoundError(errno.ENOENT, "a folder above it is a file", str(path)) from error
 
     def read_into(self, name: str, start: int, into: memoryview) -> None:
         """Fills `into` with a file's bytes from `start` on. Raises `OSError` where the file is shorter."""
         path = self._inside(name)
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            done = 0
-            while done < len(into):
-                with naming(path):
+        with naming(path):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                done = 0
+                while done < len(into):
                     count = os.preadv(file, [into[done:]], start + done)
-                if not count:
-                    raise OSError(f"{path} ends after {start + done} bytes, before {start + len(into)}")
-                done += count
-        finally:
-            os.close(file)
+                    if not count:
+                        raise OSError(f"{path} ends after {start + done} bytes, before {start + len(into)}")
+                    done += count
+            finally:
+                os.close(file)
 
     def files(self, under: str = "") -> Mapping[str, Stat]:
         """What lies under a folder of this one, however deep; nothing where there is no such folder."""
         top = self._inside(under) if under else self.path
         found = {}
-        for folder, _, names in os.walk(top, onerror=_unless_missing):
-            for name in names:
-                path = Path(folder, name)
-                if name.endswith(PART) or path.is_symlink():
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    stat = path.stat()
-                    found[path.relative_to(self.path).as_posix()] = Stat(stat.st_size, stat.st_mtime)
+        with naming(top):
+            for folder, _, names in os.walk(top, onerror=_unless_missing):
+                for name in names:
+                    path = Path(folder, name)
+                    if name.endswith(PART) or path.is_symlink():
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        stat = path.stat()
+                        found[path.relative_to(self.path).as_posix()] = Stat(stat.st_size, stat.st_mtime)
         return found
 
     def remove(self, name: str) -> None:
         """Removes a file, or everything under a folder; what is not there is no error."""
         path = self._inside(name)
-        if path.is_dir() and not path.is_symlink():
-            self._disk.rmtree(path)
-        else:
-            self._disk.unlink(path)
+        with naming(path):
+            if path.is_dir() and not path.is_symlink():
+                self._disk.rmtree(path)
+            else:
+                self._disk.unlink(path)
 
     def move(self, to: str) -> None:
         """Gives the folder another name beside the one that it has. Raises `FileExistsError` where that is taken."""
         target = self.path.with_name(check_name(to))
         if target.exists():
             raise FileExistsError(errno.EEXIST, "there is something of that name already", to)
-        self.path.rename(target)
+        with naming(self.path):
+            self.path.rename(target)
 
     def inside(self, name: str) -> Folder:
         """A folder of this one; it need not be there."""
@@ -189,17 +194,16 @@ class LocalFolder:
             )
         return path
 
-    def _target(self, name: str) -> Path:
-        target = self._inside(name)
-        missing = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
-        for folder in reversed(missing):
-            self._disk.mkdir(folder)
-            self._disk.fsync_folder(folder.parent)
-        return target
+    def _make(self, folder: Path) -> None:
+        missing = [one for one in (folder, *folder.parents) if not one.exists()]
+        for one in reversed(missing):
+            self._disk.mkdir(one)
+            self._disk.fsync_folder(one.parent)
 
     @contextlib.contextmanager
     def _unfinished(self, target: Path, data: Iterable[Buffer]) -> Iterator[Path]:
         """A durable file of another name; gone afterwards."""
+        self._make(target.parent)
         disk, part = self._disk, target.with_name(f".{target.name}.{secrets.token_hex(4)}{PART}")
         file = disk.open(part)
         try:
