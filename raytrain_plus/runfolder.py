@@ -12,6 +12,8 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import yaml
+
 from raytrain_plus.errors import InputError, JobError
 from raytrain_plus.job import Job
 from raytrain_plus.jobfile import read_job
@@ -77,14 +79,19 @@ def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[st
     if fresh:
         return None
     try:
-        begun = run.read(JOB).decode()
+        differs = job.same_as(run.read(JOB).decode())
     except FileNotFoundError:
         raise InputError(
             "a folder of this name is there, which is no run's: it has no job.yaml",
             where=where,
             remedy="move it away, or give this run another name (--set name=...)",
         ) from None
-    differs = job.same_as(begun)
+    except (UnicodeDecodeError, yaml.YAMLError):
+        raise InputError(
+            "the file is damaged: it is no job",
+            where=f"{run.where}/{JOB}",
+            remedy="put back the job that the run began with; or --fresh moves its folder aside",
+        ) from None
     differing = [key for key in differs if key not in may_change]
     if differing:
         raise InputError(
@@ -188,8 +195,11 @@ class Fence:
         newest = claims_of(self._run)
         if not newest:
             return "its folder was moved away"
-        who = json.loads(self._run.read(_claim_of(newest)))
-        return f"process {who['pid']} on {who['host']}"
+        try:
+            who = json.loads(self._run.read(_claim_of(newest)))
+            return f"process {who['pid']} on {who['host']}"
+        except (ValueError, TypeError, KeyError):
+            return f"its claim, {_claim_of(newest)}, is damaged"
 
 
 def _claim_of(number: int) -> str:
@@ -244,12 +254,14 @@ def _lease(run: Folder) -> bytes:
 
 
 def lease_holder(run: Folder) -> str | None:
-    """Who holds the folder, or None. A lease that its holder stopped renewing ends after `LEASE_S`."""
+    """Who holds the folder, or None. A lease that its holder stopped renewing ends after `LEASE_S`.
+
+    One that is damaged is nobody's: its holder writes it again soon.
+    """
     try:
         lease = json.loads(_lease(run))
-    except json.JSONDecodeError:
+        age = time.time() - lease["time"]
+        holder = f"process {lease['pid']} on {lease['host']}, renewed {max(0.0, age):.0f} s ago"
+    except (ValueError, TypeError, KeyError):
         return None
-    age = time.time() - lease["time"]
-    if age > LEASE_S:
-        return None
-    return f"process {lease['pid']} on {lease['host']}, renewed {max(0.0, age):.0f} s ago"
+    return None if age > LEASE_S else holder

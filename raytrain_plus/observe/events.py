@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from raytrain_plus.errors import InputError
+from raytrain_plus.storage.document import parse_object
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.growing import Growing
 from raytrain_plus.storage.local import naming
@@ -45,6 +47,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 """The fields of each kind, beside `time` (Unix seconds), `generation` and `kind`."""
 
+_REMEDY = "mend the line if you have a copy; or start over with --fresh, which keeps this run's folder"
 _BLOCK = 65536
 """Bytes looked at together in the search for the last line end."""
 
@@ -93,7 +96,7 @@ class EventLog:
 
     def read(self) -> Iterator[Event]:
         """The events of this log alone, as far as they are written."""
-        return map(json.loads, _lines(self._run, self._behind))
+        return _events(self._run, self._behind)
 
 
 class _File:
@@ -143,28 +146,43 @@ class _File:
 
 
 def read_events(run: Folder) -> Iterator[Event]:
-    """The events of the run in a folder; a torn last line is passed over."""
-    return map(json.loads, event_lines(run))
+    """The events of the run in a folder; a torn last line is passed over.
+
+    Raises `InputError` where another line is damaged.
+    """
+    return _events(run, 0)
 
 
 def event_lines(run: Folder) -> Iterator[str]:
-    """The same as they are written."""
-    return _lines(run, 0)
+    """The same as they are written, whatever is in them."""
+    return (line.decode(errors="replace") for _, _, line in _lines(run, 0))
 
 
-def _lines(run: Folder, behind: int) -> Iterator[str]:
-    """The lines behind so many bytes of the file, or parts."""
+def _events(run: Folder, behind: int) -> Iterator[Event]:
+    for name, number, line in _lines(run, behind):
+        file = f"{run.where}/{name}"
+        event = parse_object(line, file, number, _REMEDY)
+        missing = {"time", "generation", "kind", *FIELDS.get(str(event.get("kind")), ())} - event.keys()
+        if missing or not all(isinstance(event.get(field, 0), int) for field in ("generation", "step")):
+            what = f"the event has no {min(missing)!r}" if missing else "a number is none"
+            raise InputError(f"the file is damaged: {what}", where=f"{file}, line {number}", remedy=_REMEDY)
+        yield event
+
+
+def _lines(run: Folder, behind: int) -> Iterator[tuple[str, int, bytes]]:
+    """The lines behind so many bytes of the file, or parts: the file's name, their number from there, themselves."""
     path = run.path_of(EVENTS)
     if path is None:
-        for number in sorted(_parts(run)):
-            if number > behind:
-                yield from run.read(_part(number)).decode().removesuffix("\n").split("\n")
+        for part in sorted(_parts(run)):
+            if part > behind:
+                for number, line in enumerate(run.read(_part(part)).removesuffix(b"\n").split(b"\n"), 1):
+                    yield _part(part), number, line
     elif path.exists():
-        with path.open(encoding="utf-8") as file:
+        with naming(path), path.open("rb") as file:
             file.seek(behind)
-            for line in file:
-                if line.endswith("\n"):
-                    yield line
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n"):
+                    yield EVENTS, number, line[:-1]
 
 
 def _part(number: int) -> str:

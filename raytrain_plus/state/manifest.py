@@ -158,8 +158,11 @@ def from_bytes(document: bytes, name: str) -> Manifest:
     rest = document[head.end() :] if head else b""
     if head is None or xxhash.xxh3_128(rest).hexdigest() != head[1].decode():
         raise DamagedError("the manifest is damaged: its bytes do not have the hash that it names", where=where)
-    values = json.loads(b"{" + rest)
-    written = values.pop("format")
+    try:
+        values = json.loads(b"{" + rest)
+        written = values.pop("format")
+    except (ValueError, KeyError) as error:
+        raise DamagedError(f"the manifest is none: {type(error).__name__}: {error}", where=where) from None
     if written != FORMAT:
         raise CheckpointError(
             f"this checkpoint is of format {written}, and this version reads format {FORMAT}",

@@ -125,6 +125,24 @@ def test_the_newest_controller_alone_may_write(run: Folder) -> None:
     assert third.overtaken() is None
 
 
+@pytest.mark.parametrize("damaged", [b"", b"[]", b"{}", b"\xff"])
+def test_who_finds_a_damaged_claim_stops_all_the_same(tmp_path: Path, damaged: bytes) -> None:
+    run = LocalFolder(tmp_path)
+    fence = Fence(run, 0)
+    run.write("claims/00000001.json", [damaged])
+    assert fence.overtaken() == "its claim, claims/00000001.json, is damaged"
+    with pytest.raises(InputError, match="has begun in the meantime"):
+        Fence(run, 0)
+
+
+@pytest.mark.parametrize("damaged", [b"\xff\xfe", b"a: [", b"a: b: c"])
+def test_a_damaged_job_is_told(run: Folder, damaged: bytes) -> None:
+    run.write("job.yaml", [damaged])
+    with pytest.raises(InputError, match=r"run/job\.yaml: the file is damaged"):
+        earlier_result(run, JOB, fresh=False)
+    assert earlier_result(run, JOB, fresh=True) is None
+
+
 def test_of_controllers_that_begin_at_once_one_gets_the_run(tmp_path: Path) -> None:
     got: list[Fence] = []
     late: list[InputError] = []
@@ -208,8 +226,9 @@ def test_a_lease_that_nobody_renews_ends(run: Folder) -> None:
     assert lease_holder(run) is None
     run.write("lease.json", [json.dumps({**lease, "time": time.time()}).encode()])
     assert (lease_holder(run) or "").startswith("process 1 on h")
-    run.write("lease.json", [b"{torn"])
-    assert lease_holder(run) is None
+    for damaged in (b"{torn", b"[]", b"null", b"{}", b'{"time": "now"}', b"\xff"):
+        run.write("lease.json", [damaged])
+        assert lease_holder(run) is None
     Lease(run).release()
     assert lease_holder(run) is None
     assert not run.files()
