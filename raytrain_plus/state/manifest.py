@@ -197,6 +197,8 @@ def _fault(manifest: Manifest, name: str) -> str:
     """What of a manifest does not hold together, if anything: it may come from anywhere."""
     if manifest.name != name:
         return f"it says that it is {manifest.name}"
+    if not isinstance(manifest.data, dict) or "fingerprint" not in manifest.data:
+        return "it does not say of what data it is"
     for file in manifest.files:
         if not _FILE.fullmatch(file.name):
             return f"{file.name!r} is no name of a file of a checkpoint"

@@ -1,13 +1,27 @@
-"""Whether a cluster can ever have the workers that a job asks for."""
+"""Whether a cluster can ever have the workers that a job asks for, and a job go on from what is in a folder."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("ray")
 
+import yaml
+
 from raytrain_plus import Data, Job, Workers, runner
-from raytrain_plus.errors import InputError
+from raytrain_plus.data.source import Index, index
+from raytrain_plus.errors import CheckpointError, DataError, InputError
+from raytrain_plus.past import look_back
+from raytrain_plus.runner import check_goes_on
+from raytrain_plus.state.checkpoint import commit
+from raytrain_plus.storage.local import LocalFolder
+from tests.unit.data.test_source import write
+from tests.unit.state.test_checkpoint import described
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None) -> int:
@@ -50,3 +64,61 @@ def test_what_can_never_be_had_is_refused(
         limits(monkeypatch, workers, most)
     assert caught.value.where == where
     assert "its 1 nodes have: 2 CPU, 0 GPU" in caught.value.expected
+
+
+class Begun:
+    """A run's folder with a checkpoint after step 3, and what it was made of."""
+
+    def __init__(self, folder: Path) -> None:
+        write(folder / "data" / "a.parquet", 40)
+        self.run = LocalFolder(folder / "run")
+        self.job = Job(name="x", task="a:B", data=Data(path=str(folder / "data"), batch_size=8), steps=9, args={"w": 1})
+        self.seen: Index = index(folder / "data")
+        self.run.write("dataset.json", [json.dumps(self.seen.to_json()).encode()])
+        self.save(3)
+
+    def save(self, step: int, job: Job | None = None, **changes: Any) -> None:
+        settings = yaml.safe_load((job or self.job).to_yaml())
+        data = {"fingerprint": self.seen.fingerprint}
+        commit(self.run, described(step, 0, [], **{"job": settings, "data": data, **changes}))
+
+    def goes_on(self, job: Job | None = None) -> None:
+        check_goes_on(look_back(self.run), self.run, job or self.job, self.seen)
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Begun:
+    return Begun(tmp_path)
+
+
+def test_a_job_goes_on_with_what_may_change_and_under_another_name(begun: Begun) -> None:
+    begun.goes_on()
+    begun.goes_on(replace(begun.job, name="copied", steps=20, args={"w": 2}, workers=Workers(min=2)))
+
+
+def test_other_data_is_refused_by_what_the_folder_says_and_else_by_the_checkpoint(begun: Begun, tmp_path: Path) -> None:
+    write(tmp_path / "data" / "b.parquet", 40)
+    begun.seen = index(tmp_path / "data")
+    with pytest.raises(DataError, match=r"the data is other than when the run began: b\.parquet is new"):
+        begun.goes_on()
+    begun.run.remove("dataset.json")
+    with pytest.raises(DataError, match=r"the data is other than when the checkpoint 0+3-0+ was written"):
+        begun.goes_on()
+
+
+@pytest.mark.parametrize("damaged", [b"{", b"[]", b"{}", b'{"fingerprint": ""}', b'{"fingerprint": "", "files": [1]}'])
+def test_what_the_folder_says_of_the_data_may_be_damaged(begun: Begun, damaged: bytes) -> None:
+    begun.run.write("dataset.json", [damaged])
+    with pytest.raises(InputError, match=r"run/dataset\.json.*: the file is damaged") as caught:
+        begun.goes_on()
+    assert "move the file away" in caught.value.remedy
+    begun.run.remove("dataset.json")
+    begun.goes_on()
+
+
+def test_another_jobs_checkpoint_is_refused_wherever_it_stands(begun: Begun) -> None:
+    other = replace(begun.job, seed=1, data=replace(begun.job.data, batch_size=16))
+    begun.save(1, job=other, run="theirs")
+    match = r"checkpoints/0+1-0+\.json: the checkpoint is another job's \(theirs\); they differ in seed, data\.batch"
+    with pytest.raises(CheckpointError, match=match):
+        begun.goes_on()

@@ -281,6 +281,9 @@ def test_a_strangers_manifest_leads_nowhere(tmp_path: Path) -> None:
         (b'"shape": [40, 3]', b'"shape": [41, 3]'),
         (b'"step": 4', b'"step": 5'),
         (b'"head": ', b'"head": 9999999'),
+        (b'"fingerprint"', b'"footprint"'),
+        (b'"format"', b'"foremat"'),
+        (b'"files": ', b'"files": ]'),
     ):
         rest = document.partition(b", ")[2].replace(before, after)
         file.write_bytes(b'{"xxh3_128": "' + m.xxhash.xxh3_128(rest).hexdigest().encode() + b'", ' + rest)
