@@ -29,6 +29,7 @@ MODEL = "model.safetensors"
 LEASE_S = 10.0
 """Seconds after its last renewal for which a lease holds."""
 LEASE = "lease.json"
+CLAIMS = "claims"
 
 
 def check_writable(where: str | Path) -> Folder:
@@ -81,6 +82,9 @@ def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[st
     try:
         differs = job.same_as(run.read(JOB).decode())
     except FileNotFoundError:
+        if all(name == LEASE or name.startswith(f"{CLAIMS}/") for name in run.files()):
+            # A controller was killed when it had taken the folder, before it could write anything.
+            return None
         raise InputError(
             "a folder of this name is there, which is no run's: it has no job.yaml",
             where=where,
@@ -203,12 +207,12 @@ class Fence:
 
 
 def _claim_of(number: int) -> str:
-    return f"claims/{number:08d}.json"
+    return f"{CLAIMS}/{number:08d}.json"
 
 
 def claims_of(run: Folder) -> int:
     """How many controllers have claimed the run."""
-    names = [name.removeprefix("claims/").removesuffix(".json") for name in run.files("claims")]
+    names = [name.removeprefix(f"{CLAIMS}/").removesuffix(".json") for name in run.files(CLAIMS)]
     return max((int(name) for name in names if name.isdecimal()), default=0)
 
 

@@ -14,6 +14,7 @@ import pytest
 from raytrain_plus import runfolder
 from raytrain_plus.errors import InputError
 from raytrain_plus.job import Data, Job
+from raytrain_plus.past import Past, look_back
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import (
     LEASE_S,
@@ -85,6 +86,19 @@ def test_a_folder_that_is_no_run_is_in_the_way(run: Folder) -> None:
     run.write("thesis", [b"x"])
     with pytest.raises(InputError, match=r"no run's: it has no job\.yaml"):
         earlier_result(run, JOB, fresh=False)
+
+
+def test_who_was_killed_before_the_job_was_written_is_not_in_the_way(
+    run: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runfolder, "LEASE_S", 0.2)
+    claim(run, fresh=False, claims=None)
+    Lease(run).renew()
+    assert earlier_result(run, JOB, fresh=False) is None
+    past = look_back(run)
+    assert past == Past(claims=1)
+    claim(run, fresh=False, claims=past.claims)
+    assert claims_of(run) == 2
 
 
 def test_a_file_is_in_the_way(tmp_path: Path) -> None:
