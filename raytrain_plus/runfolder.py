@@ -148,7 +148,7 @@ def claim(run: Folder, *, fresh: bool, claims: int | None) -> Fence:
     files = run.files()
     if not files:
         return Fence(run, 0)
-    holder = lease_holder(run)
+    holder = _living(run)
     if holder is not None or not (fresh or claims is not None):
         raise InputError(
             f"another run of this name has begun in the meantime ({holder or 'and ended'})",
@@ -240,13 +240,17 @@ class Lease:
 
 
 def _living(run: Folder) -> str | None:
-    """Who holds the folder and renews its lease; None where nobody does, or where the lease ends without a renewal."""
-    first = _lease(run)
+    """Who holds the folder and renews its lease; None where nobody does, or where the lease ends without a renewal.
+
+    It ends, too, when it has been the same for `LEASE_S` of our clock: the holder's may be ahead.
+    """
+    first = lease = _lease(run)
     deadline = time.monotonic() + LEASE_S
-    while lease_holder(run) is not None:
-        if _lease(run) != first or time.monotonic() > deadline:
-            return lease_holder(run)
+    while (holder := _holder(lease)) is not None and time.monotonic() < deadline:
+        if lease != first:
+            return holder
         time.sleep(LEASE_S / 100)
+        lease = _lease(run)
     return None
 
 
@@ -262,8 +266,12 @@ def lease_holder(run: Folder) -> str | None:
 
     One that is damaged is nobody's: its holder writes it again soon.
     """
+    return _holder(_lease(run))
+
+
+def _holder(document: bytes) -> str | None:
     try:
-        lease = json.loads(_lease(run))
+        lease = json.loads(document)
         age = time.time() - lease["time"]
         holder = f"process {lease['pid']} on {lease['host']}, renewed {max(0.0, age):.0f} s ago"
     except (ValueError, TypeError, KeyError):

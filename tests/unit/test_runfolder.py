@@ -6,6 +6,8 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,9 +205,9 @@ def test_fresh_moves_aside_and_overwrites_nothing(
     assert left == {"run", *(f"run.20240101-000000{more}" for more in ("", ".2", ".3"))}
 
 
-def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    left_by(run, "failed")
-    monkeypatch.setattr(runfolder, "LEASE_S", 1.0)
+@contextmanager
+def living(run: Folder) -> Iterator[None]:
+    """Somebody has the run, and renews its lease."""
     over = threading.Event()
 
     def renew() -> None:
@@ -215,10 +217,18 @@ def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch
     holder = threading.Thread(target=renew)
     Lease(run).renew()
     holder.start()
-    with pytest.raises(InputError, match=r"is going on \(process \d+ on "):
+    try:
+        yield
+    finally:
+        over.set()
+        holder.join()
+
+
+def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_by(run, "failed")
+    monkeypatch.setattr(runfolder, "LEASE_S", 1.0)
+    with living(run), pytest.raises(InputError, match=r"is going on \(process \d+ on "):
         earlier_result(run, JOB, fresh=True)
-    over.set()
-    holder.join()
     # Nobody renews it any more: it is waited for.
     assert lease_holder(run) is not None
     assert earlier_result(run, JOB, fresh=True) is None
@@ -228,10 +238,19 @@ def test_a_run_that_began_in_the_meantime_is_left_alone(run: Folder) -> None:
     left_by(run, "finished")
     with pytest.raises(InputError, match=r"has begun in the meantime \(and ended\)"):
         claim(run, fresh=False, claims=None)
-    Lease(run).renew()
-    with pytest.raises(InputError, match=r"has begun in the meantime \(process "):
+    with living(run), pytest.raises(InputError, match=r"has begun in the meantime \(process "):
         claim(run, fresh=True, claims=None)
     assert "result.json" in run.files()
+
+
+def test_a_dead_holders_clock_that_is_ahead_is_in_nobodys_way(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runfolder, "LEASE_S", 0.2)
+    left_by(run, "failed")
+    run.write("lease.json", [json.dumps({"time": time.time() + 3600, "pid": 1, "host": "h"}).encode()])
+    assert earlier_result(run, JOB, fresh=False) is None
+    claim(run, fresh=False, claims=0)
+    claim(run, fresh=True, claims=None)
+    assert "result.json" not in run.files()
 
 
 def test_a_lease_that_nobody_renews_ends(run: Folder) -> None:
