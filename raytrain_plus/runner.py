@@ -170,12 +170,12 @@ def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
     if lost:
         raise CheckpointError(
             f"no checkpoint can be used; the newest: {lost[0].why}",
-            where=f"{folder}/checkpoints/{lost[0].name}",
+            where=f"{folder.where}/{CHECKPOINTS}/{lost[0].name}",
             remedy="mend the files if you have a copy; or start over with --fresh, which keeps this run's folder",
         )
     result = Result.load(folder)
     if result is not None and result.status == "finished":
-        raise InputError("the finished run has no checkpoint to go on from", where=f"run folder {folder}")
+        raise InputError("the finished run has no checkpoint to go on from", where=f"run folder {folder.where}")
 
 
 def _check_data(folder: Folder, job: Job, seen: Index) -> None:

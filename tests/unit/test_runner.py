@@ -17,8 +17,10 @@ from raytrain_plus import Data, Job, Workers, runner
 from raytrain_plus.data.source import Index, index
 from raytrain_plus.errors import CheckpointError, DataError, InputError
 from raytrain_plus.past import look_back
+from raytrain_plus.result import Result
 from raytrain_plus.runner import check_goes_on
 from raytrain_plus.state.checkpoint import commit
+from raytrain_plus.state.manifest import name_of
 from raytrain_plus.storage.local import LocalFolder
 from tests.unit.data.test_source import write
 from tests.unit.state.test_checkpoint import described
@@ -122,3 +124,31 @@ def test_another_jobs_checkpoint_is_refused_wherever_it_stands(begun: Begun) -> 
     match = r"checkpoints/0+1-0+\.json: the checkpoint is another job's \(theirs\); they differ in seed, data\.batch"
     with pytest.raises(CheckpointError, match=match):
         begun.goes_on()
+
+
+def test_a_damaged_checkpoint_is_warned_of_and_the_one_before_is_taken(
+    begun: Begun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun.save(5)
+    begun.run.write(f"checkpoints/{name_of(5, 0)}.json", [b"{}"])
+    begun.goes_on()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: the checkpoint {name_of(5, 0)} cannot be used: the manifest is damaged")
+    with pytest.raises(InputError, match=r"2 steps are fewer than the run has made \(4\)"):
+        begun.goes_on(replace(begun.job, steps=2))
+
+
+def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(begun: Begun) -> None:
+    begun.run.write(f"checkpoints/{name_of(3, 0)}.json", [b"{}"])
+    with pytest.raises(CheckpointError, match="can be used; the newest: the manifest is damaged") as caught:
+        begun.goes_on()
+    assert caught.value.where == f"{begun.run.where}/checkpoints/{name_of(3, 0)}"
+
+
+def test_a_finished_run_without_a_checkpoint_has_nothing_to_go_on_from(begun: Begun) -> None:
+    begun.run.remove("checkpoints")
+    begun.goes_on()
+    Result(name="x", status="finished", exit_code=0, path=begun.run.path, steps=9, samples=72).save(begun.run)
+    with pytest.raises(InputError, match="the finished run has no checkpoint") as caught:
+        begun.goes_on()
+    assert caught.value.where == f"run folder {begun.run.where}"
