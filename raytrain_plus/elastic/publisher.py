@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -42,10 +42,12 @@ class Publisher:
         settle: Callable[[], None],
         done: Callable[[Published], None],
         ours: Callable[[], None] = lambda: None,
+        damaged: Iterable[str] = (),
     ) -> None:
         """`settle` makes ledger and events durable; `done` is told on the thread what became of each.
 
-        `ours` raises where the run belongs to somebody else by now. Of these two it alone works on a full disk.
+        `ours` raises where the run belongs to somebody else by now: unlike `settle` it works on a full disk. The
+        `damaged` are not removed while this run goes on: who has a copy of a file may mend them.
         """
         self._complete = sorted(complete, key=newness, reverse=True)
         self._resumptions: Sequence[tuple[int, int]] = ()
@@ -57,6 +59,7 @@ class Publisher:
         self._done = done
         self._ours = ours
         self._publishing: set[str] = set()
+        self._damaged = set(damaged)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
 
     @property
@@ -65,8 +68,9 @@ class Publisher:
         return tuple(self._complete)
 
     def drop(self, manifest: Manifest) -> None:
-        """This one cannot be used."""
+        """This one cannot be used; it is not removed either."""
         with self._changing:
+            self._damaged.add(manifest.name)
             self._complete = [one for one in self._complete if one.name != manifest.name]
 
     def publish(self, manifest: Manifest) -> None:
@@ -141,7 +145,7 @@ class Publisher:
                 if void(newest.name, self._resumptions):
                     return
                 self._complete, _ = kept(self._complete, self._keep, self._best)
-                stay = [one.name for one in self._complete]
+                stay = {one.name for one in self._complete} | self._damaged
             sweep(self._run, stay, before=newness(newest))
         except Exception:
             log.warning("old checkpoints were not removed; trying again after the next one", exc_info=True)

@@ -40,7 +40,9 @@ def make(tmp_path: Path, told: queue.SimpleQueue[Published]) -> Iterator[Make]:
     def build(settle: Callable[[], None] = lambda: None, best: KeepBest | None = None, **changes: Any) -> Publisher:
         run = changes.get("run", LocalFolder(tmp_path))
         ours = changes.get("ours", lambda: None)
-        made.append(Publisher(run, [], 2, best, settle, told.put, ours))
+        made.append(
+            Publisher(run, changes.get("complete", []), 2, best, settle, told.put, ours, changes.get("damaged", ()))
+        )
         return made[-1]
 
     yield build
@@ -147,6 +149,22 @@ def test_the_shares_of_one_that_was_given_up_are_removed_and_no_others(
     assert [told.get(timeout=10).error for _ in range(2)] == ["", ""]
     assert folders(tmp_path) == [name_of(1, 0), name_of(2, 0)]
     assert steps(tmp_path) == [2, 1]
+
+
+def test_what_is_damaged_stays_for_who_may_mend_it(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
+    before = make()
+    for step in (1, 2):
+        publish(before, tmp_path, told, step)
+    # Of one its reader told, the other was found so.
+    publisher = make(complete=before.complete[:1], damaged=[name_of(1, 0)])
+    publisher.drop(before.complete[0])
+    assert publisher.complete == ()
+    for step in (3, 4, 5):
+        publish(publisher, tmp_path, told, step)
+    assert steps(tmp_path) == [5, 4, 2, 1]
+    assert [one.step for one in publisher.complete] == [5, 4]
 
 
 def test_who_is_overtaken_removes_nothing(tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]) -> None:
