@@ -86,7 +86,7 @@ class Publisher:
         self._thread.submit(self._discard, name)
 
     def forget(self, resumptions: Sequence[tuple[int, int]]) -> None:
-        """Those that a resumption has made void count no more, and none of them is made."""
+        """Those that a resumption has made void count no more, nor does one that is being made; returns at once."""
         with self._changing:
             self._resumptions = tuple(resumptions)
             self._complete = [one for one in self._complete if not void(one.name, resumptions)]
@@ -119,10 +119,14 @@ class Publisher:
                 f"{fault}, as the controller sees what a worker has written: {self._run.where} is not shared by their "
                 "machines; name a storage that is"
             )
+        gone_on = "the run has gone on from an earlier step meanwhile"
+        if void(manifest.name, self._resumptions):
+            return gone_on
+        # Nobody waits for the storage to take it. Where it is void by then its name says so.
+        commit(self._run, manifest)
         with self._changing:
             if void(manifest.name, self._resumptions):
-                return "the run has gone on from an earlier step meanwhile"
-            commit(self._run, manifest)
+                return gone_on
             self._complete = sorted([manifest, *self._complete], key=newness, reverse=True)
         return ""
 

@@ -206,6 +206,35 @@ def test_what_a_resumption_has_made_void_is_not_made(
     assert (steps(tmp_path), [one.step for one in publisher.complete]) == ([1], [1])
 
 
+class Standing(LocalFolder):
+    """Creates a file when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def create(self, name: str, data: bytes) -> bool:
+        self.asked.set()
+        assert self.go.wait(10)
+        return super().create(name, data)
+
+
+def test_who_goes_on_does_not_wait_for_a_storage_that_stands_still(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
+    run = Standing(tmp_path)
+    publisher = make(run=run)
+    publisher.publish(described(2, 0, shares(run, state(2), name_of(2, 0), 2)))
+    assert run.asked.wait(10)
+    publisher.forget([(1, 1)])
+    publisher.discard(name_of(2, 0))
+    run.go.set()
+    assert "gone on from an earlier step" in told.get(timeout=10).error
+    assert publisher.complete == ()
+    assert [found.why[:4] for found in survey(run, [(1, 1)])] == ["void"]
+    assert publish(publisher, tmp_path, told, 1).error == ""
+
+
 def test_what_a_resumption_made_void_is_forgotten(
     tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
 ) -> None:
