@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,23 @@ def load(path: str | Path, model: nn.Module) -> int:
 def newest_weights(run: Folder) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """The newest complete checkpoint of a run, and the model's tensors as its `state_dict` names them.
 
-    A damaged one is passed over. Raises `InputError` where there is none.
+    A damaged one is passed over, and said so on stderr. Raises `InputError` where there is none, and where one that
+    is newer than it was written by a newer version.
     """
     damages = []
+
+    def passed_over(name: str, why: str) -> None:
+        damages.append(f"{name}: {why}")
+        print(f"warning: the checkpoint {name} cannot be used: {why}", file=sys.stderr)
+
     for found in look_back(run).found:
-        if found.manifest is None:
-            continue
+        if found.error is not None and not isinstance(found.error, DamagedError):
+            raise found.error
         manifest = found.manifest
+        if manifest is None:
+            if found.damaged:
+                passed_over(found.name, found.why)
+            continue
         buffers = set(manifest.tree["persistent"])
         names = [
             name
@@ -66,7 +77,7 @@ def newest_weights(run: Folder) -> tuple[Manifest, dict[str, torch.Tensor]]:
         try:
             tensors = read_tensors(run, manifest, dict.fromkeys(names))
         except DamagedError as error:
-            damages.append(str(error))
+            passed_over(found.name, f"{error.where}: {error.what}")
             continue
         return manifest, {name.partition("/")[2]: unpacked(packed, CPU) for name, packed in tensors.items()}
     raise InputError(

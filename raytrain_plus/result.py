@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raytrain_plus.errors import InputError
 from raytrain_plus.jsontext import json_text
+from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.folder import Folder, without_secrets
 
 RESULT = "result.json"
 """The file's name in a run's folder."""
+_REMEDY = "move the file away; the run then counts as one that has not ended"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +63,18 @@ class Result:
 
     @classmethod
     def load(cls, run: Folder) -> Result | None:
-        """The result in a run's folder, or None where the run has not ended."""
+        """The result in a run's folder, or None where the run has not ended.
+
+        Raises `InputError` where there is one that this version does not write.
+        """
         try:
-            values = json.loads(run.read(RESULT))
+            values = read_object(run, RESULT, _REMEDY)
         except FileNotFoundError:
             return None
-        # What is not finite stands there as text.
-        metrics = {name: float(value) for name, value in values["metrics"].items()}
-        return cls(**{**values, "path": run.path or run.address, "metrics": metrics})
+        try:
+            # What is not finite stands there as text.
+            metrics = {name: float(value) for name, value in values.get("metrics", {}).items()}
+            return cls(**{**values, "path": run.path or run.address, "metrics": metrics})
+        except TypeError as error:
+            what = f"it holds no result that this version writes: {str(error).partition(' ')[2]}"
+            raise InputError(what, where=f"{run.where}/{RESULT}", remedy=_REMEDY) from None

@@ -12,6 +12,8 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import yaml
+
 from raytrain_plus.errors import InputError, JobError
 from raytrain_plus.job import Job
 from raytrain_plus.jobfile import read_job
@@ -27,6 +29,7 @@ MODEL = "model.safetensors"
 LEASE_S = 10.0
 """Seconds after its last renewal for which a lease holds."""
 LEASE = "lease.json"
+CLAIMS = "claims"
 
 
 def check_writable(where: str | Path) -> Folder:
@@ -77,14 +80,22 @@ def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[st
     if fresh:
         return None
     try:
-        begun = run.read(JOB).decode()
+        differs = job.same_as(run.read(JOB).decode())
     except FileNotFoundError:
+        if all(name == LEASE or name.startswith(f"{CLAIMS}/") for name in run.files()):
+            # A controller was killed when it had taken the folder, before it could write anything.
+            return None
         raise InputError(
             "a folder of this name is there, which is no run's: it has no job.yaml",
             where=where,
             remedy="move it away, or give this run another name (--set name=...)",
         ) from None
-    differs = job.same_as(begun)
+    except (UnicodeDecodeError, yaml.YAMLError):
+        raise InputError(
+            "the file is damaged: it is no job",
+            where=f"{run.where}/{JOB}",
+            remedy="put back the job that the run began with; or --fresh moves its folder aside",
+        ) from None
     differing = [key for key in differs if key not in may_change]
     if differing:
         raise InputError(
@@ -137,7 +148,7 @@ def claim(run: Folder, *, fresh: bool, claims: int | None) -> Fence:
     files = run.files()
     if not files:
         return Fence(run, 0)
-    holder = lease_holder(run)
+    holder = _living(run)
     if holder is not None or not (fresh or claims is not None):
         raise InputError(
             f"another run of this name has begun in the meantime ({holder or 'and ended'})",
@@ -188,17 +199,20 @@ class Fence:
         newest = claims_of(self._run)
         if not newest:
             return "its folder was moved away"
-        who = json.loads(self._run.read(_claim_of(newest)))
-        return f"process {who['pid']} on {who['host']}"
+        try:
+            who = json.loads(self._run.read(_claim_of(newest)))
+            return f"process {who['pid']} on {who['host']}"
+        except (ValueError, TypeError, KeyError):
+            return f"its claim, {_claim_of(newest)}, is damaged"
 
 
 def _claim_of(number: int) -> str:
-    return f"claims/{number:08d}.json"
+    return f"{CLAIMS}/{number:08d}.json"
 
 
 def claims_of(run: Folder) -> int:
     """How many controllers have claimed the run."""
-    names = [name.removeprefix("claims/").removesuffix(".json") for name in run.files("claims")]
+    names = [name.removeprefix(f"{CLAIMS}/").removesuffix(".json") for name in run.files(CLAIMS)]
     return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
@@ -226,13 +240,17 @@ class Lease:
 
 
 def _living(run: Folder) -> str | None:
-    """Who holds the folder and renews its lease; None where nobody does, or where the lease ends without a renewal."""
-    first = _lease(run)
+    """Who holds the folder and renews its lease; None where nobody does, or where the lease ends without a renewal.
+
+    It ends, too, when it has been the same for `LEASE_S` of our clock: the holder's may be ahead.
+    """
+    first = lease = _lease(run)
     deadline = time.monotonic() + LEASE_S
-    while lease_holder(run) is not None:
-        if _lease(run) != first or time.monotonic() > deadline:
-            return lease_holder(run)
+    while (holder := _holder(lease)) is not None and time.monotonic() < deadline:
+        if lease != first:
+            return holder
         time.sleep(LEASE_S / 100)
+        lease = _lease(run)
     return None
 
 
@@ -244,12 +262,18 @@ def _lease(run: Folder) -> bytes:
 
 
 def lease_holder(run: Folder) -> str | None:
-    """Who holds the folder, or None. A lease that its holder stopped renewing ends after `LEASE_S`."""
+    """Who holds the folder, or None. A lease that its holder stopped renewing ends after `LEASE_S`.
+
+    One that is damaged is nobody's: its holder writes it again soon.
+    """
+    return _holder(_lease(run))
+
+
+def _holder(document: bytes) -> str | None:
     try:
-        lease = json.loads(_lease(run))
-    except json.JSONDecodeError:
+        lease = json.loads(document)
+        age = time.time() - lease["time"]
+        holder = f"process {lease['pid']} on {lease['host']}, renewed {max(0.0, age):.0f} s ago"
+    except (ValueError, TypeError, KeyError):
         return None
-    age = time.time() - lease["time"]
-    if age > LEASE_S:
-        return None
-    return f"process {lease['pid']} on {lease['host']}, renewed {max(0.0, age):.0f} s ago"
+    return None if age > LEASE_S else holder

@@ -24,6 +24,7 @@ from typing import Any
 
 import cloudpickle
 import ray
+import yaml
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -40,6 +41,9 @@ from raytrain_plus.observe.progress import View, view_for
 from raytrain_plus.past import Past, look_back
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import DATASET, check_writable, earlier_result, exists, job_of
+from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
+from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.folder import Folder, open_folder, split, without_secrets
 from raytrain_plus.taskfile import load_function, load_task
 from raytrain_plus.workers.plan import Plan
@@ -148,18 +152,11 @@ def resume(
 
 
 def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
-    """Raises `InputError` where the job cannot go on from what is in `folder`: other data, a newer version, the end."""
-    try:
-        then = json.loads(folder.read(DATASET))
-    except FileNotFoundError:
-        then = seen.to_json()
-    if then["fingerprint"] != seen.fingerprint:
-        raise DataError(
-            f"the data is other than when the run began: {'; '.join(differences(seen.to_json(), then)[:3])}",
-            where=job.data.path,
-            expected=f"the data with the fingerprint {then['fingerprint'][:12]}, not {seen.fingerprint[:12]}",
-            remedy="put the files back; or start over with --fresh",
-        )
+    """Raises `InputError` where the job cannot go on from what is in `folder`: other data, another job's checkpoints, a
+    newer version, the end."""
+    _check_data(folder, job, seen)
+    for manifest in (found.manifest for found in past.found if found.manifest is not None):
+        _check_ours(manifest, folder, job, seen)
     for found in past.found:
         if found.error is not None and not isinstance(found.error, DamagedError):
             raise found.error
@@ -176,12 +173,52 @@ def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
     if lost:
         raise CheckpointError(
             f"no checkpoint can be used; the newest: {lost[0].why}",
-            where=f"{folder}/checkpoints/{lost[0].name}",
+            where=f"{folder.where}/{CHECKPOINTS}/{lost[0].name}",
             remedy="mend the files if you have a copy; or start over with --fresh, which keeps this run's folder",
         )
     result = Result.load(folder)
     if result is not None and result.status == "finished":
-        raise InputError("the finished run has no checkpoint to go on from", where=f"run folder {folder}")
+        raise InputError("the finished run has no checkpoint to go on from", where=f"run folder {folder.where}")
+
+
+def _check_data(folder: Folder, job: Job, seen: Index) -> None:
+    """Holds the data against what the run's folder says of it, where it says anything."""
+    remedy = "move the file away; the data is then held against what the checkpoints say"
+    try:
+        then = read_object(folder, DATASET, remedy)
+    except FileNotFoundError:
+        return
+    try:
+        differing = then["fingerprint"] != seen.fingerprint and differences(seen.to_json(), then)
+    except (KeyError, TypeError) as error:
+        what = f"the file is damaged: it does not say what the data was ({type(error).__name__}: {error})"
+        raise InputError(what, where=f"{folder.where}/{DATASET}", remedy=remedy) from None
+    if differing is not False:
+        raise _other_data(job, seen, str(then["fingerprint"]), f"the run began: {'; '.join(differing[:3])}")
+
+
+def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> None:
+    """Refuses the checkpoint of another job, or of other data, which somebody has put there."""
+    where = f"{folder.where}/{CHECKPOINTS}/{manifest.name}.json"
+    # Of a run that is resumed these may change.
+    differing = [key for key in job.same_as(yaml.safe_dump(manifest.job)) if key not in ("args", "steps")]
+    if differing:
+        raise CheckpointError(
+            f"the checkpoint is another job's ({manifest.run}); they differ in {', '.join(differing)}",
+            where=where,
+            remedy="move it away; or start over with --fresh, which keeps this run's folder",
+        )
+    if manifest.data["fingerprint"] != seen.fingerprint:
+        raise _other_data(job, seen, str(manifest.data["fingerprint"]), f"the checkpoint {manifest.name} was written")
+
+
+def _other_data(job: Job, seen: Index, fingerprint: str, when: str) -> DataError:
+    return DataError(
+        f"the data is other than when {when}",
+        where=job.data.path,
+        expected=f"the data with the fingerprint {fingerprint[:12]}, not {seen.fingerprint[:12]}",
+        remedy="put the files back; or start over with --fresh",
+    )
 
 
 def source_sha256(task: str | type, roots: Sequence[Path]) -> str | None:

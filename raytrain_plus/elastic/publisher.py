@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from raytrain_plus.errors import StorageError
 from raytrain_plus.job import KeepBest
-from raytrain_plus.state.checkpoint import amiss, commit, sweep
+from raytrain_plus.state.checkpoint import amiss, commit, discard, sweep
 from raytrain_plus.state.manifest import Manifest, kept, newness, void
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.tries import tried
@@ -41,8 +41,14 @@ class Publisher:
         keep_best: KeepBest | None,
         settle: Callable[[], None],
         done: Callable[[Published], None],
+        ours: Callable[[], None] = lambda: None,
+        damaged: Iterable[str] = (),
     ) -> None:
-        """`settle` makes ledger and events durable; `done` is told on the thread what became of each."""
+        """`settle` makes ledger and events durable; `done` is told on the thread what became of each.
+
+        `ours` raises where the run belongs to somebody else by now: unlike `settle` it works on a full disk. The
+        `damaged` are not removed while this run goes on: who has a copy of a file may mend them.
+        """
         self._complete = sorted(complete, key=newness, reverse=True)
         self._resumptions: Sequence[tuple[int, int]] = ()
         self._changing = threading.Lock()
@@ -51,6 +57,9 @@ class Publisher:
         self._best = None if keep_best is None else (keep_best.metric, str(keep_best.mode))
         self._settle = settle
         self._done = done
+        self._ours = ours
+        self._publishing: set[str] = set()
+        self._damaged = set(damaged)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
 
     @property
@@ -59,16 +68,25 @@ class Publisher:
         return tuple(self._complete)
 
     def drop(self, manifest: Manifest) -> None:
-        """This one cannot be used."""
+        """This one cannot be used; it is not removed either."""
         with self._changing:
+            self._damaged.add(manifest.name)
             self._complete = [one for one in self._complete if one.name != manifest.name]
 
     def publish(self, manifest: Manifest) -> None:
         """Makes a checkpoint; returns at once."""
+        self._publishing.add(manifest.name)
         self._thread.submit(self._publish, manifest)
 
+    def discard(self, name: str) -> None:
+        """Removes the shares of a checkpoint that will not be made; returns at once.
+
+        On a disk that is full they would be in the way of the next one.
+        """
+        self._thread.submit(self._discard, name)
+
     def forget(self, resumptions: Sequence[tuple[int, int]]) -> None:
-        """Those that a resumption has made void count no more, and none of them is made."""
+        """Those that a resumption has made void count no more, nor does one that is being made; returns at once."""
         with self._changing:
             self._resumptions = tuple(resumptions)
             self._complete = [one for one in self._complete if not void(one.name, resumptions)]
@@ -85,7 +103,10 @@ class Publisher:
         except Exception as failure:
             log.exception("the checkpoint of step %d could not be made", manifest.step)
             error = f"{type(failure).__name__}: {failure}"
-        if not error:
+        self._publishing.discard(manifest.name)
+        if error:
+            self._discard(manifest.name)
+        else:
             self._sweep(manifest)
         self._done(Published(manifest=manifest, error=error))
 
@@ -98,12 +119,26 @@ class Publisher:
                 f"{fault}, as the controller sees what a worker has written: {self._run.where} is not shared by their "
                 "machines; name a storage that is"
             )
+        gone_on = "the run has gone on from an earlier step meanwhile"
+        if void(manifest.name, self._resumptions):
+            return gone_on
+        # Nobody waits for the storage to take it. Where it is void by then its name says so.
+        commit(self._run, manifest)
         with self._changing:
             if void(manifest.name, self._resumptions):
-                return "the run has gone on from an earlier step meanwhile"
-            commit(self._run, manifest)
+                return gone_on
             self._complete = sorted([manifest, *self._complete], key=newness, reverse=True)
         return ""
+
+    def _discard(self, name: str) -> None:
+        if name in self._publishing:
+            return
+        try:
+            self._ours()
+            # Only where there is no manifest: a try that failed may have been one that succeeded.
+            discard(self._run, name)
+        except Exception:
+            log.warning("what is left of a checkpoint was not removed; the next one takes it along", exc_info=True)
 
     def _sweep(self, newest: Manifest) -> None:
         """Removes what is not kept any more."""
@@ -114,7 +149,7 @@ class Publisher:
                 if void(newest.name, self._resumptions):
                     return
                 self._complete, _ = kept(self._complete, self._keep, self._best)
-                stay = [one.name for one in self._complete]
+                stay = {one.name for one in self._complete} | self._damaged
             sweep(self._run, stay, before=newness(newest))
         except Exception:
             log.warning("old checkpoints were not removed; trying again after the next one", exc_info=True)

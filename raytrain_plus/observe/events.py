@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import threading
 import time as time_of_day
@@ -16,9 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from raytrain_plus.errors import InputError
 from raytrain_plus.jsontext import json_text
+from raytrain_plus.storage.document import parse_object
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.growing import Growing
+from raytrain_plus.storage.local import naming
 
 Event = dict[str, Any]
 EVENTS = "events.ndjson"
@@ -44,6 +46,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 """The fields of each kind, beside `time` (Unix seconds), `generation` and `kind`."""
 
+_REMEDY = "mend the line if you have a copy; or start over with --fresh, which keeps this run's folder"
 _BLOCK = 65536
 """Bytes looked at together in the search for the last line end."""
 
@@ -56,8 +59,9 @@ class EventLog:
         self._clock = clock
         self._run = run
         self._lines: _File | Growing
-        if run.path is not None:
-            self._lines = _File(run.path / EVENTS)
+        path = run.path_of(EVENTS)
+        if path is not None:
+            self._lines = _File(path)
             self._behind = self._lines.size
         else:
             self._behind = max(_parts(run), default=0)
@@ -91,7 +95,7 @@ class EventLog:
 
     def read(self) -> Iterator[Event]:
         """The events of this log alone, as far as they are written."""
-        return map(json.loads, _lines(self._run, self._behind))
+        return _events(self._run, self._behind)
 
 
 class _File:
@@ -102,6 +106,7 @@ class _File:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         cut_torn_line(path)
         self._file = path.open("ab", buffering=0)
         self.size = self._file.seek(0, os.SEEK_END)
@@ -117,9 +122,10 @@ class _File:
 
     def sync(self) -> None:
         """See `Growing`."""
-        with self._writing:
-            self._flush()
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            with self._writing:
+                self._flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """See `Growing`."""
@@ -139,27 +145,43 @@ class _File:
 
 
 def read_events(run: Folder) -> Iterator[Event]:
-    """The events of the run in a folder; a torn last line is passed over."""
-    return map(json.loads, event_lines(run))
+    """The events of the run in a folder; a torn last line is passed over.
+
+    Raises `InputError` where another line is damaged.
+    """
+    return _events(run, 0)
 
 
 def event_lines(run: Folder) -> Iterator[str]:
-    """The same as they are written."""
-    return _lines(run, 0)
+    """The same as they are written, whatever is in them."""
+    return (line.decode(errors="replace") for _, _, line in _lines(run, 0))
 
 
-def _lines(run: Folder, behind: int) -> Iterator[str]:
-    """The lines behind so many bytes of the file, or parts."""
-    if run.path is None:
-        for number in sorted(_parts(run)):
-            if number > behind:
-                yield from run.read(_part(number)).decode().removesuffix("\n").split("\n")
-    elif (run.path / EVENTS).exists():
-        with (run.path / EVENTS).open(encoding="utf-8") as file:
+def _events(run: Folder, behind: int) -> Iterator[Event]:
+    for name, number, line in _lines(run, behind):
+        file = f"{run.where}/{name}"
+        event = parse_object(line, file, number, _REMEDY)
+        missing = {"time", "generation", "kind", *FIELDS.get(str(event.get("kind")), ())} - event.keys()
+        if missing or not all(isinstance(event.get(field, 0), int) for field in ("generation", "step")):
+            what = f"the event has no {min(missing)!r}" if missing else "a number is none"
+            raise InputError(f"the file is damaged: {what}", where=f"{file}, line {number}", remedy=_REMEDY)
+        yield event
+
+
+def _lines(run: Folder, behind: int) -> Iterator[tuple[str, int, bytes]]:
+    """The lines behind so many bytes of the file, or parts: the file's name, their number from there, themselves."""
+    path = run.path_of(EVENTS)
+    if path is None:
+        for part in sorted(_parts(run)):
+            if part > behind:
+                for number, line in enumerate(run.read(_part(part)).removesuffix(b"\n").split(b"\n"), 1):
+                    yield _part(part), number, line
+    elif path.exists():
+        with naming(path), path.open("rb") as file:
             file.seek(behind)
-            for line in file:
-                if line.endswith("\n"):
-                    yield line
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n"):
+                    yield EVENTS, number, line[:-1]
 
 
 def _part(number: int) -> str:

@@ -172,6 +172,15 @@ def _found(run: Folder, name: str, files: Mapping[str, Stat], past: Iterable[tup
     return told(None, fault) if fault else told(manifest, "")
 
 
+def discard(run: Folder, name: str) -> None:
+    """Removes what was written of a checkpoint that was never made; one that was is left alone.
+
+    Raises `OSError` where something cannot be removed.
+    """
+    if f"{m.FOLDER}/{name}.json" not in run.files(m.FOLDER):
+        run.remove(f"{m.FOLDER}/{name}")
+
+
 def sweep(run: Folder, stay: Collection[str], before: tuple[int, int]) -> None:
     """Removes every checkpoint, and what is left of one, that is older than `before` (generation, step), but `stay`.
 

@@ -158,8 +158,11 @@ def from_bytes(document: bytes, name: str) -> Manifest:
     rest = document[head.end() :] if head else b""
     if head is None or xxhash.xxh3_128(rest).hexdigest() != head[1].decode():
         raise DamagedError("the manifest is damaged: its bytes do not have the hash that it names", where=where)
-    values = json.loads(b"{" + rest)
-    written = values.pop("format")
+    try:
+        values = json.loads(b"{" + rest)
+        written = values.pop("format")
+    except (ValueError, KeyError) as error:
+        raise DamagedError(f"the manifest is none: {type(error).__name__}: {error}", where=where) from None
     if written != FORMAT:
         raise CheckpointError(
             f"this checkpoint is of format {written}, and this version reads format {FORMAT}",
@@ -194,6 +197,8 @@ def _fault(manifest: Manifest, name: str) -> str:
     """What of a manifest does not hold together, if anything: it may come from anywhere."""
     if manifest.name != name:
         return f"it says that it is {manifest.name}"
+    if not isinstance(manifest.data, dict) or "fingerprint" not in manifest.data:
+        return "it does not say of what data it is"
     for file in manifest.files:
         if not _FILE.fullmatch(file.name):
             return f"{file.name!r} is no name of a file of a checkpoint"

@@ -30,7 +30,10 @@ class Stat:
 
 
 class Folder(Protocol):
-    """Files by name; names are relative paths with slashes. Failures of the storage are raised as `OSError`."""
+    """Files by name; names are relative paths with slashes.
+
+    Failures of the storage are raised as `OSError`; a name or a link that leads out of the folder as `InputError`.
+    """
 
     where: str
     """Its path or address, as it may be shown."""
@@ -42,6 +45,9 @@ class Folder(Protocol):
     @property
     def path(self) -> Path | None:
         """Where it lies on a file system of this machine, whose files can grow; None where it does not."""
+
+    def path_of(self, name: str) -> Path | None:
+        """Where a file lies on a file system of this machine, there or not; None where it lies on none."""
 
     def write(self, name: str, data: Iterable[Buffer]) -> None:
         """Writes a file out of its pieces, in place of an earlier one."""

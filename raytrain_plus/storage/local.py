@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from raytrain_plus.errors import InputError, StorageError
 from raytrain_plus.storage.folder import Buffer, Folder, Stat, check_name
 
 PART = ".part"
@@ -71,6 +72,19 @@ class Disk:
             os.close(file)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Every failure of the system's as an error of ours; one that names no file - a full disk's - names this one."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise StorageError(error.errno, error.strerror, str(error.filename or path)) from error
+
+
 def _unless_missing(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):
         raise error
@@ -86,17 +100,21 @@ class LocalFolder:
         self.where = self.address = str(path)
         self._disk = disk or Disk()
 
+    def path_of(self, name: str) -> Path:
+        """Where a file lies, there or not. Raises `InputError` where a link leads out of the folder."""
+        return self._inside(name)
+
     def write(self, name: str, data: Iterable[Buffer]) -> None:
         """Writes a file out of its pieces, in place of an earlier one."""
-        target = self._target(name)
-        with self._unfinished(target, data) as part:
+        target = self._inside(name)
+        with naming(target), self._unfinished(target, data) as part:
             self._disk.rename(part, target)
             self._disk.fsync_folder(target.parent)
 
     def create(self, name: str, data: bytes) -> bool:
         """Writes a file that is not there yet; whether it was not."""
-        target = self._target(name)
-        with self._unfinished(target, [data]) as part:
+        target = self._inside(name)
+        with naming(target), self._unfinished(target, [data]) as part:
             try:
                 self._disk.link(part, target)
                 made = True
@@ -108,75 +126,84 @@ class LocalFolder:
 
     def read(self, name: str) -> bytes:
         """A whole file. Raises `FileNotFoundError` where it is not there."""
-        try:
-            return self._inside(name).read_bytes()
-        except NotADirectoryError as error:
-            raise FileNotFoundError(errno.ENOENT, "a folder above it is a file", str(self.path / name)) from error
+        path = self._inside(name)
+        with naming(path):
+            try:
+                return path.read_bytes()
+            except NotADirectoryError as error:
+                raise FileNotFoundError(errno.ENOENT, "a folder above it is a file", str(path)) from error
 
     def read_into(self, name: str, start: int, into: memoryview) -> None:
         """Fills `into` with a file's bytes from `start` on. Raises `OSError` where the file is shorter."""
-        file = os.open(self._inside(name), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            done = 0
-            while done < len(into):
-                count = os.preadv(file, [into[done:]], start + done)
-                if not count:
-                    raise OSError(f"{self.path / name} ends after {start + done} bytes, before {start + len(into)}")
-                done += count
-        finally:
-            os.close(file)
+        path = self._inside(name)
+        with naming(path):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                done = 0
+                while done < len(into):
+                    count = os.preadv(file, [into[done:]], start + done)
+                    if not count:
+                        raise OSError(f"{path} ends after {start + done} bytes, before {start + len(into)}")
+                    done += count
+            finally:
+                os.close(file)
 
     def files(self, under: str = "") -> Mapping[str, Stat]:
         """What lies under a folder of this one, however deep; nothing where there is no such folder."""
         top = self._inside(under) if under else self.path
         found = {}
-        for folder, _, names in os.walk(top, onerror=_unless_missing):
-            for name in names:
-                path = Path(folder, name)
-                if name.endswith(PART) or path.is_symlink():
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    stat = path.stat()
-                    found[path.relative_to(self.path).as_posix()] = Stat(stat.st_size, stat.st_mtime)
+        with naming(top):
+            for folder, _, names in os.walk(top, onerror=_unless_missing):
+                for name in names:
+                    path = Path(folder, name)
+                    if name.endswith(PART) or path.is_symlink():
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        stat = path.stat()
+                        found[path.relative_to(self.path).as_posix()] = Stat(stat.st_size, stat.st_mtime)
         return found
 
     def remove(self, name: str) -> None:
         """Removes a file, or everything under a folder; what is not there is no error."""
         path = self._inside(name)
-        if path.is_dir() and not path.is_symlink():
-            self._disk.rmtree(path)
-        else:
-            self._disk.unlink(path)
+        with naming(path):
+            if path.is_dir() and not path.is_symlink():
+                self._disk.rmtree(path)
+            else:
+                self._disk.unlink(path)
 
     def move(self, to: str) -> None:
         """Gives the folder another name beside the one that it has. Raises `FileExistsError` where that is taken."""
         target = self.path.with_name(check_name(to))
         if target.exists():
             raise FileExistsError(errno.EEXIST, "there is something of that name already", to)
-        self.path.rename(target)
+        with naming(self.path):
+            self.path.rename(target)
 
     def inside(self, name: str) -> Folder:
         """A folder of this one; it need not be there."""
         return LocalFolder(self._inside(name), self._disk)
 
     def _inside(self, name: str) -> Path:
-        """Where a file lies. Raises `PermissionError` where a link leads out of the folder."""
+        """Where a file lies. Raises `InputError` where a link leads out of the folder."""
         path = self.path / check_name(name)
-        if not path.resolve().is_relative_to(self.path.resolve()):
-            raise PermissionError(f"{path} leads out of {self.path}")
+        # `Path.resolve` has an error of its own for links that go round in circles.
+        if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.path)):
+            raise InputError(
+                f"a link leads out of {self.path}", where=str(path), remedy="put what it leads to in its place"
+            )
         return path
 
-    def _target(self, name: str) -> Path:
-        target = self._inside(name)
-        missing = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
-        for folder in reversed(missing):
-            self._disk.mkdir(folder)
-            self._disk.fsync_folder(folder.parent)
-        return target
+    def _make(self, folder: Path) -> None:
+        missing = [one for one in (folder, *folder.parents) if not one.exists()]
+        for one in reversed(missing):
+            self._disk.mkdir(one)
+            self._disk.fsync_folder(one.parent)
 
     @contextlib.contextmanager
     def _unfinished(self, target: Path, data: Iterable[Buffer]) -> Iterator[Path]:
         """A durable file of another name; gone afterwards."""
+        self._make(target.parent)
         disk, part = self._disk, target.with_name(f".{target.name}.{secrets.token_hex(4)}{PART}")
         file = disk.open(part)
         try:

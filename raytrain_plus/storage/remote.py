@@ -98,6 +98,9 @@ class RemoteFolder:
         self._path = path
         self._objects = objects
 
+    def path_of(self, name: str) -> None:
+        """On none of this machine's file systems."""
+
     def write(self, name: str, data: Iterable[Buffer]) -> None:
         """Writes a file out of its pieces, in place of an earlier one."""
         if self._objects is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus.elastic.totals import WARM_UP_S, Totals
+from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.training.records import StepRecord
@@ -44,6 +45,22 @@ def test_figures_that_are_not_finite_survive_a_file_of_plain_json(run: Folder) -
     loaded = Result.load(run)
     assert loaded is not None
     assert (math.isnan(loaded.metrics["loss"]), loaded.metrics["most"]) == (True, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "match"),
+    [
+        (b'{\n"name": "run",\n"status" "finished"}', r"result\.json, line 3: the file is damaged: Expecting"),
+        (b"[]", r"result\.json, line 1: the file is damaged: it is no object"),
+        (b"\xff", r"result\.json, line 1: the file is damaged: UnicodeDecodeError"),
+        (b'{"name": "run"}', r"result\.json: it holds no result that this version writes: missing"),
+        (b'{"name": "run", "nome": ""}', r"result\.json: it holds no result that .* unexpected .*'nome'"),
+    ],
+)
+def test_a_damaged_result_is_told_by_its_place(run: Folder, damaged: bytes, match: str) -> None:
+    run.write("result.json", [damaged])
+    with pytest.raises(InputError, match=match):
+        Result.load(run)
 
 
 def test_a_result_says_where_it_lies_without_secrets() -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from raytrain_plus import runfolder
 from raytrain_plus.errors import InputError
 from raytrain_plus.job import Data, Job
+from raytrain_plus.past import Past, look_back
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import (
     LEASE_S,
@@ -87,6 +90,19 @@ def test_a_folder_that_is_no_run_is_in_the_way(run: Folder) -> None:
         earlier_result(run, JOB, fresh=False)
 
 
+def test_who_was_killed_before_the_job_was_written_is_not_in_the_way(
+    run: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runfolder, "LEASE_S", 0.2)
+    claim(run, fresh=False, claims=None)
+    Lease(run).renew()
+    assert earlier_result(run, JOB, fresh=False) is None
+    past = look_back(run)
+    assert past == Past(claims=1)
+    claim(run, fresh=False, claims=past.claims)
+    assert claims_of(run) == 2
+
+
 def test_a_file_is_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(InputError, match="run: it is a file"):
@@ -123,6 +139,24 @@ def test_the_newest_controller_alone_may_write(run: Folder) -> None:
     third = Fence(run, 0)
     assert second.overtaken() is not None
     assert third.overtaken() is None
+
+
+@pytest.mark.parametrize("damaged", [b"", b"[]", b"{}", b"\xff"])
+def test_who_finds_a_damaged_claim_stops_all_the_same(tmp_path: Path, damaged: bytes) -> None:
+    run = LocalFolder(tmp_path)
+    fence = Fence(run, 0)
+    run.write("claims/00000001.json", [damaged])
+    assert fence.overtaken() == "its claim, claims/00000001.json, is damaged"
+    with pytest.raises(InputError, match="has begun in the meantime"):
+        Fence(run, 0)
+
+
+@pytest.mark.parametrize("damaged", [b"\xff\xfe", b"a: [", b"a: b: c"])
+def test_a_damaged_job_is_told(run: Folder, damaged: bytes) -> None:
+    run.write("job.yaml", [damaged])
+    with pytest.raises(InputError, match=r"run/job\.yaml: the file is damaged"):
+        earlier_result(run, JOB, fresh=False)
+    assert earlier_result(run, JOB, fresh=True) is None
 
 
 def test_of_controllers_that_begin_at_once_one_gets_the_run(tmp_path: Path) -> None:
@@ -171,9 +205,9 @@ def test_fresh_moves_aside_and_overwrites_nothing(
     assert left == {"run", *(f"run.20240101-000000{more}" for more in ("", ".2", ".3"))}
 
 
-def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    left_by(run, "failed")
-    monkeypatch.setattr(runfolder, "LEASE_S", 1.0)
+@contextmanager
+def living(run: Folder) -> Iterator[None]:
+    """Somebody has the run, and renews its lease."""
     over = threading.Event()
 
     def renew() -> None:
@@ -183,10 +217,18 @@ def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch
     holder = threading.Thread(target=renew)
     Lease(run).renew()
     holder.start()
-    with pytest.raises(InputError, match=r"is going on \(process \d+ on "):
+    try:
+        yield
+    finally:
+        over.set()
+        holder.join()
+
+
+def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_by(run, "failed")
+    monkeypatch.setattr(runfolder, "LEASE_S", 1.0)
+    with living(run), pytest.raises(InputError, match=r"is going on \(process \d+ on "):
         earlier_result(run, JOB, fresh=True)
-    over.set()
-    holder.join()
     # Nobody renews it any more: it is waited for.
     assert lease_holder(run) is not None
     assert earlier_result(run, JOB, fresh=True) is None
@@ -196,10 +238,19 @@ def test_a_run_that_began_in_the_meantime_is_left_alone(run: Folder) -> None:
     left_by(run, "finished")
     with pytest.raises(InputError, match=r"has begun in the meantime \(and ended\)"):
         claim(run, fresh=False, claims=None)
-    Lease(run).renew()
-    with pytest.raises(InputError, match=r"has begun in the meantime \(process "):
+    with living(run), pytest.raises(InputError, match=r"has begun in the meantime \(process "):
         claim(run, fresh=True, claims=None)
     assert "result.json" in run.files()
+
+
+def test_a_dead_holders_clock_that_is_ahead_is_in_nobodys_way(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runfolder, "LEASE_S", 0.2)
+    left_by(run, "failed")
+    run.write("lease.json", [json.dumps({"time": time.time() + 3600, "pid": 1, "host": "h"}).encode()])
+    assert earlier_result(run, JOB, fresh=False) is None
+    claim(run, fresh=False, claims=0)
+    claim(run, fresh=True, claims=None)
+    assert "result.json" not in run.files()
 
 
 def test_a_lease_that_nobody_renews_ends(run: Folder) -> None:
@@ -208,8 +259,9 @@ def test_a_lease_that_nobody_renews_ends(run: Folder) -> None:
     assert lease_holder(run) is None
     run.write("lease.json", [json.dumps({**lease, "time": time.time()}).encode()])
     assert (lease_holder(run) or "").startswith("process 1 on h")
-    run.write("lease.json", [b"{torn"])
-    assert lease_holder(run) is None
+    for damaged in (b"{torn", b"[]", b"null", b"{}", b'{"time": "now"}', b"\xff"):
+        run.write("lease.json", [damaged])
+        assert lease_holder(run) is None
     Lease(run).release()
     assert lease_holder(run) is None
     assert not run.files()

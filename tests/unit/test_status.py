@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
+from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import Lease
 from raytrain_plus.status import status
 from raytrain_plus.storage.folder import Folder, open_folder
+from raytrain_plus.storage.local import LocalFolder
 from tests.unit.test_past import committed, tell
 
 
@@ -21,6 +25,22 @@ def test_a_run_that_goes_on_is_held_by_somebody(run: Folder) -> None:
     Lease(run).release()
     Result(name="run", status="stopped", exit_code=130, path=run.path or run.address, steps=3, samples=24).save(run)
     assert status(run).to_json()["state"] == "stopped"
+
+
+def test_what_is_damaged_is_told_and_no_fault_of_ours(tmp_path: Path) -> None:
+    """Each was a traceback."""
+    for damage, match in (
+        (lambda run: run.write("events.ndjson", [b"{}\n"]), r"run/events\.ndjson, line 1: the file is damaged"),
+        (lambda run: run.write("result.json", [b"{}"]), r"run/result\.json: it holds no result"),
+        (lambda run: (run.path / "checkpoints").symlink_to(tmp_path), "run/checkpoints: a link leads out"),
+        (lambda run: (run.path / "claims").symlink_to(tmp_path), "run/claims: a link leads out"),
+    ):
+        run = LocalFolder(tmp_path / "run")
+        tell(run, committed(0, 0))
+        damage(run)
+        with pytest.raises(InputError, match=match):
+            status(run)
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_a_storage_that_does_not_keep_a_second_writer_out_is_named(

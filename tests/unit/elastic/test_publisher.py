@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from raytrain_plus.elastic.publisher import Published, Publisher
+from raytrain_plus.errors import RunError
 from raytrain_plus.job import KeepBest
 from raytrain_plus.state.checkpoint import survey
 from raytrain_plus.state.manifest import FOLDER, name_of
@@ -37,7 +39,10 @@ def make(tmp_path: Path, told: queue.SimpleQueue[Published]) -> Iterator[Make]:
 
     def build(settle: Callable[[], None] = lambda: None, best: KeepBest | None = None, **changes: Any) -> Publisher:
         run = changes.get("run", LocalFolder(tmp_path))
-        made.append(Publisher(run, [], 2, best, settle, told.put))
+        ours = changes.get("ours", lambda: None)
+        made.append(
+            Publisher(run, changes.get("complete", []), 2, best, settle, told.put, ours, changes.get("damaged", ()))
+        )
         return made[-1]
 
     yield build
@@ -105,6 +110,75 @@ def test_a_storage_that_stays_away_costs_the_checkpoint_and_not_the_one_before(
     assert steps(tmp_path) == [3, 1]
 
 
+def folders(folder: Path) -> list[str]:
+    """The checkpoints of which anything is on the disk."""
+    return sorted(path.name for path in (folder / FOLDER).iterdir() if path.is_dir())
+
+
+def test_the_shares_of_one_that_failed_are_not_left_on_a_full_disk(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
+    full = False
+
+    def settle() -> None:
+        if full:
+            raise OSError("the disk is full")
+
+    publisher = make(settle=settle)
+    publish(publisher, tmp_path, told, 1)
+    full = True
+    assert "the disk is full" in publish(publisher, tmp_path, told, 2).error
+    assert folders(tmp_path) == [name_of(1, 0)]
+
+
+def test_the_shares_of_one_that_was_given_up_are_removed_and_no_others(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
+    go = threading.Event()
+
+    def settle() -> None:
+        assert go.wait(10)
+
+    publisher, run = make(settle=settle), LocalFolder(tmp_path)
+    written = {step: shares(run, state(step), name_of(step, 0), 2) for step in (1, 2, 3)}
+    publisher.publish(described(1, 0, written[1]))
+    for step in (1, 2, 3):
+        publisher.discard(name_of(step, 0))
+    publisher.publish(described(2, 0, written[2]))
+    go.set()
+    assert [told.get(timeout=10).error for _ in range(2)] == ["", ""]
+    assert folders(tmp_path) == [name_of(1, 0), name_of(2, 0)]
+    assert steps(tmp_path) == [2, 1]
+
+
+def test_what_is_damaged_stays_for_who_may_mend_it(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
+    before = make()
+    for step in (1, 2):
+        publish(before, tmp_path, told, step)
+    # Of one its reader told, the other was found so.
+    publisher = make(complete=before.complete[:1], damaged=[name_of(1, 0)])
+    publisher.drop(before.complete[0])
+    assert publisher.complete == ()
+    for step in (3, 4, 5):
+        publish(publisher, tmp_path, told, step)
+    assert steps(tmp_path) == [5, 4, 2, 1]
+    assert [one.step for one in publisher.complete] == [5, 4]
+
+
+def test_who_is_overtaken_removes_nothing(tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]) -> None:
+    def overtaken() -> None:
+        raise RunError("another controller has taken this run over")
+
+    publisher = make(settle=overtaken, ours=overtaken)
+    assert "taken this run over" in publish(publisher, tmp_path, told, 1).error
+    publisher.discard(name_of(1, 0))
+    publisher.publish(described(2, 0, []))
+    told.get(timeout=10)
+    assert folders(tmp_path) == [name_of(1, 0)]
+
+
 def test_shares_that_were_written_elsewhere_are_no_checkpoint(
     tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
 ) -> None:
@@ -130,6 +204,35 @@ def test_what_a_resumption_has_made_void_is_not_made(
     publisher.forget([(1, 1)])
     assert "gone on from an earlier step" in publish(publisher, tmp_path, told, 2).error
     assert (steps(tmp_path), [one.step for one in publisher.complete]) == ([1], [1])
+
+
+class Standing(LocalFolder):
+    """Creates a file when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def create(self, name: str, data: bytes) -> bool:
+        self.asked.set()
+        assert self.go.wait(10)
+        return super().create(name, data)
+
+
+def test_who_goes_on_does_not_wait_for_a_storage_that_stands_still(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
+    run = Standing(tmp_path)
+    publisher = make(run=run)
+    publisher.publish(described(2, 0, shares(run, state(2), name_of(2, 0), 2)))
+    assert run.asked.wait(10)
+    publisher.forget([(1, 1)])
+    publisher.discard(name_of(2, 0))
+    run.go.set()
+    assert "gone on from an earlier step" in told.get(timeout=10).error
+    assert publisher.complete == ()
+    assert [found.why[:4] for found in survey(run, [(1, 1)])] == ["void"]
+    assert publish(publisher, tmp_path, told, 1).error == ""
 
 
 def test_what_a_resumption_made_void_is_forgotten(

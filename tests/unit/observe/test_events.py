@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus.observe.events import FIELDS, EventLog, cut_torn_line, read_events
+from raytrain_plus.errors import InputError
+from raytrain_plus.observe.events import FIELDS, EventLog, cut_torn_line, event_lines, read_events
 from raytrain_plus.storage import growing
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import LocalFolder
 
+WHOLE = b'{"time": 1.0, "generation": 0, "kind": "of a later version"}\n'
 FINISHED: dict[str, Any] = {"status": "finished", "error": None, "steps": 2, "samples": 4, "state_sha256": "ab"}
 
 
@@ -87,7 +89,7 @@ def test_what_a_full_disk_does_not_take_is_written_later(local: Folder) -> None:
     file, lines._file = lines._file, Full(lines._file)
     for number in range(5):
         log.write("waiting", generation=0, fields={"for": str(number)})
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"No space left on device: '/.*/events\.ndjson'"):
         log.sync()
     assert list(read_events(local)) == []
     lines._file = file
@@ -128,7 +130,7 @@ def test_figures_that_json_has_no_word_for_become_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b'{"time": 1.0, "kind"', b"x" * 200_000], ids=len)
-@pytest.mark.parametrize("whole", [b"", b'{"kind": "a"}\n', b'{"kind": "a"}\n{"kind": "b"}\n'], ids=len)
+@pytest.mark.parametrize("whole", [b"", WHOLE, WHOLE + WHOLE], ids=len)
 def test_a_torn_last_line_is_cut_before_appending(tmp_path: Path, whole: bytes, torn: bytes) -> None:
     path = tmp_path / "events.ndjson"
     path.write_bytes(whole + torn)
@@ -137,6 +139,41 @@ def test_a_torn_last_line_is_cut_before_appending(tmp_path: Path, whole: bytes, 
     log.write("waiting", generation=2, fields={"for": "x"})
     log.close()
     assert path.read_bytes() == whole + b'{"time": 1.0, "generation": 2, "kind": "waiting", "for": "x"}\n'
+
+
+@pytest.mark.parametrize(
+    ("damaged", "match"),
+    [
+        (b"{torn", "Expecting property name"),
+        (bytes(9), "Expecting value"),
+        (b"\xff\xfe\xfd", "UnicodeDecodeError"),
+        (b"[]", "it is no object"),
+        (b"", "Expecting value"),
+        (b'{"time": 1.0, "kind": "waiting", "for": "x"}', "the event has no 'generation'"),
+        (b'{"time": 1.0, "generation": 0, "kind": "resumed", "step": 3}', "the event has no 'checkpoint'"),
+        (b'{"time": 1.0, "generation": "0", "kind": "waiting", "for": "x"}', "a number is none"),
+    ],
+)
+def test_a_damaged_line_is_told_by_its_place(run: Folder, damaged: bytes, match: str) -> None:
+    file = "events.ndjson" if run.path is not None else "events-00000001.ndjson"
+    run.write(file, [WHOLE, damaged, b"\n", WHOLE])
+    events = read_events(run)
+    assert next(events)["kind"] == "of a later version"
+    with pytest.raises(InputError, match=rf"run/{file}, line 2: the file is damaged: .*{match}"):
+        next(events)
+    # Who looks for one kind among the lines sees them all.
+    assert len(list(event_lines(run))) == 3
+
+
+def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(b"a line\nand what looks torn")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.ndjson").symlink_to(foreign)
+    for use in (EventLog, lambda run: list(read_events(run))):
+        with pytest.raises(InputError, match=r"events\.ndjson: a link leads out"):
+            use(LocalFolder(tmp_path / "run"))
+    assert foreign.read_bytes() == b"a line\nand what looks torn"
 
 
 def test_a_file_that_is_not_there_has_no_torn_line(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from raytrain_plus.state.shares import share_out
 from raytrain_plus.state.transfer import unpacked
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import Disk, LocalFolder
-from tests.unit.storage.disk import after_every_stop
+from tests.unit.storage.disk import Full, after_every_stop
 
 Tensors = dict[str, torch.Tensor]
 
@@ -193,6 +193,11 @@ def test_every_damage_is_found_before_use_and_the_one_before_is_taken(tmp_path: 
     assert tried > 2 * flips
 
 
+def test_a_full_disk_is_told_with_the_file_that_it_does_not_take(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/checkpoints/0.*4-0.*/00000-of-00002\.sa"):
+        shares(LocalFolder(tmp_path, Full("write")), state(4), m.name_of(4, 0), 2)
+
+
 def test_what_is_damaged_is_named(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path)
     made = save(run, 4, writers=2)
@@ -276,6 +281,9 @@ def test_a_strangers_manifest_leads_nowhere(tmp_path: Path) -> None:
         (b'"shape": [40, 3]', b'"shape": [41, 3]'),
         (b'"step": 4', b'"step": 5'),
         (b'"head": ', b'"head": 9999999'),
+        (b'"fingerprint"', b'"footprint"'),
+        (b'"format"', b'"foremat"'),
+        (b'"files": ', b'"files": ]'),
     ):
         rest = document.partition(b", ")[2].replace(before, after)
         file.write_bytes(b'{"xxh3_128": "' + m.xxhash.xxh3_128(rest).hexdigest().encode() + b'", ' + rest)

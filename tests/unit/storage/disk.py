@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -69,6 +70,23 @@ class Recorder(Disk):
     def fsync_folder(self, folder: Path) -> None:
         self._next("fsync_folder", folder)
         super().fsync_folder(folder)
+
+
+class Full(Disk):
+    """Is full when it is to write, or to make durable; says so as the system does: without a name."""
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+
+    def write(self, file: int, data: memoryview) -> int:
+        if self.call == "write":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(file, data)
+
+    def fsync(self, file: int) -> None:
+        if self.call == "fsync":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().fsync(file)
 
 
 def survives(calls: list[tuple[Any, ...]], names: bool, data: bool) -> dict[Path, bytes]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
-import os
+import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from raytrain_plus.errors import InputError
+from raytrain_plus.errors import InputError, StorageError
 from raytrain_plus.storage.folder import open_folder
-from raytrain_plus.storage.local import Disk, LocalFolder
-from tests.unit.storage.disk import after_every_stop
+from raytrain_plus.storage.local import LocalFolder
+from tests.unit.storage.disk import Full, after_every_stop
 
 
 def test_whenever_the_machine_stops_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
@@ -80,24 +81,45 @@ def test_links_do_not_lead_out(tmp_path: Path) -> None:
     (tmp_path / "run" / "file").symlink_to(tmp_path / "secret")
     run = LocalFolder(tmp_path / "run")
     for name in ("out/secret", "file", "out/new"):
-        with pytest.raises(PermissionError, match="leads out of"):
-            run.read(name)
-        with pytest.raises(PermissionError, match="leads out of"):
-            run.write(name, [b"y"])
+        for use in (run.read, run.path_of, lambda name: run.write(name, [b"y"])):
+            with pytest.raises(InputError, match=f"{name}: a link leads out of {tmp_path}/run"):
+                use(name)
     assert dict(run.files()) == {}
     assert (tmp_path / "secret").read_text() == "x"
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
-    class Full(Disk):
-        def write(self, file: int, data: memoryview) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else_and_is_named(
+    tmp_path: Path, call: str
+) -> None:
+    LocalFolder(tmp_path).write("run/file", [b"old"])
+    run = LocalFolder(tmp_path / "run", Full(call))
+    for use in (lambda: run.write("file", [b"new"]), lambda: run.create("file", b"new")):
+        with pytest.raises(StorageError, match=f"No space left on device: '{tmp_path}/run/file'") as caught:
+            use()
+        assert caught.value.errno == errno.ENOSPC
+    assert run.read("file") == b"old"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["file"]
 
-    LocalFolder(tmp_path).write("file", [b"old"])
-    with pytest.raises(OSError, match="No space left"):
-        LocalFolder(tmp_path, Full()).write("file", [b"new"])
-    assert LocalFolder(tmp_path).read("file") == b"old"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+def test_what_the_system_refuses_is_an_error_of_ours_and_names_the_file(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path / "run")
+    run.write("taken", [b""])
+    run.write("folder/file", [b""])
+    uses: list[Callable[[], object]] = [
+        lambda: run.write("taken/file", [b""]),
+        lambda: run.write("folder", [b""]),
+        lambda: run.create("taken/file", b""),
+        lambda: run.read("folder"),
+        lambda: run.read_into("folder", 0, memoryview(bytearray(1))),
+        lambda: run.files("taken"),
+        lambda: run.remove("taken/file"),
+    ]
+    for use in uses:
+        match = rf"\[Errno \d+\] .*directory: '{tmp_path}/run/(taken|folder|\.folder)"
+        with pytest.raises(StorageError, match=match) as caught:
+            use()
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_parts_of_files_are_read(tmp_path: Path) -> None:
