@@ -44,6 +44,7 @@ class Net(nn.Module):
         self.register_buffer("angles", torch.polar(torch.ones(3), torch.arange(3.0)))
         self.register_buffer("average", torch.zeros(3))
         self.register_buffer("counter", torch.tensor(2**60 + 1))
+        self.register_buffer("signed", torch.tensor([-0.0, 1.5]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x))
@@ -89,7 +90,7 @@ class Small(Task):
         return Noisy([value for _, value in parameters], lr=1e-2)
 
     def buffer_rule(self, name: str) -> Any:
-        return "first" if name == "counter" else None
+        return "first" if name in ("counter", "signed") else None
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
         self.calls += 1
@@ -310,6 +311,7 @@ def test_what_stays_and_what_one_shard_writes_come_out_as_they_are() -> None:
     net: Any = one.module
     assert torch.equal(net.angles, torch.polar(torch.ones(3), torch.arange(3.0)))
     assert int(net.counter) == 2**60 + 1 + 2  # shard 0 has two microbatches
+    assert (net.signed.tolist(), bool(net.signed.signbit().any())) == ([0.0, 1.5], False)
     assert net.average is one.buffers._named["average"]
     assert bool(net.average.abs().sum() > 0)
 
