@@ -253,6 +253,22 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named() -> None:
     assert (sha(one), one.held) == (before, -1)
 
 
+class Weightless(Small):
+    """No row counts."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        return super().loss(model, batch)[0], 0.0
+
+
+def test_weights_that_add_up_to_nothing_are_told_of() -> None:
+    one = stepper(Weightless())
+    control = Control()
+    control.begin(0)
+    with pytest.raises(TrainingError, match=r"weights that the task's loss gave in step 0 add up to 0"):
+        one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+    assert one.held == -1
+
+
 class Erratic(Small):
     """A thousand times larger each time that the step is made."""
 
