@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.observe.events import EventLog
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import LocalFolder
+from tests.benchmarks.audited import audited
 
 
 def write_data(folder: Path, sizes: list[int], group: int) -> None:
@@ -345,6 +347,30 @@ def test_there_is_nothing_to_audit(tmp_path: Path) -> None:
         audit(tmp_path)
 
 
+def test_every_size_from_as_many_rows_as_shards_to_three_times_as_many_and_one(job: Job) -> None:
+    job = replace(job, epochs=3)
+    straddling = 0
+    for rows, files in itertools.product(range(4, 14), range(1, 8)):
+        shutil.rmtree(job.storage)
+        # Where there are more files than rows some are empty.
+        sizes = [len(part) for part in np.array_split(np.arange(rows), files)]
+        write_data(Path(job.data.path), sizes, 1)
+        notes = notes_of(job, cache_mb=1)
+        found = audit(run_of(job, notes))
+        assert found.faults == (), (rows, sizes)
+        assert found.epochs == tuple(Epoch(number, rows, 0, rows, 0) for number in range(3)), (rows, sizes)
+        # Shard k has had ceil((e N - k) / M) rows before epoch e.
+        edges = {(shard, math.ceil((epoch * rows - shard) / 4)) for shard in range(4) for epoch in (1, 2)}
+        for of_step in notes:
+            inside = {
+                (shard, at)
+                for shard, note in enumerate(of_step)
+                for at in range(int(note["start"]) + 1, int(note["start"] + note["rows"]))
+            }
+            straddling += not edges.isdisjoint(inside)
+    assert straddling > 100
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     shards=st.integers(1, 5),
@@ -389,9 +415,8 @@ def test_ten_million_rows(tmp_path: Path) -> None:
     data = Data(path=str(tmp_path / "data"), batch_size=1200, shards=12)
     job = job_of(tmp_path, data=data, epochs=1)
     run = run_of(job, notes_of(job))
-    started = time.monotonic()
-    found = audit(run)
-    took = time.monotonic() - started
-    print(f"10 million rows audited in {took:.1f} s")
-    assert found.clean
+    took, peak_mb, clean = audited(run)
+    print(f"10 million rows audited in {took:.1f} s and {peak_mb:.0f} MiB")
+    assert clean
     assert took < 60
+    assert peak_mb < 1024
