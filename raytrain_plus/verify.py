@@ -16,6 +16,7 @@ from raytrain_plus.data.audit import audit
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.source import index
+from raytrain_plus.elastic.policy import useful_size
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job import Job
 from raytrain_plus.observe.events import read_events
@@ -26,6 +27,8 @@ from raytrain_plus.workers.fault import kill_process
 
 LOOK_S = 0.01
 """Seconds between two looks at what a run has told."""
+TRIES = 3
+"""How often a run is made until all die that are to: where steps are short, a death can come too late."""
 CULPRITS = (
     "random numbers from a generator of its own, which no key seeds (use torch's, NumPy's or Python's global ones), or "
     "drawn in `collate` (use data.transform, which is given a generator)",
@@ -40,6 +43,9 @@ class Trial:
     """One run of the first steps."""
 
     workers: int
+    """Members of its largest view."""
+    to_form: int
+    """Members that it was to have."""
     to_kill: int
     """Workers that were to be killed while it ran."""
     killed: int
@@ -49,6 +55,11 @@ class Trial:
     metrics: dict[str, float]
     audit_clean: bool
     seconds: float
+
+    @property
+    def as_asked(self) -> bool:
+        """Whether it was the run that was to be made: of that many workers, with all the deaths."""
+        return self.workers == self.to_form and self.killed == self.to_kill
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +74,20 @@ class Verdict:
 
     @property
     def agree(self) -> bool:
-        """Whether all gave the same bits, and used the same rows."""
-        return not self.differs and all(trial.audit_clean for trial in self.trials)
+        """Whether all were made as asked, gave the same bits, and used the same rows."""
+        return not self.differs and all(trial.as_asked and trial.audit_clean for trial in self.trials)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only."""
-        return {"agree": self.agree, **asdict(self)}
+        return {"agree": self.agree, **asdict(self), "culprits": CULPRITS if self.differs else ()}
 
     def lines(self) -> list[str]:
         """For a person."""
         said = [f"{self.name}: its first {self.steps} steps, reduction: exact"]
         for trial in self.trials:
-            who = f"{trial.workers} worker{'s' * (trial.workers != 1)}"
+            who = f"{_of(trial.workers, trial.to_form)} worker{'s' * (trial.to_form != 1)}"
             if trial.to_kill:
-                who += (
-                    f", {trial.killed} killed"
-                    if trial.killed == trial.to_kill
-                    else f", {trial.killed} of {trial.to_kill} killed"
-                )
+                who += f", {_of(trial.killed, trial.to_kill)} killed"
             rows = "audit clean" if trial.audit_clean else "AUDIT NOT CLEAN"
             said.append(
                 f"  {who:24} state {trial.state_sha256[:16]}  last loss {trial.losses[-1]!r:22}  {rows}  "
@@ -91,9 +98,15 @@ class Verdict:
             said += [f"    - {culprit}" for culprit in CULPRITS]
         elif self.agree:
             said.append("  every run gave the same bits, and used every row once")
-        if any(trial.killed < trial.to_kill for trial in self.trials):
+        if any(trial.workers != trial.to_form for trial in self.trials):
+            said.append("  a run never had the workers that it was to have: name sizes that the cluster has room for")
+        if any(trial.killed != trial.to_kill for trial in self.trials):
             said.append("  a run ended before all were killed that were to be: give it more --steps")
         return said
+
+
+def _of(done: int, wanted: int) -> str:
+    return f"{done}" if done == wanted else f"{done} of {wanted}"
 
 
 def verify(
@@ -122,7 +135,12 @@ def verify(
         trials = []
         for number, size in enumerate(sizes):
             tell(f"{size} worker{'s' * (size != 1)} ...")
-            trials.append(_trial(short, Path(folder), f"{number}", size, kills if size > 1 else 0, roots))
+            for again in range(TRIES):
+                trial = _trial(short, Path(folder), f"{number}-{again}", size, kills if size > 1 else 0, roots)
+                if trial.killed == trial.to_kill:
+                    break
+                tell(f"it ended when {trial.killed} of {trial.to_kill} were killed")
+            trials.append(trial)
         differs = ""
         for number, trial in enumerate(trials):
             if not _same(trials[0], trial):
@@ -138,6 +156,10 @@ def _check(job: Job, sizes: Sequence[int]) -> None:
             "only an exact sum has the same bits on any number of workers",
             where=f"reduction: {job.reduction}",
             remedy="--set reduction=exact",
+        )
+    if len(sizes) < 2:
+        raise InputError(
+            "there is nothing to compare a single run with", where="--workers", remedy="name two sizes: --workers 1,2"
         )
     for size in sizes:
         if not 1 <= size <= job.data.shards:
@@ -171,6 +193,7 @@ def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequ
     assert result.state_sha256 is not None
     return Trial(
         workers=_present(run_folder).most,
+        to_form=useful_size(size, sized.workers.min, size, job.data.shards),
         to_kill=kills,
         killed=killer.killed,
         state_sha256=result.state_sha256,
@@ -199,31 +222,33 @@ def _first_difference(
 
     A step's loss tells of the state before it: the search runs the job to ever closer steps.
     """
-    if one.losses == other.losses and one.state_sha256 == other.state_sha256:
-        return "in the figures of an evaluation alone"
-    differing = (step for step, (a, b) in enumerate(zip(one.losses, other.losses, strict=False)) if a != b)
-    high = next(differing, len(one.losses) - 1)
+    pairs = enumerate(zip(one.losses, other.losses, strict=False))
+    differing = next((step for step, (mine, theirs) in pairs if repr(mine) != repr(theirs)), None)
+    if one.state_sha256 == other.state_sha256:
+        what = "figures of an evaluation" if differing is None else f"loss of step {differing}"
+        return f"in the {what} alone"
+    high = len(one.losses) - 1 if differing is None else differing
     low = 0
     found = ""
     while low <= high:
         middle = (low + high) // 2
         tell(f"they differ; looking at the state after step {middle} ...")
         names = [f"to-{middle}-{side}" for side in ("one", "other")]
+        cut = replace(job, steps=middle + 1, epochs=None)
         try:
-            for name, (size, kills) in zip(names, pair, strict=True):
-                cut = replace(job, steps=middle + 1, epochs=None)
+            left, right = (
                 _trial(cut, folder, name, size, kills if middle else 0, roots)
+                for name, (size, kills) in zip(names, pair, strict=True)
+            )
         except RunError as error:
             return f"up to step {high}; the search for the first difference failed: {error}"
-        tensor = _first_tensor(*(folder / name / "model.safetensors" for name in names))
-        if tensor:
-            found = f"after step {middle}, first in {tensor}"
+        if left.state_sha256 != right.state_sha256:
+            tensor = _first_tensor(*(folder / name / "model.safetensors" for name in names))
+            found = f"after step {middle}, " + (f"first in {tensor}" if tensor else "in the optimizer's state alone")
             high = middle - 1
         else:
             low = middle + 1
-    if found:
-        return found
-    return "in the optimizer's state, or not every time: run anew, the models agree after every step"
+    return found or "not every time: run anew, the states agree after every step"
 
 
 def _first_tensor(one: Path, other: Path) -> str:

@@ -8,9 +8,11 @@ must not be able to hide itself here.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,10 @@ Words = npt.NDArray[np.uint64]
 
 BLOCK_ROWS = 1 << 20
 """Rows whose ids are computed together: bounds the memory."""
+KEPT = 100
+"""Faults of one kind that are put into words; the rest is counted. A ledger can be wrong in every entry."""
 TOLD = 20
-"""Faults that are told in words; the rest is counted."""
+"""Faults that a person is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +60,20 @@ class Audit:
     steps: int
     """Of the job."""
     audited_to: int
-    """The newest step that the ledger holds; -1 where it holds none."""
+    """The newest step that was due, which of a run that has not ended is the newest that its ledger holds or that a
+    checkpoint knows; -1 where there is none."""
     status: str
     """The run's, or `unfinished` where it is going on or was killed."""
     epochs: tuple[Epoch, ...]
     faults: tuple[str, ...]
+    """The first of each kind."""
+    num_faults: int
+    """All of them."""
 
     @property
     def clean(self) -> bool:
         """Whether every row that was due was used once."""
-        return not self.faults and all(epoch.never == epoch.more == 0 for epoch in self.epochs)
+        return not self.num_faults and all(epoch.never == epoch.more == 0 for epoch in self.epochs)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only."""
@@ -85,8 +93,9 @@ class Audit:
             part = "" if epoch.due == self.rows else "  (not finished)"
             said.append(f"  {epoch.epoch:>6}{epoch.due:>16,}{epoch.never:>14,}{epoch.once:>16,}{epoch.more:>14,}{part}")
         said += [f"  fault: {fault}" for fault in self.faults[:TOLD]]
-        if len(self.faults) > TOLD:
-            said.append(f"  and {len(self.faults) - TOLD:,} more faults; --json tells them all")
+        if self.num_faults > TOLD:
+            kept = "them all" if len(self.faults) == self.num_faults else f"{len(self.faults):,} of them"
+            said.append(f"  and {self.num_faults - TOLD:,} more faults; --json tells {kept}")
         if self.clean:
             nothing = "  nothing is entered yet: there is nothing to judge"
             said.append("  every row that was due was used exactly once" if self.epochs else nothing)
@@ -97,23 +106,27 @@ def audit(where: str | Path) -> Audit:
     """Audits the run in the folder at a path or address. Raises `InputError` where there is no run to audit."""
     run = open_folder(where)
     line, then = _described(run)
-    faults = _changed(Path(then["path"]), then)
-    # Before the ledger: a run that goes on enters its last step before it says that it has ended.
-    status, made, torn = _status(run)
-    faults += torn
-    entries, torn = _entries(run, made)
-    faults += torn
-    audited_to = int(entries["step"].max(initial=-1))
-    due_to = min(audited_to, line.steps - 1)
+    faults = _Faults()
+    _compare(Path(then["path"]), then, faults)
+    # Before the ledger, which of a run that goes on holds by then whatever these know of.
+    status, made = _status(run, faults)
+    saved = _checkpoints(run)
+    parts = sorted(name for name in run.files("ledger") if name.endswith(".parquet"))
+    entries = _entries(run, parts, faults)
+    void = list(_resumptions(run))
+    entries, saved = _without(void, entries), _without(void, saved)
     if status == "finished":
         due_to = line.steps - 1
         if made != line.steps:
-            faults.append(f"the run finished with {made:,} steps; the job has {line.steps:,}")
+            faults.add(f"the run finished with {made:,} steps; the job has {line.steps:,}")
     elif made is not None:
         due_to = min(made, line.steps) - 1
-    entries, strange = _only_due(entries, line, due_to)
-    faults += strange
-    faults += _doubled_or_missing(entries, line, due_to)
+    else:
+        due_to = min(int(np.concatenate([entries["step"], saved["step"], [-1]]).max()), line.steps - 1)
+    if due_to >= 0 and not parts:
+        faults.add("there is no ledger")
+    entries = _only_due(entries, line, due_to, faults)
+    _find_doubled_and_missing(entries, line, due_to, faults)
     good = line.check(entries, faults)
     epochs = line.use(entries[good], due_to)
     return Audit(
@@ -121,11 +134,29 @@ def audit(where: str | Path) -> Audit:
         rows=line.rows,
         files=len(then["files"]),
         steps=line.steps,
-        audited_to=audited_to,
+        audited_to=due_to,
         status=status,
         epochs=tuple(epochs),
-        faults=tuple(faults),
+        faults=tuple(faults.told),
+        num_faults=faults.count,
     )
+
+
+class _Faults:
+    """What is wrong: the first faults of each kind in words, and how many there are."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.count = 0
+
+    def add(self, *told: str) -> None:
+        """Faults of one kind."""
+        self.add_many(len(told), told)
+
+    def add_many(self, count: int, told: Iterable[str]) -> None:
+        """So many faults of one kind; only those that are kept are put into words."""
+        self.told += itertools.islice(told, KEPT)
+        self.count += count
 
 
 def _described(run: Folder) -> tuple[_Line, dict[str, Any]]:
@@ -143,25 +174,28 @@ def _described(run: Folder) -> tuple[_Line, dict[str, Any]]:
         ) from error
 
 
-def _status(run: Folder) -> tuple[str, int | None, list[str]]:
-    """The run's status, how many steps it says that it made where it has ended, and what is wrong with that."""
+def _status(run: Folder, faults: _Faults) -> tuple[str, int | None]:
+    """The run's status, and how many steps it says that it made where it has ended."""
     try:
         result = json.loads(run.read("result.json"))
-        return str(result["status"]), int(result["steps"]), []
+        return str(result["status"]), int(result["steps"])
     except FileNotFoundError:
-        return "unfinished", None, []
+        pass
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return "unfinished", None, [f"result.json cannot be read: {type(error).__name__}: {error}"]
+        faults.add(f"result.json cannot be read: {type(error).__name__}: {error}")
+    return "unfinished", None
 
 
-def _changed(data: Path, then: Mapping[str, Any]) -> list[str]:
+def _compare(data: Path, then: Mapping[str, Any], faults: _Faults) -> None:
     """How the files differ from those that the run began with."""
     try:
         data.stat()
     except FileNotFoundError:
-        return [f"the dataset is gone: {data}"]
+        faults.add(f"the dataset is gone: {data}")
+        return
     except OSError as error:
-        return [f"the dataset cannot be looked at: {error.strerror}: {data}"]
+        faults.add(f"the dataset cannot be looked at: {error.strerror}: {data}")
+        return
     now = {}
     if data.is_file():
         now[data.name] = data
@@ -176,25 +210,25 @@ def _changed(data: Path, then: Mapping[str, Any]) -> list[str]:
                 ):
                     now[path.as_posix()] = data / path
     was = {file["path"]: file for file in then["files"]}
-    faults = [f"{name}, which the run began with, is missing" for name in sorted(was.keys() - now.keys())]
-    faults += [f"{name} is foreign: the run did not begin with it" for name in sorted(now.keys() - was.keys())]
-    for name in sorted(now.keys() & was.keys()):
-        try:
-            size, raw = now[name].stat().st_size, _footer(now[name])
-            metadata = pq.read_metadata(now[name])
-        except (OSError, pa.ArrowException) as error:
-            faults.append(f"{name} cannot be read: {_first_line(error)}")
-            continue
-        if size != was[name]["bytes"]:
-            faults.append(f"{name} has changed: {size:,} bytes, {was[name]['bytes']:,} when the run began")
-            continue
-        if hashlib.sha256(raw).hexdigest() != was[name]["footer_sha256"]:
-            faults.append(f"{name} has changed: its footer is another")
-            continue
-        groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        if groups != was[name]["row_groups"]:
-            faults.append(f"{name} holds other row groups than the run counted")
-    return faults
+    faults.add(*(f"{name}, which the run began with, is missing" for name in sorted(was.keys() - now.keys())))
+    faults.add(*(f"{name} is foreign: the run did not begin with it" for name in sorted(now.keys() - was.keys())))
+    changes = {name: _changed(now[name], was[name]) for name in sorted(now.keys() & was.keys())}
+    faults.add(*(f"{name} {change}" for name, change in changes.items() if change))
+
+
+def _changed(file: Path, then: Mapping[str, Any]) -> str:
+    """What became of a file since the run began; empty where it is the same."""
+    try:
+        size, raw = file.stat().st_size, _footer(file)
+        metadata = pq.read_metadata(file)
+    except (OSError, pa.ArrowException) as error:
+        return f"cannot be read: {_first_line(error)}"
+    if size != then["bytes"]:
+        return f"has changed: {size:,} bytes, {then['bytes']:,} when the run began"
+    if hashlib.sha256(raw).hexdigest() != then["footer_sha256"]:
+        return "has changed: its footer is another"
+    groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    return "" if groups == then["row_groups"] else "holds other row groups than the run counted"
 
 
 def _footer(file: Path) -> bytes:
@@ -211,29 +245,40 @@ _ENTRY = np.dtype([(name, "<u8" if name == "ids" else "<i8") for name in _COLUMN
 _SCHEMA = pa.schema([pa.field(name, pa.uint64() if name == "ids" else pa.int64()) for name in _COLUMNS])
 
 
-def _entries(run: Folder, made: int | None) -> tuple[npt.NDArray[Any], list[str]]:
-    """The ledger's rows that are not void, and what is wrong with its files."""
+def _entries(run: Folder, names: Iterable[str], faults: _Faults) -> npt.NDArray[Any]:
+    """The rows of the ledger's parts."""
     parts: list[npt.NDArray[Any]] = []
-    names = sorted(name for name in run.files("ledger") if name.endswith(".parquet"))
-    # The steps before a checkpoint are entered before it is made.
-    due = made or any(name.endswith(".json") for name in run.files("checkpoints"))
-    faults = ["there is no ledger"] if due and not names else []
+    torn = []
     for name in names:
         try:
             table = pq.read_table(pa.BufferReader(run.read(name)), columns=list(_COLUMNS)).cast(_SCHEMA)
             if any(column.null_count for column in table.columns):
                 raise ValueError("a column has nulls")
         except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-            faults.append(f"{name} cannot be read: {_first_line(error)}")
+            torn.append(f"{name} cannot be read: {_first_line(error)}")
             continue
         part = np.empty(table.num_rows, _ENTRY)
         for column in _COLUMNS:
             part[column] = table.column(column).to_numpy()
         parts.append(part)
-    entries = np.concatenate(parts) if parts else np.empty(0, _ENTRY)
-    for generation, step in _resumptions(run):
-        entries = entries[(entries["generation"] >= generation) | (entries["step"] <= step)]
-    return entries, faults
+    faults.add(*torn)
+    return np.concatenate(parts) if parts else np.empty(0, _ENTRY)
+
+
+_CHECKPOINT = re.compile(r"checkpoints/(\d{12})-(\d{8})\.json")
+
+
+def _checkpoints(run: Folder) -> npt.NDArray[Any]:
+    """Step and generation of each. The steps up to a checkpoint's are entered before it is made."""
+    found = filter(None, map(_CHECKPOINT.fullmatch, run.files("checkpoints")))
+    return np.array([(int(name[1]), int(name[2])) for name in found], [("step", "<i8"), ("generation", "<i8")])
+
+
+def _without(void: Iterable[tuple[int, int]], done: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """What is left of what was done, once what a resumption made void is gone; see `_resumptions`."""
+    for generation, step in void:
+        done = done[(done["generation"] >= generation) | (done["step"] <= step)]
+    return done
 
 
 def _first_line(error: BaseException) -> str:
@@ -250,41 +295,54 @@ def _resumptions(run: Folder) -> Iterator[tuple[int, int]]:
                 yield event["generation"], event["step"]
 
 
-def _only_due(entries: npt.NDArray[Any], line: _Line, due_to: int) -> tuple[npt.NDArray[Any], list[str]]:
-    """The entries of steps and shards that the job has, and what the others are."""
+def _only_due(entries: npt.NDArray[Any], line: _Line, due_to: int, faults: _Faults) -> npt.NDArray[Any]:
+    """The entries of steps and shards that the job has."""
     fits = (entries["step"] >= 0) & (entries["step"] <= due_to)
     fits &= (entries["shard"] >= 0) & (entries["shard"] < line.shards)
-    strange = np.unique(entries[~fits][["shard", "step"]])
-    return entries[fits], [f"{which} was never due" for which in _spelled(strange["shard"], strange["step"])]
+    strange = entries[~fits]
+    strange = strange[np.lexsort((strange["step"], strange["shard"]))]
+    runs = _Runs(strange["shard"], strange["step"])
+    faults.add_many(len(runs), (f"{which} was never due" for which, _, _ in runs))
+    return entries[fits]
 
 
-def _doubled_or_missing(entries: npt.NDArray[Any], line: _Line, due_to: int) -> list[str]:
+def _find_doubled_and_missing(entries: npt.NDArray[Any], line: _Line, due_to: int, faults: _Faults) -> None:
     keys = entries["shard"] * (due_to + 1) + entries["step"]
     values, counts = np.unique(keys, return_counts=True)
     doubled = values[counts > 1]
     missing = np.setdiff1d(np.arange((due_to + 1) * line.shards), values, assume_unique=True)
-    faults = []
     for found, what in ((doubled, "is entered more than once"), (missing, "is not entered")):
-        shards, steps = found // (due_to + 1), found % (due_to + 1)
-        for which, shard, first in _runs(shards, steps):
-            files = ", ".join(line.files_of(shard, first * line.per_shard, line.per_shard))
-            faults.append(f"{which} {what} ({files})")
-    return faults
+        runs = _Runs(found // (due_to + 1), found % (due_to + 1))
+        faults.add_many(
+            len(runs),
+            (
+                f"{which} {what} ({line.files_of(shard, first * line.per_shard, line.per_shard)})"
+                for which, shard, first in runs
+            ),
+        )
 
 
-def _runs(shards: Ints, steps: Ints) -> Iterator[tuple[str, int, int]]:
-    """Consecutive steps of a shard, in words, with the shard and the first step; sorted by shard and step."""
-    if not len(shards):
-        return
-    breaks = np.flatnonzero((np.diff(steps) != 1) | (np.diff(shards) != 0)) + 1
-    for run in np.split(np.arange(len(shards)), breaks):
-        first, last, shard = int(steps[run[0]]), int(steps[run[-1]]), int(shards[run[0]])
-        which = f"step {first}" if first == last else f"every step from {first} to {last}"
-        yield f"{which} of shard {shard}", shard, first
+class _Runs:
+    """Runs of consecutive steps of a shard, out of shards and steps that are sorted by shard and step."""
 
+    def __init__(self, shards: Ints, steps: Ints) -> None:
+        self._shards, self._steps = shards, steps
+        gaps = np.diff(steps)
+        # What is there twice does not break a run.
+        breaks = np.flatnonzero((gaps < 0) | (gaps > 1) | (np.diff(shards) != 0))
+        self._ends = np.append(breaks, len(steps) - 1) if len(steps) else np.empty(0, np.int64)
 
-def _spelled(shards: Ints, steps: Ints) -> list[str]:
-    return [which for which, _, _ in _runs(shards, steps)]
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __iter__(self) -> Iterator[tuple[str, int, int]]:
+        """Each in words, with the shard and the first step."""
+        start = 0
+        for end in self._ends.tolist():
+            first, last, shard = int(self._steps[start]), int(self._steps[end]), int(self._shards[start])
+            which = f"step {first}" if first == last else f"every step from {first} to {last}"
+            yield f"{which} of shard {shard}", shard, first
+            start = end + 1
 
 
 class _Line:
@@ -333,19 +391,22 @@ class _Line:
             return self._before(int(self._epochs))
         return np.full(self.shards, (step + 1) * self.per_shard)
 
-    def check(self, entries: npt.NDArray[Any], faults: list[str]) -> npt.NDArray[np.bool_]:
+    def check(self, entries: npt.NDArray[Any], faults: _Faults) -> npt.NDArray[np.bool_]:
         """Which entries name the rows that were due, and whose ids are theirs; what is wrong with others."""
         starts = entries["step"] * self.per_shard
         ends = np.where(
             entries["step"] == self.steps - 1, self._ends(self.steps - 1)[entries["shard"]], starts + self.per_shard
         )
         placed = (entries["start"] == starts) & (entries["rows"] == ends - starts)
-        for entry, start, end in zip(entries[~placed], starts[~placed], ends[~placed], strict=True):
-            files = ", ".join(self.files_of(int(entry["shard"]), int(start), int(end - start)))
-            faults.append(
+        misplaced = zip(entries[~placed], starts[~placed], (ends - starts)[~placed], strict=True)
+        faults.add_many(
+            int((~placed).sum()),
+            (
                 f"step {entry['step']}, shard {entry['shard']}: {entry['rows']} rows from {entry['start']} of its line "
-                f"were used, not {end - start} from {start} ({files})"
-            )
+                f"were used, not {rows} from {start} ({self.files_of(int(entry['shard']), int(start), int(rows))})"
+                for entry, start, rows in misplaced
+            ),
+        )
         total = int(self._ends(self.steps - 1).max())
         held = (entries["start"] >= 0) & (entries["rows"] >= 0) & (entries["rows"] <= total - entries["start"])
         stops = np.where(held, entries["start"] + entries["rows"], 0)
@@ -369,11 +430,15 @@ class _Line:
             sums = self._sums(epoch)
             expected[near[inside]] += sums[high[inside] + shift] - sums[low[inside] + shift]
         right: npt.NDArray[np.bool_] = held & (expected == entries["ids"])
-        for entry in entries[placed & ~right]:
-            files = ", ".join(self.files_of(int(entry["shard"]), int(entry["start"]), int(entry["rows"])))
-            faults.append(
-                f"step {entry['step']}, shard {entry['shard']}: other rows were used than those of its line ({files})"
-            )
+        others = entries[placed & ~right]
+        faults.add_many(
+            len(others),
+            (
+                f"step {entry['step']}, shard {entry['shard']}: other rows were used than those of its line "
+                f"({self.files_of(int(entry['shard']), int(entry['start']), int(entry['rows']))})"
+                for entry in others
+            ),
+        )
         return right
 
     def use(self, entries: npt.NDArray[Any], due_to: int) -> list[Epoch]:
@@ -428,7 +493,7 @@ class _Line:
             at += len(ids)
         return np.cumsum(sums, out=sums)
 
-    def files_of(self, shard: int, start: int, rows: int) -> list[str]:
+    def files_of(self, shard: int, start: int, rows: int) -> str:
         """The files in which the shard's rows lie."""
         found: dict[str, None] = {}
         epoch = start * self.shards // self.rows
@@ -444,7 +509,7 @@ class _Line:
                 found |= dict.fromkeys(self._files[self._unit_file[unit]] for unit in order[first : last + 1])
                 start, rows = start + count, rows - count
             epoch += 1
-        return sorted(found)
+        return ", ".join(sorted(found))
 
 
 def _blocks(units: Ints, rows: Ints) -> Iterator[Ints]:

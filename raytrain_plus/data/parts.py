@@ -3,6 +3,11 @@
 A part holds a thousand steps, or fewer where a step has very many shards. The newest one is written anew, whole, as it
 grows: what lies in the folder is at any moment complete up to some step. A part's name carries the generation and the
 step that it begins with, so that no two controllers of a run ever write the same one.
+
+A part takes 2 KiB, and each note about 4.4 bytes where a shard gives few rows to a step, 5.1 where it gives thousands:
+nearly all of them for the sum of the ids. Weights that are no rows but tokens add 2, and with any other numbers it is
+12.4 in all. So a thousand steps of twelve shards take less than 64 KiB, and of sixty-four 300; and the ledger takes
+less than 1 % of the data where a shard's part of a step has 530 bytes, or 1,250 where weights are any numbers.
 """
 
 from __future__ import annotations
@@ -38,10 +43,7 @@ PERIOD_S = 2.0
 PART_STEPS = 1000
 PART_NOTES = 1_000_000
 """A part ends with so many steps or notes, whichever comes first."""
-_ENCODINGS = dict.fromkeys(("generation", "step", "shard", "start", "rows"), "DELTA_BINARY_PACKED") | {
-    "weight": "BYTE_STREAM_SPLIT",
-    "ids": "BYTE_STREAM_SPLIT",
-}
+_ENCODINGS = dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED") | {"weight": "BYTE_STREAM_SPLIT"}
 
 
 class Parts:

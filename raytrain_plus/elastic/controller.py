@@ -49,7 +49,7 @@ from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import claim
 from raytrain_plus.state.checkpoint import MISSING, amiss
-from raytrain_plus.state.manifest import Manifest, joined, void
+from raytrain_plus.state.manifest import Manifest, joined, name_of, void
 from raytrain_plus.storage.folder import open_folder
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
 from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready, Written
@@ -632,6 +632,7 @@ class Controller:
         for one in given_up:
             self._saved_at, self._wished = time.monotonic(), None
             self._journal.not_saved(one.step, one.why)
+            self._publisher.discard(name_of(one.step, one.generation))
         self._hand_over()
 
     def _restore(self, name: str) -> None:

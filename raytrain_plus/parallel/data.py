@@ -124,11 +124,14 @@ class Gradients:
             )
         return works
 
-    def take_sums(self) -> None:
-        """Puts the exact sums, each rounded once, in the place of the gradients."""
+    def take_means(self, weight: float) -> None:
+        """Makes the sums, divided by the weight of all shards, the gradients."""
+        if not self.exact:
+            self.scale(1.0 / weight)
         for group, exact in zip(self._groups, self.exact, strict=False):
             for view, total in zip(group, exact.sums, strict=True):
-                view.copy_(total.view_as(view))
+                # A sum may be more than the gradient's type holds, where its mean is not; and only this rounds to it.
+                view.copy_(total.div_(weight).view_as(view))
 
     def scale(self, factor: float) -> None:
         """Multiplies every gradient, and what rides along, which has been read by then."""

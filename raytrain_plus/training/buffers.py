@@ -88,7 +88,8 @@ class Buffers:
                         self._sums[name].add_(means[-1])
                 elif rule == "first":
                     if shard == 0:
-                        self._sums[name].copy_(buffer.reshape(-1))
+                        # Others add zeros, which turn -0.0 into 0.0: so does one who is alone.
+                        self._sums[name].copy_(buffer.reshape(-1)).add_(0)
                 elif rule == "max":
                     torch.maximum(self._sums[name], buffer.reshape(-1).to(torch.int64), out=self._sums[name])
                 elif rule == "refuse" and not _equal(buffer, self.committed[name]):

@@ -124,6 +124,10 @@ class Stepper:
             totals = header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype)))
             if totals.bad_shards:
                 raise TrainingError(_not_finite(step, totals.bad_shards))
+            if not totals.weight:
+                raise TrainingError(
+                    f"the weights that the task's loss gave in step {step} add up to 0: there is no mean to learn from"
+                )
             self._reduce_buffers(step, world, wait_s, control)
             readings = [exact.read() for exact in self._exact]
             if all(reading.settled for reading in readings):
@@ -243,8 +247,7 @@ class Stepper:
         return loss.reshape(()), float(weight)
 
     def _apply(self, step: int, totals: header.StepTotals, scales: dict[str, int]) -> None:
-        self.gradients.take_sums()
-        self.gradients.scale(1.0 / totals.weight)
+        self.gradients.take_means(totals.weight)
         if self._clip_norm is not None:
             self._clip(step, self._clip_norm)
         self.held = None

@@ -48,8 +48,17 @@ def ended(run: Run) -> tuple[str | None, list[float], dict[str, float]]:
     return result.state_sha256, run.losses(), dict(result.metrics)
 
 
+def rings(run: Run) -> set[str]:
+    """What has summed over the workers, wherever there were several."""
+    return {event["collective"] for event in run.events("view_formed") if len(event["members"]) > 1}
+
+
 def train(job: Job) -> tuple[str | None, list[float], dict[str, float]]:
-    return ended(Run(job))
+    run = Run(job)
+    found = ended(run)
+    wanted = "horovod" if job.collective == "auto" else job.collective
+    assert rings(run) == ({wanted} if job.workers.min > 1 else set())
+    return found
 
 
 def test_the_same_bits_on_other_numbers_of_workers_and_through_a_death(tmp_path: Path) -> None:
@@ -58,6 +67,7 @@ def test_the_same_bits_on_other_numbers_of_workers_and_through_a_death(tmp_path:
     assert train(exact(tmp_path, "torch", workers=Workers(min=3), collective="torch")) == expected
     run = Run(exact(tmp_path, "killed", workers=Workers(min=2, max=4), args={"fault": "applied:kill:30"}))
     assert ended(run) == expected
+    assert rings(run) == {"horovod"}
     assert len(run.events("recovered")) >= 1
     ring = train(exact(tmp_path, "ring", workers=Workers(min=3), reduction="ring"))
     assert ring[0] != expected[0]
@@ -138,7 +148,9 @@ def disturbed(job: Job, number: int) -> tuple[str | None, list[float], dict[str,
         deaths += 1
         run.until_told("worker_lost", deaths)
     assert deaths
-    return ended(run)
+    found = ended(run)
+    assert rings(run) == {"horovod"}
+    return found
 
 
 def whole(run: Run) -> bool:
@@ -186,7 +198,9 @@ def test_fifty_deaths_between_apply_and_hand_over_leave_the_ledger_whole(tmp_pat
     elastic = Elastic(wait_s=60, max_failures=50)
     settings: dict[str, Any] = {"steps": 1_000_000, "workers": Workers(min=1, max=3), "evaluate": None}
     job = exact(tmp_path, "run", task="tasks:Mortal", args={}, elastic=elastic, **settings)
-    result = Run(job).finish(timeout_s=1100)
+    run = Run(job)
+    result = run.finish(timeout_s=1100)
+    assert rings(run) == {"horovod"}
     assert "more failures than elastic.max_failures = 50" in str(result.error)
     assert len(list(tmp_path.glob("died-*"))) > 50
     found = audit(result.path)

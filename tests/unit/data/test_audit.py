@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.observe.events import EventLog
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import LocalFolder
+from tests.benchmarks.audited import audited
 
 
 def write_data(folder: Path, sizes: list[int], group: int) -> None:
@@ -42,13 +44,15 @@ def job_of(folder: Path, **changes: object) -> Job:
     return replace(Job(name="run", task="a:B", data=data, epochs=2, storage=str(folder)), **changes)  # type: ignore[arg-type]
 
 
-def notes_of(job: Job) -> list[np.ndarray]:
+def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
     """What the run's own readers deliver, step by step."""
     seen = index(job.data.path)
     rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=None, granule=4)
     made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.line.steps)]
     for shards in ((0, 2), (1, 3)) if job.data.shards == 4 else (range(job.data.shards),):
-        feed = Batches(rows, shards=shards, first_step=0, microbatches=1, collate=len, cache_mb=0, make_stream=None)
+        feed = Batches(
+            rows, shards=shards, first_step=0, microbatches=1, collate=len, cache_mb=cache_mb, make_stream=None
+        )
         with feed:
             for step in range(rows.line.steps):
                 for shard, batches in feed.get(step, 10).shards.items():
@@ -213,7 +217,8 @@ def test_a_torn_part(job: Job) -> None:
     part.write_bytes(part.read_bytes()[:-20])
     found = audit(run)
     assert found.faults[0].startswith(f"ledger/{part.name} cannot be read")
-    assert found.audited_to == -1
+    assert found.audited_to == 9
+    assert [epoch.never for epoch in found.epochs] == [58, 58]
     pq.write_table(pa.table({name: ["x"] for name in SCHEMA.names}), part)
     assert audit(run).faults[0].startswith(f"ledger/{part.name} cannot be read")
 
@@ -246,11 +251,54 @@ def test_a_result_that_is_torn_and_a_ledger_that_is_gone(job: Job) -> None:
     assert audit(run).clean
     shutil.rmtree(run / "ledger")
     assert audit(run).lines()[-1] == "  nothing is entered yet: there is nothing to judge"
-    (run / "checkpoints" / "a").mkdir(parents=True)
-    (run / "checkpoints" / "a" / "00000-of-00001.safetensors").touch()
+    checkpoint = run / "checkpoints" / "000000000005-00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "00000-of-00001.safetensors").touch()
     assert audit(run).clean
-    (run / "checkpoints" / "a.json").touch()
-    assert audit(run).faults == ("there is no ledger",)
+    checkpoint.with_suffix(".json").touch()
+    found = audit(run)
+    assert found.faults[0] == "there is no ledger"
+    assert found.faults[1].startswith("every step from 0 to 5 of shard 0 is not entered (")
+    assert sum(epoch.never for epoch in found.epochs) == 6 * 12
+
+
+def test_a_lost_tail_of_a_run_that_was_killed(job: Job) -> None:
+    notes = notes_of(job)
+    run = run_of(job, notes[:5], status=None)
+    tail = run / "ledger" / "00000001-000000000005.parquet"
+    pq.write_table(table_of([(1, step, notes[step].tobytes()) for step in (5, 6, 7)]), tail)
+    (run / "checkpoints").mkdir()
+    for name in ("000000000003-00000000.json", "000000000006-00000001.json", "000000000009-00000001"):
+        (run / "checkpoints" / name).touch()
+    assert (audit(run).clean, audit(run).audited_to) == (True, 7)
+    tail.unlink()
+    found = audit(run)
+    assert [fault.partition(" (")[0] for fault in found.faults] == [
+        f"every step from 5 to 6 of shard {shard} is not entered" for shard in range(4)
+    ]
+    assert (found.audited_to, sum(epoch.never for epoch in found.epochs)) == (6, 24)
+    # Where a later generation went on from an earlier step, it is void as the entries behind that step are.
+    event = {"time": 0.0, "generation": 2, "kind": "resumed", "step": 3, "checkpoint": "x", "voided_to": 6}
+    (run / "events.ndjson").write_text(json.dumps(event) + "\n")
+    assert (audit(run).clean, audit(run).audited_to) == (True, 3)
+
+
+def test_a_ledger_that_is_wrong_all_over_is_told_of_in_few_words(job: Job) -> None:
+    job = replace(job, epochs=None, steps=500)
+    notes = notes_of(job)
+    for of_step in notes:
+        of_step["ids"] += 1
+        of_step["start"][0] += 1
+    run = run_of(job, notes, status=None)
+    beyond = [(0, 1000 + 2 * step, notes[0].tobytes()) for step in range(500)]
+    pq.write_table(table_of(beyond), run / "ledger" / "x.parquet")
+    found = audit(run)
+    assert found.num_faults == 4 * 500 + 4 * 500
+    kinds = ("was never due", "rows from", "other rows were used")
+    assert [sum(kind in fault for fault in found.faults) for kind in kinds] == [100, 100, 100]
+    assert found.lines()[-1] == "  and 3,980 more faults; --json tells 300 of them"
+    assert len(json.dumps(found.to_json())) < 100_000
+    assert not found.clean
 
 
 def test_a_run_that_is_going_on_is_judged_on_what_is_due(job: Job) -> None:
@@ -306,6 +354,30 @@ def test_there_is_nothing_to_audit(tmp_path: Path) -> None:
         audit(tmp_path)
 
 
+def test_every_size_from_as_many_rows_as_shards_to_three_times_as_many_and_one(job: Job) -> None:
+    job = replace(job, epochs=3)
+    straddling = 0
+    for rows, files in itertools.product(range(4, 14), range(1, 8)):
+        shutil.rmtree(job.storage)
+        # Where there are more files than rows some are empty.
+        sizes = [len(part) for part in np.array_split(np.arange(rows), files)]
+        write_data(Path(job.data.path), sizes, 1)
+        notes = notes_of(job, cache_mb=1)
+        found = audit(run_of(job, notes))
+        assert found.faults == (), (rows, sizes)
+        assert found.epochs == tuple(Epoch(number, rows, 0, rows, 0) for number in range(3)), (rows, sizes)
+        # Shard k has had ceil((e N - k) / M) rows before epoch e.
+        edges = {(shard, math.ceil((epoch * rows - shard) / 4)) for shard in range(4) for epoch in (1, 2)}
+        for of_step in notes:
+            inside = {
+                (shard, at)
+                for shard, note in enumerate(of_step)
+                for at in range(int(note["start"]) + 1, int(note["start"] + note["rows"]))
+            }
+            straddling += not edges.isdisjoint(inside)
+    assert straddling > 100
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     shards=st.integers(1, 5),
@@ -350,9 +422,8 @@ def test_ten_million_rows(tmp_path: Path) -> None:
     data = Data(path=str(tmp_path / "data"), batch_size=1200, shards=12)
     job = job_of(tmp_path, data=data, epochs=1)
     run = run_of(job, notes_of(job))
-    started = time.monotonic()
-    found = audit(run)
-    took = time.monotonic() - started
-    print(f"10 million rows audited in {took:.1f} s")
-    assert found.clean
+    took, peak_mb, clean = audited(run)
+    print(f"10 million rows audited in {took:.1f} s and {peak_mb:.0f} MiB")
+    assert clean
     assert took < 60
+    assert peak_mb < 1024

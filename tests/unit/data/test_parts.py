@@ -17,10 +17,17 @@ from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import LocalFolder
 
 
-def notes(step: int, shards: int = 12, rows: int = 5) -> bytes:
+def notes(step: int, shards: int = 12, rows: int = 5, weights: str = "rows") -> bytes:
+    draw = np.random.default_rng(step)
     made = np.zeros(shards, NOTE)
     made["start"], made["rows"], made["weight"] = step * rows, rows, rows
-    made["ids"] = np.random.default_rng(step).integers(0, 2**32, (shards, rows)).sum(axis=1)
+    # The sum of so many that are drawn alike.
+    made["ids"] = draw.normal(rows * 2.0**31, (rows / 12) ** 0.5 * 2.0**32, shards).clip(0)
+    if rows < 100:
+        made["ids"] = draw.integers(0, 2**32, (shards, rows)).sum(axis=1)
+    if weights != "rows":
+        tokens = draw.normal(150 * rows, (rows * 100**2 / 12) ** 0.5, shards).round()
+        made["weight"] = tokens if weights == "tokens" else tokens * draw.random(shards)
     return made.tobytes()
 
 
@@ -64,12 +71,42 @@ def test_it_is_written_in_the_background(run: Folder, monkeypatch: pytest.Monkey
     written.close()
 
 
-def test_a_thousand_steps_of_a_small_job_take_less_than_64_kib(run: Folder) -> None:
+@pytest.mark.parametrize(
+    ("shards", "rows", "weights", "bytes_a_note"),
+    [
+        (12, 5, "rows", 4.6),
+        (12, 512, "rows", 5.0),
+        (12, 8192, "rows", 5.2),
+        (16, 5, "rows", 4.6),
+        (64, 2, "rows", 4.5),
+        (64, 512, "rows", 5.0),
+        (12, 5, "tokens", 5.9),
+        (12, 8192, "tokens", 7.2),
+        (12, 8192, "any", 12.5),
+        (64, 2, "any", 11.5),
+    ],
+)
+def test_a_ledger_is_as_small_as_the_docstring_says(
+    tmp_path: Path, shards: int, rows: int, weights: str, bytes_a_note: float
+) -> None:
+    run = LocalFolder(tmp_path)
     written = Parts(run)
     for step in range(1000):
-        written.add(0, step, notes(step))
+        written.add(0, step, notes(step, shards, rows, weights))
     written.close()
-    assert sum(stat.bytes for stat in run.files().values()) < 64 << 10
+    [part] = run.files().values()
+    assert part.bytes < 2048 + bytes_a_note * shards * 1000
+    if shards == 12 and weights == "rows":
+        assert part.bytes < 64 << 10
+
+
+def test_sums_of_ids_keep_all_of_their_bits(run: Folder) -> None:
+    made = np.zeros(3, NOTE)
+    made["ids"] = [2**63 - 1, 0, 2**62 + 1]
+    written = Parts(run)
+    written.add(0, 0, made.tobytes())
+    written.close()
+    assert ledger(run).column("ids").to_pylist() == made["ids"].tolist()
 
 
 def test_what_cannot_be_written_is_kept_until_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,48 @@ def test_what_rides_along_is_summed_with_the_first_bucket(kinds: list[torch.dtyp
     assert gradients.rider.tolist() == [0.0] * 3
 
 
+def exact_means(shards: torch.Tensor, weight: float) -> list[float]:
+    """What comes out where each row of `shards` is a shard's gradient, on one worker, on a grid that fits."""
+    value = nn.Parameter(torch.zeros(shards.shape[1], dtype=shards.dtype))
+    gradients = Gradients(named([value]), exact_shards=len(shards))
+    scales: dict[str, int] = {}
+    for _ in range(2):
+        gradients.begin(scales)
+        for shard in shards[:-1]:
+            (value * shard).sum().backward()
+            gradients.end_shard()
+        gradients.reduce_during((value * shards[-1]).sum().backward, SoloWorld())
+        scales = gradients.exact[0].scales_from(gradients.exact[0].largest())
+    assert gradients.exact[0].read().settled
+    gradients.take_means(weight)
+    assert value.grad is not None
+    return value.grad.tolist()
+
+
+def test_exact_sums_are_divided_before_they_are_rounded() -> None:
+    # Whole numbers, and few: the grid holds them as they are, and so does float64 their sums.
+    shards = torch.randint(-(2**20), 2**20, (5, 200), generator=torch.Generator().manual_seed(0)).float()
+    sums = shards.double().sum(dim=0)
+    got = exact_means(shards, 3.7)
+    assert got == (sums / 3.7).float().tolist()
+    assert got != (sums.float() * (1 / 3.7)).tolist()
+    assert exact_means(shards.double(), 3.7) == (sums / 3.7).tolist()
+
+
+def test_a_sum_beyond_the_gradients_type_gives_a_mean_within_it() -> None:
+    largest = torch.finfo(torch.float32).max
+    assert exact_means(torch.tensor([[largest, -largest / 2]] * 8), 8.0) == [largest, -largest / 2]
+
+
+def test_without_exact_sums_what_was_summed_is_scaled() -> None:
+    (value,) = parameters(2)
+    gradients = Gradients(named([value]))
+    gradients.reduce_during((3 * value).sum().backward, SoloWorld())
+    gradients.take_means(2.0)
+    assert value.grad is not None
+    assert value.grad.tolist() == [1.5] * 2
+
+
 def test_a_replaced_gradient_is_refused() -> None:
     (value,) = parameters(3)
     gradients = Gradients(named([value]))

@@ -44,6 +44,7 @@ class Net(nn.Module):
         self.register_buffer("angles", torch.polar(torch.ones(3), torch.arange(3.0)))
         self.register_buffer("average", torch.zeros(3))
         self.register_buffer("counter", torch.tensor(2**60 + 1))
+        self.register_buffer("signed", torch.tensor([-0.0, 1.5]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x))
@@ -89,7 +90,7 @@ class Small(Task):
         return Noisy([value for _, value in parameters], lr=1e-2)
 
     def buffer_rule(self, name: str) -> Any:
-        return "first" if name == "counter" else None
+        return "first" if name in ("counter", "signed") else None
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
         self.calls += 1
@@ -252,6 +253,22 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named() -> None:
     assert (sha(one), one.held) == (before, -1)
 
 
+class Weightless(Small):
+    """No row counts."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        return super().loss(model, batch)[0], 0.0
+
+
+def test_weights_that_add_up_to_nothing_are_told_of() -> None:
+    one = stepper(Weightless())
+    control = Control()
+    control.begin(0)
+    with pytest.raises(TrainingError, match=r"weights that the task's loss gave in step 0 add up to 0"):
+        one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+    assert one.held == -1
+
+
 class Erratic(Small):
     """A thousand times larger each time that the step is made."""
 
@@ -310,16 +327,43 @@ def test_what_stays_and_what_one_shard_writes_come_out_as_they_are() -> None:
     net: Any = one.module
     assert torch.equal(net.angles, torch.polar(torch.ones(3), torch.arange(3.0)))
     assert int(net.counter) == 2**60 + 1 + 2  # shard 0 has two microbatches
+    assert (net.signed.tolist(), bool(net.signed.signbit().any())) == ([0.0, 1.5], False)
     assert net.average is one.buffers._named["average"]
     assert bool(net.average.abs().sum() > 0)
 
 
+class Tiny(Small):
+    """Its gradients are hardly larger than the smallest numbers that have all their digits."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float64)
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        loss, weight = super().loss(model, batch)
+        return loss * 2.0**-1010, weight
+
+
 def test_a_process_that_takes_the_smallest_numbers_for_zero() -> None:
+    expected = alone()
+    # The threads of torch's pool do not flush, only this one.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     assert torch.set_flush_denormal(True)
     try:
-        alone()
+        assert alone() == expected
+        one = stepper(Tiny())
+        control = Control()
+        control.begin(0)
+        for step in range(STEPS):
+            one.run(step, batches(step, range(SHARDS), torch.float64), SoloWorld(), control=control, wait_s=1)
+        # A quantum that is itself taken for zero divides by zero, and no grid is ever found to fit.
+        assert min(one.scales.values()) == -1022
+        group = Group(lambda: stepper(Tiny()), lambda step, hosted: batches(step, hosted, torch.float64), SHARDS)
+        group.train(STEPS, random.Random(1))
+        assert {sha(member.stepper) for member in group.members if member.stepper.held == STEPS - 1} == {sha(one)}
     finally:
         torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
 
 
 def test_operations_that_cannot_repeat_their_result_are_refused() -> None:
