@@ -32,7 +32,7 @@ demo: setup  ## train the byte GPT on the source of Python's standard library
 	$(BIN)/raytrain run jobs/byte_gpt.yaml --fresh
 
 unit: $(BIN)/raytrain  ## the pure tests, under a minute
-	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest tests/unit -m "not slow"
+	$(BIN)/python -m pytest tests/unit -m "not slow"
 
 check: $(BIN)/raytrain  ## ruff, mypy, import-linter
 	$(BIN)/ruff check raytrain_plus tests examples
@@ -41,10 +41,10 @@ check: $(BIN)/raytrain  ## ruff, mypy, import-linter
 	$(BIN)/lint-imports
 
 test: setup check  ## set up, check, and run every test but the slow ones
-	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m "not slow" --durations=15
+	$(BIN)/python -m pytest -m "not slow" --durations=15
 
 test-slow: setup  ## the large counts
-	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m slow --durations=15
+	$(BIN)/python -m pytest -m slow --durations=15
 
 bench: setup  ## this platform beside a bare Horovod loop and torch DDP; what exact sums, ledger and checkpoints cost
 	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.steps

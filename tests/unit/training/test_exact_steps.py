@@ -345,9 +345,6 @@ class Tiny(Small):
 
 def test_a_process_that_takes_the_smallest_numbers_for_zero() -> None:
     expected = alone()
-    # The threads of torch's pool do not flush, only this one.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     assert torch.set_flush_denormal(True)
     try:
         assert alone() == expected
@@ -363,7 +360,6 @@ def test_a_process_that_takes_the_smallest_numbers_for_zero() -> None:
         assert {sha(member.stepper) for member in group.members if member.stepper.held == STEPS - 1} == {sha(one)}
     finally:
         torch.set_flush_denormal(False)
-        torch.set_num_threads(threads)
 
 
 def test_operations_that_cannot_repeat_their_result_are_refused() -> None:
