@@ -18,8 +18,10 @@ PAUSE_BEFORE_S = 10.0
 """How long before its machine goes a worker that nobody can replace stops, for its state to be kept."""
 EXPORT_S = 120.0
 """Limit of handing the model over."""
-PAUSE_SHARE = 0.3
+PAUSE_SHARE = 0.25
 """Of the time that a stopped run has, what it waits for a step boundary."""
+CLOSE_SHARE = 0.65
+"""Of the same, when all must be written: the driver takes the rest to go, most of a second."""
 
 
 def clock_of(group: Group) -> object:
@@ -52,7 +54,7 @@ def stop_limit_s(group: Group, grace_s: float, aside: bool = False) -> float | N
     share = {
         Phase.JOIN: PAUSE_SHARE,
         Phase.PAUSE: PAUSE_SHARE,
-        Phase.LEAVE: PAUSE_SHARE + (0.25 if aside else 0.1),
-        Phase.CLOSE: 0.75,
+        Phase.LEAVE: PAUSE_SHARE + (0.2 if aside else 0.1),
+        Phase.CLOSE: CLOSE_SHARE,
     }.get(group.phase)
     return None if share is None else share * grace_s
