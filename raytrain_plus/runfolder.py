@@ -18,6 +18,7 @@ from raytrain_plus.errors import InputError, JobError
 from raytrain_plus.job import Job
 from raytrain_plus.jobfile import read_job
 from raytrain_plus.result import Result
+from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.folder import Folder, is_address, open_folder, split, within
 
 JOB = "job.yaml"
@@ -187,6 +188,7 @@ class Fence:
                 where=f"run folder {run.where}",
                 remedy="give this one another name (--set name=...), or start it again",
             )
+        _tidy(run)
 
     def overtaken(self) -> str | None:
         """Who has taken the run over, if anybody has. Raises `OSError` where the storage fails."""
@@ -204,6 +206,17 @@ class Fence:
             return f"process {who['pid']} on {who['host']}"
         except (ValueError, TypeError, KeyError):
             return f"its claim, {_claim_of(newest)}, is damaged"
+
+
+def _tidy(run: Folder) -> None:
+    """Removes what writers that were killed have left unfinished, but for checkpoints, which are swept.
+
+    What is younger than a lease may be of somebody who is only just overtaken, or of who claims the run now.
+    """
+    with contextlib.suppress(OSError):
+        for name, stat in run.unfinished().items():
+            if stat.time < time.time() - LEASE_S and not name.startswith((f"{CLAIMS}/", f"{CHECKPOINTS}/")):
+                run.remove(name)
 
 
 def _claim_of(number: int) -> str:
@@ -246,9 +259,11 @@ def _living(run: Folder) -> str | None:
     """
     first = lease = _lease(run)
     deadline = time.monotonic() + LEASE_S
-    while (holder := _holder(lease)) is not None and time.monotonic() < deadline:
+    while (holder := _holder(lease)) is not None:
         if lease != first:
             return holder
+        if time.monotonic() > deadline:
+            return None
         time.sleep(LEASE_S / 100)
         lease = _lease(run)
     return None

@@ -64,6 +64,9 @@ class Folder(Protocol):
     def files(self, under: str = "") -> Mapping[str, Stat]:
         """What lies under a folder of this one, however deep; nothing where there is no such folder."""
 
+    def unfinished(self, under: str = "") -> Mapping[str, Stat]:
+        """The same for files that were begun and are none yet: those of a writer that was killed stay."""
+
     def remove(self, name: str) -> None:
         """Removes a file, or everything under a folder; what is not there is no error."""
 

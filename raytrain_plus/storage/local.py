@@ -16,6 +16,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from stat import S_ISLNK
 
 from raytrain_plus.errors import InputError, StorageError
 from raytrain_plus.storage.folder import Buffer, Folder, Stat, check_name
@@ -150,17 +151,23 @@ class LocalFolder:
 
     def files(self, under: str = "") -> Mapping[str, Stat]:
         """What lies under a folder of this one, however deep; nothing where there is no such folder."""
+        return {name: stat for name, stat in self._all(under).items() if not name.endswith(PART)}
+
+    def unfinished(self, under: str = "") -> Mapping[str, Stat]:
+        """The same for files that were begun and are none yet: those of a writer that was killed stay."""
+        return {name: stat for name, stat in self._all(under).items() if name.endswith(PART)}
+
+    def _all(self, under: str) -> Mapping[str, Stat]:
         top = self._inside(under) if under else self.path
         found = {}
         with naming(top):
             for folder, _, names in os.walk(top, onerror=_unless_missing):
                 for name in names:
                     path = Path(folder, name)
-                    if name.endswith(PART) or path.is_symlink():
-                        continue
                     with contextlib.suppress(FileNotFoundError):
-                        stat = path.stat()
-                        found[path.relative_to(self.path).as_posix()] = Stat(stat.st_size, stat.st_mtime)
+                        stat = path.lstat()
+                        if not S_ISLNK(stat.st_mode):
+                            found[path.relative_to(self.path).as_posix()] = Stat(stat.st_size, stat.st_mtime)
         return found
 
     def remove(self, name: str) -> None:
