@@ -296,6 +296,8 @@ class Journal:
     def finish(self, name: str, status: str, error: str | None, export: Export | None, began: float) -> Result:
         """The run is over: its last event and its result, in its folder where it has one.
 
+        The result is the last that is written: where it is, nothing of the run is missing, and nobody goes on with it.
+
         Raises `RunError` where that cannot be written, or belongs to somebody else by now.
         """
         sha = export.state_sha256 if export else None
@@ -313,14 +315,18 @@ class Journal:
         if told is None or parts is None:
             return result
 
-        def written() -> None:
+        def made() -> None:
             self.check_fence()
             if export is not None:
                 self._run.write(MODEL, [export.model])
             parts.flush()
+
+        def over() -> None:
+            self.check_fence()
+            told.sync()
             result.save(self._run)
 
-        self._at_last(written)
+        self._at_last(made)
         self._tell(
             "run_finished",
             status=status,
@@ -329,7 +335,7 @@ class Journal:
             samples=self._totals.samples,
             state_sha256=sha,
         )
-        self._at_last(told.sync)
+        self._at_last(over)
         return result
 
     def _at_last(self, write: Callable[[], None]) -> None:

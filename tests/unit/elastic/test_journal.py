@@ -14,9 +14,9 @@ from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.elastic import journal as module
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.errors import RunError
-from raytrain_plus.observe.events import read_events
+from raytrain_plus.observe.events import EventLog, read_events
 from raytrain_plus.past import Past
-from raytrain_plus.result import Result
+from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runfolder import Fence, Lease, claims_of
 from raytrain_plus.storage import tries
 from raytrain_plus.storage.folder import Buffer, Folder
@@ -86,6 +86,50 @@ def test_what_is_told_is_in_the_folder_in_the_end(run: Folder) -> None:
     assert set(run.files()) >= {"job.yaml", "dataset.json", "result.json", "claims/00000001.json"}
     assert "lease.json" not in run.files()
     assert len(run.files("ledger")) == len(run.files("tensorboard")) == 1
+
+
+class Ending(LocalFolder):
+    """Knows what is there when the result is written, and what has been made durable."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fails = False
+        self.durable: list[int] = []
+        self.there: list[tuple[str, ...]] = []
+
+    def write(self, name: str, data: Iterable[Buffer]) -> None:
+        if name == RESULT:
+            assert self.durable[-1] == self.files()["events.ndjson"].bytes
+            self.there.append(tuple(event["kind"] for event in read_events(self)))
+            assert "model.safetensors" in self.files()
+            assert self.files("ledger")
+            if self.fails:
+                raise OSError("killed")
+        super().write(name, data)
+
+
+def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tries, "PAUSES_S", ())
+    run = Ending(tmp_path / "run")
+    sync = EventLog.sync
+    monkeypatch.setattr(
+        EventLog, "sync", lambda log: (sync(log), run.durable.append(run.files()["events.ndjson"].bytes))[0]
+    )
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+    journal.report("a", [step(0)])
+    run.fails = True
+    export = Export(model=b"weights", show=None, state_sha256="ab")
+    with pytest.raises(RunError, match="the end of the run cannot be written"):
+        journal.finish("x", "finished", None, export, 0.0)
+    assert Result.load(run) is None
+    run.fails = False
+    journal.finish("x", "failed", "no", export, 0.0)
+    journal.close()
+    assert run.there[0] == ("run_started", "step_committed", "run_finished")
+    assert [event["status"] for event in read_events(run) if event["kind"] == "run_finished"] == ["finished", "failed"]
 
 
 class Standing(LocalFolder):
