@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from raytrain_plus.data import parts
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.elastic import journal as module
 from raytrain_plus.elastic.journal import Journal
@@ -130,6 +132,62 @@ def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monk
     journal.close()
     assert run.there[0] == ("run_started", "step_committed", "run_finished")
     assert [event["status"] for event in read_events(run) if event["kind"] == "run_finished"] == ["finished", "failed"]
+
+
+def test_a_resumption_is_durable_before_anything_is_entered_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in between, the audit found every step after it entered twice."""
+    durable: list[str] = []
+    sync = EventLog.sync
+
+    class Watched(LocalFolder):
+        def write(self, name: str, data: Iterable[Buffer]) -> None:
+            if name.startswith("ledger/"):
+                assert durable[-1] == "resumed"
+            super().write(name, data)
+
+    def synced(log: EventLog) -> None:
+        sync(log)
+        durable.append([event["kind"] for event in read_events(run)][-1])
+
+    run = Watched(tmp_path / "run")
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
+    monkeypatch.setattr(Journal, "_later", lambda self, act, failing: None)
+    monkeypatch.setattr(EventLog, "sync", synced)
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.go_back(-1, 1, None, 3, -2)
+    assert journal._parts is not None
+    journal._parts.add(1, 0, NOTES)
+    journal._parts.flush()
+    assert len(run.files("ledger")) == 1
+    journal.close()
+
+
+def test_who_is_overtaken_enters_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PERIOD_S", 0.01)
+    run = LocalFolder(tmp_path / "run")
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
+    Fence(run, claims_of(run))
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+
+    def enter() -> None:
+        deadline = time.monotonic() + 10
+        for number in itertools.count():
+            assert time.monotonic() < deadline
+            journal.report("a", [step(number)])
+            journal.renew()
+            time.sleep(0.01)
+
+    with pytest.raises(RunError, match="another controller has taken this run over"):
+        enter()
+    with pytest.raises(RunError, match="another controller has taken this run over"):
+        journal.settle()
+    journal.close()
+    assert not run.files("ledger")
 
 
 class Standing(LocalFolder):
