@@ -40,7 +40,7 @@ class Folder(Protocol):
     address: str
     """What `open_folder` takes to open it again; may hold secrets."""
     exclusive: bool
-    """Whether `create` is certain: of two that create the same name at the same moment, one fails."""
+    """Whether `create` is certain, as the kind of storage promises it: of two that create a name at once, one fails."""
 
     @property
     def path(self) -> Path | None:

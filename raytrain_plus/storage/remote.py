@@ -84,7 +84,8 @@ def _objects(settings: Mapping[str, Any], region: str) -> Objects | None:
 class RemoteFolder:
     """See `Folder`; `exclusive` on S3 with boto3.
 
-    A store that speaks S3 but does not know conditional writes creates without looking: AWS has them since 2024.
+    A store that speaks S3 but does not know conditional writes creates without looking (AWS has them since 2024):
+    `runfolder.Fence` tries it out.
     """
 
     path = None
