@@ -18,6 +18,7 @@ from raytrain_plus.errors import InputError, JobError
 from raytrain_plus.job import Job
 from raytrain_plus.jobfile import read_job
 from raytrain_plus.result import Result
+from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.folder import Folder, is_address, open_folder, split, within
 
 JOB = "job.yaml"
@@ -41,9 +42,8 @@ def check_writable(where: str | Path) -> Folder:
     try:
         storage = open_folder(where)
         shown = storage.where
-        probe = f".probe-{secrets.token_hex(4)}"
-        storage.write(probe, [b""])
-        storage.remove(probe)
+        # What a run needs there; that nobody is kept out is told by `raytrain status`, and is no reason to stop.
+        keeps_others_out(storage)
         return storage
     except OSError as error:
         raise InputError(
@@ -51,6 +51,18 @@ def check_writable(where: str | Path) -> Folder:
             where=f"storage: {shown}" if shown else "storage",
             remedy="choose another folder (--set storage=...), or mend its permissions or space",
         ) from error
+
+
+def keeps_others_out(folder: Folder) -> bool:
+    """Whether of two that create the same file there the second fails, as it is tried.
+
+    Raises `OSError` where nothing can be created, or removed.
+    """
+    probe = f".probe-{secrets.token_hex(4)}"
+    folder.create(probe, b"one")
+    kept = not folder.create(probe, b"another")
+    folder.remove(probe)
+    return kept
 
 
 def exists(run: Folder) -> bool:
@@ -180,13 +192,15 @@ class Fence:
         self._run = run
         self._number = earlier + 1
         who = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "token": secrets.token_hex(8)}
-        self._claim = json.dumps(who).encode()
+        alone = run.exclusive and keeps_others_out(run.inside(CLAIMS))
+        self._claim = json.dumps({**who, "exclusive": alone}).encode()
         if not run.create(_claim_of(self._number), self._claim):
             raise InputError(
                 f"another run of this name has begun in the meantime ({self._holder()})",
                 where=f"run folder {run.where}",
                 remedy="give this one another name (--set name=...), or start it again",
             )
+        _tidy(run)
 
     def overtaken(self) -> str | None:
         """Who has taken the run over, if anybody has. Raises `OSError` where the storage fails."""
@@ -206,6 +220,17 @@ class Fence:
             return f"its claim, {_claim_of(newest)}, is damaged"
 
 
+def _tidy(run: Folder) -> None:
+    """Removes what writers that were killed have left unfinished, but for checkpoints, which are swept.
+
+    What is younger than a lease may be of somebody who is only just overtaken, or of who claims the run now.
+    """
+    with contextlib.suppress(OSError):
+        for name, stat in run.unfinished().items():
+            if stat.time < time.time() - LEASE_S and not name.startswith((f"{CLAIMS}/", f"{CHECKPOINTS}/")):
+                run.remove(name)
+
+
 def _claim_of(number: int) -> str:
     return f"{CLAIMS}/{number:08d}.json"
 
@@ -214,6 +239,15 @@ def claims_of(run: Folder) -> int:
     """How many controllers have claimed the run."""
     names = [name.removeprefix(f"{CLAIMS}/").removesuffix(".json") for name in run.files(CLAIMS)]
     return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def single_writer(run: Folder) -> bool:
+    """Whether the storage makes sure that no two controllers write into the run; as tried by the newest of them."""
+    try:
+        claim = json.loads(run.read(_claim_of(claims_of(run))))
+    except (FileNotFoundError, ValueError):
+        return run.exclusive
+    return run.exclusive and (not isinstance(claim, dict) or claim.get("exclusive") is not False)
 
 
 class Lease:
@@ -246,9 +280,11 @@ def _living(run: Folder) -> str | None:
     """
     first = lease = _lease(run)
     deadline = time.monotonic() + LEASE_S
-    while (holder := _holder(lease)) is not None and time.monotonic() < deadline:
+    while (holder := _holder(lease)) is not None:
         if lease != first:
             return holder
+        if time.monotonic() > deadline:
+            return None
         time.sleep(LEASE_S / 100)
         lease = _lease(run)
     return None

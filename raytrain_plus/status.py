@@ -8,7 +8,7 @@ from typing import Any
 
 from raytrain_plus.past import look_back
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import lease_holder
+from raytrain_plus.runfolder import lease_holder, single_writer
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.folder import Folder, split
 
@@ -68,7 +68,7 @@ def status(run: Folder) -> Status:
         Kept(one.name, one.step, max(0.0, now - _moment(one.manifest, one.time)), one.bytes, one.why or "complete")
         for one in past.found
     )
-    return Status(split(run.address)[1], state, past.committed + 1, kept, run.exclusive)
+    return Status(split(run.address)[1], state, past.committed + 1, kept, single_writer(run))
 
 
 def _moment(manifest: Manifest | None, newest_file: float) -> float:

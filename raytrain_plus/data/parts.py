@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
@@ -49,8 +50,10 @@ _ENCODINGS = dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED") | {"weight": "BY
 class Parts:
     """The ledger of a run while it is written."""
 
-    def __init__(self, run: Folder) -> None:
+    def __init__(self, run: Folder, before: Callable[[], None] = lambda: None) -> None:
+        """`before` is called before each writing, by who writes; where it raises, nothing is written."""
         self._run_folder = run
+        self._before = before
         self._news = threading.Condition()
         self._pending: list[tuple[int, int, bytes]] = []
         self._part: list[tuple[int, int, bytes]] = []
@@ -80,6 +83,7 @@ class Parts:
                     self._part = []
                     continue
                 grown = [*self._part, *pending[:room]]
+                self._before()
                 self._write(grown)
                 self._part = grown
                 with self._news:

@@ -97,9 +97,9 @@ class Journal:
         run.remove(RESULT)
         run.write(JOB, [job_yaml.encode()])
         run.write(DATASET, [json.dumps(dataset, indent=1).encode() + b"\n"])
-        self._parts = Parts(run)
-        self._scalars = Scalars(run.inside("tensorboard"))
         self._log = EventLog(run)
+        self._parts = Parts(run, self._before_entries)
+        self._scalars = Scalars(run.inside("tensorboard"))
         early, self._early = self._early, []
         self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
         for event in early:
@@ -128,14 +128,32 @@ class Journal:
 
     def check_fence(self) -> None:
         """Raises `RunError` where another controller has taken the run over; nothing is written from then on."""
-        holder = None if self._fence is None else self._fence.overtaken()
-        if holder is not None:
-            what = f"another controller has taken this run over ({holder}); this one stops and writes no more"
-            self._overtaken = what
+        self._look_for_another()
+        if self._overtaken:
             for opened in (self._scalars, self._parts, self._log):
                 if opened is not None:
                     opened.abandon()
-            raise RunError(what)
+            raise RunError(self._overtaken)
+
+    def _look_for_another(self) -> None:
+        holder = None if self._fence is None else self._fence.overtaken()
+        if holder is not None:
+            self._overtaken = (
+                f"another controller has taken this run over ({holder}); this one stops and writes no more"
+            )
+
+    def _before_entries(self) -> None:
+        """Comes before anything is entered into the ledger.
+
+        A resumption is durable first: what it makes void and what takes its place would both count, otherwise. Raises
+        `OSError` where it cannot be made so, `RunError` where the run belongs to somebody else.
+        """
+        self._look_for_another()
+        if self._overtaken:
+            # Who writes the ledger cannot be the one to end its writing.
+            raise RunError(self._overtaken)
+        assert self._log is not None
+        self._log.sync()
 
     def _later(self, act: Callable[[], None], failing: str) -> Future[None]:
         """Does something on a thread. Where the storage fails - a full disk, say - the training goes on."""
@@ -296,6 +314,8 @@ class Journal:
     def finish(self, name: str, status: str, error: str | None, export: Export | None, began: float) -> Result:
         """The run is over: its last event and its result, in its folder where it has one.
 
+        The result is the last that is written: where it is, nothing of the run is missing, and nobody goes on with it.
+
         Raises `RunError` where that cannot be written, or belongs to somebody else by now.
         """
         sha = export.state_sha256 if export else None
@@ -313,14 +333,18 @@ class Journal:
         if told is None or parts is None:
             return result
 
-        def written() -> None:
+        def made() -> None:
             self.check_fence()
             if export is not None:
                 self._run.write(MODEL, [export.model])
             parts.flush()
+
+        def over() -> None:
+            self.check_fence()
+            told.sync()
             result.save(self._run)
 
-        self._at_last(written)
+        self._at_last(made)
         self._tell(
             "run_finished",
             status=status,
@@ -329,7 +353,7 @@ class Journal:
             samples=self._totals.samples,
             state_sha256=sha,
         )
-        self._at_last(told.sync)
+        self._at_last(over)
         return result
 
     def _at_last(self, write: Callable[[], None]) -> None:

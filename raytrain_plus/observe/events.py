@@ -110,7 +110,8 @@ class _File:
         cut_torn_line(path)
         self._file = path.open("ab", buffering=0)
         self.size = self._file.seek(0, os.SEEK_END)
-        self._owed = b""
+        # One that grows in place, and is cut in place: a disk may be full for hours.
+        self._owed = bytearray()
         self._writing = threading.Lock()
 
     def append(self, line: bytes) -> None:
@@ -137,11 +138,11 @@ class _File:
     def abandon(self) -> None:
         """See `Growing`."""
         with self._writing:
-            self._owed = b""
+            self._owed.clear()
 
     def _flush(self) -> None:
         while self._owed:
-            self._owed = self._owed[self._file.write(self._owed) :]
+            del self._owed[: self._file.write(self._owed)]
 
 
 def read_events(run: Folder) -> Iterator[Event]:

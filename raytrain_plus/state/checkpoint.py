@@ -132,7 +132,8 @@ def commit(run: Folder, manifest: m.Manifest) -> None:
 
 def survey(run: Folder, resumptions: Iterable[tuple[int, int]] = ()) -> list[Found]:
     """Every checkpoint in a run's folder, newest first, with why it is none where it is none; nothing is hashed."""
-    files = run.files(m.FOLDER)
+    # Of a writer that was killed nothing else may be there.
+    files = {**run.files(m.FOLDER), **run.unfinished(m.FOLDER)}
     names = {name for file in files if (name := _name(file)) is not None}
     past = list(resumptions)
     found = [_found(run, name, files, past) for name in names]
@@ -186,12 +187,17 @@ def sweep(run: Folder, stay: Collection[str], before: tuple[int, int]) -> None:
 
     The manifest goes first: what is half removed is none. Raises `OSError` where something cannot be removed.
     """
-    names = {name for file in run.files(m.FOLDER) if (name := _name(file)) is not None}
+    begun = run.unfinished(m.FOLDER)
+    names = {name for file in (*run.files(m.FOLDER), *begun) if (name := _name(file)) is not None}
     for name in sorted(names - set(stay)):
         step, generation = m.parse_name(name) or (-1, -1)
         if (generation, step) < before:
             run.remove(f"{m.FOLDER}/{name}.json")
             run.remove(f"{m.FOLDER}/{name}")
+    for file in begun:
+        # A manifest's, of a controller that was killed: who sweeps makes none at that moment.
+        if file.count("/") == 1:
+            run.remove(file)
 
 
 def read_tensors(

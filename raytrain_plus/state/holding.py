@@ -65,6 +65,7 @@ def described(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
     if holding.scheduler is not None:
         scheduler = to_json(holding.scheduler.state_dict(), "scheduler", tensors)
     return tensors, {
+        "classes": _classes(holding),
         "optimizer": optimizer,
         "groups": groups,
         "scheduler": scheduler,
@@ -73,11 +74,33 @@ def described(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
     }
 
 
+def _classes(holding: Holding) -> dict[str, str | None]:
+    """Of what class optimizer and scheduler are; by name alone, since modules move."""
+    scheduler = None if holding.scheduler is None else type(holding.scheduler).__qualname__
+    return {"optimizer": type(holding.optimizer).__qualname__, "scheduler": scheduler}
+
+
+def other_classes(tree: Json, holding: Holding) -> list[str]:
+    """In which of optimizer and scheduler the task differs from a state, in words.
+
+    What one class keeps another may take without a word, and go on with it in its own way.
+    """
+    here, there = _classes(holding), tree.get("classes", {})
+    return [
+        f"the {what} is {there[what] or 'none'} in the checkpoint, {here[what] or 'none'} in the task"
+        for what in here
+        if what in there and here[what] != there[what]
+    ]
+
+
 def put_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device], torch.Tensor]) -> None:
     """Puts optimizer, scheduler and grids in place; `tensor(name, device)` gives the tensors.
 
-    Raises `TaskError` where the optimizer has other groups: before anything is changed.
+    Raises `TaskError` where optimizer or scheduler are others, or have other groups: before anything is changed.
     """
+    others = other_classes(tree, holding)
+    if others:
+        raise TaskError(f"the task built other things than the state that it takes is of: {'; '.join(others)}")
     by_name = dict(holding.parameters)
     mine = [[id(value) for value in group["params"]] for group in holding.optimizer.param_groups]
     theirs = [[id(by_name.get(name)) for name in group["parameters"]] for group in tree["groups"]]

@@ -40,7 +40,7 @@ class Folder(Protocol):
     address: str
     """What `open_folder` takes to open it again; may hold secrets."""
     exclusive: bool
-    """Whether `create` is certain: of two that create the same name at the same moment, one fails."""
+    """Whether `create` is certain, as the kind of storage promises it: of two that create a name at once, one fails."""
 
     @property
     def path(self) -> Path | None:
@@ -63,6 +63,9 @@ class Folder(Protocol):
 
     def files(self, under: str = "") -> Mapping[str, Stat]:
         """What lies under a folder of this one, however deep; nothing where there is no such folder."""
+
+    def unfinished(self, under: str = "") -> Mapping[str, Stat]:
+        """The same for files that were begun and are none yet: those of a writer that was killed stay."""
 
     def remove(self, name: str) -> None:
         """Removes a file, or everything under a folder; what is not there is no error."""

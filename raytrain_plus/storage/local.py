@@ -2,6 +2,7 @@
 
     write:   .name.part written - fsync - renamed to name - fsync of the folder
     create:  the same, but linked: a link fails where the name is there, a rename would replace it
+             where there are no links (FAT, some network file systems): opened as a new file, and written in place
 
 A file whose fsync failed is thrown away and never synced again: a second fsync can say yes to lost pages
 (Rebello et al., "Can Applications Recover from fsync Failures?", USENIX ATC 2020).
@@ -16,12 +17,15 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from stat import S_ISLNK
 
 from raytrain_plus.errors import InputError, StorageError
 from raytrain_plus.storage.folder import Buffer, Folder, Stat, check_name
 
 PART = ".part"
 """How the name of an unfinished file ends; such files are no part of a folder."""
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system says that has no hard links."""
 
 
 class Disk:
@@ -120,6 +124,10 @@ class LocalFolder:
                 made = True
             except FileExistsError:
                 made = False
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                made = self._created_in_place(target, data)
             # Also of one that is there: who made it may not have come so far.
             self._disk.fsync_folder(target.parent)
             return made
@@ -150,17 +158,23 @@ class LocalFolder:
 
     def files(self, under: str = "") -> Mapping[str, Stat]:
         """What lies under a folder of this one, however deep; nothing where there is no such folder."""
+        return {name: stat for name, stat in self._all(under).items() if not name.endswith(PART)}
+
+    def unfinished(self, under: str = "") -> Mapping[str, Stat]:
+        """The same for files that were begun and are none yet: those of a writer that was killed stay."""
+        return {name: stat for name, stat in self._all(under).items() if name.endswith(PART)}
+
+    def _all(self, under: str) -> Mapping[str, Stat]:
         top = self._inside(under) if under else self.path
         found = {}
         with naming(top):
             for folder, _, names in os.walk(top, onerror=_unless_missing):
                 for name in names:
                     path = Path(folder, name)
-                    if name.endswith(PART) or path.is_symlink():
-                        continue
                     with contextlib.suppress(FileNotFoundError):
-                        stat = path.stat()
-                        found[path.relative_to(self.path).as_posix()] = Stat(stat.st_size, stat.st_mtime)
+                        stat = path.lstat()
+                        if not S_ISLNK(stat.st_mode):
+                            found[path.relative_to(self.path).as_posix()] = Stat(stat.st_size, stat.st_mtime)
         return found
 
     def remove(self, name: str) -> None:
@@ -207,15 +221,34 @@ class LocalFolder:
         disk, part = self._disk, target.with_name(f".{target.name}.{secrets.token_hex(4)}{PART}")
         file = disk.open(part)
         try:
-            try:
-                for piece in data:
-                    rest = memoryview(piece).cast("B")
-                    while rest:
-                        rest = rest[disk.write(file, rest) :]
-                disk.fsync(file)
-            finally:
-                disk.close(file)
+            self._fill(file, data)
             yield part
         finally:
             with contextlib.suppress(OSError):
                 disk.unlink(part)
+
+    def _fill(self, file: int, data: Iterable[Buffer]) -> None:
+        """Writes a new file, makes it durable, and closes it."""
+        try:
+            for piece in data:
+                rest = memoryview(piece).cast("B")
+                while rest:
+                    rest = rest[self._disk.write(file, rest) :]
+            self._disk.fsync(file)
+        finally:
+            self._disk.close(file)
+
+    def _created_in_place(self, target: Path, data: Buffer) -> bool:
+        """Writes a file that is not there yet; whether it was not. Where the machine stops it is there, but not whole:
+        a manifest says by its hash that it is not, and of a claim the name is what counts."""
+        try:
+            file = self._disk.open(target)
+        except FileExistsError:
+            return False
+        try:
+            self._fill(file, [data])
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._disk.unlink(target)
+            raise
+        return True

@@ -84,7 +84,8 @@ def _objects(settings: Mapping[str, Any], region: str) -> Objects | None:
 class RemoteFolder:
     """See `Folder`; `exclusive` on S3 with boto3.
 
-    A store that speaks S3 but does not know conditional writes creates without looking: AWS has them since 2024.
+    A store that speaks S3 but does not know conditional writes creates without looking (AWS has them since 2024):
+    `runfolder.Fence` tries it out.
     """
 
     path = None
@@ -149,13 +150,20 @@ class RemoteFolder:
 
     def files(self, under: str = "") -> Mapping[str, Stat]:
         """What lies under a folder of this one, however deep; nothing where there is no such folder."""
+        return {name: stat for name, stat in self._all(under).items() if not name.endswith(PART)}
+
+    def unfinished(self, under: str = "") -> Mapping[str, Stat]:
+        """The same for files that were begun and are none yet: those of a writer that was killed stay."""
+        return {name: stat for name, stat in self._all(under).items() if name.endswith(PART)}
+
+    def _all(self, under: str) -> Mapping[str, Stat]:
         top = self._inside(under) if under else self._path
         with self._doing("listed", under):
             found = self._system.get_file_info(fs.FileSelector(top, recursive=True, allow_not_found=True))
         return {
             info.path[len(self._path) + 1 :]: Stat(info.size, (info.mtime_ns or 0) / 1e9)
             for info in found
-            if info.type == fs.FileType.File and not info.path.endswith(PART)
+            if info.type == fs.FileType.File
         }
 
     def remove(self, name: str) -> None:

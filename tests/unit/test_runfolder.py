@@ -141,6 +141,19 @@ def test_the_newest_controller_alone_may_write(run: Folder) -> None:
     assert third.overtaken() is None
 
 
+def test_who_takes_a_run_removes_what_the_killed_have_begun(tmp_path: Path) -> None:
+    old = [".model.safetensors.ab.part", "ledger/.00000000-000000000000.parquet.cd.part"]
+    others = ["claims/.00000001.json.ef.part", "checkpoints/000000000001-00000000/.00000-of-00001.safetensors.01.part"]
+    run = LocalFolder(tmp_path)
+    for name in (*old, *others, ".lease.json.23.part", "job.yaml"):
+        run.write(name, [b"x"])
+        if name != ".lease.json.23.part":
+            os.utime(tmp_path / name, (0, time.time() - 2 * LEASE_S))
+    Fence(run, 0)
+    assert set(run.unfinished()) == {*others, ".lease.json.23.part"}
+    assert set(run.files()) == {"job.yaml", "claims/00000001.json"}
+
+
 @pytest.mark.parametrize("damaged", [b"", b"[]", b"{}", b"\xff"])
 def test_who_finds_a_damaged_claim_stops_all_the_same(tmp_path: Path, damaged: bytes) -> None:
     run = LocalFolder(tmp_path)
@@ -226,7 +239,7 @@ def living(run: Folder) -> Iterator[None]:
 
 def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     left_by(run, "failed")
-    monkeypatch.setattr(runfolder, "LEASE_S", 1.0)
+    monkeypatch.setattr(runfolder, "LEASE_S", 3.0)
     with living(run), pytest.raises(InputError, match=r"is going on \(process \d+ on "):
         earlier_result(run, JOB, fresh=True)
     # Nobody renews it any more: it is waited for.

@@ -10,10 +10,11 @@ import pytest
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import Lease
+from raytrain_plus.runfolder import Fence, Lease
 from raytrain_plus.status import status
 from raytrain_plus.storage.folder import Folder, open_folder
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.local import Disk, LocalFolder
+from tests.unit.storage.disk import Linkless
 from tests.unit.test_past import committed, tell
 
 
@@ -48,6 +49,23 @@ def test_a_storage_that_does_not_keep_a_second_writer_out_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     monkeypatch.delitem(sys.modules, "raytrain_plus.storage.s3", raising=False)
-    found = status(open_folder(bucket.inside("bare").address))
+    run = open_folder(bucket.inside("bare").address)
+    found = status(run)
     assert found.run == "bare"
     assert found.lines()[-1].startswith("  single writer not enforced")
+    Fence(run, 0)
+    assert not status(run).single_writer
+
+
+def test_a_file_system_that_only_says_so_is_found_out(tmp_path: Path) -> None:
+    class Replacing(Disk):
+        def link(self, path: Path, to: Path) -> None:
+            path.replace(to)
+
+    assert status(LocalFolder(tmp_path / "run")).single_writer
+    Fence(LocalFolder(tmp_path / "run", Replacing()), 0)
+    assert not status(LocalFolder(tmp_path / "run")).single_writer
+    Fence(LocalFolder(tmp_path / "run", Linkless()), 1)
+    assert status(LocalFolder(tmp_path / "run")).single_writer
+    (tmp_path / "run" / "claims" / "00000002.json").write_bytes(b"{")
+    assert status(LocalFolder(tmp_path / "run")).single_writer

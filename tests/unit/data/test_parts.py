@@ -13,6 +13,7 @@ import pytest
 from raytrain_plus.data import parts
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.data.parts import SCHEMA, Parts
+from raytrain_plus.errors import RunError
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import LocalFolder
 
@@ -121,6 +122,49 @@ def test_what_cannot_be_written_is_kept_until_it_can(tmp_path: Path, monkeypatch
     (tmp_path / "ledger").unlink()
     written.close()
     assert sorted(set(ledger(run)["step"].to_pylist())) == [0, 1]
+
+
+def test_nothing_is_written_before_what_comes_first(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path)
+    seen: list[int] = []
+
+    def before() -> None:
+        seen.append(len(run.files()))
+        if len(seen) == 1:
+            raise OSError("not yet")
+
+    written = Parts(run, before)
+    written.add(0, 0, notes(0))
+    with pytest.raises(OSError, match="not yet"):
+        written.flush()
+    assert not run.files()
+    written.add(0, 1, notes(1))
+    written.flush()
+    # Where there is nothing to write, nothing is asked.
+    written.close()
+    assert seen == [0, 0]
+    assert sorted(set(ledger(run)["step"].to_pylist())) == [0, 1]
+
+
+def test_where_nothing_may_be_written_any_more_who_enters_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "PERIOD_S", 0.01)
+
+    def overtaken() -> None:
+        raise RunError("another controller has taken this run over")
+
+    def enter() -> None:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            written.add(0, 0, notes(0))
+            time.sleep(0.01)
+
+    written = Parts(LocalFolder(tmp_path), overtaken)
+    with pytest.raises(RunError, match="taken this run over"):
+        enter()
+    written.abandon()
+    assert not LocalFolder(tmp_path).files()
 
 
 def test_what_is_forgotten_is_never_written(run: Folder) -> None:

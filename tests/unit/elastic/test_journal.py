@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -10,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from raytrain_plus.data import parts
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.elastic import journal as module
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.errors import RunError
-from raytrain_plus.observe.events import read_events
+from raytrain_plus.observe.events import EventLog, read_events
 from raytrain_plus.past import Past
-from raytrain_plus.result import Result
+from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runfolder import Fence, Lease, claims_of
 from raytrain_plus.storage import tries
 from raytrain_plus.storage.folder import Buffer, Folder
@@ -86,6 +88,106 @@ def test_what_is_told_is_in_the_folder_in_the_end(run: Folder) -> None:
     assert set(run.files()) >= {"job.yaml", "dataset.json", "result.json", "claims/00000001.json"}
     assert "lease.json" not in run.files()
     assert len(run.files("ledger")) == len(run.files("tensorboard")) == 1
+
+
+class Ending(LocalFolder):
+    """Knows what is there when the result is written, and what has been made durable."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fails = False
+        self.durable: list[int] = []
+        self.there: list[tuple[str, ...]] = []
+
+    def write(self, name: str, data: Iterable[Buffer]) -> None:
+        if name == RESULT:
+            assert self.durable[-1] == self.files()["events.ndjson"].bytes
+            self.there.append(tuple(event["kind"] for event in read_events(self)))
+            assert "model.safetensors" in self.files()
+            assert self.files("ledger")
+            if self.fails:
+                raise OSError("killed")
+        super().write(name, data)
+
+
+def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tries, "PAUSES_S", ())
+    run = Ending(tmp_path / "run")
+    sync = EventLog.sync
+    monkeypatch.setattr(
+        EventLog, "sync", lambda log: (sync(log), run.durable.append(run.files()["events.ndjson"].bytes))[0]
+    )
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+    journal.report("a", [step(0)])
+    run.fails = True
+    export = Export(model=b"weights", show=None, state_sha256="ab")
+    with pytest.raises(RunError, match="the end of the run cannot be written"):
+        journal.finish("x", "finished", None, export, 0.0)
+    assert Result.load(run) is None
+    run.fails = False
+    journal.finish("x", "failed", "no", export, 0.0)
+    journal.close()
+    assert run.there[0] == ("run_started", "step_committed", "run_finished")
+    assert [event["status"] for event in read_events(run) if event["kind"] == "run_finished"] == ["finished", "failed"]
+
+
+def test_a_resumption_is_durable_before_anything_is_entered_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in between, the audit found every step after it entered twice."""
+    durable: list[str] = []
+    sync = EventLog.sync
+
+    class Watched(LocalFolder):
+        def write(self, name: str, data: Iterable[Buffer]) -> None:
+            if name.startswith("ledger/"):
+                assert durable[-1] == "resumed"
+            super().write(name, data)
+
+    def synced(log: EventLog) -> None:
+        sync(log)
+        durable.append([event["kind"] for event in read_events(run)][-1])
+
+    run = Watched(tmp_path / "run")
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
+    monkeypatch.setattr(Journal, "_later", lambda self, act, failing: None)
+    monkeypatch.setattr(EventLog, "sync", synced)
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.go_back(-1, 1, None, 3, -2)
+    assert journal._parts is not None
+    journal._parts.add(1, 0, NOTES)
+    journal._parts.flush()
+    assert len(run.files("ledger")) == 1
+    journal.close()
+
+
+def test_who_is_overtaken_enters_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PERIOD_S", 0.01)
+    run = LocalFolder(tmp_path / "run")
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
+    Fence(run, claims_of(run))
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+
+    def enter() -> None:
+        deadline = time.monotonic() + 10
+        for number in itertools.count():
+            assert time.monotonic() < deadline
+            journal.report("a", [step(number)])
+            journal.renew()
+            time.sleep(0.01)
+
+    with pytest.raises(RunError, match="another controller has taken this run over"):
+        enter()
+    with pytest.raises(RunError, match="another controller has taken this run over"):
+        journal.settle()
+    journal.close()
+    assert not run.files("ledger")
 
 
 class Standing(LocalFolder):

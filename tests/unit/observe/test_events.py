@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,24 @@ def test_what_a_full_disk_does_not_take_is_written_later(local: Folder) -> None:
     log.write("waiting", generation=0, fields={"for": "5"})
     log.close()
     assert [event["for"] for event in read_events(local)] == list("012345")
+
+
+def test_a_long_outage_costs_no_more_than_a_short_one_per_event(local: Folder) -> None:
+    class Away:
+        def write(self, data: bytearray) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    log = EventLog(local)
+    lines: Any = log._lines
+    file, lines._file = lines._file, Away()
+    start = time.monotonic()
+    for _ in range(40_000):
+        log.write("waiting", generation=0, fields={"for": "x" * 60})
+    # Copied each time, these would be 100 GB.
+    assert time.monotonic() - start < 10
+    lines._file = file
+    log.close()
+    assert len(list(read_events(local))) == 40_000
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,24 @@ def test_old_ones_go_and_the_newest_never_does(tmp_path: Path) -> None:
     assert [one.step for one in m.kept([last], 0, None)[0]] == [5]
 
 
+def test_what_a_killed_writer_has_begun_is_told_of_and_goes_with_the_next(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path)
+    (tmp_path / m.FOLDER / m.name_of(2, 0)).mkdir(parents=True)
+    for name in (f"{m.name_of(2, 0)}/.00000-of-00001.safetensors.ab.part", f".{m.name_of(2, 0)}.json.cd.part"):
+        (tmp_path / m.FOLDER / name).write_bytes(bytes(100))
+    [found] = survey(run)
+    assert (found.step, found.why, found.bytes) == (2, "not finished: there is no manifest", 100)
+    made = save(run, 4)
+    (tmp_path / m.FOLDER / m.name_of(6, 0)).mkdir()
+    (tmp_path / m.FOLDER / m.name_of(6, 0) / ".00000-of-00001.safetensors.ef.part").touch()
+    sweep(run, [made.name], before=m.newness(made))
+    assert sorted(path.name for path in (tmp_path / m.FOLDER).iterdir()) == [
+        made.name,
+        f"{made.name}.json",
+        m.name_of(6, 0),
+    ]
+
+
 def test_a_checkpoint_is_written_once(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path)
     made = save(run, 4)

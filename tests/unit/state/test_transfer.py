@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.state.holding import described, other_classes
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.state.transfer import Holding, digest, put, take
 
@@ -33,7 +35,7 @@ class Holder:
         self.named = [(name, value) for name, value in self.model.named_parameters() if value.requires_grad]
         self.frozen = [(name, value) for name, value in self.model.named_parameters() if not value.requires_grad]
         self.optimizer = make([value for _, value in self.named])
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+        self.scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
         self.scales = {"2.weight": -30 - seed, f"{seed}": -20}
 
     def holding(self) -> Holding:
@@ -96,6 +98,34 @@ def test_another_models_state_is_refused_before_anything_changes() -> None:
     with pytest.raises(TaskError, match="another model"):
         put(take(0, donor.holding()), receiver.holding())
     assert receiver.sha() == before
+
+
+@pytest.mark.parametrize("other", OPTIMIZERS[1:], ids=["sgd", "adagrad", "nadam"])
+def test_another_optimizers_state_is_refused_before_anything_changes(
+    other: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    donor, receiver = Holder(OPTIMIZERS[0], seed=1), Holder(other, seed=2)
+    donor.step()
+    receiver.step()
+    before, group = receiver.sha(), dict(receiver.optimizer.param_groups[0])
+    with pytest.raises(TaskError, match=r"the optimizer is AdamW in the checkpoint, \w+ in the task"):
+        put(take(0, donor.holding()), receiver.holding())
+    assert (receiver.sha(), dict(receiver.optimizer.param_groups[0])) == (before, group)
+
+
+def test_another_scheduler_is_told_and_so_is_one_that_is_missing() -> None:
+    donor, receiver = Holder(OPTIMIZERS[0], seed=1), Holder(OPTIMIZERS[0], seed=2)
+    _, tree = described(donor.holding())
+    tree = json.loads(json.dumps(tree))
+    assert other_classes(tree, receiver.holding()) == []
+    receiver.scheduler = torch.optim.lr_scheduler.StepLR(receiver.optimizer, 3)
+    told = "the scheduler is CosineAnnealingLR in the checkpoint, StepLR in the task"
+    assert other_classes(tree, receiver.holding()) == [told]
+    receiver.scheduler = None
+    assert other_classes(tree, receiver.holding()) == [told.replace("StepLR", "none")]
+    # Written before this was kept.
+    del tree["classes"]
+    assert other_classes(tree, receiver.holding()) == []
 
 
 def test_what_was_received_is_neither_kept_nor_written_to() -> None:

@@ -89,6 +89,13 @@ class Full(Disk):
         super().fsync(file)
 
 
+class Linkless(Disk):
+    """A file system without hard links."""
+
+    def link(self, path: Path, to: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path), None, str(to))
+
+
 def survives(calls: list[tuple[Any, ...]], names: bool, data: bool) -> dict[Path, bytes]:
     """The files on the disk after the machine stopped: with `names` and `data` also what was not made durable.
 

@@ -58,6 +58,8 @@ class Proxy(ThreadingHTTPServer):
         self.lose: Callable[[str, str], bool] = lambda method, path: False
         """Whether the answer to a request gets lost."""
         self.seen: list[tuple[str, str]] = []
+        self.careless = False
+        """Whether it knows no conditions: what is to be created takes the place of what is there."""
         self.down = False
         """Whether every request is answered with 500."""
 
@@ -110,7 +112,9 @@ class Relay(BaseHTTPRequestHandler):
     def _asked(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         store = http.client.HTTPConnection(*self.server.store, timeout=30)
         headers = {
-            key: value for key, value in self.headers.items() if key.lower() not in ("transfer-encoding", "expect")
+            key: value
+            for key, value in self.headers.items()
+            if key.lower() not in ("transfer-encoding", "expect", *(["if-none-match"] if self.server.careless else []))
         }
         store.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
         answer = store.getresponse()

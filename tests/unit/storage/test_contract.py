@@ -89,6 +89,21 @@ def test_files_are_found_however_deep(folder: Folder) -> None:
     assert stat.time > 1.7e9
 
 
+def test_what_was_begun_and_never_finished_is_no_file_and_can_be_removed(folder: Folder) -> None:
+    for name in ("top", ".top.0a1b.part", "a/.one.2c3d.part"):
+        folder.write(name, [b"xyz"])
+    assert set(folder.files()) == {"top"}
+    assert {name: stat.bytes for name, stat in folder.unfinished().items()} == {
+        ".top.0a1b.part": 3,
+        "a/.one.2c3d.part": 3,
+    }
+    assert set(folder.unfinished("a")) == {"a/.one.2c3d.part"}
+    assert folder.unfinished("nothing") == {}
+    folder.remove(".top.0a1b.part")
+    folder.remove("a")
+    assert folder.unfinished() == {}
+
+
 def test_a_file_or_everything_under_a_folder_is_removed(folder: Folder) -> None:
     for name in ("top", "a/one", "a/b/two", "ab/three"):
         folder.write(name, [b"x"])

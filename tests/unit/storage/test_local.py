@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -12,8 +13,8 @@ import pytest
 
 from raytrain_plus.errors import InputError, StorageError
 from raytrain_plus.storage.folder import open_folder
-from raytrain_plus.storage.local import LocalFolder
-from tests.unit.storage.disk import Full, after_every_stop
+from raytrain_plus.storage.local import Disk, LocalFolder
+from tests.unit.storage.disk import Full, Linkless, after_every_stop
 
 
 def test_whenever_the_machine_stops_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
@@ -49,13 +50,14 @@ def test_whenever_the_machine_stops_a_created_file_is_whole_or_none(tmp_path: Pa
     assert seen == {("other",), ("a/b/made", "other")}
 
 
-def test_of_many_that_create_a_file_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("disk", [Disk(), Linkless()], ids=["links", "no links"])
+def test_of_many_that_create_a_file_one_does(tmp_path: Path, disk: Disk) -> None:
     ready = threading.Barrier(16)
     made: list[int] = []
 
     def create(number: int) -> None:
         ready.wait()
-        if LocalFolder(tmp_path).create("claim", str(number).encode()):
+        if LocalFolder(tmp_path, disk).create("claim", str(number).encode()):
             made.append(number)
 
     threads = [threading.Thread(target=create, args=(number,)) for number in range(16)]
@@ -66,6 +68,23 @@ def test_of_many_that_create_a_file_one_does(tmp_path: Path) -> None:
     assert LocalFolder(tmp_path).read("claim") == str(made[0]).encode()
     assert len(made) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["claim"]
+
+
+def test_where_there_are_no_links_a_file_that_cannot_be_created_is_not_there(tmp_path: Path) -> None:
+    class Failing(Linkless):
+        def open(self, path: Path) -> int:
+            self.last = path
+            return super().open(path)
+
+        def fsync(self, file: int) -> None:
+            if self.last.name == "claim":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().fsync(file)
+
+    with pytest.raises(StorageError, match=f"No space left on device: '{tmp_path}/claim'"):
+        LocalFolder(tmp_path, Failing()).create("claim", b"mine")
+    assert not list(tmp_path.iterdir())
+    assert LocalFolder(tmp_path, Linkless()).create("claim", b"mine")
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../up", "a/../../b", "a//b", ".", "a\\b"])

@@ -12,6 +12,7 @@ import pytest
 from pyarrow import fs
 
 from raytrain_plus.errors import InputError
+from raytrain_plus.runfolder import Fence, keeps_others_out, single_writer
 from raytrain_plus.storage import remote
 from raytrain_plus.storage.folder import Folder, open_folder
 from raytrain_plus.storage.local import LocalFolder
@@ -224,6 +225,17 @@ def test_conflicts_without_end_have_one(folder: Folder, proxy: Proxy, monkeypatc
 def test_what_is_gone_when_it_is_looked_at_was_not_ours(folder: Folder, proxy: Proxy) -> None:
     proxy.answers = [(412, "PreconditionFailed")]
     assert not folder.create("claim", b"x")
+
+
+def test_a_store_that_creates_without_looking_is_found_out(folder: Folder, proxy: Proxy) -> None:
+    assert keeps_others_out(folder)
+    proxy.careless = True
+    assert folder.exclusive
+    assert not keeps_others_out(folder)
+    run = folder.inside("run")
+    Fence(run, 0)
+    assert not single_writer(run)
+    assert set(folder.files()) == {"run/claims/00000001.json"}
 
 
 def test_without_boto3_nothing_is_promised_and_all_works(bare: Folder) -> None:
