@@ -52,7 +52,7 @@ from raytrain_plus.errors import (
 from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job import Job
 from raytrain_plus.state.checkpoint import read_tensors
-from raytrain_plus.state.holding import model_state, saved_model
+from raytrain_plus.state.holding import model_state, other_classes, saved_model
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
 from raytrain_plus.state.named import dtype_name, optimizer_state, state_sha256
@@ -281,13 +281,13 @@ class Worker:
             name: (dtype_name(value.dtype), tuple(value.shape))
             for name, value in model_state(stepper.holding()).items()
         }
-        differing = mismatch(manifest.tensors, built)
+        differing = mismatch(manifest.tensors, built) or other_classes(manifest.tree, stepper.holding())
         if differing:
             rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise CheckpointError(
-                f"the checkpoint is of another model: {'; '.join(differing[:3])}{rest}",
+                f"the checkpoint is of another task: {'; '.join(differing[:3])}{rest}",
                 where=f"{run.where}/{FOLDER}/{manifest.name}.json",
-                remedy="give the task the layers and the args that the run began with, or start over with --fresh",
+                remedy="give the task the layers, optimizer and args that the run began with, or start over with --fresh",
             )
         try:
             tensors = tried(lambda: read_tensors(run, manifest, dict.fromkeys(manifest.tensors)))
