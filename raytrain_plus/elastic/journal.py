@@ -370,7 +370,7 @@ class Journal:
             try:
                 if opened is not None:
                     opened.close()
-            except OSError:
+            except (OSError, RunError):
                 log.warning("the end of %s cannot be written", type(opened).__name__, exc_info=True)
         try:
             if self._lease is not None and not self._overtaken:

@@ -190,6 +190,20 @@ def test_who_is_overtaken_enters_nothing_more(tmp_path: Path, monkeypatch: pytes
     assert not run.files("ledger")
 
 
+def test_who_is_overtaken_while_it_closes_enters_nothing_and_closes_all_the_same(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path / "run")
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
+    assert journal._parts is not None
+    journal._parts.add(0, 0, NOTES)
+    Fence(run, claims_of(run))
+    before = run.read("lease.json")
+    journal.close()
+    assert not run.files("ledger")
+    # Of the other one by now.
+    assert run.read("lease.json") == before
+
+
 class Standing(LocalFolder):
     """Stands still while it is told to, and fails afterwards."""
 

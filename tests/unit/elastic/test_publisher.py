@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from raytrain_plus.job import KeepBest
 from raytrain_plus.state.checkpoint import survey
 from raytrain_plus.state.manifest import FOLDER, name_of
 from raytrain_plus.storage import tries
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.local import Disk, LocalFolder
 from tests.unit.state.test_checkpoint import described, shares, state
 
 Make = Callable[..., Publisher]
@@ -177,6 +179,45 @@ def test_who_is_overtaken_removes_nothing(tmp_path: Path, make: Make, told: queu
     publisher.publish(described(2, 0, []))
     told.get(timeout=10)
     assert folders(tmp_path) == [name_of(1, 0)]
+
+
+def test_a_manifest_that_cannot_be_created_is_told_and_the_one_before_stays(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
+    class Full(Disk):
+        full = False
+
+        def link(self, path: Path, to: Path) -> None:
+            if self.full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().link(path, to)
+
+    disk = Full()
+    publisher = make(run=LocalFolder(tmp_path, disk))
+    assert publish(publisher, tmp_path, told, 1).error == ""
+    disk.full = True
+    error = f"No space left on device: '{tmp_path}/{FOLDER}/{name_of(2, 0)}.json' (tried 3 times)"
+    assert error in publish(publisher, tmp_path, told, 2).error
+    assert (steps(tmp_path), [one.step for one in publisher.complete]) == ([1], [1])
+    assert folders(tmp_path) == [name_of(1, 0)]
+    disk.full = False
+    assert publish(publisher, tmp_path, told, 3).error == ""
+    assert steps(tmp_path) == [3, 1]
+
+
+def test_a_manifest_whose_creation_failed_only_in_its_answer_is_left_alone(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
+    class Deaf(LocalFolder):
+        def create(self, name: str, data: bytes) -> bool:
+            super().create(name, data)
+            raise OSError("no answer")
+
+        def read(self, name: str) -> bytes:
+            raise OSError("no answer")
+
+    assert "no answer" in publish(make(run=Deaf(tmp_path)), tmp_path, told, 1).error
+    assert steps(tmp_path) == [1]
 
 
 def test_shares_that_were_written_elsewhere_are_no_checkpoint(

@@ -99,15 +99,18 @@ class Linkless(Disk):
 def survives(calls: list[tuple[Any, ...]], names: bool, data: bool) -> dict[Path, bytes]:
     """The files on the disk after the machine stopped: with `names` and `data` also what was not made durable.
 
-    A folder's names are durable after its fsync, a file's bytes after its own.
+    A folder's names are durable after its fsync - those of folders, too - and a file's bytes after its own.
     """
+    unsafe: set[Path] = set()
     volatile: dict[int, bytes] = {}
     durable: dict[int, bytes] = {}
     now: dict[Path, int] = {}
     kept: dict[Path, int] = {}
     for call in calls:
         kind, what = call[0], call[1]
-        if kind == "open":
+        if kind == "mkdir":
+            unsafe.add(what)
+        elif kind == "open":
             now[what] = call[2]
             volatile[call[2]] = durable[call[2]] = b""
         elif kind == "write":
@@ -124,8 +127,10 @@ def survives(calls: list[tuple[Any, ...]], names: bool, data: bool) -> dict[Path
         elif kind == "rmtree":
             now = {path: file for path, file in now.items() if what not in path.parents}
         elif kind == "fsync_folder":
+            unsafe = {folder for folder in unsafe if folder.parent != what}
             kept = {path: file for path, file in kept.items() if path.parent != what}
             kept |= {path: file for path, file in now.items() if path.parent == what}
+    kept = {path: file for path, file in kept.items() if not unsafe & set(path.parents)}
     found, bytes_of = (now if names else kept), (volatile if data else durable)
     return {path: bytes_of[file] for path, file in found.items()}
 
@@ -133,7 +138,7 @@ def survives(calls: list[tuple[Any, ...]], names: bool, data: bool) -> dict[Path
 def after_every_stop(folder: Path, work: Callable[[Disk], None], check: Callable[[Path], None]) -> int:
     """Runs `work` on disks that stop before each of its calls, and `check` on what may be there then; how many calls.
 
-    `folder` holds what was there before; it is put back each time.
+    `folder` holds what was there before; it is put back each time. The last three checks are of all that was done.
     """
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     whole = Recorder()

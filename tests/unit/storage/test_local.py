@@ -21,15 +21,16 @@ def test_whenever_the_machine_stops_a_file_is_the_old_one_or_the_new_one(tmp_pat
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "file").write_bytes(b"old")
-    seen: set[bytes] = set()
+    seen: list[bytes] = []
 
     def check(folder: Path) -> None:
-        seen.add(LocalFolder(folder).read("file"))
+        seen.append(LocalFolder(folder).read("file"))
 
     calls = after_every_stop(
         folder, lambda disk: LocalFolder(folder, disk).write("file", [b"new ", b"and longer"]), check
     )
-    assert seen == {b"old", b"new and longer"}
+    assert set(seen) == {b"old", b"new and longer"}
+    assert seen[-3:] == [b"new and longer"] * 3
     assert calls > 6
 
 
@@ -37,17 +38,19 @@ def test_whenever_the_machine_stops_a_created_file_is_whole_or_none(tmp_path: Pa
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "other").write_bytes(b"stays")
-    seen: set[tuple[str, ...]] = set()
+    seen: list[tuple[str, ...]] = []
 
     def check(folder: Path) -> None:
         run = LocalFolder(folder)
-        seen.add(tuple(sorted(run.files())))
+        seen.append(tuple(sorted(run.files())))
         assert run.read("other") == b"stays"
         if "a/b/made" in run.files():
             assert run.read("a/b/made") == b"content"
 
     after_every_stop(folder, lambda disk: LocalFolder(folder, disk).create("a/b/made", b"content") and None, check)
-    assert seen == {("other",), ("a/b/made", "other")}
+    assert set(seen) == {("other",), ("a/b/made", "other")}
+    # When it has been said to be there it is, folders and all.
+    assert seen[-3:] == [("a/b/made", "other")] * 3
 
 
 @pytest.mark.parametrize("disk", [Disk(), Linkless()], ids=["links", "no links"])

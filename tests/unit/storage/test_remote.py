@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,10 +14,13 @@ from pyarrow import fs
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.runfolder import Fence, keeps_others_out, single_writer
+from raytrain_plus.state.checkpoint import sweep
+from raytrain_plus.state.manifest import FOLDER, newness
 from raytrain_plus.storage import remote
 from raytrain_plus.storage.folder import Folder, open_folder
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.storage.remote import RemoteFolder
+from tests.unit.state.test_checkpoint import load, same, save, state
 from tests.unit.storage.store import Proxy, Relay, at, relaying, serving
 
 boto3 = pytest.importorskip("boto3")
@@ -461,3 +465,53 @@ def test_a_file_system_gets_the_file_beside_and_then_by_its_name(tmp_path: Path)
     assert [name.startswith(".file.") and name.endswith(".part") for name in before[0]] == [True]
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
     assert not folder.exclusive
+
+
+# Checkpoints, where the store fails for good at any moment.
+
+
+def fails_from(number: int, lost: bool, proxy: Proxy) -> None:
+    """The request of this number and all later ones are refused, or done without an answer."""
+    proxy.well()
+
+    def late(method: str, path: str) -> bool:
+        return len(proxy.seen) > number
+
+    if lost:
+        proxy.lose = late
+    else:
+        proxy.refuse = late
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["refused", "lost"])
+@pytest.mark.parametrize("kind", ["folder", "bare"])
+def test_whichever_request_fails_for_good_the_older_or_the_newer_checkpoint_is_there_whole(
+    kind: str, lost: bool, proxy: Proxy, request: pytest.FixtureRequest
+) -> None:
+    run: Folder = request.getfixturevalue(kind)
+    loaded: list[int] = []
+    for number in itertools.count():
+        proxy.well()
+        run.remove(FOLDER)
+        save(run, 4, writers=2)
+        fails_from(number, lost, proxy)
+        try:
+            made = save(run, 9, generation=1, writers=2)
+            sweep(run, [made.name], before=newness(made))
+        except OSError:
+            ended = False
+        else:
+            ended = True
+        proxy.well()
+        step, read = load(run)
+        assert same(read, state(step)), number
+        loaded.append(step)
+        if ended:
+            break
+    assert set(loaded) == {4, 9}
+    assert loaded == sorted(loaded)
+    assert list(run.files(FOLDER)) == [
+        f"{FOLDER}/{made.name}.json",
+        *(f"{FOLDER}/{made.name}/{file.name}" for file in made.files),
+    ]
