@@ -290,9 +290,16 @@ def _resumptions(run: Folder) -> Iterator[tuple[int, int]]:
     for line in event_lines(run):
         # Most lines are of others, and need no parsing.
         if '"resumed"' in line:
-            event = json.loads(line)
-            if event["kind"] == "resumed":
-                yield event["generation"], event["step"]
+            try:
+                event = json.loads(line)
+                if event["kind"] == "resumed":
+                    yield int(event["generation"]), int(event["step"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(
+                    f"a `resumed` event is damaged: {_first_line(error)}",
+                    where=f"{run.where}: events",
+                    remedy="mend the line: what it makes void cannot be told without it",
+                ) from None
 
 
 def _only_due(entries: npt.NDArray[Any], line: _Line, due_to: int, faults: _Faults) -> npt.NDArray[Any]:

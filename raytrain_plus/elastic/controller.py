@@ -140,6 +140,8 @@ class Controller:
             job.checkpoint.keep_best,
             self._journal.settle,
             lambda published: self._inbox.put(partial(self._published, published)),
+            ours=self._journal.check_fence,
+            damaged=[found.name for found in past.found if found.damaged],
         )
         self._publishing: set[str] = set()
         self._ends_kept = 0
@@ -582,6 +584,10 @@ class Controller:
         view = self._views.get(told.generation)
         if view is not None:
             self._saving.begin(told.step, told.generation, [member.worker for member in view.members])
+        if self._saving.over(told.step, told.generation):
+            # One that was given up: its last writers may come late.
+            self._publisher.discard(name_of(told.step, told.generation))
+            return
         self._abandoned(self._saving.written(told, self._group.workers))
 
     def _manifest(self, shares: Sequence[Written]) -> Manifest:

@@ -33,6 +33,7 @@ class Saving:
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], _Open] = {}
         self._over: set[tuple[int, int]] = set()
+        self._given_up: set[tuple[int, int]] = set()
         self._left: dict[tuple[int, str], int] = {}
         """(generation, worker) -> the last step that it copied before it left."""
 
@@ -44,6 +45,10 @@ class Saving:
         """These workers write the checkpoint of this step, in this order; said again, it changes nothing."""
         if (step, generation) not in self._over:
             self._open.setdefault((step, generation), _Open(names))
+
+    def over(self, step: int, generation: int) -> bool:
+        """Whether that checkpoint was given up."""
+        return (step, generation) in self._given_up
 
     def written(self, told: Written, living: Collection[str]) -> list[Abandoned]:
         """A worker has written its share, or could not; of the others, only the `living` still can.
@@ -82,6 +87,7 @@ class Saving:
     def _give_up(self, key: tuple[int, int], why: str) -> Abandoned:
         self._open.pop(key, None)
         self._over.add(key)
+        self._given_up.add(key)
         return Abandoned(*key, why)
 
     def give_up_void(self, resumptions: Sequence[tuple[int, int]]) -> list[Abandoned]:

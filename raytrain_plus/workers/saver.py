@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from raytrain_plus.errors import StorageError, WaitExpired
+from raytrain_plus.errors import RaytrainError, WaitExpired
 from raytrain_plus.state.checkpoint import Copy, write_share
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.hostcopy import HostMemory
@@ -114,7 +114,7 @@ class Saver:
             name = name_of(step, part.generation)
             share = tried(lambda: write_share(self._run, name, part.writer, part.writers, copies, self._moved))
             part.tell(told(share, ""))
-        except StorageError as failure:
+        except RaytrainError as failure:
             part.tell(told(None, str(failure)))
         except Exception:
             part.tell(told(None, traceback.format_exc()))

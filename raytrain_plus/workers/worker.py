@@ -287,7 +287,7 @@ class Worker:
             raise CheckpointError(
                 f"the checkpoint is of another task: {'; '.join(differing[:3])}{rest}",
                 where=f"{run.where}/{FOLDER}/{manifest.name}.json",
-                remedy="give the task the layers, optimizer and args that the run began with, or start over with --fresh",
+                remedy="give the task the layers, optimizer and args that the run began with; or start over: --fresh",
             )
         try:
             tensors = tried(lambda: read_tensors(run, manifest, dict.fromkeys(manifest.tensors)))

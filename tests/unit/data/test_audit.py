@@ -427,3 +427,13 @@ def test_ten_million_rows(tmp_path: Path) -> None:
     assert clean
     assert took < 60
     assert peak_mb < 1024
+
+
+@pytest.mark.parametrize("line", ['{"kind": "resumed", "step', '{"kind": "resumed", "step": 3}'])
+def test_a_damaged_word_of_a_resumption_is_told_and_nothing_is_judged_without_it(tmp_path: Path, line: str) -> None:
+    write_data(tmp_path / "data", [40, 33], 8)
+    job = job_of(tmp_path)
+    run = run_of(job, notes_of(job))
+    (run / "events.ndjson").write_text(line + "\n")
+    with pytest.raises(InputError, match="a `resumed` event is damaged"):
+        audit(run)
