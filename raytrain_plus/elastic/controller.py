@@ -63,8 +63,8 @@ LEAVE_PULSE_S = 0.1
 """The same while it leaves a world."""
 PAUSED_S = 1.0
 """If the controller itself stood still for longer, nobody else is blamed for it."""
-NODE_SILENT_S = 3.0
-"""A node whose worker has not answered for so long, and on which nobody takes a connection, is lost."""
+NODE_SILENT_S = 2.0
+"""A node whose worker has not answered for so long, and on which nobody takes a connection, is lost: after 3 s or 4."""
 COLLECTIVE_S = 3600.0
 """Limit of a collective for a worker that hears nothing; otherwise the controller decides, and much sooner."""
 RESTORE_AGAIN_S = 5.0

@@ -11,9 +11,9 @@ import ray
 
 from raytrain_plus.workers.ray_private import draining_nodes
 
-POLL_S = 1.0
+POLL_S = 0.5
 """Seconds between two looks."""
-KNOCK_S = 1.0
+KNOCK_S = 0.5
 """Limit of taking a connection."""
 
 log = logging.getLogger(__name__)
