@@ -91,7 +91,7 @@ def check(run: Run, before: dict[int, float], lost: list[int], expected: list[fl
     return result
 
 
-@pytest.mark.parametrize("collective", ["horovod", "torch"])
+@pytest.mark.parametrize("collective", ["horovod", pytest.param("torch", marks=SLOW)])
 def test_a_killed_worker(tmp_path: Path, undisturbed: dict[bool, list[float]], collective: str) -> None:
     run, before = started(tmp_path, collective=collective)
     victim = run.members()[1]
@@ -150,7 +150,7 @@ def test_a_worker_that_hangs_is_found_and_replaced(
 @pytest.mark.parametrize(
     "fault",
     [
-        "loss:sleep0.8:16",
+        pytest.param("loss:sleep0.8:16", marks=SLOW),
         pytest.param("loss:sleep3:0", marks=SLOW),
         pytest.param("evaluate:sleep3:0", marks=SLOW),
         "build:sleep3:0",
@@ -195,9 +195,9 @@ def test_a_survivor_that_does_not_leave_is_replaced(
     "fault",
     [
         pytest.param("loss:kill:60", marks=SLOW),
-        "backward:kill:60",
+        pytest.param("backward:kill:60", marks=SLOW),
         pytest.param("apply:kill:30", marks=SLOW),
-        pytest.param("applied:kill:30", marks=SLOW),
+        "applied:kill:30",
     ],
 )
 def test_a_worker_that_is_killed_anywhere_in_a_step(
@@ -278,7 +278,9 @@ def _youngest_sleeper(run: Run) -> int:
     ("what", "expected"),
     [
         ("raise", "the task raised ValueError: a fault in loss"),
-        ("memory", "out of memory (MemoryError): cannot allocate 64 GiB; use more microbatches"),
+        pytest.param(
+            "memory", "out of memory (MemoryError): cannot allocate 64 GiB; use more microbatches", marks=SLOW
+        ),
     ],
 )
 def test_the_same_exception_twice_ends_the_run_with_the_state_of_the_last_commit(

@@ -332,7 +332,7 @@ def test_a_run_that_cannot_begin_says_what_it_waits_for_and_gives_up(tmp_path: P
     cluster.add_node(num_cpus=2)
     holder = Holder.remote()
     assert ray.get(holder.here.remote())
-    run = Run(job(tmp_path, workers=Workers(min=4), elastic=Elastic(wait_s=2)))
+    run = Run(job(tmp_path, workers=Workers(min=4), elastic=Elastic(wait_s=8)))
     with pytest.raises(RunError, match="only 2 of at least 4 workers"):
         run.finish()
     assert not (tmp_path / "runs" / "run").exists()

@@ -145,7 +145,9 @@ def test_bad_input_is_told_before_a_run_begins(tmp_path: Path, changes: dict[str
     ("where", "code", "expected"),
     [
         ("init", 2, ["Raises(...) raised ValueError: no such width", 'raise ValueError("no such width")']),
-        ("layers", 2, ["Raises cannot be built: ZeroDivisionError: in layers", "tasks.py"]),
+        pytest.param(
+            "layers", 2, ["Raises cannot be built: ZeroDivisionError: in layers", "tasks.py"], marks=pytest.mark.slow
+        ),
         ("loss", 1, ["the task raised KeyError: 'label'", 'raise KeyError("label")']),
     ],
 )
