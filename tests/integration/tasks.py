@@ -265,24 +265,37 @@ class Unkeyed(Net):
 
 
 class Mortal(Net):
-    """Every process but the first dies now and then, just after it has changed its state by a step."""
+    """Every process but the first dies now and then: just after it has changed its state by a step ("applied"), or when
+    it has told of that, too ("told"). It leaves a file that says when, and at which step."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = Path(folder)
         self.chance = random.Random(os.getpid())
-        self.immortal = False
+        self.step = -1
+        self.telling = False
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         made = super().optimizer(parameters)
         try:
             os.close(os.open(self.folder / "immortal", os.O_CREAT | os.O_EXCL))
-            self.immortal = True
         except FileExistsError:
-            made.register_step_post_hook(self.perhaps_die)
+            made.register_step_post_hook(self.applied)
         return made
 
-    def perhaps_die(self, *arguments: Any) -> None:
-        if self.chance.random() < 0.05:
-            (self.folder / f"died-{os.getpid()}").touch()
+    def applied(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        self.step = int(next(iter(optimizer.state.values()))["step"]) - 1
+        self.telling = True
+        self.perhaps_die("applied")
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.telling:
+            # The next step has begun: the one before has been told of.
+            self.telling = False
+            self.perhaps_die("told")
+        return super().loss(model, batch)
+
+    def perhaps_die(self, when: str) -> None:
+        if self.chance.random() < 0.025:
+            (self.folder / f"died-{os.getpid()}").write_text(f"{when} {self.step}")
             os.kill(os.getpid(), signal.SIGKILL)

@@ -192,7 +192,7 @@ def test_one_hash_through_ten_runs_with_deaths(tmp_path: Path, model: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_fifty_deaths_between_apply_and_hand_over_leave_the_ledger_whole(tmp_path: Path) -> None:
     write_data(tmp_path / "data", rows=517)
     elastic = Elastic(wait_s=60, max_failures=50)
@@ -206,3 +206,28 @@ def test_fifty_deaths_between_apply_and_hand_over_leave_the_ledger_whole(tmp_pat
     found = audit(result.path)
     assert found.clean, found.faults
     assert found.audited_to + 1 == result.steps > 100
+    kept = {when: kept_steps(tmp_path, run, when) for when in ("applied", "told")}
+    print(f"of the steps at which somebody died, so many were kept, and not: {kept}")
+    assert all(kept[when].count(True) for when in kept), kept
+    undisturbed = Run(
+        replace(job, name="undisturbed", steps=result.steps, task="tasks:Net", args={}, workers=Workers())
+    )
+    state = undisturbed.finish(timeout_s=600).state_sha256
+    assert (result.state_sha256, run.losses()) == (state, undisturbed.losses())
+
+
+def kept_steps(tmp_path: Path, run: Run, when: str) -> list[bool]:
+    """Of each member that died when it had applied a step (or also told of it): whether that step was committed in the
+    generation in which it died, by a survivor that had applied it, too; or was made again in a later one."""
+    committed = {event["step"]: event["generation"] for event in run.events("step_committed")}
+    inside: dict[int, int] = {}
+    for view in run.events("view_formed"):
+        inside |= {member["pid"]: view["generation"] for member in view["members"]}
+    kept = []
+    for file in tmp_path.glob("died-*"):
+        died, step = file.read_text().split()
+        pid = int(file.name.removeprefix("died-"))
+        # A step for practice is number 0.
+        if died == when and pid in inside and int(step) > 0 and int(step) in committed:
+            kept.append(committed[int(step)] == inside[pid])
+    return kept

@@ -17,6 +17,7 @@ from ray.cluster_utils import Cluster
 
 from raytrain_plus import Elastic, Evaluate, Result, Workers
 from raytrain_plus.data.audit import audit
+from raytrain_plus.elastic.controller import PULSE_S
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.tasks import write_data
 
@@ -178,13 +179,21 @@ def test_a_collective_in_which_all_wait_is_formed_anew(tmp_path: Path, undisturb
 def test_a_survivor_that_does_not_leave_is_replaced(
     tmp_path: Path, undisturbed: dict[bool, list[float]], pad_s: float
 ) -> None:
-    run, before = started(tmp_path, args={"pad_s": pad_s}, elastic=Elastic(wait_s=30, hang_timeout_s=5))
-    stopped, killed = run.members()[1:3]
+    args = {"pad_s": pad_s, "fault": "backward:sleep3:100"}
+    run, before = started(tmp_path, args=args, elastic=Elastic(wait_s=30, hang_timeout_s=60))
+    run.until(lambda: list(tmp_path.glob("reached-*")), "the slow backward")
+    # Whoever is stopped while it computes is given the time that a hang is given. The others wait for the slow one by
+    # now, and have been asked what they do.
+    time.sleep(2 * PULSE_S)
+    members = run.members()
+    killed = next(member for member in members if (tmp_path / f"reached-{member['pid']}").exists())
+    stopped = next(member for member in members if member is not killed)
     run.kill(stopped, signal.SIGSTOP)
-    time.sleep(0.2)
     run.kill(killed)
     recovered = run.until_told("recovered")
     assert len(recovered["kept"]) == 2
+    # From the moment that the death is known; what comes before is the slow step.
+    assert recovered["stall_s"] - recovered["phases"]["detect"] < 3
     if pad_s > PAD_S:
         # Slow enough that those who take their places come before its end.
         run.until_size(4)

@@ -219,7 +219,7 @@ def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None
     start = time.monotonic()
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 3
     assert "job stopped" in out
     result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
     assert 0 < result["steps"] < 500

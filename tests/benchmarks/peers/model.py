@@ -159,11 +159,17 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def kill_some(
-    start: Callable[[Path], AbstractContextManager[object]], folder: Path, kills: int, *, replaces: bool
+    start: Callable[[Path], AbstractContextManager[object]],
+    folder: Path,
+    kills: int,
+    *,
+    replaces: bool,
+    spares: int = 0,
 ) -> list[Incident]:
     """What `kills` kills cost, in as few runs of `start` as it takes, each in a new folder under `folder`.
 
-    Each kill meets `WORKERS` workers: a peer that does not replace the dead, or did not recover, is started again.
+    Each kill meets `WORKERS` workers: a peer that does not replace the dead, or did not recover, is started again. It
+    meets as many warm spares, too.
     """
     chance = random.Random(0)
     incidents: list[Incident] = []
@@ -171,14 +177,15 @@ def kill_some(
         run = folder / f"run-{len(incidents)}"
         run.mkdir(parents=True)
         with start(run):
-            incidents.append(kill_one(run, chance))
+            incidents.append(kill_one(run, chance, spares))
             while replaces and len(incidents) < kills and incidents[-1].stall_s is not None:
-                incidents.append(kill_one(run, chance))
+                incidents.append(kill_one(run, chance, spares))
     return incidents
 
 
-def kill_one(folder: Path, chance: random.Random) -> Incident:
-    """Waits until `WORKERS` processes step together, kills one, and waits until training has gone on, or a limit.
+def kill_one(folder: Path, chance: random.Random, spares: int = 0) -> Incident:
+    """Waits until `WORKERS` processes step together and `spares` others are warm, kills one of those that step, and
+    waits until training has gone on, or a limit.
 
     The kill comes at a step drawn between one and two checkpoints from here, so that its distance to the last
     checkpoint is any. Raises `TimeoutError` where training does not get there in `START_S`.
@@ -188,10 +195,13 @@ def kill_one(folder: Path, chance: random.Random) -> Incident:
 
     def steady() -> bool:
         records = read_steps(folder)
-        return bool(records) and frontier(records)[-1].step >= at and len(stepping(records)) == WORKERS
+        if not records or frontier(records)[-1].step < at or len(stepping(records)) != WORKERS:
+            return False
+        return sum(map(psutil.pid_exists, practised(records))) >= spares
 
     if not awaited(steady, START_S):
-        raise TimeoutError(f"no {WORKERS} workers that step together, {START_S:.0f} s after the start; see {folder}")
+        wanted = f"{WORKERS} workers that step together" + f", and {spares} warm spares" * (spares > 0)
+        raise TimeoutError(f"no {wanted}, {START_S:.0f} s after the start or the last kill; see {folder}")
     records = read_steps(folder)
     killed = chance.choice(sorted(stepping(records)))
     os.kill(killed, signal.SIGKILL)
@@ -205,6 +215,11 @@ def stepping(records: list[Finished]) -> set[int]:
     """The processes that are at most one step behind the newest."""
     newest = max(record.step for record in records)
     return {record.pid for record in records if record.step >= newest - 1}
+
+
+def practised(records: list[Finished]) -> set[int]:
+    """The processes that have finished step 0 and no later one: a spare makes that step alone, and is warm then."""
+    return {record.pid for record in records} - {record.pid for record in records if record.step > 0}
 
 
 def awaited(true: Callable[[], bool], timeout_s: float) -> bool:

@@ -53,18 +53,13 @@ def measure(folder: Path, kills: int, *, model: str = "byte_gpt", spares: int = 
     def start(made: Path) -> AbstractContextManager[object]:
         return started(DRIVER, made, model, str(spares), settings={"RAY_AUTH_MODE": "disabled"})
 
-    return kill_some(start, folder, kills, replaces=True)
+    return kill_some(start, folder, kills, replaces=True, spares=spares)
 
 
-def phases(folder: Path) -> list[Mapping[str, float]]:
-    """Of each recovery in the runs under `folder`, how many seconds each phase took."""
+def recoveries(folder: Path) -> list[Mapping[str, Any]]:
+    """What the runs under `folder` tell of each recovery."""
     files = sorted(folder.glob(f"run-*/runs/{NAME}/events.ndjson"))
-    return [
-        event["phases"]
-        for file in files
-        for event in read_events(LocalFolder(file.parent))
-        if event["kind"] == "recovered"
-    ]
+    return [event for file in files for event in read_events(LocalFolder(file.parent)) if event["kind"] == "recovered"]
 
 
 def drive(folder: Path, model: str, spares: int) -> None:
