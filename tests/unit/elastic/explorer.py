@@ -1,28 +1,33 @@
 """Drives the group's machine through every order of events in a small world, and checks what must always hold.
 
 The world is made of processes that come up, join, step, die and answer; messages are delivered in any order between
-workers (in order from one), may be lost where the real ones may, and may come twice.
+workers (in order from one), may be lost where the real ones may, and may come twice. What can have no effect any more -
+said in an earlier generation, by nobody, or by who has left - is in no world's mail: instead the machine is asked in
+every world whether it has none.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import marshal
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from hashlib import blake2b
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
-from raytrain_plus.elastic.group import Group, Limits, Phase
+from raytrain_plus.elastic.group import Group, Limits, Phase, members_in
 
 
 class Violation(AssertionError):
     """Something that must never be has been reached."""
 
 
-@dataclass(frozen=True, slots=True)
-class Proc:
+class Proc(NamedTuple):
     """One process as it really is."""
 
     inside: int = -1
@@ -32,8 +37,9 @@ class Proc:
     interrupted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(NamedTuple):
+    """All that there is, and what may still happen."""
+
     group: Group
     procs: tuple[tuple[str, Proc], ...] = ()
     starting: tuple[str, ...] = ()
@@ -58,46 +64,64 @@ class World:
     stops: int = 0
     saves: int = 0
     damages: int = 0
+    noticed: tuple[str, ...] = ()
+    """Workers whose machines will go, as the group has been told."""
+    stopped: bool = False
+    """The group was told to stop, before it handed the model over."""
+    alike: bool = False
+    """Workers of whom the same is known and true count as one and the same. Who of the equally advanced gives its state
+    is open then; what the machine chooses is among it."""
 
 
-def explore(world: World, most: int = 2_000_000) -> dict[str, int]:
-    """Visits every world that can be reached; how many, and what was taken. Raises `Violation`."""
-    seen = {_key(world)}
-    ends: set[Any] = set()
-    back: dict[Any, list[Any]] = {}
-    queue = deque([world])
+def explore(world: World, most: int = 2_000_000, look: Callable[[World], object] | None = None) -> dict[str, int]:
+    """Visits every world that can be reached; how many, and what was taken. Raises `Violation`.
+
+    `look` is shown each of them, if it is given.
+    """
+    seen = {mark(world): 0}
+    ends: list[int] = []
+    sources, targets = array("I"), array("I")
+    # The newest is next: so few wait for their turn at any time.
+    todo = [(0, world)]
     taken: dict[str, int] = {}
-    while queue:
-        here = queue.popleft()
-        key = _key(here)
+    while todo:
+        number, here = todo.pop()
+        if look is not None:
+            look(here)
         if here.group.phase is Phase.END:
-            ends.add(key)
+            ends.append(number)
             continue
         moved = False
         for after in _moves(here, taken):
             moved = True
-            to = _key(after)
-            back.setdefault(to, []).append(key)
-            if to not in seen:
+            reached = mark(after)
+            to = seen.get(reached)
+            if to is None:
+                if after.group is not here.group:
+                    _refuses(after.group)
                 if len(seen) >= most:
                     raise Violation(f"more than {most} worlds")
-                seen.add(to)
-                queue.append(after)
+                to = seen[reached] = len(seen)
+                todo.append((to, after))
+            sources.append(number)
+            targets.append(to)
         if not moved:
             raise Violation(f"no way on from {here}")
-    # From everywhere the end can be reached.
-    alive = set(ends)
-    todo = deque(ends)
-    while todo:
-        for before in back.get(todo.popleft(), ()):
-            if before not in alive:
-                alive.add(before)
-                todo.append(before)
-    if alive != seen:
-        raise Violation(
-            f"the end cannot be reached from {len(seen - alive)} worlds, such as {next(iter(seen - alive))}"
-        )
+    going = _leading_to(ends, np.frombuffer(sources, np.uint32), np.frombuffer(targets, np.uint32), len(seen))
+    if not going.all():
+        raise Violation(f"the end cannot be reached from {int((~going).sum())} worlds")
     return {"worlds": len(seen), **taken}
+
+
+def _leading_to(ends: Sequence[int], sources: Any, targets: Any, count: int) -> Any:
+    """Of each world whether one of the ends can be reached from it."""
+    going = np.zeros(count, bool)
+    going[ends] = True
+    while True:
+        found = sources[going[targets] & ~going[sources]]
+        if not len(found):
+            return going
+        going[found] = True
 
 
 def wander(world: World, draw: Random, most: int = 20_000) -> int:
@@ -111,7 +135,9 @@ def wander(world: World, draw: Random, most: int = 20_000) -> int:
         ways = list(_moves(world, {}))
         if not ways:
             raise Violation(f"no way on from {world}")
-        world = draw.choice(ways)
+        before, world = world, draw.choice(ways)
+        if world.group is not before.group:
+            _refuses(world.group)
     raise Violation(f"a way of {most} moves that does not end, at {world}")
 
 
@@ -130,6 +156,7 @@ def first_world(
     saves: int = 0,
     damages: int = 0,
     durable: int = -1,
+    alike: bool = False,
 ) -> World:
     group, commands = machine.begin(limits, durable)
     world = World(
@@ -146,66 +173,72 @@ def first_world(
         saves=saves,
         damages=damages,
         announced=durable,
+        alike=alike,
     )
     return _obey(world, commands)
 
 
+def mark(world: World) -> bytes:
+    """What tells worlds apart, short enough to be kept of millions."""
+    return blake2b(marshal.dumps(_key(world), 2), digest_size=16).digest()
+
+
 def _key(world: World) -> Any:
-    """What tells worlds apart: names by place, generations by distance, counts that only bound retries left out."""
+    """What tells worlds apart: names by place, generations by distance, nothing that has no consequence any more."""
     group = world.group
-    names: dict[str, int] = {}
-    for name in (*group.seats, *group.workers, *(name for name, _ in world.procs), *world.starting):
-        names.setdefault(name, len(names))
-
-    def spelled(message: Any) -> Any:
-        kind = type(message).__name__
-        worker = getattr(message, "worker", None)
-        if worker is None:
-            return (kind,)
-        at = names.setdefault(worker, len(names))
-        stale = group.generation - getattr(message, "generation", group.generation)
-        return kind, at, stale, getattr(message, "holds", None), getattr(message, "why", None)
-
-    # Only the order between messages of one worker counts.
-    mail = sorted((spelled(message) for message in world.mail), key=lambda entry: entry[1] if len(entry) > 1 else -1)
+    generation, phase = group.generation, group.phase
+    procs = dict(world.procs)
+    # What the members of a world do goes by how far they are, until they are to leave it.
+    going = any(proc.inside >= 0 and not proc.interrupted for proc in procs.values())
+    members = dict(world.members) if going else {}
+    giver = world.donor if going and any(proc.copying for proc in procs.values()) else None
+    said: dict[str | None, list[Any]] = {}
+    for message in world.mail:
+        # Only the order between messages of one worker counts.
+        held = _number(getattr(message, "holds", getattr(message, "step", None)))
+        what = type(message).__name__, held, getattr(message, "why", "")
+        said.setdefault(getattr(message, "worker", None), []).append(what)
+    workers = []
+    for place, name in enumerate(dict.fromkeys((*group.seats, *group.workers, *procs, *members))):
+        known, proc = group.workers.get(name), procs.get(name)
+        told: tuple[Any, ...] = ()
+        real: tuple[Any, ...] = ()
+        if known:
+            joined = known.joined and phase is Phase.JOIN
+            told = known.state, _number(known.holds), known.leaving, joined, known.proved, name in world.noticed
+        if proc:
+            held = proc.holds if going or not proc.copying else None
+            real = proc.inside >= 0, _number(held), proc.copying and going, proc.interrupted
+        lead = phase is Phase.CLOSE and name == group.lead
+        roles = name in group.seats, name in world.starting, name == giver, lead
+        applied = _number(members[name]) if name in members else -4
+        workers.append((0 if world.alike else place, told, real, said.get(name, []), applied, roles))
+    workers.sort()
     return (
-        group.phase,
+        workers,
+        phase.name,
         len(group.seats),
-        tuple(
-            sorted((names[name], w.state, w.holds, w.leaving, w.joined, w.proved) for name, w in group.workers.items())
-        ),
         min(group.unformed, 1),
         group.committed,
         group.durable,
         group.kept,
-        names.get(group.lead),
         group.stopping,
         group.finished,
         bool(group.failure),
-        tuple((at, fault, group.generation - generation) for at, fault, generation in group.faults),
-        group.generation < 0,
-        tuple(
-            sorted(
-                (
-                    names[name],
-                    group.generation - proc.inside if proc.inside >= 0 else -1,
-                    proc.holds,
-                    proc.copying,
-                    proc.interrupted,
-                )
-                for name, proc in world.procs
-            )
-        ),
-        tuple(names[name] for name in world.starting),
-        tuple(mail),
-        tuple((names.get(name), held) for name, held in world.members),
-        names.get(world.donor) if any(proc.copying for _, proc in world.procs) else None,
-        world.paused == group.generation,
+        tuple((at, fault, generation - before) for at, fault, before in group.faults),
+        generation < 0,
+        said.get(None, []),
+        phase is Phase.PAUSE and world.paused == generation,
         world.announced,
         world.capacity,
+        world.stopped,
         (world.deaths, world.arrivals, world.drains, world.doubles, world.losses, world.faults, world.lates),
         (world.stops, world.saves, world.damages),
     )
+
+
+def _number(step: int | None) -> int:
+    return -3 if step is None else step
 
 
 def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
@@ -224,39 +257,47 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         took(type(message).__name__)
         if isinstance(message, e.Saved) and message.step > world.announced:
             # The run has gone on from an earlier one meanwhile.
-            yield replace(world, mail=rest)
+            yield world._replace(mail=rest)
             continue
-        yield _deliver(replace(world, mail=rest), message)
+        yield from _deliver(world._replace(mail=rest), message)
         if world.doubles and isinstance(message, (e.Warm, e.Joined, e.Left, e.Lost)):
-            took("doubled")
-            yield _deliver(replace(world, mail=(*rest, message), doubles=world.doubles - 1), message)
+            for after in _deliver(world._replace(mail=(*rest, message), doubles=world.doubles - 1), message):
+                if message in after.mail:
+                    took("doubled")
+                    yield after
         if world.damages and isinstance(message, e.Warm) and message.holds is not None and message.holds >= 0:
             took("damaged")
             damaged = world
             if message.worker in procs:
-                damaged = _with(world, message.worker, replace(procs[message.worker], holds=None))
-            yield _deliver(replace(damaged, mail=rest, damages=world.damages - 1), e.Unreadable(message.worker, -1))
+                damaged = _with(world, message.worker, procs[message.worker]._replace(holds=None))
+            damaged = damaged._replace(mail=rest, damages=world.damages - 1)
+            yield from _deliver(damaged, e.Unreadable(message.worker, -1))
         if world.losses and isinstance(message, (e.Joined, e.Committed, e.Saved)):
-            took("lost message")
-            yield replace(world, mail=rest, losses=world.losses - 1)
-    if len(procs) < world.capacity and world.starting:
+            took("lost")
+            yield world._replace(mail=rest, losses=world.losses - 1)
+    room = _room(world)
+    if world.starting and (room or world.arrivals):
         name, *others = world.starting
         came = (*world.procs, (name, Proc(holds=-1)))
-        up = replace(world, procs=came, starting=tuple(others), mail=(*world.mail, e.Warm(name, -1)))
-        yield _deliver(up, e.Up(name))
-    if world.arrivals:
-        took("arrival")
-        yield replace(world, arrivals=world.arrivals - 1, capacity=world.capacity + 1)
+        up = world._replace(procs=came, starting=tuple(others), mail=(*world.mail, e.Warm(name, -1)))
+        if not room:
+            # A machine that arrives and hosts nobody changes nothing: it arrives when somebody comes up there.
+            took("arrival")
+            up = up._replace(arrivals=world.arrivals - 1, capacity=world.capacity + 1)
+        yield from _deliver(up, e.Up(name))
     applied = dict(world.members)
     generation = world.group.generation
     for name, proc in world.procs:
         if world.deaths:
             took("death")
             gone = tuple((other, entry) for other, entry in world.procs if other != name)
-            yield replace(world, procs=gone, mail=(*world.mail, e.Lost(name)), deaths=world.deaths - 1)
-        if world.drains and name in world.group.workers:
+            yield world._replace(procs=gone, mail=(*world.mail, e.Lost(name)), deaths=world.deaths - 1)
+        if world.drains and name in world.group.workers and name not in world.noticed:
             took("drain")
-            yield replace(world, drains=world.drains - 1, mail=(*world.mail, e.Notice(name)))
+            # No other will come up in its place.
+            noticed = (*world.noticed, name)
+            left = world._replace(drains=world.drains - 1, noticed=noticed, capacity=world.capacity - 1)
+            yield from _deliver(left, e.Notice(name))
         if proc.inside != generation or proc.inside < 0:
             continue
         formed = all(member not in procs or procs[member].inside == generation for member in applied)
@@ -274,10 +315,9 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             if formed and not peers_gone and world.donor in procs:
                 took("copied")
                 donor_holds = procs[world.donor].holds
-                done = replace(proc, copying=False, holds=donor_holds)
+                done = proc._replace(copying=False, holds=donor_holds)
                 yield _with(
-                    replace(
-                        world,
+                    world._replace(
                         mail=(*world.mail, e.Joined(name, generation)),
                         members=tuple((m, donor_holds if m == name else s) for m, s in world.members),
                     ),
@@ -305,56 +345,71 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         if world.faults and not peers_gone:
             took("fault")
             yield _leave(
-                replace(world, faults=world.faults - 1), name, e.Left(name, generation, None, "failed", "oops")
+                world._replace(faults=world.faults - 1), name, e.Left(name, generation, None, "failed", "oops")
             )
         if all(other is not None and other >= step for other in applied.values()):
             took("applied")
-            yield _apply(world, name, proc, step + 1)
+            yield from _apply(world, name, proc, step + 1)
     phase = world.group.phase
     if world.lates and phase in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE, Phase.LEAVE):
         took("late")
-        yield _deliver(replace(world, lates=world.lates - 1), e.Late(generation))
+        yield from _deliver(world._replace(lates=world.lates - 1), e.Late(generation))
     if world.saves and world.announced > world.group.durable and phase is not Phase.END:
         took("saved")
-        yield _deliver(replace(world, saves=world.saves - 1), e.Saved(world.announced))
+        yield from _deliver(world._replace(saves=world.saves - 1), e.Saved(world.announced))
     if world.stops:
         took("stop")
-        yield _deliver(replace(world, stops=world.stops - 1), e.Stop())
-    idle = not world.mail and not (len(procs) < world.capacity and world.starting)
-    if idle and phase in (Phase.GATHER, Phase.JOIN, Phase.CLOSE):
-        yield _deliver(world, e.Late(generation))
+        # Whoever hands the model over is at the end as it is.
+        stopped = world.stopped or phase is not Phase.CLOSE
+        yield from _deliver(world._replace(stops=world.stops - 1, stopped=stopped), e.Stop())
+    if not world.mail and not (room and world.starting) and phase in (Phase.GATHER, Phase.JOIN, Phase.CLOSE):
+        yield from _deliver(world, e.Late(generation))
 
 
-def _apply(world: World, name: str, proc: Proc, step: int) -> World:
+def _room(world: World) -> bool:
+    return sum(name not in world.noticed for name, _ in world.procs) < world.capacity
+
+
+def _apply(world: World, name: str, proc: Proc, step: int) -> Iterator[World]:
     members = tuple((m, step if m == name else s) for m, s in world.members)
-    after = _with(replace(world, members=members), name, replace(proc, holds=step))
+    after = _with(world._replace(members=members), name, proc._replace(holds=step))
     steps = [s for _, s in members if s is not None]
     proven = max(min(steps), max(steps) - 1)
     if proven > world.announced and len(steps) == len(members):
         # What proves it was reported before anything else that these workers will say.
-        message = e.Committed(world.group.generation, proven)
-        after = _deliver(replace(after, announced=proven), message)
-    return after
+        yield from _deliver(after._replace(announced=proven), e.Committed(world.group.generation, proven))
+    else:
+        yield after
 
 
 def _with(world: World, name: str, proc: Proc) -> World:
-    return replace(world, procs=tuple((other, proc if other == name else entry) for other, entry in world.procs))
+    return world._replace(procs=tuple((other, proc if other == name else entry) for other, entry in world.procs))
 
 
 def _leave(world: World, name: str, message: e.Left) -> World:
-    proc = replace(dict(world.procs)[name], inside=-1, holds=message.holds, copying=False, interrupted=False)
-    return _with(replace(world, mail=(*world.mail, message)), name, proc)
+    proc = dict(world.procs)[name]._replace(inside=-1, holds=message.holds, copying=False, interrupted=False)
+    return _with(world._replace(mail=(*world.mail, message)), name, proc)
 
 
-def _deliver(world: World, event: e.Event) -> World:
+def _deliver(world: World, event: e.Event) -> Iterator[World]:
     before = world.group
     group, commands = machine.step(before, event)
-    known = getattr(event, "worker", None) is None or event.worker in before.workers  # type: ignore[union-attr]
-    current = getattr(event, "generation", before.generation) == before.generation
-    if known and current and group.phase not in machine.TABLE[before.phase, type(event)].leads:
+    _check(world, event, group, commands)
+    if group.committed < before.committed:
+        world = world._replace(announced=group.committed)
+    mail = tuple(message for message in world.mail if _counts(group, message))
+    world = world._replace(group=group, mail=mail)
+    yield _obey(world, commands)
+    if world.alike:
+        for other, command in _equals(group, commands):
+            yield _obey(world._replace(group=other), [*commands[:-1], command])
+
+
+def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]) -> None:
+    """Raises `Violation` where `event` led to something that must not be."""
+    before = world.group
+    if group.phase not in machine.TABLE[before.phase, type(event)].leads:
         raise Violation(f"{type(event).__name__} led from {before.phase.name} to {group.phase.name}")
-    if (not known or not current) and (group is not before or commands):
-        raise Violation(f"a stale {event} had an effect")
     if group.committed < before.committed:
         if group.committed < group.durable:
             raise Violation(f"back to {group.committed}, though there is a checkpoint of {group.durable}")
@@ -362,14 +417,14 @@ def _deliver(world: World, event: e.Event) -> World:
         for name, proc in () if isinstance(event, e.Late) else world.procs:
             if _holding((name, proc)) >= before.committed:
                 raise Violation(f"committed steps were forgotten, though {name} holds {proc.holds}")
-        world = replace(world, announced=group.committed)
     if group.generation not in (before.generation, before.generation + 1):
         raise Violation(f"the generation went from {before.generation} to {group.generation}")
     ended = [command.status for command in commands if isinstance(command, e.End)]
+    announced = min(world.announced, group.committed)
     if (
         ended
         and not isinstance(event, e.Handed | e.Late)
-        and 0 <= world.announced <= max(map(_holding, world.procs), default=-2)
+        and 0 <= announced <= max(map(_holding, world.procs), default=-2)
     ):
         raise Violation(f"given up ({group.failure}), though a worker holds the state")
     idle = [worker for worker in before.workers.values() if worker.state == "idle" and not worker.leaving]
@@ -377,46 +432,93 @@ def _deliver(world: World, event: e.Event) -> World:
         raise Violation(f"given up ({group.failure}), though there are workers enough")
     if ended == ["finished"] and not isinstance(event, e.Handed):
         raise Violation("finished, and nobody has handed the model over")
-    return _obey(replace(world, group=group), commands)
+    if world.stopped and group.phase in (Phase.GATHER, Phase.TRAIN):
+        raise Violation(f"{type(event).__name__} led to {group.phase.name} after a stop")
+    if group.phase is Phase.TRAIN and any(name in world.noticed for name in members_in(group)):
+        others = [worker for name, worker in group.workers.items() if name not in world.noticed]
+        if sum(worker.state in ("idle", "in") for worker in others) >= group.limits.minimum:
+            raise Violation("one that is to leave trains on, though there are others enough")
+
+
+def _refuses(group: Group) -> None:
+    """Raises `Violation` where a message has an effect that is of an earlier generation, of nobody, or said before."""
+    old, nobody = group.generation - 1, f"worker-{group.named}"
+    said: list[e.Event] = [e.Committed(old, 99), e.Late(old), e.Stuck(old), e.Up(nobody), e.Warm(nobody, 0)]
+    said += [e.Lost(nobody), e.Notice(nobody), e.Unreadable(nobody, -1)]
+    for name in group.workers:
+        said += [e.Joined(name, old), e.Left(name, old, 0, "interrupted")]
+        said += [e.Joined(name, group.generation), e.Left(name, group.generation, 0, "interrupted")]
+    for message in (message for message in said if not _counts(group, message)):
+        if machine.step(group, message) != (group, []):
+            raise Violation(f"{message} had an effect")
+
+
+def _counts(group: Group, message: e.Event) -> bool:
+    """Whether a message may have an effect, now or later; of the others `_refuses` sees to it that they have none."""
+    worker = getattr(message, "worker", None)
+    if worker is not None and worker not in group.workers:
+        return False
+    if getattr(message, "generation", group.generation) != group.generation:
+        return False
+    if isinstance(message, e.Joined | e.Left) and group.workers[message.worker].state != "in":
+        return False
+    return not isinstance(message, e.Joined) or group.phase is Phase.JOIN
+
+
+def _equals(group: Group, commands: list[e.Command]) -> Iterator[tuple[Group, e.Command]]:
+    """What else could be done where the machine has chosen one of several workers that are equally advanced."""
+    last = commands[-1] if commands else None
+    if not isinstance(last, e.HandOver) and not (isinstance(last, e.Join) and last.copies):
+        return
+    best = last.donor if isinstance(last, e.Join) else last.worker
+    chosen = group.workers[best]
+    for name, worker in group.workers.items():
+        able = worker.state in ("idle", "in") and (worker.holds, worker.leaving) == (chosen.holds, chosen.leaving)
+        if not able or name == best:
+            continue
+        if isinstance(last, e.Join):
+            yield group, replace(last, donor=name)
+        else:
+            yield replace(group, lead=name), e.HandOver(name)
 
 
 def _obey(world: World, commands: list[e.Command]) -> World:
     for command in commands:
         procs = dict(world.procs)
         if isinstance(command, e.Start):
-            world = replace(world, starting=(*world.starting, *command.workers))
+            world = world._replace(starting=(*world.starting, *command.workers))
         elif isinstance(command, e.Join):
             world = _join(world, command)
         elif isinstance(command, e.Interrupt):
             for name in command.workers:
                 if name in procs and procs[name].inside == command.generation:
-                    world = _with(world, name, replace(procs[name], interrupted=True))
+                    world = _with(world, name, procs[name]._replace(interrupted=True))
         elif isinstance(command, e.Pause):
-            world = replace(world, paused=command.generation)
+            world = world._replace(paused=command.generation)
         elif isinstance(command, e.Dismiss):
             left = tuple((name, proc) for name, proc in world.procs if name != command.worker)
             starting = tuple(name for name in world.starting if name != command.worker)
-            world = replace(world, procs=left, starting=starting)
+            world = world._replace(procs=left, starting=starting)
         elif isinstance(command, e.Rehearse):
             if command.worker in procs:
-                world = _with(world, command.worker, replace(procs[command.worker], holds=None))
-                world = replace(world, mail=(*world.mail, e.Warm(command.worker, None)))
+                world = _with(world, command.worker, procs[command.worker]._replace(holds=None))
+                world = world._replace(mail=(*world.mail, e.Warm(command.worker, None)))
         elif isinstance(command, e.Restore):
             if command.step != world.group.durable:
                 raise Violation(f"{command.worker} reads step {command.step}, not {world.group.durable}")
             if command.worker in procs:
-                world = _with(world, command.worker, replace(procs[command.worker], holds=command.step))
-                world = replace(world, mail=(*world.mail, e.Warm(command.worker, command.step)))
+                world = _with(world, command.worker, procs[command.worker]._replace(holds=command.step))
+                world = world._replace(mail=(*world.mail, e.Warm(command.worker, command.step)))
         elif isinstance(command, e.Keep):
             for name, worker in world.group.workers.items():
                 if worker.state == "idle" and worker.holds == command.step and not worker.leaving:
                     raise Violation(f"a checkpoint of step {command.step}, which {name} holds and stays")
-            world = replace(world, mail=(*world.mail, e.Saved(command.step)))
+            world = world._replace(mail=(*world.mail, e.Saved(command.step)))
         elif isinstance(command, e.HandOver) and command.worker in procs:
             held = procs[command.worker].holds
             if held is None or held < world.announced:
                 raise Violation(f"{command.worker} hands over step {held}, though {world.announced} is committed")
-            world = replace(world, mail=(*world.mail, e.Handed()))
+            world = world._replace(mail=(*world.mail, e.Handed()))
     return world
 
 
@@ -433,6 +535,13 @@ def _join(world: World, command: e.Join) -> World:
         raise Violation("not every shard has one host")
     if len(set(names)) != len(names) or not limits.minimum <= len(names) <= limits.maximum:
         raise Violation(f"a view of {names}")
+    if world.stopped:
+        raise Violation(f"{names} form a view after a stop")
+    for name in names:
+        if name in world.noticed:
+            raise Violation(f"{name}, which is to leave, is in a new view")
+    if world.alike and any(worker.state == "idle" and not worker.leaving for worker in world.group.workers.values()):
+        raise ValueError("where some are held back, workers are not alike")
     if command.first_step <= world.announced:
         raise Violation(f"step {command.first_step} would be done again, and {world.announced} is committed")
     for name, proc in procs.items():
@@ -447,8 +556,10 @@ def _join(world: World, command: e.Join) -> World:
         copying = name in command.copies
         if not copying and procs[name].holds != command.first_step - 1:
             raise Violation(f"{name} would start step {command.first_step} from {procs[name].holds}")
-        world = _with(world, name, replace(procs[name], inside=view.generation, copying=copying, interrupted=False))
+        world = _with(world, name, procs[name]._replace(inside=view.generation, copying=copying, interrupted=False))
         if not copying:
-            world = replace(world, mail=(*world.mail, e.Joined(name, view.generation)))
+            world = world._replace(mail=(*world.mail, e.Joined(name, view.generation)))
     members = tuple((name, None if name in command.copies else command.first_step - 1) for name in names)
-    return replace(world, members=members, donor=command.donor)
+    # What its members go on from is told to be committed: one that lives holds it.
+    announced = max(world.announced, command.first_step - 1)
+    return world._replace(members=members, donor=command.donor, announced=announced)
