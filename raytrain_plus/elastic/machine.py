@@ -179,7 +179,7 @@ def _end(group: Group, unsaved: str = "") -> Outcome:
     status: Literal["finished", "stopped", "failed"] = "stopped"
     if group.failure or (unsaved and not group.stopping):
         status = "failed"
-    elif group.finished:
+    elif group.finished and not unsaved:
         status = "finished"
     return replace(group, phase=Phase.END), [e.End(status, group.failure or unsaved)]
 
@@ -304,11 +304,15 @@ def _saved(group: Group, event: e.Saved) -> Outcome:
 
 
 def _unreadable(group: Group, event: e.Unreadable) -> Outcome:
+    if group.workers[event.worker].state != "restoring":
+        return group, []
     group = replace(group, durable=event.durable)
     return with_worker(group, event.worker, state="idle", holds=None), []
 
 
 def _unreadable_gather(group: Group, event: e.Unreadable) -> Outcome:
+    if group.workers[event.worker].state != "restoring":
+        return group, []
     return _settle(replace(_unreadable(group, event)[0], committed=event.durable))
 
 
@@ -539,7 +543,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_C, e.Left): Rule(_nothing, (_C,)),
     (_C, e.Lost): Rule(_lost_close, (_C, _J, _G, _E)),
     (_C, e.Notice): Rule(_notice, (_C,)),
-    (_C, e.Stop): Rule(_nothing, (_C,)),
+    (_C, e.Stop): Rule(_stop, (_C,)),
     (_C, e.Late): Rule(_late_close, (_E,)),
     (_C, e.Stuck): Rule(_nothing, (_C,)),
     (_C, e.Handed): Rule(_handed, (_E,)),

@@ -359,9 +359,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         yield from _deliver(world._replace(saves=world.saves - 1), e.Saved(world.announced))
     if world.stops:
         took("stop")
-        # Whoever hands the model over is at the end as it is.
-        stopped = world.stopped or phase is not Phase.CLOSE
-        yield from _deliver(world._replace(stops=world.stops - 1, stopped=stopped), e.Stop())
+        yield from _deliver(world._replace(stops=world.stops - 1, stopped=True), e.Stop())
     if not world.mail and not (room and world.starting) and phase in (Phase.GATHER, Phase.JOIN, Phase.CLOSE):
         yield from _deliver(world, e.Late(generation))
 

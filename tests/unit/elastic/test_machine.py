@@ -121,6 +121,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (L, e.Stop): (L, [], {"stopping": True}),
     (L, e.Late): (J, ["Dismiss", "Join"], {"generation": 1, "seats": ("b",), "a": None, "b.state": "in"}),
     (C, e.Committed): (C, [], {"committed": 2}),
+    (C, e.Stop): (C, [], {"stopping": True}),
     (C, e.Lost): (C, ["HandOver"], {"lead": "b", "a": None}),
     (C, e.Notice): (C, [], {"a.leaving": True}),
     (C, e.Late): (E, ["End"], {}),
@@ -459,6 +460,7 @@ SCOPES: dict[str, tuple[tuple[int, int, int], dict[str, int]]] = {
     "a fault": ((1, 0, 2), {"capacity": 2, "faults": 1}),
     "limits and a death": ((1, 0, 2), {"capacity": 2, "lates": 1, "deaths": 1}),
     "a stop and a death": ((1, 0, 2), {"capacity": 2, "stops": 1, "deaths": 1}),
+    "a stop and two deaths": ((1, 0, 2), {"capacity": 2, "stops": 1, "deaths": 2}),
     "doubled and lost messages": ((1, 0, 2), {"capacity": 2, "doubles": 1, "losses": 1}),
     "a checkpoint and two deaths": ((1, 0, 2), {"capacity": 2, "saves": 1, "deaths": 2}),
     "on from a checkpoint": ((2, 0, 2), {"capacity": 2, "durable": 0, "deaths": 1}),
@@ -696,7 +698,13 @@ MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_table_is_caught(name: str) -> None:
     caught: list[str] = []
-    for small in ("a stop and a death", "a drain and a death", "on from a damaged checkpoint", "a fault"):
+    for small in (
+        "a stop and a death",
+        "a drain and a death",
+        "on from a damaged checkpoint",
+        "a fault",
+        "a stop and two deaths",
+    ):
         sizes, happening = SCOPES[small]
         with broken(**MUTANTS[name]()):
             try:
