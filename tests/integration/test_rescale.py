@@ -121,8 +121,10 @@ def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: 
     notice = run.until_told("drain_notice")
     assert (notice["node"], abs(notice["deadline"] - noticed - 20) < 1) == (leaver["node"], True)
     run.until(lambda: leaver["pid"] not in [member["pid"] for member in run.members()], "a group without it")
-    run.until(lambda: not psutil.pid_exists(leaver["pid"]), "the end of its process")
-    assert time.time() < noticed + 10
+    # Not by the run's own word: it may end before the process is gone.
+    while psutil.pid_exists(leaver["pid"]):
+        assert time.time() < noticed + 10, "its process is there"
+        time.sleep(0.01)
     assert {pid: psutil.Process(pid).create_time() for pid in others} == others
     result = run.finish()
     assert (result.recoveries, result.steps, run.events("worker_lost")) == (0, 200, [])
