@@ -104,12 +104,13 @@ def longest_gap(run: Run, when: float) -> tuple[float, float]:
     return float(around.max()), float(np.median(np.diff(times[times < when])))
 
 
-def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: Cluster) -> None:
+@pytest.mark.parametrize("reduction", ["ring", pytest.param("exact", marks=pytest.mark.slow)])
+def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: Cluster, reduction: Any) -> None:
     write_data(tmp_path / "data")
-    undisturbed = Run(job(tmp_path, name="undisturbed", workers=Workers(min=2), reduction="exact"))
+    undisturbed = Run(job(tmp_path, name="undisturbed", workers=Workers(min=2), reduction=reduction))
     state = undisturbed.finish().state_sha256
     cluster.add_node(num_cpus=1)
-    run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=1, max=3), reduction="exact"))
+    run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=1, max=3), reduction=reduction))
     run.until_size(3)
     run.until_step(10)
     leaver = run.members()[0]
@@ -122,17 +123,27 @@ def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: 
     assert (notice["node"], abs(notice["deadline"] - noticed - 20) < 1) == (leaver["node"], True)
     run.until(lambda: leaver["pid"] not in [member["pid"] for member in run.members()], "a group without it")
     # Not by the run's own word: it may end before the process is gone.
-    while psutil.pid_exists(leaver["pid"]):
-        assert time.time() < noticed + 10, "its process is there"
+    while alive(leaver["pid"]):
+        assert time.time() < noticed + 10, psutil.Process(leaver["pid"])
         time.sleep(0.01)
     assert {pid: psutil.Process(pid).create_time() for pid in others} == others
     result = run.finish()
     assert (result.recoveries, result.steps, run.events("worker_lost")) == (0, 200, [])
     # A node that hosts nobody is nobody's concern.
     assert len(run.events("drain_notice")) == 1
-    assert (result.state_sha256, run.losses()) == (state, undisturbed.losses())
+    np.testing.assert_allclose(run.losses(), undisturbed.losses(), rtol=0, atol=1e-5)
+    if reduction == "exact":
+        assert (result.state_sha256, run.losses()) == (state, undisturbed.losses())
     found = audit(result.path)
     assert found.clean, found.faults
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs. A node that is left ends its raylet, and nobody may take notice of its children's end."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.slow
