@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -23,6 +22,7 @@ import pyarrow.parquet as pq
 
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.repeated import Repeated
 
 FOLDER = "ledger"
 SCHEMA = pa.schema(
@@ -40,7 +40,9 @@ SCHEMA = pa.schema(
 log = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
-"""Seconds between two writings, at least; where writing takes long, fifty times as long as it took."""
+"""Seconds between two writings, at least."""
+REST = 50.0
+"""How many times as long as a writing took lies before the next one, at least."""
 PART_STEPS = 1000
 PART_NOTES = 1_000_000
 """A part ends with so many steps or notes, whichever comes first."""
@@ -54,18 +56,17 @@ class Parts:
         """`before` is called before each writing, by who writes; where it raises, nothing is written."""
         self._run_folder = run
         self._before = before
-        self._news = threading.Condition()
+        self._entering = threading.Lock()
         self._pending: list[tuple[int, int, bytes]] = []
         self._part: list[tuple[int, int, bytes]] = []
         self._busy = threading.Lock()
-        self._closing = False
         self._failed: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
-        self._thread.start()
+        self._repeated = Repeated(self._flush_or_later, PERIOD_S, REST, "ledger")
+        self._repeated.start()
 
     def add(self, generation: int, step: int, notes: bytes) -> None:
         """Enters a committed step. What a full disk does not take is kept, and written later."""
-        with self._news:
+        with self._entering:
             if self._failed is not None:
                 raise self._failed
             self._pending.append((generation, step, notes))
@@ -74,7 +75,7 @@ class Parts:
         """Returns when all that was entered is on disk. Raises `OSError` where it cannot be written."""
         with self._busy:
             while True:
-                with self._news:
+                with self._entering:
                     pending = self._pending[:PART_STEPS]
                 if not pending:
                     return
@@ -86,43 +87,31 @@ class Parts:
                 self._before()
                 self._write(grown)
                 self._part = grown
-                with self._news:
+                with self._entering:
                     # Not before it is on disk: what failed is tried again with what came since.
                     del self._pending[: len(pending[:room])]
 
     def close(self) -> None:
         """Writes what is left. Raises `OSError` where that is not possible."""
-        self._stop()
+        self._repeated.stop()
         self.flush()
 
     def abandon(self) -> None:
         """Forgets what is not written yet."""
-        self._stop()
-        with self._busy, self._news:
+        self._repeated.stop()
+        with self._busy, self._entering:
             self._pending.clear()
 
-    def _stop(self) -> None:
-        with self._news:
-            self._closing = True
-            self._news.notify_all()
-        self._thread.join()
-
-    def _run(self) -> None:
-        period_s = PERIOD_S
-        while True:
-            with self._news:
-                if self._news.wait_for(lambda: self._closing, period_s):
-                    return
-            start = time.monotonic()
-            try:
-                self.flush()
-            except OSError:
-                log.warning("the ledger cannot be written; trying again", exc_info=True)
-            except Exception as error:
-                with self._news:
-                    self._failed = error
-                return
-            period_s = max(PERIOD_S, 50 * (time.monotonic() - start))
+    def _flush_or_later(self) -> bool:
+        try:
+            self.flush()
+        except OSError:
+            log.warning("the ledger cannot be written; trying again", exc_info=True)
+        except Exception as error:
+            with self._entering:
+                self._failed = error
+            return False
+        return True
 
     def _write(self, part: list[tuple[int, int, bytes]]) -> None:
         generation, step, _ = part[0]

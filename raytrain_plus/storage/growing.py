@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.repeated import Repeated
 
 log = logging.getLogger(__name__)
 
+REST = 5.0
+"""How many times as long as a writing took lies before the next one, at least."""
 PART_BYTES = 1 << 20
 """A part ends with the record with which it has so many bytes."""
 
@@ -39,33 +41,29 @@ class Growing:
     def __init__(self, folder: Folder, name: Callable[[], str], period_s: float, head: bytes = b"") -> None:
         """`name` gives the name of the next part, another one each time; a part begins with `head`.
 
-        Writes every `period_s` seconds; where writing takes long, five times as long as it took.
+        Writes every `period_s` seconds; where writing takes long, `REST` times as long as it took.
         """
         self._folder = folder
         self._name = name
-        self._period_s = period_s
         self._head = head
-        self._news = threading.Condition()
+        self._entering = threading.Lock()
         self._parts: deque[_Part] = deque()
         self._writing = threading.Lock()
-        self._closing = False
-        self._thread: threading.Thread | None = None
+        self._repeated = Repeated(self._sync_or_later, period_s, REST, "growing")
 
     def append(self, record: bytes) -> None:
         """Enters a record; no part begins within it."""
-        with self._news:
+        with self._entering:
             if not self._parts or len(self._parts[-1].data) >= PART_BYTES:
                 self._parts.append(_Part(bytearray(self._head)))
             self._parts[-1].data += record
-            if self._thread is None and not self._closing:
-                self._thread = threading.Thread(target=self._run, name="growing", daemon=True)
-                self._thread.start()
+            self._repeated.start()
 
     def sync(self) -> None:
         """Returns when all that was entered is written. Raises `OSError` where it cannot be."""
         with self._writing:
             while True:
-                with self._news:
+                with self._entering:
                     if not self._parts:
                         return
                     part, last = self._parts[0], len(self._parts) == 1
@@ -79,21 +77,14 @@ class Growing:
 
     def close(self) -> None:
         """Writes what is left. Raises `OSError` where that is not possible."""
-        self._stop()
+        self._repeated.stop()
         self.sync()
 
     def abandon(self) -> None:
         """Forgets what is not written yet."""
-        self._stop()
-        with self._writing, self._news:
+        self._repeated.stop()
+        with self._writing, self._entering:
             self._parts.clear()
-
-    def _stop(self) -> None:
-        with self._news:
-            self._closing = True
-            self._news.notify_all()
-        if self._thread is not None:
-            self._thread.join()
 
     def _write(self, part: _Part, data: bytes) -> None:
         while not part.written:
@@ -108,15 +99,9 @@ class Growing:
             self._folder.write(part.name, [data])
             part.written = len(data)
 
-    def _run(self) -> None:
-        period_s = self._period_s
-        while True:
-            with self._news:
-                if self._news.wait_for(lambda: self._closing, period_s):
-                    return
-            start = time.monotonic()
-            try:
-                self.sync()
-            except OSError:
-                log.warning("what grows in %s cannot be written; trying again", self._folder.where, exc_info=True)
-            period_s = max(self._period_s, 5 * (time.monotonic() - start))
+    def _sync_or_later(self) -> bool:
+        try:
+            self.sync()
+        except OSError:
+            log.warning("what grows in %s cannot be written; trying again", self._folder.where, exc_info=True)
+        return True
