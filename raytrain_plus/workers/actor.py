@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from typing import Any
 
@@ -12,6 +13,9 @@ class WorkerActor:
     def __init__(self, name: str) -> None:
         from raytrain_plus.workers.worker import Worker
 
+        # Ray's own handler waits for the calls in progress, and `live` never ends; the raylet, which would end the
+        # process then, may have left itself: it does, once drained, as soon as nobody takes room on its node.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._worker = Worker(name)
 
     def call(self, method: str, *arguments: Any) -> Any:

@@ -129,8 +129,9 @@ def test_a_killed_raylet(tmp_path: Path, cluster: Cluster, undisturbed: dict[boo
 def test_three_of_four_at_once(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
     run, before = started(tmp_path)
     victims = run.members()[:3]
-    for victim in victims:
-        run.kill(victim)
+    for victim, number in zip(victims, (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL), strict=True):
+        run.kill(victim, number)
+    run.until(lambda: not any(psutil.pid_exists(victim["pid"]) for victim in victims), "their end", 2)
     recovered = run.until_told("recovered")
     assert len(recovered["kept"]) == 1
     check(run, before, [victim["pid"] for victim in victims], undisturbed[False])

@@ -157,7 +157,7 @@ def test_a_machine_is_left_in_the_midst_of_a_step_that_would_outlast_it(tmp_path
     leaver = run.members()[0]
     drain(cluster, leaver["node"], 5)
     noticed = time.time()
-    run.until(lambda: not psutil.pid_exists(leaver["pid"]), "the end of its process")
+    run.until(lambda: not alive(leaver["pid"]), "the end of its process")
     assert time.time() < noticed + 5
     result = run.finish()
     assert (result.status, result.steps, run.events("worker_lost")) == ("finished", 6, [])
@@ -179,7 +179,7 @@ def test_a_loss_while_a_machine_is_left(tmp_path: Path, cluster: Cluster, who: s
     run.until_told("drain_notice")
     victim = others[1] if who == "another" else leaver
     run.kill(victim)
-    run.until(lambda: not psutil.pid_exists(leaver["pid"]), "the end of its process")
+    run.until(lambda: not alive(leaver["pid"]), "the end of its process")
     assert time.time() < noticed + 10
     kept = [member["pid"] for member in others if member is not victim]
     assert {pid: psutil.Process(pid).create_time() for pid in kept} == {pid: before[pid] for pid in kept}
