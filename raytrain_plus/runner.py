@@ -31,8 +31,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.source import Index, check_alike, check_enough, differences, index
-from raytrain_plus.elastic.controller import Closing, Controller, Order
+from raytrain_plus.elastic.controller import Controller
 from raytrain_plus.elastic.group import Limits
+from raytrain_plus.elastic.order import Closing, Order
 from raytrain_plus.elastic.policy import left_out, room_for, useful_size
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, RunError, TaskError
 from raytrain_plus.install.state import choose_collective

@@ -8,32 +8,29 @@ of a death at once.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import math
 import queue
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import ray
-import yaml
 
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
-from raytrain_plus.elastic.group import Limits, Phase, holders, holds, members_in
+from raytrain_plus.elastic.checkpoints import Checkpoints
+from raytrain_plus.elastic.group import Phase, holders, holds, members_in
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.elastic.nodes import Nodes
+from raytrain_plus.elastic.order import Closing, Order
 from raytrain_plus.elastic.patience import LEAVE_BEFORE_S, PAUSE_BEFORE_S, PREPARE_S, clock_of, limit_s, stop_limit_s
-from raytrain_plus.elastic.publisher import Published, Publisher
-from raytrain_plus.elastic.saving import Abandoned, Saving
 from raytrain_plus.elastic.view import View
 from raytrain_plus.elastic.watch import Pulses, judge, overdue, silent
 from raytrain_plus.errors import (
@@ -49,10 +46,10 @@ from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import claim
 from raytrain_plus.state.checkpoint import MISSING, amiss
-from raytrain_plus.state.manifest import Manifest, joined, name_of, void
+from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.folder import open_folder
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
-from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready, Written
+from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Ready, Written
 from raytrain_plus.workers.pool import Pool, answer
 
 TICK_S = 0.05
@@ -75,33 +72,6 @@ EARLY_WAIT_S = 5.0
 """For so long a run that starts says nothing of the workers that it waits for."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """What the driver asks of the controller."""
-
-    plan: Plan
-    limits: Limits
-    fresh: bool
-    """Whether an earlier run's folder is moved aside then."""
-    past: Past | None
-    """What the run goes on from; None where it begins."""
-    task_sha256: str | None
-    """Of the source file of the task's class."""
-    job_yaml: str
-    versions: Mapping[str, str]
-    began: float
-    """Unix seconds at which Ray was there."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Closing:
-    """How a run ended, as the driver gets it."""
-
-    result: Result
-    error: RaytrainError | None
-    """What ended a failed run."""
 
 
 @dataclass
@@ -132,25 +102,12 @@ class Controller:
             None if job.epochs is None else (order.plan.steps, job.epochs * order.plan.index.rows),
             past,
         )
-        self._saving = Saving()
-        self._publisher = Publisher(
-            self._run,
-            [found.manifest for found in past.found if found.manifest is not None],
-            job.checkpoint.keep,
-            job.checkpoint.keep_best,
-            self._journal.settle,
-            lambda published: self._inbox.put(partial(self._published, published)),
-            ours=self._journal.check_fence,
-            damaged=[found.name for found in past.found if found.damaged],
+        self._checkpoints = Checkpoints(
+            self._run, order, self._journal, self._post, lambda step: self._feed(e.Saved(step)), self._hand_over
         )
-        self._publishing: set[str] = set()
         self._ends_kept = 0
-        self._views: dict[int, View] = {}
-        self._wished: int | None = None
-        self._saved_at = time.monotonic()
         self._restored: Manifest | None = None
         self._going_on = order.past is not None
-        self._resumptions = list(past.resumptions)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._pulses = Pulses()
@@ -165,12 +122,12 @@ class Controller:
         self._asked_aside = False
         self._nodes = Nodes(
             self._silent_nodes,
-            lambda draining: self._inbox.put(partial(self._noticed, draining)),
-            lambda node: self._inbox.put(partial(self._node_lost, node)),
+            lambda draining: self._post(partial(self._noticed, draining)),
+            lambda node: self._post(partial(self._node_lost, node)),
         )
         self._here = ray.util.get_node_ip_address()
         self._me: Any = None
-        self._group, self._first = machine.begin(order.limits, self._durable)
+        self._group, self._first = machine.begin(order.limits, self._checkpoints.durable)
         self._clock: tuple[object, float] = (clock_of(self._group), time.monotonic())
 
     def run(self) -> Closing:
@@ -202,20 +159,20 @@ class Controller:
                 self._round.server.cancel()
                 self._round.server.close()
             self._pool.shutdown()
-            self._publisher.close()
+            self._checkpoints.close()
             self._journal.close()
 
     def report(self, worker: str, generation: int, records: Sequence[StepRecord | Evaluated]) -> None:
         """Takes a batch of applied steps and evaluations from a worker."""
-        self._inbox.put(partial(self._reported, worker, generation, records))
+        self._post(partial(self._reported, worker, generation, records))
 
     def written(self, told: Written) -> None:
         """A worker has written its share of a checkpoint, or could not."""
-        self._inbox.put(partial(self._wrote, told))
+        self._post(partial(self._wrote, told))
 
     def joined(self, worker: str, generation: int, form_s: float) -> None:
         """A worker is in its world, which took `form_s` seconds, and has the state."""
-        self._inbox.put(partial(self._joined, worker, generation, form_s))
+        self._post(partial(self._joined, worker, generation, form_s))
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
@@ -223,7 +180,7 @@ class Controller:
 
     def stop(self) -> None:
         """Asks the run to stop at the next step boundary."""
-        self._inbox.put(self._stop)
+        self._post(self._stop)
 
     # The loop
 
@@ -239,6 +196,7 @@ class Controller:
     def _look(self, now: float) -> None:
         """Does what is due by the clock."""
         self._journal.renew()
+        self._checkpoints.make()
         self._save_in_time(now)
         for timer in [timer for timer in self._timers if timer[0] <= now]:
             self._timers.remove(timer)
@@ -282,7 +240,7 @@ class Controller:
                 self._journal.gone(name, "it did not leave its world in time")
             if group.phase is Phase.CLOSE and self._handed_over:
                 # The model is there; what is late is the last checkpoint.
-                self._abandoned(self._saving.give_up_all("it was not written in time, and the run ends"))
+                self._checkpoints.wait_no_longer("it was not written in time, and the run ends")
                 self._feed(e.Handed())
                 return
             self._feed(e.Late(group.generation))
@@ -371,7 +329,11 @@ class Controller:
 
     def _posted(self, act: Callable[..., None], *arguments: Any) -> Callable[[Future[Any]], None]:
         """Puts an answer into the inbox when it comes."""
-        return lambda future: self._inbox.put(partial(act, *arguments, future))
+        return lambda future: self._post(partial(act, *arguments, future))
+
+    def _post(self, act: Callable[[], None]) -> None:
+        """Has something done on the controller's thread, when its turn comes."""
+        self._inbox.put(act)
 
     # Workers come
 
@@ -437,10 +399,10 @@ class Controller:
             # Only now, when nothing is wrong with what was asked for.
             fence = claim(self._run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
             self._journal.open(fence, order.job_yaml, order.versions, address, order.plan.index.to_json())
-            self._saved_at = time.monotonic()
+            self._checkpoints.restart_clock()
         self._journal.renew()
         self._go_back_to(command.first_step - 1, view.generation)
-        self._views[self._journal.base + view.generation] = view
+        self._checkpoints.formed(self._journal.base + view.generation, view.members)
         names = [member.worker for member in view.members]
         self._journal.regroup(time.time(), names, command.first_step - 1, view.generation)
         if self._round is not None:
@@ -521,7 +483,7 @@ class Controller:
             return
         self._reported(name, generation, outcome.records)
         self._pulses.left(name, time.monotonic())
-        self._abandoned(self._saving.left(name, outcome.saved_as, outcome.copied))
+        self._checkpoints.left(name, outcome.saved_as, outcome.copied)
         if outcome.why == "finished" and self._round is not None and outcome.state_sha256 is not None:
             self._round.shas[name] = outcome.state_sha256
         if outcome.error is not None:
@@ -560,95 +522,24 @@ class Controller:
 
     # Checkpoints
 
-    @property
-    def _durable(self) -> int:
-        """The step of the newest complete checkpoint."""
-        return self._publisher.complete[0].step if self._publisher.complete else -1
+    def _wrote(self, told: Written) -> None:
+        self._checkpoints.wrote(told, self._group.workers)
 
     def _save_in_time(self, now: float) -> None:
-        """Has a checkpoint made where there was none for long, and makes those whose shares are written."""
-        for shares in self._saving.whole(self._journal.committed):
-            manifest = self._manifest(shares)
-            self._publishing.add(manifest.name)
-            self._publisher.publish(manifest)
-        every_s = self._order.plan.job.checkpoint.every_s
         group = self._group
-        if every_s is None or group.phase is not Phase.TRAIN or self._wished == group.generation or self._saving:
-            return
-        if now - self._saved_at > every_s:
-            self._wished = group.generation
+        if group.phase is Phase.TRAIN and self._checkpoints.wanted(group.generation, now):
             # The header carries one member's wish to all: a second one could come when the first is fulfilled.
             self._pool.call(members_in(group)[0], "save", group.generation)
-
-    def _wrote(self, told: Written) -> None:
-        view = self._views.get(told.generation)
-        if view is not None:
-            self._saving.begin(told.step, told.generation, [member.worker for member in view.members])
-        if self._saving.over(told.step, told.generation):
-            # One that was given up: its last writers may come late.
-            self._publisher.discard(name_of(told.step, told.generation))
-            return
-        self._abandoned(self._saving.written(told, self._group.workers))
-
-    def _manifest(self, shares: Sequence[Written]) -> Manifest:
-        order, first = self._order, shares[0]
-        files, tensors = joined([told.share for told in shares if told.share is not None])
-        assert self._round is not None
-        view = self._views.get(first.generation, self._round.view)
-        return Manifest(
-            run=order.plan.job.name,
-            step=first.step,
-            generation=first.generation,
-            time=first.time,
-            job=json.loads(json.dumps(yaml.safe_load(order.job_yaml), default=str), parse_constant=str),
-            task_sha256=order.task_sha256,
-            versions=order.versions,
-            data={
-                "fingerprint": order.plan.index.fingerprint,
-                "rows": order.plan.index.rows,
-                "samples": self._journal.samples(first.step),
-            },
-            layout=[asdict(member) for member in view.members],
-            random={"keyed_by": "seed, step, shard, microbatch, layer", "seed": order.plan.job.seed},
-            metrics={
-                name: value
-                for name, value in (first.metrics or self._journal.figures(first.step)).items()
-                if math.isfinite(value)
-            },
-            stall_s=max(told.stall_s for told in shares),
-            tree=first.tree,
-            files=files,
-            tensors=tensors,
-        )
-
-    def _published(self, published: Published) -> None:
-        manifest = published.manifest
-        self._saved_at, self._wished = time.monotonic(), None
-        self._publishing.discard(manifest.name)
-        if published.error:
-            self._journal.not_saved(manifest.step, published.error)
-        elif void(manifest.name, self._resumptions):
-            self._journal.not_saved(manifest.step, "the run has gone on from an earlier one meanwhile")
-        else:
-            self._journal.saved(manifest.step, time.time() - manifest.time, manifest.stall_s)
-            self._feed(e.Saved(manifest.step))
-        self._hand_over()
-
-    def _abandoned(self, given_up: Sequence[Abandoned]) -> None:
-        for one in given_up:
-            self._saved_at, self._wished = time.monotonic(), None
-            self._journal.not_saved(one.step, one.why)
-            self._publisher.discard(name_of(one.step, one.generation))
-        self._hand_over()
 
     def _restore(self, name: str) -> None:
         if name not in self._pool:
             return
-        if self._publishing:
+        if self._checkpoints.publishing:
             # It may be newer; and it may remove older ones.
             self._at(time.monotonic() + TICK_S, partial(self._restore, name))
             return
-        manifest = self._publisher.complete[0]
+        manifest = self._checkpoints.newest
+        assert manifest is not None
         self._pool.ask(name, self._posted(self._restored_by, name, manifest), "restore", manifest)
 
     def _restored_by(self, name: str, manifest: Manifest, future: Future[Any]) -> None:
@@ -682,8 +573,8 @@ class Controller:
                 where=f"run folder {self._run.where}",
                 expected="a storage that all nodes share",
             ) from error
-        self._publisher.drop(manifest)
-        if not self._publisher.complete:
+        self._checkpoints.drop(manifest)
+        if self._checkpoints.newest is None:
             raise CheckpointError(
                 f"no checkpoint can be used; the last one that was tried: {error.what}",
                 where=error.where,
@@ -691,7 +582,7 @@ class Controller:
             ) from error
         log.warning("%s", error)
         self._journal.not_saved(manifest.step, f"{error.where}: {error.what}; the one before is taken")
-        self._feed(e.Unreadable(name, self._durable))
+        self._feed(e.Unreadable(name, self._checkpoints.durable))
 
     def _go_back_to(self, step: int, generation: int) -> None:
         """Tells of it where a generation goes on after fewer steps than were committed, or is a controller's first."""
@@ -706,16 +597,14 @@ class Controller:
         read = self._restored
         checkpoint = read.name if read is not None and read.step == step else None
         self._journal.go_back(step, generation, checkpoint, made, min(evaluated, step))
-        self._resumptions.append((self._journal.generation, step))
-        self._publisher.forget(self._resumptions)
-        self._abandoned(self._saving.give_up_void(self._resumptions))
+        self._checkpoints.go_back(self._journal.generation, step)
 
     def _keeps_the_end(self, lead: str) -> bool:
         """Has a checkpoint made of the state that the run ends with, by all who hold it; whether one is being made."""
         group = self._group
         step = holds(group, lead)
         differ = self._round is not None and len(set(self._round.shas.values())) > 1
-        if step <= self._durable or self._ends_kept == ENDS_KEPT or differ:
+        if step <= self._checkpoints.durable or self._ends_kept == ENDS_KEPT or differ:
             return False
         self._ends_kept += 1
         return self._keep(step)
@@ -730,7 +619,7 @@ class Controller:
         # A number that no generation has: what is left of an earlier try may lie there.
         self._journal.base += 1
         number = self._journal.base + group.generation
-        self._saving.begin(step, number, keepers)
+        self._checkpoints.begin(step, number, keepers)
         for writer, name in enumerate(keepers):
             self._pool.ask(name, self._posted(self._kept, name), "keep", self._me, number, writer, len(keepers))
         return True
@@ -741,7 +630,7 @@ class Controller:
         except WorkerLost:
             return
         except RaytrainError as error:
-            self._abandoned(self._saving.give_up_all(f"{name} could not copy its state: {error}"))
+            self._checkpoints.wait_no_longer(f"{name} could not copy its state: {error}")
 
     # Workers go
 
@@ -767,7 +656,7 @@ class Controller:
         self._pulses.drop(name)
         if name in self._pool:
             self._pool.end(name)
-        self._abandoned(self._saving.lost(self._group.workers.keys() - {name}))
+        self._checkpoints.lost(self._group.workers.keys() - {name})
 
     def _silent_nodes(self) -> set[str]:
         """Nodes whose worker owes an answer for long."""
@@ -821,7 +710,7 @@ class Controller:
 
     def _hand_over(self) -> None:
         """The run can end when the model is here, and the last checkpoint is made or given up."""
-        if self._group.phase is not Phase.CLOSE or not self._handed_over or self._saving or self._publishing:
+        if self._group.phase is not Phase.CLOSE or not self._handed_over or self._checkpoints.busy:
             return
         if not self._keeps_the_end(self._group.lead):
             self._feed(e.Handed())

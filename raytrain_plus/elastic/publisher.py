@@ -58,7 +58,6 @@ class Publisher:
         self._settle = settle
         self._done = done
         self._ours = ours
-        self._publishing: set[str] = set()
         self._damaged = set(damaged)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
 
@@ -75,7 +74,6 @@ class Publisher:
 
     def publish(self, manifest: Manifest) -> None:
         """Makes a checkpoint; returns at once."""
-        self._publishing.add(manifest.name)
         self._thread.submit(self._publish, manifest)
 
     def discard(self, name: str) -> None:
@@ -103,7 +101,6 @@ class Publisher:
         except Exception as failure:
             log.exception("the checkpoint of step %d could not be made", manifest.step)
             error = f"{type(failure).__name__}: {failure}"
-        self._publishing.discard(manifest.name)
         if error:
             self._discard(manifest.name)
         else:
@@ -131,8 +128,6 @@ class Publisher:
         return ""
 
     def _discard(self, name: str) -> None:
-        if name in self._publishing:
-            return
         try:
             self._ours()
             # Only where there is no manifest: a try that failed may have been one that succeeded.

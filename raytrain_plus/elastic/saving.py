@@ -32,8 +32,8 @@ class Saving:
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], _Open] = {}
-        self._over: set[tuple[int, int]] = set()
-        self._given_up: set[tuple[int, int]] = set()
+        self._over: dict[tuple[int, int], bool] = {}
+        """Those that are none of the open any more -> whether they were given up."""
         self._left: dict[tuple[int, str], int] = {}
         """(generation, worker) -> the last step that it copied before it left."""
 
@@ -46,9 +46,9 @@ class Saving:
         if (step, generation) not in self._over:
             self._open.setdefault((step, generation), _Open(names))
 
-    def over(self, step: int, generation: int) -> bool:
+    def given_up(self, step: int, generation: int) -> bool:
         """Whether that checkpoint was given up."""
-        return (step, generation) in self._given_up
+        return self._over.get((step, generation), False)
 
     def written(self, told: Written, living: Collection[str]) -> list[Abandoned]:
         """A worker has written its share, or could not; of the others, only the `living` still can.
@@ -86,8 +86,7 @@ class Saving:
 
     def _give_up(self, key: tuple[int, int], why: str) -> Abandoned:
         self._open.pop(key, None)
-        self._over.add(key)
-        self._given_up.add(key)
+        self._over[key] = True
         return Abandoned(*key, why)
 
     def give_up_void(self, resumptions: Sequence[tuple[int, int]]) -> list[Abandoned]:
@@ -102,5 +101,5 @@ class Saving:
     def whole(self, committed: int) -> list[list[Written]]:
         """The shares of those that are written whole, of committed steps, in the order of steps; each comes once."""
         ready = sorted(key for key, one in self._open.items() if key[0] <= committed and not one.missing())
-        self._over.update(ready)
+        self._over.update(dict.fromkeys(ready, False))
         return [[told for _, told in sorted(self._open.pop(key).written.items())] for key in ready]

@@ -54,6 +54,11 @@ class Saver:
         self.copied = -1
         """The last step that was copied in the present generation."""
 
+    @property
+    def generation(self) -> int:
+        """The number of the generation that it writes for, as in the names of checkpoints."""
+        return -1 if self._part is None else self._part.generation
+
     def begin(self, part: Part) -> None:
         """From now on it writes this part."""
         self._part, self.copied = part, -1

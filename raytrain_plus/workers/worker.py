@@ -177,7 +177,9 @@ class Worker:
         self._control.interrupt(generation)
         held = None if self._stepper is None or self._control.generation != generation else self._stepper.held
         self._aside = held is not None
-        return Outcome(holds=held, why="interrupted") if self._aside else None
+        if held is None or self._saver is None:
+            return None
+        return Outcome(holds=held, why="interrupted", copied=self._saver.copied, saved_as=self._saver.generation)
 
     def export(self) -> Export:
         """The model as it stands, and what the task shows."""
@@ -357,7 +359,7 @@ class Worker:
         except (Exception, SystemExit) as error:
             outcome = Outcome(holds=stepper.held, why="failed", error=_users_error(error), fault=fault_of(error))
         control.enter("idle")
-        return replace(outcome, records=reporter.rest(), copied=self._saver.copied, saved_as=assignment.saved_as)
+        return replace(outcome, records=reporter.rest(), copied=self._saver.copied, saved_as=self._saver.generation)
 
     def _join(self, assignment: Assignment) -> tuple[World, float]:
         """Forms the world and takes the state, where there is one to take; how many seconds the forming took."""

@@ -308,7 +308,10 @@ def test_a_refusal_says_what_could_not_be_done(folder: Folder, proxy: Proxy, don
     assert len(proxy.answers) == 9, "a refusal is final"
 
 
-@pytest.mark.parametrize(("done", "status", "code"), [("created", 503, "SlowDown"), ("listed", 500, "InternalError")])
+@pytest.mark.parametrize(
+    ("done", "status", "code"),
+    [("created", 503, "SlowDown"), pytest.param("listed", 500, "InternalError", marks=pytest.mark.slow)],
+)
 def test_a_store_that_fails_is_tried_again_and_then_told(
     folder: Folder, proxy: Proxy, done: str, status: int, code: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ pytest.importorskip("ray")
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.errors import Interrupted, TrainingError
 from raytrain_plus.state.transfer import Snapshot, digest
+from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.workers import worker as module
+from raytrain_plus.workers.saver import Part, Saver
 from raytrain_plus.workers.worker import Worker
 from tests.unit.training.test_exact_steps import SHARDS, Small, batches, sha, stepper
 
@@ -68,9 +71,11 @@ class Waits(Small):
         return result
 
 
-def test_the_state_is_given_out_in_the_midst_of_a_step_that_is_never_applied() -> None:
+def test_the_state_is_given_out_in_the_midst_of_a_step_that_is_never_applied(tmp_path: Path) -> None:
     task, worker = Waits(), Worker("worker-0")
     one = worker._stepper = stepper(task)
+    worker._saver = Saver(LocalFolder(tmp_path), one.holding, None, best=False)
+    worker._saver.begin(Part(generation=12, writer=0, writers=1, tell=lambda written: None))
     worker._control.begin(0)
 
     def run(step: int) -> Any:
@@ -86,6 +91,8 @@ def test_the_state_is_given_out_in_the_midst_of_a_step_that_is_never_applied() -
     outcome = worker.stand_aside(0)
     assert outcome is not None
     assert (outcome.holds, outcome.why) == (0, "interrupted")
+    # Its share of a checkpoint of that generation will never come.
+    assert (outcome.copied, outcome.saved_as) == (-1, 12)
     given = worker.export()
     assert given.state_sha256 == before
     model = safetensors.torch.load(given.model)
