@@ -168,6 +168,7 @@ def test_what_is_slow_but_healthy_is_no_hang(tmp_path: Path, fault: str) -> None
     assert len(run.events("view_formed")) == 1
 
 
+@pytest.mark.slow
 def test_a_collective_in_which_all_wait_is_formed_anew(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
     elastic = Elastic(wait_s=30, hang_timeout_s=2)
     run, before = started(tmp_path, args={"fault": "backward:rename:100"}, elastic=elastic)
@@ -231,7 +232,8 @@ def test_a_loss_during_the_recovery_from_another(tmp_path: Path, undisturbed: di
     check(run, before, [victim["pid"], second["pid"]], undisturbed[False])
 
 
-@pytest.mark.parametrize("place", ["mesh", pytest.param("adopt", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["mesh", "adopt"])
 def test_a_newcomer_that_is_killed_while_it_joins(
     tmp_path: Path, undisturbed: dict[bool, list[float]], place: str
 ) -> None:

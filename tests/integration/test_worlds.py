@@ -254,7 +254,7 @@ def kill_in_all_reduce(rounds: int, kind: str, doing: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
-@pytest.mark.parametrize("doing", ["reduce_forever", "flood", "agree"])
+@pytest.mark.parametrize("doing", ["reduce_forever", "flood", pytest.param("agree", marks=pytest.mark.slow)])
 def test_a_peer_killed_in_an_all_reduce_lets_the_others_go(kind: str, doing: str) -> None:
     assert kill_in_all_reduce(2, kind, doing) == {"out": 4, "late": 0, "died": 0, "formed anew": 2}
 
