@@ -355,11 +355,12 @@ def test_sixty_kills_in_a_row_make_nothing_grow_in_a_survivor(tmp_path: Path) ->
 def test_hundreds_of_interrupts_cost_no_process(tmp_path: Path) -> None:
     """Errors of the task at random break the world again and again, in the midst of whatever the others do."""
     write_data(tmp_path / "data")
-    run = Run(job(tmp_path, task="tasks:Stumbles", args={}, steps=3000, workers=Workers(min=4)))
+    run = Run(job(tmp_path, task="tasks:Stumbles", args={}, steps=4000, workers=Workers(min=4)))
     before = born(run.until_size(4))
     result = run.finish(timeout_s=500)
     assert result.status == "finished", result.error
-    assert result.recoveries > 200
+    # About one in twelve steps is broken by chance.
+    assert len(run.events("view_formed")) > 200
     assert {member["pid"] for member in run.members()} == set(before)
     stalls = sorted(event["stall_s"] for event in run.events("recovered"))
     print(f"{len(stalls)} recoveries: median {stalls[len(stalls) // 2]:.3f} s, longest {stalls[-1]:.3f} s")
