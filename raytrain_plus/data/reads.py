@@ -10,6 +10,8 @@ from raytrain_plus.data.line import Line, Piece
 
 GROUP_BYTES = 32 << 20
 """Small reads share a task up to so many decoded bytes."""
+GROUP_READS = 256
+"""The same in reads: to find a hundred thousand tiny ones ahead would hold the training up."""
 IN_VAIN = 10
 """Epochs that are looked through for units that no shard of this worker has come by."""
 
@@ -51,12 +53,12 @@ def _shard_reads(line: Line, shard: int, first_step: int) -> Iterator[Read]:
 
 
 def grouped(wanted: Iterable[Read], bytes_of: Callable[[Read], float]) -> Iterator[tuple[Read, ...]]:
-    """Consecutive reads, gathered up to `GROUP_BYTES` a group; a larger one stands alone."""
+    """Consecutive reads, gathered up to `GROUP_BYTES` and `GROUP_READS` a group; a larger one stands alone."""
     group: list[Read] = []
     filled = 0.0
     for read in wanted:
         nbytes = bytes_of(read)
-        if group and filled + nbytes > GROUP_BYTES:
+        if group and (filled + nbytes > GROUP_BYTES or len(group) == GROUP_READS):
             yield tuple(group)
             group, filled = [], 0.0
         group.append(read)

@@ -171,7 +171,7 @@ def _manifest(files: object, tensors: object, tree: object) -> Manifest:
         job={},
         task_sha256=None,
         versions={},
-        data={},
+        data={"fingerprint": "", "rows": 1, "samples": 1},
         layout=[],
         random={},
         metrics={},

@@ -2,6 +2,7 @@
 
 import pickle
 from collections import Counter
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytrain_plus.data.line import Line, mix, order, read_factor
-from raytrain_plus.data.reads import first_touches, grouped, reads
+from raytrain_plus.data.reads import GROUP_READS, first_touches, grouped, reads
 
 
 @st.composite
@@ -148,6 +149,13 @@ def test_groups_hold_what_fits_and_keep_the_order() -> None:
     line = Line([10] * 6, shards=1, batch_size=10, seed=0, shuffle="none", epochs=1)
     groups = list(grouped(reads(line, [0], 0), lambda read: 12 << 20))
     assert [[read.number for read in group] for group in groups] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_group_of_tiny_reads_is_soon_full() -> None:
+    line = Line([7] * 9, shards=3, batch_size=36, seed=0, steps=10**9)
+    groups = list(islice(grouped(reads(line, [0, 2], 0), lambda read: 1.0), 3))
+    assert [len(group) for group in groups] == [GROUP_READS] * 3
+    assert [read.number for group in groups for read in group] == list(range(3 * GROUP_READS))
 
 
 def test_first_touches_ends_when_all_units_were_touched() -> None:
