@@ -2,7 +2,7 @@
 
 The platform's own loop without Ray and controller stands beside them: what these cost while nothing fails.
 
-python -m tests.benchmarks.steps [--rounds 5]
+python -m tests.benchmarks.steps [--rounds 5] [--models byte_gpt mlp ...]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ SIZES = {
     "byte_gpt": ("tests.benchmarks.tasks:ByteGPT", 8, 160, 80),
     "mlp": ("tests.benchmarks.tasks:Mlp", 32, 3000, 1500),
     "mlp_20ms": ("tests.benchmarks.tasks:Mlp", 256, 900, 450),
+    "paced_20ms": ("tests.benchmarks.tasks:Paced", 64, 900, 450),
 }
 """task, rows per shard, steps, of them warm-up"""
-COST = "mlp_20ms"
-"""Steps of about 20 ms, on which the cost of Ray and controller is measured."""
+COST = ("mlp_20ms", "paced_20ms")
+"""Steps of about 20 ms, on which the cost of Ray and controller is measured: while two workers keep both cores busy, so
+that whatever else runs takes from them; and while they wait for a device, as workers with GPUs do."""
 OWN = "raytrain_plus' loop, no Ray, no controller"
 
 
@@ -88,18 +91,20 @@ def platform(asked: Job, warm_up: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="raytrain-bench-") as name:
-        measure(Path(name), rounds)
+        measure(Path(name), options.rounds, options.models)
 
 
-def measure(folder: Path, rounds: int) -> None:
-    for model in SIZES:
+def measure(folder: Path, rounds: int, models: Sequence[str]) -> None:
+    for model in models:
         prepare("tests.benchmarks.tasks:prepare", folder / model, [REPOSITORY])
-    seconds: dict[str, dict[str, list[float]]] = {model: defaultdict(list) for model in SIZES}
+    seconds: dict[str, dict[str, list[float]]] = {model: defaultdict(list) for model in models}
     waits: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
-        for model, (_, rows, _, warm_up) in SIZES.items():
+        for model in models:
+            _, rows, _, warm_up = SIZES[model]
             base = job(folder, model, model, shards=2, rows=2 * rows, workers=2)
             file = folder / f"{model}.yaml"
             file.write_text(base.to_yaml())
@@ -107,7 +112,7 @@ def measure(folder: Path, rounds: int) -> None:
             took["bare Horovod loop"].append(loop("horovod", file, warm_up))
             took["raytrain_plus"].append(platform(base, warm_up)[0])
             took[OWN].append(loop("own", file, warm_up))
-            if model == COST:
+            if model in COST:
                 continue
             took["torch DDP"].append(loop("ddp", file, warm_up))
             eight = job(folder, model, f"{model}-8", shards=8, rows=2 * rows, workers=2)
@@ -118,7 +123,7 @@ def measure(folder: Path, rounds: int) -> None:
             waits[model].append(wait)
             alone = job(folder, model, f"{model}-alone", shards=1, rows=rows, workers=1)
             took["raytrain_plus, one worker, half the batch"].append(platform(alone, warm_up)[0])
-    for model in SIZES:
+    for model in models:
         report(model, seconds[model], waits[model])
 
 
@@ -132,7 +137,7 @@ def report(model: str, seconds: dict[str, list[float]], waits: list[float]) -> N
         spread = f"  ({min(ratios):.3f} to {max(ratios):.3f})"
         print(f"  {name:44}{1 / statistics.median(values):9.1f}{statistics.median(ratios):17.3f}{spread}")
     both = seconds["raytrain_plus"]
-    if model == COST:
+    if model in COST:
         cost: Any = statistics.median(b / a - 1 for a, b in zip(seconds[OWN], both, strict=True))
         print(f"  Ray and controller cost {100 * cost:.1f} % of a step")
         return

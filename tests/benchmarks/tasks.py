@@ -38,6 +38,14 @@ class Mlp(Task):
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
+class Paced(Mlp):
+    """Steps that wait for a device most of the time."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        time.sleep(0.012)
+        return super().loss(model, batch)
+
+
 class Padded(Mlp):
     """4.2 M parameters, with AdamW's two figures for each a state of 50 MB; steps are padded to about 100 ms."""
 
