@@ -177,8 +177,9 @@ class Worker:
         self._control.interrupt(generation)
         held = None if self._stepper is None or self._control.generation != generation else self._stepper.held
         self._aside = held is not None
-        if held is None or self._saver is None:
+        if held is None:
             return None
+        assert self._saver is not None
         return Outcome(holds=held, why="interrupted", copied=self._saver.copied, saved_as=self._saver.generation)
 
     def export(self) -> Export:

@@ -359,8 +359,8 @@ def test_hundreds_of_interrupts_cost_no_process(tmp_path: Path) -> None:
     before = born(run.until_size(4))
     result = run.finish(timeout_s=500)
     assert result.status == "finished", result.error
-    # About one in twelve steps is broken by chance.
-    assert len(run.events("view_formed")) > 200
+    # By chance about one step in fifteen is broken: 265 of these, give or take 16.
+    assert result.recoveries > 200
     assert {member["pid"] for member in run.members()} == set(before)
     stalls = sorted(event["stall_s"] for event in run.events("recovered"))
     print(f"{len(stalls)} recoveries: median {stalls[len(stalls) // 2]:.3f} s, longest {stalls[-1]:.3f} s")

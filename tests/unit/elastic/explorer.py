@@ -265,9 +265,13 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
                 if message in after.mail:
                     took("doubled")
                     yield after
-        reads = sender is not None and world.group.workers[sender].state == "restoring"
-        if world.damages and reads and isinstance(message, e.Warm) and message.holds is not None and message.holds >= 0:
-            # Found while it reads, and not when it is said once more that it has read.
+        # Found while it reads, and not when it is said once more that it has read.
+        if (
+            world.damages
+            and isinstance(message, e.Warm)
+            and _number(message.holds) >= 0
+            and world.group.workers[message.worker].state == "restoring"
+        ):
             took("damaged")
             damaged = world
             if message.worker in procs:
