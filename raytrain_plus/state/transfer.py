@@ -72,8 +72,11 @@ def put(snapshot: Snapshot, holding: Holding) -> None:
 
 
 def unpacked(packed: Packed, device: torch.device) -> torch.Tensor:
-    """A tensor of its own."""
-    value = torch.empty(packed[1], dtype=getattr(torch, packed[0]), device=device)
+    """A tensor of its own; made of the bytes themselves where nobody else has them, as of those of a checkpoint."""
+    dtype, shape, data = packed
+    if device.type == "cpu" and data.nbytes and data.flags.owndata and data.flags.writeable:
+        return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+    value = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
     _fill(value, packed)
     return value
 

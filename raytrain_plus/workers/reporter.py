@@ -14,8 +14,8 @@ from ray.exceptions import RayError
 
 log = logging.getLogger(__name__)
 
-PERIOD_S = 0.1
-"""Seconds between two batches."""
+PERIOD_S = 0.25
+"""Seconds between two batches: each costs a step of its time, here and where the controller lives."""
 FLUSH_S = 30.0
 """Limit of a batch's delivery."""
 

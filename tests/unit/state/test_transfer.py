@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.holding import described, other_classes
 from raytrain_plus.state.named import named_state, state_sha256
-from raytrain_plus.state.transfer import Holding, digest, put, take
+from raytrain_plus.state.transfer import Holding, digest, put, take, unpacked
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
@@ -126,6 +127,18 @@ def test_another_scheduler_is_told_and_so_is_one_that_is_missing() -> None:
     # Written before this was kept.
     del tree["classes"]
     assert other_classes(tree, receiver.holding()) == []
+
+
+def test_bytes_that_nobody_else_has_become_the_tensor_and_others_are_copied() -> None:
+    mine = np.arange(8, dtype=np.float32).view(np.uint8).copy()
+    whole = unpacked(("float32", (2, 4), mine), torch.device("cpu"))
+    assert whole.data_ptr() == mine.ctypes.data
+    assert torch.equal(whole, torch.arange(8.0).reshape(2, 4))
+    foreign = mine[:]
+    assert unpacked(("float32", (8,), foreign), torch.device("cpu")).data_ptr() != mine.ctypes.data
+    mine.setflags(write=False)
+    assert unpacked(("float32", (8,), mine), torch.device("cpu")).data_ptr() != mine.ctypes.data
+    assert unpacked(("float32", (0, 3), np.empty(0, np.uint8)), torch.device("cpu")).shape == (0, 3)
 
 
 def test_what_was_received_is_neither_kept_nor_written_to() -> None:
