@@ -240,9 +240,12 @@ def _footer(file: Path) -> bytes:
         return stream.read(length)
 
 
-_COLUMNS = ("generation", "step", "shard", "start", "rows", "ids")
-_ENTRY = np.dtype([(name, "<u8" if name == "ids" else "<i8") for name in _COLUMNS])
-_SCHEMA = pa.schema([pa.field(name, pa.uint64() if name == "ids" else pa.int64()) for name in _COLUMNS])
+_NUMBERS = ("generation", "step", "shard", "start", "rows")
+_SUMS = ("ids", "step_ids")
+_COLUMNS = (*_NUMBERS, *_SUMS)
+_ENTRY = np.dtype([*((name, "<i8") for name in _NUMBERS), *((name, "<u8") for name in _SUMS), ("summed", "?")])
+"""A row of the ledger; `summed`: whether the sum of its step stands in it."""
+_SCHEMA = pa.schema([*((name, pa.int64()) for name in _NUMBERS), *((name, pa.uint64()) for name in _SUMS)])
 
 
 def _entries(run: Folder, names: Iterable[str], faults: _Faults) -> npt.NDArray[Any]:
@@ -252,14 +255,17 @@ def _entries(run: Folder, names: Iterable[str], faults: _Faults) -> npt.NDArray[
     for name in names:
         try:
             table = pq.read_table(pa.BufferReader(run.read(name)), columns=list(_COLUMNS)).cast(_SCHEMA)
-            if any(column.null_count for column in table.columns):
+            if any(table.column(column).null_count for column in _COLUMNS[:-1]):
                 raise ValueError("a column has nulls")
+            summed = table.column("step_ids").is_valid().to_numpy()
+            table = table.set_column(len(_NUMBERS) + 1, "step_ids", table.column("step_ids").fill_null(0))
         except (OSError, pa.ArrowException, KeyError, ValueError) as error:
             torn.append(f"{name} cannot be read: {_first_line(error)}")
             continue
         part = np.empty(table.num_rows, _ENTRY)
         for column in _COLUMNS:
             part[column] = table.column(column).to_numpy()
+        part["summed"] = summed
         parts.append(part)
     faults.add(*torn)
     return np.concatenate(parts) if parts else np.empty(0, _ENTRY)
@@ -436,7 +442,8 @@ class _Line:
             shift = (offsets - before)[shard[inside]]
             sums = self._sums(epoch)
             expected[near[inside]] += sums[high[inside] + shift] - sums[low[inside] + shift]
-        right: npt.NDArray[np.bool_] = held & (expected == entries["ids"])
+        kept = min(64, max(0, 390 // self.shards - 1))
+        right: npt.NDArray[np.bool_] = held & (expected & np.uint64(2**kept - 1) == entries["ids"])
         others = entries[placed & ~right]
         faults.add_many(
             len(others),
@@ -446,7 +453,38 @@ class _Line:
                 for entry in others
             ),
         )
-        return right
+        return right & ~self._in_wrong_steps(entries, expected, right, faults)
+
+    def _in_wrong_steps(
+        self, entries: npt.NDArray[Any], expected: Words, right: npt.NDArray[np.bool_], faults: _Faults
+    ) -> npt.NDArray[np.bool_]:
+        """Which entries are of steps whose own sum is wrong though each of their shards seems right.
+
+        Where a shard's entry is missing or wrong, nothing follows from the step's sum, and others count by their bits.
+        """
+        wrong = np.zeros(len(entries), np.bool_)
+        if not len(entries):
+            return wrong
+        order = np.lexsort((entries["shard"], entries["step"], entries["generation"]))
+        sorted_entries = entries[order]
+        step, shard = sorted_entries["step"], sorted_entries["shard"]
+        new = np.concatenate([[True], (np.diff(step) != 0) | (np.diff(sorted_entries["generation"]) != 0)])
+        firsts = np.flatnonzero(new)
+        counts = np.diff(np.append(firsts, len(order)))
+        # In a complete step each shard stands where its number says.
+        place = np.arange(len(order)) - np.repeat(firsts, counts)
+        judged = np.logical_and.reduceat(right[order] & (shard == place), firsts) & (counts == self.shards)
+        due = np.add.reduceat(_scramble(expected[order] + shard.astype(np.uint64)), firsts)
+        said = np.add.reduceat(sorted_entries["step_ids"], firsts)
+        times = np.add.reduceat(sorted_entries["summed"].astype(np.int64), firsts)
+        unsummed, bad = judged & (times != 1), judged & (times == 1) & (due != said)
+        wrong[order] = np.repeat(bad, counts)
+        for found, what in (
+            (unsummed, "its sum does not stand there once"),
+            (bad, "other rows were used than those of its line; whose, its shards' bits do not tell"),
+        ):
+            faults.add_many(int(found.sum()), (f"step {number}: {what}" for number in step[firsts[found]].tolist()))
+        return wrong
 
     def use(self, entries: npt.NDArray[Any], due_to: int) -> list[Epoch]:
         """How often each row that was due by `due_to` was used."""
@@ -492,7 +530,7 @@ class _Line:
             lengths = self._unit_rows[units]
             unit = np.repeat(np.arange(len(units)), lengths)
             place = (np.arange(len(unit)) - np.repeat(np.cumsum(lengths) - lengths, lengths)).astype(np.uint64)
-            ids = _scramble(self._unit_key[units][unit] + place) >> np.uint64(32)
+            ids = _scramble(self._unit_key[units][unit] + place)
             if self._shuffle == "rows":
                 keys = _scramble(_chain(self._seed, 2, epoch) + units.astype(np.uint64))
                 ids = ids[np.lexsort((place, _scramble(keys[unit] + place), unit))]

@@ -46,7 +46,7 @@ class Microbatch:
     start: int = 0
     """Where its rows begin in the shard's own sequence."""
     ids: int = 0
-    """The sum of its rows' ids."""
+    """The sum of its rows' ids, modulo 2^64."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,7 @@ class Stepper:
                 with self.keys.microbatch(step, shard, index) as keyed:
                     loss, weight = self._loss(microbatch)
                     rows += microbatch.rows
-                    ids += microbatch.ids
+                    ids = (ids + microbatch.ids) % 2**64
                     weight_sum += weight
                     loss_sum += float(loss.detach()) * weight
                     if index + 1 == len(shards[shard]):

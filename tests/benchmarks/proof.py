@@ -143,10 +143,12 @@ def _planned(seen: Index, line: Line) -> list[np.ndarray]:
             order = line.permutation(0, piece.unit)
             assert order is not None
             parts.append(ids[piece.unit][order[piece.start : piece.start + piece.rows]])
-        total = np.concatenate([[0], np.cumsum(np.concatenate(parts).astype(np.int64))])
-        for step in range(line.steps):
-            start, rows = step * line.per_shard, line.rows_in_step(shard, step)
-            notes[step, shard] = (start, rows, total[start + rows] - total[start], rows, 0.0)
+        total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.concatenate(parts))])
+        start = np.arange(line.steps) * line.per_shard
+        rows = np.array([line.rows_in_step(shard, step) for step in range(line.steps)])
+        mine = notes[:, shard]
+        mine["start"], mine["rows"], mine["weight"] = start, rows, rows
+        mine["ids"] = total[start + rows] - total[start]
     return list(notes)
 
 

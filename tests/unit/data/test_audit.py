@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -57,7 +58,8 @@ def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
             for step in range(rows.line.steps):
                 for shard, batches in feed.get(step, 10).shards.items():
                     count = sum(batch.rows for batch in batches)
-                    made[step][shard] = (batches[0].start, count, sum(batch.ids for batch in batches), count, 0.0)
+                    ids = sum(batch.ids for batch in batches) % 2**64
+                    made[step][shard] = (batches[0].start, count, ids, count, 0.0)
     return made
 
 
@@ -139,12 +141,65 @@ def test_a_row_that_was_used_twice_is_counted(job: Job) -> None:
     rows = Rows(index=seen, line=line_of(job, seen), seed=0, transform=None, granule=4)
     [piece, *_] = rows.line.pieces_between(1, 12, 13)
     notes[3][1]["rows"] += 1
-    notes[3][1]["ids"] += rows.read(piece).column("_raytrain_id").to_pylist()[0]
+    more = rows.read(piece).column("_raytrain_id").to_pylist()[0]
+    notes[3][1]["ids"] = (int(notes[3][1]["ids"]) + more) % 2**64
     found = audit(run_of(replace(job, name="other"), notes))
     assert sum(epoch.more for epoch in found.epochs) == 1
     assert sum(epoch.never for epoch in found.epochs) == 0
     assert len(found.faults) == 1
     assert table.num_rows == 40
+
+
+def many_shards(folder: Path, shards: int) -> Job:
+    write_data(folder / "data", [5 * shards, 7], 10)
+    return job_of(folder, data=Data(path=str(folder / "data"), batch_size=2 * shards, shards=shards))
+
+
+@pytest.mark.parametrize("shards", [8, 12, 196, 300])
+def test_a_row_that_the_shards_own_bits_do_not_tell_from_others_is_seen_in_the_steps_sum(
+    tmp_path: Path, shards: int
+) -> None:
+    job = many_shards(tmp_path, shards)
+    notes = notes_of(job)
+    assert audit(run_of(replace(job, name="right"), notes)).clean
+    notes[2][5]["ids"] ^= np.uint64(1 << 60)
+    found = audit(run_of(job, notes))
+    [fault] = found.faults
+    assert fault.startswith("step 2: other rows were used than those of its line")
+    assert sum(epoch.never for epoch in found.epochs) == 2 * shards
+
+
+@pytest.mark.parametrize("shards", [64, 300])
+def test_shards_that_read_each_others_rows_are_seen(tmp_path: Path, shards: int) -> None:
+    job = many_shards(tmp_path, shards)
+    notes = notes_of(job)
+    notes[2]["ids"][[5, 6]] = notes[2]["ids"][[6, 5]]
+    found = audit(run_of(job, notes))
+    assert {fault.partition(":")[0].partition(",")[0] for fault in found.faults} == {"step 2"}
+    assert sum(epoch.never for epoch in found.epochs) == (4 if shards == 64 else 2 * shards)
+
+
+def test_a_step_without_a_sum_is_told(job: Job) -> None:
+    run = run_of(job, notes_of(job))
+    [part] = (run / "ledger").iterdir()
+    table = pq.read_table(part)
+    sums = [None if number % 10 == 4 else value for number, value in enumerate(table.column("step_ids").to_pylist())]
+    pq.write_table(table.set_column(7, SCHEMA.field("step_ids"), pa.array(sums, pa.uint64())), part)
+    found = audit(run)
+    assert found.faults == ("step 4: its sum does not stand there once",)
+    assert not found.clean
+
+
+def test_a_missing_shard_says_nothing_of_the_others(job: Job) -> None:
+    notes = notes_of(job)
+    run = run_of(job, notes)
+    [part] = (run / "ledger").iterdir()
+    table = pq.read_table(part)
+    pq.write_table(table.filter((pc.field("step") != 4) | (pc.field("shard") != 2)), part)
+    found = audit(run)
+    [fault] = found.faults
+    assert fault.startswith("step 4 of shard 2 is not entered")
+    assert sum(epoch.never for epoch in found.epochs) == 3
 
 
 def test_a_step_that_was_entered_twice(job: Job) -> None:

@@ -61,7 +61,7 @@ def test_digits_are_summed_without_losing_a_bit(dtype: str, losses: list[float],
     shards = len(losses)
     headers = [
         encode(
-            {k: ShardReport(2**40, 7, 2**62 + 3, 0.1, losses[k]) for k in range(worker, shards, workers)},
+            {k: ShardReport(2**40, 7, 2**64 - 1 - k, 0.1, losses[k]) for k in range(worker, shards, workers)},
             shards,
             Flags(pause=worker == 1, save=True),
         )
@@ -72,7 +72,9 @@ def test_digits_are_summed_without_losing_a_bit(dtype: str, losses: list[float],
     for part in parts[1:]:
         total += part
     assert len(total) == digits(shards, dtype)
-    assert from_digits(total.to(torch.float64).numpy(), dtype).tolist() == sum(headers).tolist()  # type: ignore[union-attr]
+    summed = from_digits(total.to(torch.float64).numpy(), dtype)
+    assert summed.tolist() == sum(headers).tolist()  # type: ignore[union-attr]
+    assert np.frombuffer(decode(summed).notes, NOTE)["ids"].tolist() == [2**64 - 1 - k for k in range(shards)]
 
 
 def test_a_pause_that_all_of_very_many_wish_for_is_no_overflow() -> None:
