@@ -35,6 +35,7 @@ class Incidents:
         self._before: Members = {}
         self._open = self._together = False
         self._causes: list[str] = []
+        self._dead: set[str] = set()
         self._recomputed = self._lost = 0
         self._began = self._known = self._out = self._joined = 0.0
         self._form_s = 0.0
@@ -48,9 +49,14 @@ class Incidents:
             self._before = self._members
             self._causes = []
             self._recomputed = self._lost = 0
+            self._out = now
         self._together = False
         if cause and cause not in self._causes:
             self._causes.append(cause)
+
+    def gone(self, worker: str) -> None:
+        """A worker's process is gone."""
+        self._dead.add(worker)
 
     def left(self, now: float, recomputed: int) -> None:
         """All survivors are out, and the next world is asked for; so many steps will be made again."""
@@ -78,6 +84,19 @@ class Incidents:
             self._began = time
             self._known = max(self._known, time)
             return None
+        return self._closed(time)
+
+    def ended(self, now: float) -> Recovery | None:
+        """The run finished; the recovery after which no step was to be made, if any: from a loss after the last one."""
+        if not self._open:
+            return None
+        if not self._together:
+            # Nothing was to be formed any more.
+            self._members = {name: what for name, what in self._members.items() if name not in self._dead}
+            self._joined, self._form_s = self._out, 0.0
+        return self._closed(now)
+
+    def _closed(self, time: float) -> Recovery:
         self._open = False
         form_s = min(self._form_s, max(0.0, self._joined - self._out))
         phases = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from raytrain_plus.data.parts import Parts
 from raytrain_plus.elastic.commits import Commits
-from raytrain_plus.elastic.incidents import Incidents
+from raytrain_plus.elastic.incidents import Incidents, Recovery
 from raytrain_plus.elastic.totals import Totals
 from raytrain_plus.elastic.view import View
 from raytrain_plus.errors import RunError, StorageError
@@ -200,6 +200,7 @@ class Journal:
 
     def gone(self, worker: str, cause: str) -> None:
         """A worker was lost."""
+        self._incidents.gone(worker)
         place = self._places.get(worker)
         if place is not None:
             self._tell("worker_lost", **_who(place), cause=cause)
@@ -318,6 +319,8 @@ class Journal:
 
         Raises `RunError` where that cannot be written, or belongs to somebody else by now.
         """
+        if status == "finished":
+            self._recovered(self._incidents.ended(time.time()))
         sha = export.state_sha256 if export else None
         result = self._totals.result(
             name=name,
@@ -392,19 +395,22 @@ class Journal:
                 loss=record.loss,
                 seconds=record.seconds,
             )
-            recovery = self._incidents.committed(record.time)
-            if recovery is not None:
-                self._totals.recovered(recovery.stall_s)
-                self._tell(
-                    "recovered",
-                    cause=recovery.cause,
-                    stall_s=recovery.stall_s,
-                    steps_lost=recovery.steps_lost,
-                    steps_recomputed=recovery.steps_recomputed,
-                    kept=list(recovery.kept),
-                    replaced=list(recovery.replaced),
-                    phases=dict(recovery.phases),
-                )
+            self._recovered(self._incidents.committed(record.time))
+
+    def _recovered(self, recovery: Recovery | None) -> None:
+        if recovery is None:
+            return
+        self._totals.recovered(recovery.stall_s)
+        self._tell(
+            "recovered",
+            cause=recovery.cause,
+            stall_s=recovery.stall_s,
+            steps_lost=recovery.steps_lost,
+            steps_recomputed=recovery.steps_recomputed,
+            kept=list(recovery.kept),
+            replaced=list(recovery.replaced),
+            phases=dict(recovery.phases),
+        )
 
     def _tell(self, kind: str, time_s: float | None = None, /, **fields: Any) -> None:
         if self._log is None or self._scalars is None or self._overtaken:

@@ -67,6 +67,9 @@ class Standing:
                 steps += f", {plural(event['steps_recomputed'], 'step')} made again"
             who = f"{len(event['kept'])} kept, {len(event['replaced'])} replaced"
             return f"recovered in {event['stall_s']:.2f} s: {'; '.join(causes)}; {steps}; {who}"
+        if kind == "run_finished":
+            # Of a loss from which nothing recovered.
+            return "; ".join(self._untold()) or None
         if kind == "evaluated":
             self.evaluations.append((event["step"], event["metrics"]))
         return told(event)

@@ -68,13 +68,13 @@ def incident(records: Iterable[Finished], killed_at: float, killed: int) -> Inci
     step_s = _step_s(before)
     stall_s, resumed = _stall(before, after, last, step_s)
     others = {record.step for record in ordered if record.pid != killed}
-    first = min(record.step for record in before)
     on = {record.pid for record in after if resumed is not None and record.step >= resumed}
     return Incident(
         killed=killed,
         stall_s=stall_s,
         step_s=step_s,
-        steps_lost=0 if resumed is None else len(set(range(first, resumed)) - others),
+        # What came before its last step all had given to; where one alone finished it, others took that one's state.
+        steps_lost=0 if resumed is None else len(set(range(last, resumed)) - others),
         steps_repeated=_repeated(before, after, members),
         kept=len(survivors & on) / len(survivors) if survivors else 0.0,
     )

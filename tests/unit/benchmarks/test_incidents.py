@@ -59,6 +59,12 @@ def test_a_step_that_only_the_killed_worker_had_finished_is_lost() -> None:
     assert (found.steps_lost, found.steps_repeated, found.kept) == (1, 0, 1.0)
 
 
+def test_a_step_that_others_took_from_the_killed_worker_long_before_is_not_lost() -> None:
+    # Step 3 it alone had finished when another died; who was behind took its state.
+    records = [*steady(range(3), 0.0), Finished(3.0, KILLED, 3), *steady(range(4, 15), 4.0)]
+    assert incident(records, 12.5, KILLED).steps_lost == 0
+
+
 def test_a_survivor_is_replaced() -> None:
     records = steady(range(10), 0.0) + steady(range(10, 15), 12.0, (0, 1, 9))
     assert incident(records, 9.5, KILLED).kept == pytest.approx(2 / 3)

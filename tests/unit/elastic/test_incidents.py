@@ -70,3 +70,30 @@ def test_a_loss_before_any_commit_begins_when_it_is_known() -> None:
     assert (recovery.cause, recovery.stall_s) == ("a collective broke", 0.5)
     # No longer than there was time for it.
     assert recovery.phases["form"] == pytest.approx(0.1)
+
+
+def test_a_loss_after_the_last_step_ends_with_the_run() -> None:
+    incidents = Incidents()
+    incidents.joined(0.0, {"a": A, "b": B}, form_s=0.1)
+    incidents.committed(1.0)
+    assert incidents.ended(1.1) is None
+    incidents.broke(1.3, "b was killed")
+    incidents.gone("b")
+    recovery = incidents.ended(1.6)
+    assert recovery is not None
+    assert (recovery.kept, recovery.replaced) == ([A], [])
+    assert recovery.phases == pytest.approx({"detect": 0.3, "interrupt": 0, "form": 0, "transfer": 0, "resume": 0.3})
+    assert incidents.ended(1.7) is None
+
+
+def test_a_loss_in_the_last_evaluation_which_others_made_again() -> None:
+    incidents = Incidents()
+    incidents.joined(0.0, {"a": A, "b": B}, form_s=0.1)
+    incidents.committed(1.0)
+    incidents.broke(1.3, "b was killed")
+    incidents.gone("b")
+    incidents.left(1.4, 0)
+    incidents.joined(1.6, {"a": A, "c": C}, form_s=0.1)
+    recovery = incidents.ended(2.0)
+    assert recovery is not None
+    assert (recovery.kept, recovery.replaced, recovery.stall_s) == ([A], [C], 1.0)

@@ -115,8 +115,9 @@ def test_events_that_deserve_a_line_get_one(one: dict[str, Any], line: str | Non
         ([event("worker_joined", worker="worker-3"), view(3, 3, 3, 3)], ["4 workers now: worker-3 joined"]),
         ([event("rescaled", **{"from": 3, "to": 2}), view(6, 6)], ["2 workers now: worker-2 left"]),
         ([lost(9)], ["worker-9 (pid 7) was lost: killed"]),
+        ([lost(1), event("run_finished", status="stopped")], ["worker-1 (pid 7) was lost: killed"]),
     ],
-    ids=["loss", "long loss", "join", "leave", "spare"],
+    ids=["loss", "long loss", "join", "leave", "spare", "last loss"],
 )
 def test_a_change_of_the_group_is_told_in_one_line(events: list[dict[str, Any]], lines: list[str]) -> None:
     standing = after(view(4, 4, 4), step(0))
