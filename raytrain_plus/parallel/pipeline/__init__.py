@@ -1,0 +1,1 @@
+"""Pipelines: a model's layers cut into stages, microbatches running through them."""
