@@ -163,9 +163,11 @@ def test_what_the_task_raises_is_shown_in_the_users_frames(
     assert (tmp_path / "runs" / "job").exists() == (code == 1)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_shard(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reduction", ["ring", pytest.param("exact", marks=pytest.mark.slow)])
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_shard(tmp_path: Path, reduction: str) -> None:
     write_data(tmp_path / "data")
-    code, out, err = raytrain("run", write_job(tmp_path, args={"explode_at": 4.0}, steps=40), "--json")
+    job = write_job(tmp_path, args={"explode_at": 4.0}, steps=40, reduction=reduction)
+    code, out, err = raytrain("run", job, "--json")
     assert code == 1
     result = json.loads(out)
     assert result["error"].startswith(f"the loss of step {result['steps']} is not finite in shard")

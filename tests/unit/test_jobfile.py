@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytrain_plus import Data, Job, JobError, Workers
+from raytrain_plus.job import flatten
 from raytrain_plus.jobfile import load_job
 
 GOOD = """\
@@ -147,6 +148,64 @@ def test_what_makes_two_jobs_the_same(tmp_path: Path) -> None:
     assert same.same_as(resolved) == []
     other = load(tmp_path, GOOD, "seed=1", "data.batch_size=48", "args={width: 1}")
     assert other.same_as(resolved) == ["args", "seed", "data.batch_size"]
+
+
+KEPT = {
+    "task": "a:B",
+    "args": "{width: 9}",
+    "seed": "7",
+    "data.path": "elsewhere",
+    "data.batch_size": "24",
+    "data.shards": "6",
+    "data.shuffle": "none",
+    "data.transform": "a:augment",
+    "data.granule": "7",
+    "steps": "11",
+    "workers.threads": "2",
+    "parallel.microbatches": "4",
+    "reduction": "exact",
+    "clip_norm": "1.5",
+}
+"""What a run goes on with only as it began."""
+FREE = {
+    "name": "other",
+    "data.prepare": "a:prepare",
+    "data.cache_mb": "5",
+    "workers.min": "2",
+    "workers.max": "4",
+    "workers.spares": "1",
+    "workers.cpus": "2",
+    "workers.gpus": "1",
+    "collective": "torch",
+    "elastic.hang_timeout_s": "5",
+    "elastic.max_failures": "3",
+    "elastic.wait_s": "5",
+    "elastic.stop_grace_s": "5",
+    "checkpoint.every_steps": "5",
+    "checkpoint.every_s": "5",
+    "checkpoint.keep": "5",
+    "checkpoint.keep_best": "{metric: loss}",
+    "evaluate": "{path: x, every_steps: 3}",
+    "storage": "elsewhere",
+}
+"""What may change while it goes on."""
+
+
+@pytest.mark.parametrize("key", [*KEPT, *FREE])
+def test_which_settings_make_a_job_another(tmp_path: Path, key: str) -> None:
+    text = GOOD + "evaluate: {path: held/out, every_steps: 3}\n"
+    before, after = load(tmp_path, text), load(tmp_path, text, f"{key}={(KEPT | FREE)[key]}")
+    assert before != after
+    assert after.same_as(before.to_yaml()) == ([key] if key in KEPT else [])
+
+
+def test_every_setting_is_one_or_the_other(tmp_path: Path) -> None:
+    groups = {key.partition(".")[0] for key in FREE} | {key.rpartition(".")[0] for key in KEPT | FREE} - {""}
+    settings = {key for key, _ in flatten(load(tmp_path, GOOD))} - groups
+    # Where the length is given in epochs, that is kept alike.
+    assert settings - {"epochs"} <= set(KEPT | FREE)
+    by_epochs = GOOD.replace("steps: 10", "epochs: 2")
+    assert load(tmp_path, by_epochs, "epochs=3").same_as(load(tmp_path, by_epochs).to_yaml()) == ["epochs"]
 
 
 @settings(max_examples=200)

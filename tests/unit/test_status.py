@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ import pytest
 from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import Fence, Lease
+from raytrain_plus.state.checkpoint import commit
+from raytrain_plus.state.manifest import name_of
 from raytrain_plus.status import status
 from raytrain_plus.storage.folder import Folder, open_folder
 from raytrain_plus.storage.local import Disk, LocalFolder
+from tests.unit.state.test_checkpoint import described, shares, state
 from tests.unit.storage.disk import Linkless
 from tests.unit.test_past import committed, tell
 
@@ -26,6 +30,28 @@ def test_a_run_that_goes_on_is_held_by_somebody(run: Folder) -> None:
     Lease(run).release()
     Result(name="run", status="stopped", exit_code=130, path=run.path or run.address, steps=3, samples=24).save(run)
     assert status(run).to_json()["state"] == "stopped"
+
+
+def test_checkpoints_are_listed_with_age_and_size_and_why_one_is_none(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path / "run")
+    tell(run, committed(0, *range(10)))
+    files = {}
+    for step in (1, 3, 5):
+        written = shares(run, state(step), name_of(step, 0), 2)
+        files[step] = [share.file for share in written]
+        if step != 5:
+            commit(run, described(step, 0, written, time=time.time() - 7200))
+    (run.path / "checkpoints" / name_of(1, 0) / files[1][1].name).unlink()
+    size = sum(file.bytes for file in files[3])
+    none, good, lacking = status(run).checkpoints
+    assert (none.step, none.bytes, none.state) == (5, size, "not finished: there is no manifest")
+    assert 0 <= none.age_s < 60
+    assert (good.step, good.state, round(good.age_s / 3600)) == (3, "complete", 2)
+    assert size < good.bytes < size + 20_000
+    assert (lacking.step, lacking.state) == (1, f"{files[1][1].name} is missing")
+    lines = status(run).lines()
+    assert lines[1].split() == ["checkpoint", "after", "step", "age", "size", "state"]
+    assert lines[3].split() == [name_of(3, 0), "4", "2", "h", f"{good.bytes / 1000:.1f}", "kB", "complete"]
 
 
 def test_what_is_damaged_is_told_and_no_fault_of_ours(tmp_path: Path) -> None:

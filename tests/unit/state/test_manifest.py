@@ -1,0 +1,53 @@
+"""What a checkpoint says of the model that it is of."""
+
+from __future__ import annotations
+
+import pytest
+
+from raytrain_plus.state.manifest import Tensor, mismatch
+
+STORED = {
+    "param/first.weight": Tensor("float32", (4, 3), ()),
+    "param/first.bias": Tensor("float32", (4,), ()),
+    "buffer/count": Tensor("int64", (), ()),
+    "optim/first.weight/exp_avg": Tensor("float32", (4, 3), ()),
+}
+BUILT = {
+    "param/first.weight": ("float32", (4, 3)),
+    "param/first.bias": ("float32", (4,)),
+    "buffer/count": ("int64", ()),
+}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "has", "said"),
+    [
+        ([], {}, []),
+        (["param/first.bias"], {}, ["first.bias is in the checkpoint, not in the task's model"]),
+        ([], {"param/new": ("float32", (2,))}, ["new is in the task's model, not in the checkpoint"]),
+        (
+            [],
+            {"param/first.weight": ("float32", (3, 4))},
+            ["first.weight is float32 [4, 3] in the checkpoint, float32 [3, 4] in the task's model"],
+        ),
+        (
+            [],
+            {"buffer/count": ("int32", ())},
+            ["count is int64 [] in the checkpoint, int32 [] in the task's model"],
+        ),
+        (
+            ["buffer/count"],
+            {"buffer/total": ("int64", ())},
+            [
+                "count is in the checkpoint, not in the task's model",
+                "total is in the task's model, not in the checkpoint",
+            ],
+        ),
+    ],
+    ids=["same", "layer less", "layer more", "shape", "type", "renamed"],
+)
+def test_another_model_is_told_by_name(
+    lacks: list[str], has: dict[str, tuple[str, tuple[int, ...]]], said: list[str]
+) -> None:
+    built = {name: value for name, value in {**BUILT, **has}.items() if name not in lacks}
+    assert mismatch(STORED, built) == said
