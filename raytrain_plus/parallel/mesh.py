@@ -9,6 +9,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from raytrain_plus.elastic.policy import useful_size
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -66,11 +68,9 @@ def useful_shape(available: int, minimum: int, maximum: int, shards: int, cuts: 
     if available < minimum:
         return None
     for stages in cuts:
-        largest = min(min(available, maximum) // stages, shards)
-        if largest:
-            per_cell = math.ceil(shards / largest)
-            cells = math.ceil(shards / per_cell)
-            return Shape(max(cells, min(largest, math.ceil(minimum / stages))), stages)
+        most = min(min(available, maximum) // stages, shards)
+        if most:
+            return Shape(useful_size(most, min(most, math.ceil(minimum / stages)), most, shards), stages)
     return None
 
 

@@ -46,7 +46,9 @@ class Cost:
             return self.forward
         if kind == "I":
             return self.backward_input
-        return self.backward_weight + self.backward_input * (kind == "B")
+        if kind == "W":
+            return self.backward_weight
+        return self.backward_input + self.backward_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +160,11 @@ def bubble(bars: Sequence[Bar], stages: int) -> float:
 
 def held(order: Sequence[Action]) -> int:
     """The most activations that a stage holds at once: forwards whose backward, or its last part, is still to come."""
-    parts = {(action.chunk, action.microbatch) for action in order if action.kind == "W"}
     now = most = 0
     for action in order:
         if action.kind == "F":
             now += 1
-        elif action.kind == "W" or (action.kind == "B" and (action.chunk, action.microbatch) not in parts):
+        elif action.kind in ("B", "W"):
             now -= 1
         most = max(most, now)
     return most
