@@ -49,6 +49,7 @@ from raytrain_plus.storage.folder import Folder, open_folder, split, without_sec
 from raytrain_plus.taskfile import load_function, load_task
 from raytrain_plus.workers.plan import Plan
 from raytrain_plus.workers.ray_private import (
+    end_our_own_ray,
     most_there_can_be,
     our_own_signals,
     settings_of_our_own_ray,
@@ -323,7 +324,10 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
         with silent_about_deaths():
             yield time.time()
     finally:
-        ray.shutdown()
+        if address:
+            ray.shutdown()
+        else:
+            end_our_own_ray()
 
 
 def _knock(address: str) -> None:
@@ -380,12 +384,14 @@ def _follow(order: Order, view: View | None, signals: _Signals) -> Result:
     )
     closing_ref = controller.run.remote()
     cursor = 0
+    over = ended = False
     try:
-        ended = False
         while not ended:
-            ended = bool(ray.wait([closing_ref], timeout=0)[0])
-            events = ray.get(controller.follow.remote(cursor, 0.0 if ended else FOLLOW_S))
+            # Nothing is told after the last event: it is the end that is waited for then.
+            ended = bool(ray.wait([closing_ref], timeout=FOLLOW_S if over else 0)[0])
+            events = ray.get(controller.follow.remote(cursor, 0.0 if ended or over else FOLLOW_S))
             cursor += len(events)
+            over = over or any(event["kind"] == "run_finished" for event in events)
             if view is not None:
                 for event in events:
                     view.event(event)

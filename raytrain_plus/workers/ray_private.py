@@ -16,6 +16,9 @@ SEEN = "2.60"
 DEATH = "A worker died or was killed while executing a task"
 """How Ray begins ten lines about a worker's death on the driver's screen."""
 
+WATCHER_S = 10.0
+"""Limit of the end of a process that was killed."""
+
 T = TypeVar("T")
 
 
@@ -51,6 +54,22 @@ def settings_of_our_own_ray() -> dict[str, Any]:
     """
     newest = tuple(int(part) for part in ray.__version__.split(".")[:2])
     return {"worker_niceness": 0} if newest <= tuple(int(part) for part in SEEN.split(".")) else {}
+
+
+def end_our_own_ray() -> None:
+    """Ends the Ray that was started for one run. The watcher over its autoscaler, which it does not have, is ended
+    first: it does not hear when it is asked to go, and Ray waits a second for it."""
+
+    def watcher() -> Any:
+        from ray._private import worker
+
+        node = worker._global_node
+        return [] if node is None else [info.process for info in node.all_processes.get("monitor", [])]
+
+    for process in _or_nothing(watcher, "Ray takes a second longer to end") or []:
+        process.kill()
+        process.wait(timeout=WATCHER_S)
+    ray.shutdown()
 
 
 @contextlib.contextmanager

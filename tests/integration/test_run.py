@@ -220,11 +220,11 @@ def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None
     process.send_signal(number)
     signalled = time.time()
     out, err = process.communicate(timeout=60)
+    # The Ray that it has started is gone, too.
+    assert time.time() - signalled < 3
     assert process.returncode == code, err
     *_, finished = read_events(LocalFolder(tmp_path / "runs" / "job"))
-    assert (finished["kind"], finished["time"] - signalled < 3) == ("run_finished", True)
-    # The Ray that it has started goes, too, in a time of its own.
-    assert time.time() - signalled < 10
+    assert finished["kind"] == "run_finished"
     assert "job stopped" in out
     result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
     assert 0 < result["steps"] < 500

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray._private import ray_logging, state
+from ray._private import ray_logging, state, worker
 
 from raytrain_plus.workers import ray_private
 
@@ -44,6 +44,19 @@ def test_internal_settings_are_given_to_a_ray_that_knows_them(monkeypatch: pytes
     assert ray_private.settings_of_our_own_ray() == {"worker_niceness": 0}
     monkeypatch.setattr(ray_private.ray, "__version__", "3.0.1")
     assert ray_private.settings_of_our_own_ray() == {}
+
+
+def test_a_ray_without_a_watcher_is_ended_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[None] = []
+    monkeypatch.setattr(ray_private.ray, "shutdown", lambda: ended.append(None))
+    ray_private.end_our_own_ray()
+    assert not caplog.records
+    monkeypatch.delattr(worker, "_global_node")
+    ray_private.end_our_own_ray()
+    assert "Ray takes a second longer to end" in caplog.text
+    assert len(ended) == 2
 
 
 def shown(line: str) -> list[str]:
