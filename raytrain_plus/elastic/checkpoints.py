@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -21,6 +22,8 @@ from raytrain_plus.state.manifest import Manifest, joined, name_of, void
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.workers.plan import Written
 
+log = logging.getLogger(__name__)
+
 
 class Checkpoints:
     """What is known of them, on the controller's thread; what takes long, the publisher does on its own."""
@@ -32,10 +35,10 @@ class Checkpoints:
         journal: Journal,
         post: Callable[[Callable[[], None]], None],
         saved: Callable[[int], None],
-        settled: Callable[[], None],
+        settled: Callable[[int, int], None],
     ) -> None:
         """`post` puts what another thread has to say into the controller's inbox; `saved` is told the step of each
-        that is complete, and `settled` that one is no longer under way."""
+        that is complete, and `settled` step and generation of each that is no longer under way."""
         past, job = order.past or Past(), order.plan.job
         self._order = order
         self._journal = journal
@@ -82,7 +85,7 @@ class Checkpoints:
 
     def wanted(self, generation: int, now: float) -> bool:
         """Whether there was none for so long that this generation is to make one; it says so once."""
-        if self._every_s is None or self._wished == generation or self._saving or now - self._last <= self._every_s:
+        if self._every_s is None or self._wished == generation or self.busy or now - self._last <= self._every_s:
             return False
         self._wished = generation
         return True
@@ -100,9 +103,15 @@ class Checkpoints:
         members = self._writers.get(told.generation)
         if members is not None:
             self._saving.begin(told.step, told.generation, [member.worker for member in members])
+        elif not self._saving.knows(told.step, told.generation):
+            log.warning(
+                "refused: a share of step %d in generation %d, in which nobody writes", told.step, told.generation
+            )
+            return
         if self._saving.given_up(told.step, told.generation):
-            # Its last writers may come late.
+            # Its last writers may come late, and so may have heard it before they began.
             self._publisher.discard(name_of(told.step, told.generation))
+            self._settled(told.step, told.generation)
             return
         self._give_up(self._saving.written(told, living))
 
@@ -183,12 +192,11 @@ class Checkpoints:
         else:
             self._journal.saved(manifest.step, time.time() - manifest.time, manifest.stall_s)
             self._told_saved(manifest.step)
-        self._settled()
+        self._settled(manifest.step, manifest.generation)
 
     def _give_up(self, abandoned: Sequence[Abandoned]) -> None:
         for one in abandoned:
             self.restart_clock()
             self._journal.not_saved(one.step, one.why)
             self._publisher.discard(name_of(one.step, one.generation))
-        if abandoned:
-            self._settled()
+            self._settled(one.step, one.generation)

@@ -103,7 +103,7 @@ class Controller:
             past,
         )
         self._checkpoints = Checkpoints(
-            self._run, order, self._journal, self._post, lambda step: self._feed(e.Saved(step)), self._hand_over
+            self._run, order, self._journal, self._post, lambda step: self._feed(e.Saved(step)), self._settled
         )
         self._ends_kept = 0
         self._restored: Manifest | None = None
@@ -524,6 +524,12 @@ class Controller:
 
     def _wrote(self, told: Written) -> None:
         self._checkpoints.wrote(told, self._group.workers)
+
+    def _settled(self, step: int, number: int) -> None:
+        """A checkpoint is no longer under way: the next one may be begun."""
+        for name in self._pool:
+            self._pool.call(name, "settled", step, number)
+        self._hand_over()
 
     def _save_in_time(self, now: float) -> None:
         group = self._group

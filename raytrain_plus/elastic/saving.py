@@ -46,6 +46,10 @@ class Saving:
         if (step, generation) not in self._over:
             self._open.setdefault((step, generation), _Open(names))
 
+    def knows(self, step: int, generation: int) -> bool:
+        """Whether that checkpoint is or was under way."""
+        return (step, generation) in self._open or (step, generation) in self._over
+
     def given_up(self, step: int, generation: int) -> bool:
         """Whether that checkpoint was given up."""
         return self._over.get((step, generation), False)

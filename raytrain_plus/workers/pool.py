@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +62,9 @@ class Pool:
     def __contains__(self, name: str) -> bool:
         return name in self._handles
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._handles))
+
     def call(self, name: str, method: str, *arguments: Any) -> Any:
         """Starts a worker's method; the reference of its answer."""
         return self._handles[name].actor.call.remote(method, *arguments)
@@ -96,7 +99,7 @@ class Pool:
 
     def shutdown(self) -> None:
         """Ends every worker."""
-        for name in list(self._handles):
+        for name in self:
             self.end(name)
 
 

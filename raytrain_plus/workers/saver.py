@@ -50,6 +50,8 @@ class Saver:
         self._free.set()
         self._progress = 0.0
         self._late: Callable[[], None] | None = None
+        self._open: tuple[int, int] | None = None
+        """Step and generation of the one whose end has not been told yet."""
         self._part: Part | None = None
         self.copied = -1
         """The last step that was copied in the present generation."""
@@ -63,11 +65,18 @@ class Saver:
         """From now on it writes this part."""
         self._part, self.copied = part, -1
 
+    def settled(self, step: int, generation: int) -> None:
+        """That one is complete, or will never be."""
+        if self._open == (step, generation):
+            self._open = None
+
     def busy(self) -> bool:
-        """Whether this worker still writes its share of an earlier one."""
+        """Whether an earlier one is under way: this worker still writes its share, or others do, or the manifest is
+        being written. Where that is never told, it is waited for no longer than for a storage."""
+        still_s = time.monotonic() - self._progress
         if self._free.is_set():
-            return False
-        late, still_s = self._late, time.monotonic() - self._progress
+            return self._open is not None and still_s <= STILL_S
+        late = self._late
         if late is not None and still_s > STILL_S:
             self._late = None
             self._threads.submit(late)
@@ -88,6 +97,7 @@ class Saver:
         copies, tree = self._memory.copy(self._holding(), part.writer, part.writers)
         stall_s = time.monotonic() - start
         self._free.clear()
+        self._open = step, part.generation
         self.copied = step
 
         def told(share: Share | None, error: str) -> Written:

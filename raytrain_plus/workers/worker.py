@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import sys
 import time
@@ -79,6 +80,8 @@ TELL_TRIES = 3
 LOOK_S = 0.02
 """Seconds between two looks for a wish, while a copy of the state is on its way."""
 
+log = logging.getLogger(__name__)
+
 
 class Worker:
     """What a worker process holds; `actor` puts it on Ray."""
@@ -127,7 +130,7 @@ class Worker:
 
     def take(self, generation: int, source: tuple[Any]) -> None:
         """Fetches the donor's state, named by a Ray reference, while the training thread joins that generation."""
-        if self._control.over(generation):
+        if self._stale(generation, "a copy of the state") or self._control.over(generation):
             return
         copy = self._copies.setdefault(generation, Future())
         try:
@@ -151,15 +154,23 @@ class Worker:
 
     def pause(self, generation: int) -> None:
         """Wishes that the group stops at the next step boundary; the wish travels in the header."""
-        self._control.pause(generation)
+        if not self._stale(generation, "a wish to pause"):
+            self._control.pause(generation)
 
     def save(self, generation: int) -> None:
         """Wishes that the group makes a checkpoint; the wish travels in the header."""
-        self._control.save(generation)
+        if not self._stale(generation, "a wish for a checkpoint"):
+            self._control.save(generation)
+
+    def settled(self, step: int, generation: int) -> None:
+        """The checkpoint of that step and generation number is complete, or will never be."""
+        if self._saver is not None:
+            self._saver.settled(step, generation)
 
     def interrupt(self, generation: int, listening: frozenset[tuple[str, int]]) -> Activity:
         """Leaves the world whose members listen at these addresses; what the training thread does now."""
-        self._control.interrupt(generation)
+        if not self._stale(generation, "an interrupt"):
+            self._control.interrupt(generation)
         if self._control.generation == generation:
             cut(listening, listeners=self._plan is not None and self._plan.collective == "horovod")
         return self._control.activity()
@@ -174,6 +185,8 @@ class Worker:
         From now on this worker only gives its state out; that step is never applied. None where it cannot: the state
         is being changed this moment.
         """
+        if self._stale(generation, "a wish to stand aside"):
+            return None
         self._control.interrupt(generation)
         held = None if self._stepper is None or self._control.generation != generation else self._stepper.held
         self._aside = held is not None
@@ -185,6 +198,15 @@ class Worker:
     def export(self) -> Export:
         """The model as it stands, and what the task shows."""
         return self._do(self._export)
+
+    def _stale(self, generation: int, what: str) -> bool:
+        """Whether a call is for a generation that is over here: it is refused then."""
+        if generation >= self._control.generation:
+            return False
+        log.warning(
+            "%s refused: %s for generation %d; it is in %d", self._name, what, generation, self._control.generation
+        )
+        return True
 
     def _do(self, work: Callable[[], T]) -> T:
         def told() -> T:

@@ -56,7 +56,7 @@ class Kept:
             journal,
             self.inbox.put,
             lambda step: self.told.append(("saved", step)),
-            lambda: self.told.append("settled"),
+            lambda step, generation: self.told.append(("settled", step, generation)),
         )
 
     def write(self, step: int, number: int, writers: int = 2, error: str = "") -> list[Written]:
@@ -106,7 +106,7 @@ def test_one_is_made_of_all_shares_and_counts_when_it_is_complete(kept: Kept) ->
     kept.it.make()
     assert (kept.it.busy, kept.it.publishing) == (True, True)
     kept.hear()
-    assert kept.told == [("journal", 7), ("saved", 7), "settled"]
+    assert kept.told == [("journal", 7), ("saved", 7), ("settled", 7, 4)]
     assert (kept.it.busy, kept.it.publishing, kept.it.durable) == (False, False, 7)
     [found] = survey(kept.run)
     assert found.manifest is not None
@@ -130,6 +130,7 @@ def test_one_is_wanted_once_a_generation_when_there_was_none_for_long(kept: Kept
     assert not kept.it.wanted(2, late), "one is under way"
     kept.it.wrote(second, ["a"])
     kept.it.make()
+    assert not kept.it.wanted(2, late), "its manifest is being written"
     kept.hear()
     assert not kept.it.wanted(2, time.monotonic())
     assert kept.it.wanted(2, time.monotonic() + EVERY_S + 1)
@@ -140,9 +141,12 @@ def test_one_that_cannot_be_whole_is_told_of_and_its_late_shares_are_removed(kep
     first, second = kept.write(7, 4)
     kept.it.wrote(first, ["a", "b"])
     kept.it.lost(["a"])
-    assert kept.told == [(7, "b was lost before it had written its share"), "settled"]
+    assert kept.told == [(7, "b was lost before it had written its share"), ("settled", 7, 4)]
     assert not kept.it.busy
+    kept.told.clear()
     kept.it.wrote(second, ["a"])
+    # It may have copied its share after it had heard that it was over.
+    assert kept.told == [("settled", 7, 4)]
     deadline = time.monotonic() + 10
     while kept.files():
         assert time.monotonic() < deadline, kept.files()
@@ -160,7 +164,7 @@ def test_one_that_its_storage_does_not_take_is_told_of(kept: Kept, monkeypatch: 
     kept.it.make()
     kept.hear()
     [(step, why), last] = kept.told
-    assert (step, last, kept.it.busy) == (7, "settled", False)
+    assert (step, last, kept.it.busy) == (7, ("settled", 7, 4), False)
     assert "is not shared by their machines" in why
 
 
@@ -175,7 +179,7 @@ def test_what_is_above_the_step_that_a_run_goes_on_from_counts_no_more(kept: Kep
     kept.told.clear()
     kept.it.go_back(5, 4)
     assert (kept.it.durable, kept.it.busy) == (3, False)
-    assert kept.told == [(8, "the run has gone on from an earlier step"), "settled"]
+    assert kept.told == [(8, "the run has gone on from an earlier step"), ("settled", 8, 4)]
 
 
 def test_one_that_is_void_by_the_time_it_is_made_is_none(kept: Kept) -> None:
@@ -187,7 +191,7 @@ def test_one_that_is_void_by_the_time_it_is_made_is_none(kept: Kept) -> None:
     kept.hear()
     assert kept.it.durable == -1
     [(step, why), last] = kept.told
-    assert (step, last) == (7, "settled")
+    assert (step, last) == (7, ("settled", 7, 4))
     assert "gone on from an earlier" in why
 
 
@@ -201,7 +205,14 @@ def test_those_who_have_left_their_world_write_the_last_one(kept: Kept) -> None:
     assert kept.it.durable == 8
     kept.it.begin(9, 7, ["b"])
     kept.it.wait_no_longer("it was not written in time, and the run ends")
-    assert kept.told[-2:] == [(9, "it was not written in time, and the run ends"), "settled"]
+    assert kept.told[-2:] == [(9, "it was not written in time, and the run ends"), ("settled", 9, 7)]
     assert kept.it.newest is not None
     kept.it.drop(kept.it.newest)
     assert kept.it.newest is None
+
+
+def test_a_share_of_a_generation_that_is_unknown_is_refused(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    kept.it.formed(4, MEMBERS)
+    kept.it.wrote(kept.write(7, 3)[0], ["a", "b"])
+    assert (kept.it.busy, kept.told) == (False, [])
+    assert "refused: a share of step 7 in generation 3" in caplog.text

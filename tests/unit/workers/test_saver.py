@@ -95,6 +95,26 @@ def test_it_is_busy_until_its_share_is_durable(tmp_path: Path) -> None:
     assert told.get(timeout=10).step == 7
 
 
+def test_it_is_busy_until_the_checkpoint_is_whole_or_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = queue.SimpleQueue[Written]()
+    made = saver(LocalFolder(tmp_path), holding(), told)
+    made.copy(3, {})
+    assert told.get(timeout=10).error == ""
+    assert made._free.wait(10)
+    for step, generation in ((3, 1), (2, 2)):
+        made.settled(step, generation)
+        assert made.busy(), "that was another one"
+    made.settled(3, 2)
+    assert not made.busy()
+    # Where nobody ever says so, training is not left without checkpoints.
+    monkeypatch.setattr(module, "STILL_S", 0.05)
+    made.copy(7, {})
+    assert told.get(timeout=10).error == ""
+    until = time.monotonic() + 10
+    while made.busy():
+        assert time.monotonic() < until
+
+
 def test_a_storage_that_takes_nothing_more_is_told_of_while_it_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

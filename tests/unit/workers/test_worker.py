@@ -111,3 +111,22 @@ def test_a_state_that_is_being_changed_is_not_given_out() -> None:
     worker._control.begin(0)
     worker._stepper.held = None
     assert worker.stand_aside(0) is None
+
+
+def test_what_is_for_a_generation_that_is_over_is_refused_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker("worker-0")
+    worker._stepper = stepper()
+    worker._control.begin(3)
+    worker.pause(2)
+    worker.save(2)
+    worker.interrupt(2, frozenset())
+    worker.take(2, ("a reference that nobody looks at",))
+    assert worker.stand_aside(2) is None
+    control = worker._control
+    assert [control.pausing(), control.saving(), control.interrupted()] == [False] * 3
+    assert not worker._copies
+    refused = [record.message for record in caplog.records]
+    assert len(refused) == 5
+    assert refused[0] == "worker-0 refused: a wish to pause for generation 2; it is in 3"
+    worker.pause(3)
+    assert (control.pausing(), len(caplog.records)) == (True, 5)
