@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import safetensors.numpy
-
 from raytrain_plus.data.audit import audit
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.prepare import prepare
@@ -20,7 +18,10 @@ from raytrain_plus.elastic.policy import useful_size
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job import Job
 from raytrain_plus.observe.events import read_events
+from raytrain_plus.past import look_back
 from raytrain_plus.runner import connected, run
+from raytrain_plus.state.checkpoint import read_tensors
+from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.workers.fault import kill_process
@@ -139,7 +140,8 @@ def verify(
                 trial = _trial(short, Path(folder), f"{number}-{again}", size, kills if size > 1 else 0, roots)
                 if trial.killed == trial.to_kill:
                     break
-                tell(f"it ended when {trial.killed} of {trial.to_kill} were killed")
+                more = "; once more" if again < TRIES - 1 else ""
+                tell(f"it ended when {trial.killed} of {trial.to_kill} were killed{more}")
             trials.append(trial)
         differs = ""
         for number, trial in enumerate(trials):
@@ -240,24 +242,39 @@ def _first_difference(
                 _trial(cut, folder, name, size, kills if middle else 0, roots)
                 for name, (size, kills) in zip(names, pair, strict=True)
             )
+            if left.state_sha256 == right.state_sha256:
+                low = middle + 1
+                continue
+            tensor = _first_tensor([LocalFolder(folder / name) for name in names], middle)
         except RunError as error:
             return f"up to step {high}; the search for the first difference failed: {error}"
-        if left.state_sha256 != right.state_sha256:
-            tensor = _first_tensor(*(folder / name / "model.safetensors" for name in names))
-            found = f"after step {middle}, " + (f"first in {tensor}" if tensor else "in the optimizer's state alone")
-            high = middle - 1
-        else:
-            low = middle + 1
+        found = f"after step {middle}, first in {tensor}"
+        high = middle - 1
     return found or "not every time: run anew, the states agree after every step"
 
 
-def _first_tensor(one: Path, other: Path) -> str:
-    """The first tensor, by name, that differs between two models; empty where none does."""
-    mine, theirs = safetensors.numpy.load_file(one), safetensors.numpy.load_file(other)
-    for name in sorted(mine.keys() | theirs.keys()):
-        if name not in mine or name not in theirs or mine[name].tobytes() != theirs[name].tobytes():
-            return f"'{name}'"
-    return ""
+def _first_tensor(runs: Sequence[Folder], step: int) -> str:
+    """The first tensor, in words, that differs between the states after `step` that two runs ended with: weights and
+    buffers by name, then what the optimizer has of them. Raises `RunError` where a run has not kept it."""
+    ends = [(run, _kept(run, step)) for run in runs]
+    names = {name for _, manifest in ends for name in manifest.tensors}
+    for name in sorted(names, key=lambda name: (name.startswith("optim/"), name.partition("/")[2])):
+        mine, theirs = (
+            read_tensors(run, manifest, {name: None})[name] if name in manifest.tensors else None
+            for run, manifest in ends
+        )
+        if mine is None or theirs is None or mine[:2] != theirs[:2] or mine[2].tobytes() != theirs[2].tobytes():
+            kind, _, rest = name.partition("/")
+            of, _, what = rest.rpartition("/")
+            return f"the optimizer's '{what}' of '{of}'" if kind == "optim" else f"'{rest}'"
+    raise RunError(f"the states after step {step} have other hashes and the same tensors; please report this")
+
+
+def _kept(run: Folder, step: int) -> Manifest:
+    for found in look_back(run).found:
+        if found.manifest is not None and found.manifest.step == step:
+            return found.manifest
+    raise RunError(f"the state after step {step} was not kept in {run.where}")
 
 
 class _Killer:

@@ -12,15 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
+import torch
 
 from raytrain_plus import Data, Job
 from raytrain_plus import verify as module
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.observe.events import EventLog
 from raytrain_plus.result import Result
+from raytrain_plus.state.checkpoint import commit
+from raytrain_plus.state.manifest import name_of
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.verify import CULPRITS, Trial, Verdict, verify
+from tests.unit.state.test_checkpoint import described, shares
 
 JOB = Job(name="job", task="a:B", data=Data(path="data", batch_size=12, shards=12), steps=10, reduction="exact")
 SIZES = (1, 2, 4)
@@ -49,9 +52,15 @@ class Fakes:
         self.made.append(name)
         if name.startswith("to-"):
             self.cuts.append(job.steps)
-        tensors = {"a.weight": np.zeros(2), "b.weight": np.array([self.model(size, last)])}
+        weight, moment = (np.float64(of(size, last)) for of in (self.model, self.moments))
+        state = {
+            "param/a.weight": torch.zeros(2),
+            "param/b.weight": torch.tensor(weight),
+            "optim/a.weight/exp_avg": torch.tensor(moment),
+        }
         (folder / name).mkdir()
-        safetensors.numpy.save_file(tensors, folder / name / "model.safetensors")
+        run = LocalFolder(folder / name)
+        commit(run, described(last, 0, shares(run, state, name_of(last, 0), 2)))
         return replace(
             Trial(
                 workers=size,
@@ -110,7 +119,7 @@ def test_the_first_step_and_tensor_that_differ(judged: Callable[..., Verdict], f
 
 def test_a_difference_in_the_optimizers_state_alone(judged: Callable[..., Verdict]) -> None:
     found = judged(Fakes(moments=lambda size, step: step + (size == 2 and step >= 7) * 1e-7))
-    assert (found.agree, found.differs) == (False, "after step 7, in the optimizer's state alone")
+    assert (found.agree, found.differs) == (False, "after step 7, first in the optimizer's 'exp_avg' of 'a.weight'")
 
 
 def test_a_difference_in_an_evaluation_alone(judged: Callable[..., Verdict]) -> None:
