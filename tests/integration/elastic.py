@@ -25,9 +25,10 @@ Event = dict[str, Any]
 
 
 @contextmanager
-def raylets(count: int, cpus: int = 1, **node_args: Any) -> Iterator[Cluster]:
-    """A head without CPUs, where the controller lives, and so many nodes of `cpus` each."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **node_args})
+def raylets(count: int, cpus: int = 1, settings: dict[str, Any] | None = None, **node_args: Any) -> Iterator[Cluster]:
+    """A head without CPUs, where the controller lives, and so many nodes of `cpus` each; `settings` are Ray's own."""
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": settings, **node_args}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(count):
             cluster.add_node(num_cpus=cpus, **node_args)

@@ -133,6 +133,7 @@ class Faulty(Net):
             def load_state_dict(self, state: dict[str, Any]) -> None:
                 task.reach("adopt")
                 super().load_state_dict(state)
+                (task.folder / f"adopted-{os.getpid()}").touch()
 
         return Scheduler(optimizer, 0.99)
 
@@ -262,6 +263,25 @@ class Unkeyed(Net):
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return super().loss(model, {**batch, "x": batch["x"] + random.SystemRandom().gauss(0, 0.1)})
+
+
+class Remembers(Net):
+    """Changes an attribute in place that is no buffer: what it is depends on how many shards its process has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 1.0
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.seen *= 1.001
+        return super().loss(model, batch) * self.seen
+
+
+class Timed(Net):
+    """Its result depends on the clock, as that of a kernel does whose parts come in any order."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().loss(model, batch) * (1 + 1e-6 * (time.perf_counter_ns() % 1000))
 
 
 class Mortal(Net):

@@ -320,26 +320,65 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
 
 
+@contextmanager
+def full(run: Path) -> Iterator[None]:
+    """No room is left on the disk of a run's folder."""
+    filler = run / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        for _ in range(10_000):
+            file.write(bytes(4096))
+    yield
+    filler.unlink()
+
+
+@contextmanager
+def read_only(run: Path) -> Iterator[None]:
+    """As a disk is that its kernel has found at fault."""
+    folder = str(run / "checkpoints")
+    subprocess.run(["mount", "--bind", folder, folder], check=True, timeout=10)
+    subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True, timeout=10)
+    yield
+    subprocess.run(["umount", "--lazy", folder], check=True, timeout=10)
+
+
+@contextmanager
+def forbidden(run: Path) -> Iterator[None]:
+    """Nothing may be made there, not even by the superuser."""
+    folder = str(run / "checkpoints")
+    subprocess.run(["chattr", "+i", folder], check=True, timeout=10)
+    yield
+    subprocess.run(["chattr", "-i", folder], check=True, timeout=10)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk takes root")
-def test_a_full_disk_costs_checkpoints_and_no_step(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ailing", "words"),
+    [
+        (full, "[Errno 28] No space left on device"),
+        (read_only, "[Errno 30] Read-only file system"),
+        (forbidden, "[Errno 1] Operation not permitted"),
+    ],
+)
+def test_a_disk_that_takes_nothing_costs_checkpoints_and_no_step(
+    undisturbed: tuple[Any, ...], tmp_path: Path, ailing: Any, words: str
+) -> None:
     with small_disk(tmp_path / "small", 8):
         storage = str(tmp_path / "small" / "runs")
-        run = Run(exact(tmp_path, "full", workers=Workers(min=2), storage=storage, args={"pad_s": 0.1}))
+        run = Run(exact(tmp_path, "ailing", workers=Workers(min=2), storage=storage, args={"pad_s": 0.1}))
         run.until_told("checkpoint_saved")
-        filler = tmp_path / "small" / "filler"
-        with filler.open("wb", buffering=0) as file, suppress(OSError):
-            for _ in range(10_000):
-                file.write(bytes(4096))
-        seen = len(run.told)
-        run.until(lambda: any(event["kind"] == "checkpoint_failed" for event in run.told[seen:]), "a failure", 60)
-        [failed, *_] = [event for event in run.told if event["kind"] == "checkpoint_failed"]
-        assert "could not write its share: [Errno 28] No space left on device" in failed["error"]
-        # No step waits for the disk.
-        at = [event["time"] for event in run.told if event["kind"] == "step_committed" and event["step"] >= 10]
-        assert at[-1] - at[0] > 3
-        assert max(after - before for before, after in pairwise(at)) < 2
-        filler.unlink()
+        with ailing(run.folder):
+            seen = len(run.told)
+            run.until(lambda: any(event["kind"] == "checkpoint_failed" for event in run.told[seen:]), "a failure", 60)
+            [failed, *_] = [event for event in run.told if event["kind"] == "checkpoint_failed"]
+            assert f"could not write its share: {words}" in failed["error"]
+            assert str(run.folder / "checkpoints") in failed["error"]
+            # No step waits for the disk.
+            at = [event["time"] for event in run.told if event["kind"] == "step_committed" and event["step"] >= 10]
+            assert at[-1] - at[0] > 3
+            assert max(after - before for before, after in pairwise(at)) < 2
+            # The last complete one remains.
+            assert kept_steps(run.folder)[-1] == 9
         result = run.finish()
         assert (result.status, result.state_sha256) == ("finished", undisturbed[0])
         # What could not be written then is written now.
@@ -430,6 +469,23 @@ def test_a_store_that_fails_for_a_while_costs_no_step(
 def kept_steps(folder: Path) -> list[int]:
     """Of the complete checkpoints in a run's folder, oldest first."""
     return sorted(found.step for found in survey(LocalFolder(folder)) if found.manifest is not None)
+
+
+@pytest.mark.slow
+def test_of_two_controllers_the_older_one_stops(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+    here = {child.pid for child in psutil.Process().children(recursive=True)}
+    first = Run(exact(tmp_path, "twice", workers=Workers(min=2), args={"pad_s": 0.05}))
+    first.until_told("checkpoint_saved")
+    born = [child for child in psutil.Process().children(recursive=True) if child.pid not in here]
+    [controller] = [child for child in born if "Controller" in " ".join(child.cmdline())]
+    controller.suspend()  # as one is that has lost its network; its workers go on
+    second = Run(exact(tmp_path, "twice", workers=Workers(min=3)), fresh=False)
+    second.until(lambda: [event for event in second.told if event["kind"] == "resumed"], "the second one")
+    controller.resume()
+    with pytest.raises(RunError, match="another controller has taken the run over"):
+        first.finish()
+    assert ended(second) == undisturbed
+    assert len(second.events("resumed")) == 1
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ray
 
-from raytrain_plus import Data, Elastic, Evaluate, Job, Workers
+from raytrain_plus import Checkpoint, Data, Elastic, Evaluate, Job, Workers
 from raytrain_plus.data.audit import audit
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data
@@ -99,10 +99,11 @@ def test_verify_compares_sizes_with_real_deaths(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_verify_names_what_differs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["Unkeyed", "Remembers", "Timed"])
+def test_verify_names_what_differs(tmp_path: Path, task: str) -> None:
     write_data(tmp_path / "data")
     sound = exact(tmp_path, "sound", evaluate=None)
-    unsound = replace(sound, name="unsound", task="tests.integration.tasks:Unkeyed", args={}, workers=Workers())
+    unsound = replace(sound, name="unsound", task=f"tests.integration.tasks:{task}", args={}, workers=Workers())
     unsound = replace(unsound, data=replace(unsound.data, transform=None))
     (tmp_path / "unsound.yaml").write_text(unsound.to_yaml())
     done = verify(tmp_path / "unsound.yaml", "--workers", "1,2", "--steps", "6", "--json")
@@ -110,6 +111,22 @@ def test_verify_names_what_differs(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["differs"] == "after step 0, first in 'first.weight'"
     assert [trial["audit_clean"] for trial in found["trials"]] == [True, True]
+
+
+def test_a_run_that_is_still_going_is_audited_up_to_what_is_durable(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    often = Checkpoint(every_steps=10)
+    args = {"pad_s": 0.02}
+    run = Run(exact(tmp_path, "run", steps=150, evaluate=None, args=args, workers=Workers(min=2), checkpoint=often))
+    run.until_step(60)
+    found = audit(run.folder)
+    assert (found.status, found.clean) == ("unfinished", True), found.faults
+    assert 0 < found.audited_to <= run.committed() < 149
+    used = found.audited_to + 1
+    assert run.finish().status == "finished"
+    found = audit(run.folder)
+    assert (found.status, found.clean, found.audited_to) == ("finished", True, 149), found.faults
+    assert used < 150
 
 
 def test_what_changes_behind_a_runs_back_is_found(tmp_path: Path) -> None:

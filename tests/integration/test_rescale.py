@@ -30,6 +30,9 @@ from tests.integration.tasks import write_data
 pytestmark = pytest.mark.timeout(240)
 
 PAD_S = 0.02
+SLOW_TRANSFERS = {"object_manager_default_chunk_size": 1 << 16, "object_manager_max_bytes_in_flight": 1 << 16}
+"""A state of 50 MB takes Ray a second or more, from machine to machine."""
+SHARED_MEMORY = "/dev/shm"
 RAYS_OWN = {"_StatsActor", "_UsageCollectionActor", "_AutoscalingCoordinatorActor"}
 """Classes of the cluster-wide actors that Ray Data starts once a cluster, and keeps."""
 
@@ -95,6 +98,33 @@ def test_machines_join_a_group_with_a_state_of_fifty_megabytes(tmp_path: Path, c
         print(f"to {size} workers: the longest gap {gap:.3f} s, a step {step:.3f} s")
         assert gap <= 2 * step + 0.3
     assert run.finish().recoveries == 0
+
+
+@pytest.mark.slow
+def test_the_machine_of_a_donor_goes_while_its_state_is_on_its_way(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    shape: dict[str, Any] = {"task": "tasks:Wide", "args": {"pad_s": PAD_S, "fault": "snapshot:sleep0:1"}, "steps": 150}
+    with raylets(2, settings=SLOW_TRANSFERS) as cluster:
+        expected = losses_of_an_undisturbed_run(tmp_path, **shape)
+        run = Run(job(tmp_path, workers=Workers(min=2, max=3), **shape))
+        before = born(run.until_size(2))
+        run.until_step(10)
+        (tmp_path / "fault").unlink(missing_ok=True)
+        cluster.add_node(num_cpus=1)
+        marks = {pid: tmp_path / f"reached-{pid}" for pid in before}
+        run.until(lambda: any(mark.exists() for mark in marks.values()), "a donor")
+        time.sleep(0.2)
+        [donor] = [pid for pid, mark in marks.items() if mark.exists()]
+        assert not list(tmp_path.glob("adopted-*")), "its state is on its way"
+        node = next(member["node"] for member in run.members() if member["pid"] == donor)
+        cluster.remove_node(next(one for one in cluster.worker_nodes if one.node_id == node), allow_graceful=False)
+        assert run.finish().status == "finished"
+    [survivor] = set(before) - {donor}
+    newcomers = {member["pid"] for member in run.members()} - {survivor}
+    assert len(newcomers) == len(run.members()) - 1 == 1
+    assert {int(path.name.partition("-")[2]) for path in tmp_path.glob("adopted-*")} == newcomers
+    np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
+    assert {event["steps_lost"] for event in run.events("recovered")} == {0}
 
 
 def longest_gap(run: Run, when: float) -> tuple[float, float]:
@@ -264,6 +294,7 @@ def test_failures_are_bounded(tmp_path: Path, cluster: Cluster) -> None:
 
 def test_nothing_is_left_however_a_run_ends(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
+    shared = os.listdir(SHARED_MEMORY)
     for name, fault, steps, status in (("well", "", 20, "finished"), ("badly", "loss:raise:80", 200, "failed")):
         args = {"fault": fault, "always": True, "pad_s": PAD_S}
         run = Run(job(tmp_path, name=name, args=args, steps=steps, workers=Workers(min=2)))
@@ -271,7 +302,7 @@ def test_nothing_is_left_however_a_run_ends(tmp_path: Path, cluster: Cluster) ->
         ports = listening()
         assert len(ports) >= 3
         assert run.finish().status == status
-        check_nothing_is_left(ports)
+        check_nothing_is_left(ports, shared)
     driver = attached_driver(tmp_path, cluster)
     ports = listening()
     assert len(ports) >= 3
@@ -279,12 +310,12 @@ def test_nothing_is_left_however_a_run_ends(tmp_path: Path, cluster: Cluster) ->
     start = time.monotonic()
     assert driver.wait(timeout=30) == 143
     assert time.monotonic() - start < 3
-    check_nothing_is_left(ports)
+    check_nothing_is_left(ports, shared)
     driver = attached_driver(tmp_path, cluster)
     ports = listening()
     driver.kill()
     driver.wait()
-    check_nothing_is_left(ports)
+    check_nothing_is_left(ports, shared)
 
 
 def attached_driver(tmp_path: Path, cluster: Cluster) -> subprocess.Popen[str]:
@@ -319,18 +350,20 @@ def listening() -> set[tuple[str, int]]:
     return found
 
 
-def check_nothing_is_left(ports: Collection[tuple[str, int]] = (), within_s: float = 10) -> None:
-    """No actor, placement group or process of ours; no CPU is held, nor shared memory, and nobody listens at these."""
+def check_nothing_is_left(ports: Collection[tuple[str, int]], shared: Collection[str], within_s: float = 10) -> None:
+    """No actor, placement group or process of ours; no CPU is held, nor memory in the object store, nobody listens at
+    these ports, and of files in shared memory there are these alone."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         actors = [actor["ActorClassName"] for actor in state.actor_table(None).values() if actor["State"] != "DEAD"]
         groups = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
         ours = [name for name in names_of_processes() if "WorkerActor" in name or "Controller" in name]
         everybody = {tuple(one.laddr) for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
-        left = (sorted(set(actors) - RAYS_OWN), groups, ours, sorted(everybody & set(ports)))
+        files = sorted(set(os.listdir(SHARED_MEMORY)) - set(shared))
+        left = (sorted(set(actors) - RAYS_OWN), groups, ours, sorted(everybody & set(ports)), files)
         there, free = ray.cluster_resources(), ray.available_resources()
         held = {name: there[name] - free.get(name, 0) for name in ("CPU", "object_store_memory")}
-        if left == ([], [], [], []) and held["CPU"] == 0 and held["object_store_memory"] < 1 << 20:
+        if left == ([], [], [], [], []) and held["CPU"] == 0 and held["object_store_memory"] < 1 << 20:
             return
         time.sleep(0.1)
     raise AssertionError(f"left behind: {left}, held: {held}")

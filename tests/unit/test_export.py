@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 import xxhash
 from torch import nn
 
+from raytrain_plus import Data, Job
 from raytrain_plus.errors import CheckpointError, InputError
-from raytrain_plus.export import export_weights, load
+from raytrain_plus.export import export_program, export_weights, load
 from raytrain_plus.state.checkpoint import commit
 from raytrain_plus.state.manifest import name_of
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import LocalFolder
+from tests.unit.data.test_source import write
 from tests.unit.state.test_checkpoint import described, shares
 
 
@@ -136,3 +139,57 @@ def test_what_is_no_safetensors_file_is_told(tmp_path: Path) -> None:
 def test_an_export_that_cannot_be_written_is_told(local: LocalFolder, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be written"):
         export_weights(local, tmp_path / "nowhere" / "model.safetensors")
+
+
+TASKS = """
+import torch
+from torch import nn
+from raytrain_plus import Task
+
+
+class Model(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() > 0 else super().forward(-x)
+
+
+class Branches(Task):
+    def model(self):
+        return Model(1, 1)
+
+    def collate(self, table):
+        return torch.ones(table.num_rows, 1)
+
+    def loss(self, model, batch):
+        return model(batch).sum()
+
+
+class Inside(Branches):
+    def loss(self, model, batch):
+        return (batch * model.weight).sum()
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("Inside", "the task never calls its model as a whole"),
+        pytest.param("Branches", "torch cannot export this model: ", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_that_torch_cannot_export_is_refused_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, words: str
+) -> None:
+    write(tmp_path / "data" / "0.parquet", 16)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "exported_tasks.py").write_text(TASKS)
+    run = LocalFolder(tmp_path / "run")
+    data = Data(path=str(tmp_path / "data"), batch_size=8)
+    job = Job(name="run", task=f"exported_tasks:{task}", data=data, steps=2, storage=str(tmp_path))
+    run.write("job.yaml", [job.to_yaml().encode()])
+    tensors = {"param/weight": torch.zeros(1, 1), "param/bias": torch.zeros(1)}
+    commit(run, described(1, 0, shares(run, tensors, name_of(1, 0), 1), tree={"persistent": []}))
+    with pytest.raises(InputError, match=words) as caught:
+        export_program(run, tmp_path / "model.pt2", [tmp_path])
+    assert caught.value.remedy == "--format safetensors"
+    assert caught.value.where == f"task: exported_tasks:{task}"
+    assert not list(tmp_path.glob("*model*"))

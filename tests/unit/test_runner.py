@@ -188,3 +188,20 @@ def test_a_finished_run_without_a_checkpoint_has_nothing_to_go_on_from(begun: Be
     with pytest.raises(InputError, match="the finished run has no checkpoint") as caught:
         begun.goes_on()
     assert caught.value.where == f"run folder {begun.run.where}"
+
+
+def test_a_task_that_has_changed_since_the_checkpoint_is_warned_of(
+    begun: Begun, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    pass\n")
+    written = runner.source_sha256("a:B", [tmp_path])
+    begun.save(5, task_sha256=written)
+    past = look_back(begun.run)
+    for known in (written, None):
+        runner._warn_of_another_task(past, known)
+        assert capsys.readouterr().err == ""
+    (tmp_path / "a.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    width = 3\n")
+    runner._warn_of_another_task(past, runner.source_sha256("a:B", [tmp_path]))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: the task's source file has changed since the checkpoint that the run goes on from")
+    assert line.endswith("(step 5) was written")
