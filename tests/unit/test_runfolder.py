@@ -242,7 +242,7 @@ def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch
     with living(run), pytest.raises(InputError, match=r"is going on \(process \d+ on "):
         earlier_result(run, JOB, fresh=True)
     # Nobody renews it any more: it is waited for.
-    monkeypatch.setattr(runfolder, "LEASE_S", 1.0)
+    monkeypatch.setattr(runfolder, "LEASE_S", 0.4)
     Lease(run).renew()
     assert earlier_result(run, JOB, fresh=True) is None
 

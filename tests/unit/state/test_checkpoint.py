@@ -163,7 +163,7 @@ def test_wherever_the_writer_stops_the_older_or_the_newer_one_is_there_whole(tmp
     assert loaded[-3:] == [9, 9, 9]
 
 
-@pytest.mark.parametrize("flips", [100, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flips", [25, pytest.param(500, marks=pytest.mark.slow)])
 def test_every_damage_is_found_before_use_and_the_one_before_is_taken(tmp_path: Path, flips: int) -> None:
     run = LocalFolder(tmp_path)
     save(run, 4)

