@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -473,16 +474,16 @@ def kept_steps(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_of_two_controllers_the_older_one_stops(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
-    here = {child.pid for child in psutil.Process().children(recursive=True)}
-    first = Run(exact(tmp_path, "twice", workers=Workers(min=2), args={"pad_s": 0.05}))
+    twice = exact(tmp_path, "twice", workers=Workers(min=2), args={"pad_s": 0.05})
+    first = Run(twice)
     first.until_told("checkpoint_saved")
-    born = [child for child in psutil.Process().children(recursive=True) if child.pid not in here]
-    [controller] = [child for child in born if "Controller" in " ".join(child.cmdline())]
+    ours = psutil.Process().children(recursive=True)
+    [controller] = [child for child in ours if "Controller" in " ".join(child.cmdline())]
     controller.suspend()  # as one is that has lost its network; its workers go on
-    second = Run(exact(tmp_path, "twice", workers=Workers(min=3)), fresh=False)
+    second = Run(replace(twice, workers=Workers(min=3)), fresh=False)
     second.until(lambda: [event for event in second.told if event["kind"] == "resumed"], "the second one")
     controller.resume()
-    with pytest.raises(RunError, match="another controller has taken the run over"):
+    with pytest.raises(RunError, match="another controller has taken this run over"):
         first.finish()
     assert ended(second) == undisturbed
     assert len(second.events("resumed")) == 1

@@ -117,16 +117,16 @@ def test_a_run_that_is_still_going_is_audited_up_to_what_is_durable(tmp_path: Pa
     write_data(tmp_path / "data")
     often = Checkpoint(every_steps=10)
     args = {"pad_s": 0.02}
-    run = Run(exact(tmp_path, "run", steps=150, evaluate=None, args=args, workers=Workers(min=2), checkpoint=often))
-    run.until_step(60)
+    run = Run(exact(tmp_path, "run", steps=60, evaluate=None, args=args, workers=Workers(min=2), checkpoint=often))
+    run.until_step(25)
     found = audit(run.folder)
     assert (found.status, found.clean) == ("unfinished", True), found.faults
-    assert 0 < found.audited_to <= run.committed() < 149
+    assert 0 < found.audited_to <= run.committed() < 59
     used = found.audited_to + 1
     assert run.finish().status == "finished"
     found = audit(run.folder)
-    assert (found.status, found.clean, found.audited_to) == ("finished", True, 149), found.faults
-    assert used < 150
+    assert (found.status, found.clean, found.audited_to) == ("finished", True, 59), found.faults
+    assert used < 60
 
 
 def test_what_changes_behind_a_runs_back_is_found(tmp_path: Path) -> None:
