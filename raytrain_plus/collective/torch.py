@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain_plus.collective.formation import Formation
-from raytrain_plus.collective.world import Operation, Work
+from raytrain_plus.collective.world import Operation, Transfer, Work
 from raytrain_plus.errors import Interrupted
 
 CONNECT_S = 5.0
@@ -56,6 +56,20 @@ class TorchWorld:
             return _TorchWork(self._group.allreduce([tensor], options), name)
         except Exception as error:
             raise Interrupted(f"cannot start the all-reduce of {name}: {error}") from error
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
+        """Starts to send a contiguous tensor, which must not change until that is done, to another member."""
+        try:
+            return _TorchTransfer(self._group.send([tensor], to, tag), self._timeout)
+        except Exception as error:
+            raise Interrupted(f"cannot send to member {to}: {error}") from error
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
+        """Starts to receive what another member sends under the same tag into a contiguous tensor."""
+        try:
+            return _TorchTransfer(self._group.recv([tensor], source, tag), self._timeout)
+        except Exception as error:
+            raise Interrupted(f"cannot receive from member {source}: {error}") from error
 
     def close(self) -> None:
         """Drops the group and its sockets.
@@ -134,3 +148,17 @@ class _TorchWork:
             self._work.wait()
         except Exception as error:
             raise Interrupted(f"the all-reduce of {self._name} failed: {error}") from error
+
+
+class _TorchTransfer:
+    def __init__(self, work: dist.Work, limit: timedelta) -> None:
+        self._work = work
+        self._limit = limit
+
+    def finish(self, what: str) -> None:
+        # It cannot be polled: Gloo says that a transfer is done to who waits for it, and no sooner. Who is to leave is
+        # woken by the cut of the world's sockets.
+        try:
+            self._work.wait(self._limit)
+        except Exception as error:
+            raise Interrupted(f"left the wait for {what}: {error}") from error

@@ -40,6 +40,13 @@ class World(Protocol):
         """Leaves the world and frees what it held. Safe to call after an error."""
 
 
+class Transfer(Protocol):
+    """A tensor on its way from one member to another."""
+
+    def finish(self, what: str) -> None:
+        """Waits until it has arrived. Raises `Interrupted`, saying `what` was waited for, where the world breaks."""
+
+
 _SPIN_S = 0.002
 """For so long a wait yields between looks; later it sleeps longer and longer."""
 

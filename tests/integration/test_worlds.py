@@ -133,6 +133,50 @@ def test_int64_sums_keep_every_bit(kind: str) -> None:
         assert [member.hear() for member in group] == [{"same": True}] * 2
 
 
+def test_tensors_pass_from_member_to_member() -> None:
+    with members(3, "torch") as group, server(3) as (_, port):
+        form(group, port)
+        for length in (1, 100_000):
+            for member in group:
+                member.tell(do="relay", length=length)
+            expected = [{"values": [number + rank for number in range(3)]} for rank in range(3)]
+            assert [member.hear() for member in group] == expected
+
+
+def test_who_waits_for_a_tensor_leaves_when_told_and_when_its_sender_dies() -> None:
+    with members(3, "torch") as group:
+        with server(3) as (rendezvous, port):
+            form(group, port)
+            listening = [address for addresses in rendezvous.published().values() for address in addresses]
+            for member, source in ((group[0], 1), (group[1], 2)):
+                member.tell(do="await_nothing", source=source)
+            time.sleep(0.3)
+            group[2].process.kill()
+            start = time.monotonic()
+            assert "left the wait for a tensor that never comes" in group[1].hear()["interrupted"]
+            group[0].tell(do="cut", listening=listening)
+            assert "left the wait for a tensor that never comes" in group[0].hear()["interrupted"]
+            assert time.monotonic() - start < 1.0
+        with server(2) as (_, port):
+            assert form(group[:2], port, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
+
+
+@pytest.mark.parametrize("length", [10, 50_000_000])
+def test_who_waits_for_a_tensor_to_be_taken_leaves_when_told_and_when_the_taker_dies(length: int) -> None:
+    with members(3, "torch") as group, server(3) as (rendezvous, port):
+        form(group, port)
+        listening = [address for addresses in rendezvous.published().values() for address in addresses]
+        for member, to in ((group[0], 1), (group[1], 2)):
+            member.tell(do="send_to_nobody", to=to, length=length)
+        time.sleep(0.5)
+        group[2].process.kill()
+        start = time.monotonic()
+        for member in (group[1], group[0]):
+            member.tell(do="cut", listening=listening)
+            assert "left the wait for a member to take a tensor" in member.hear()["interrupted"]
+        assert time.monotonic() - start < 1.0
+
+
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
 def test_an_absent_peer_is_given_up_at_once_when_the_formation_is_cancelled(kind: str) -> None:
     with members(2, kind) as group:

@@ -82,6 +82,31 @@ class Member:
                 if tensor.item() != number:
                     raise AssertionError(f"the maximum of {number} everywhere is {tensor.item()}")
 
+    def relay(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Each passes what it gets from the one before on to the one after, three tensors at once, last ones first."""
+        world, size = self.world, self.world.size
+        tensors = [torch.full((order["length"],), float(number)) for number in range(3)]
+        if world.rank:
+            coming = [world.receive(tensor, world.rank - 1, number) for number, tensor in enumerate(tensors)]
+            for one in reversed(coming):
+                one.finish("a test")
+        going = []
+        if world.rank + 1 < size:
+            going = [world.send(tensor + 1, world.rank + 1, number) for number, tensor in enumerate(tensors)]
+        for one in going:
+            one.finish("a test")
+        return {"values": [tensor[-1].item() for tensor in tensors]}
+
+    def send_to_nobody(self, order: dict[str, Any]) -> dict[str, Any]:
+        with self._closing():
+            self.world.send(torch.zeros(order["length"]), order["to"], 78).finish("a member to take a tensor")
+            return {"never": True}
+
+    def await_nothing(self, order: dict[str, Any]) -> dict[str, Any]:
+        with self._closing():
+            self.world.receive(torch.zeros(10), order["source"], 77).finish("a tensor that never comes")
+            return {"never": True}
+
     @contextmanager
     def _closing(self) -> Iterator[None]:
         try:

@@ -1,0 +1,216 @@
+"""What the chunks of a model hand on to one another: activations, their gradients, and the batch for the loss.
+
+What passes between two chunks looks alike for all microbatches of as many rows: the first of them goes with a
+description, and whoever has read that receives the rest straight into place.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from raytrain_plus.collective.world import Transfer
+from raytrain_plus.errors import TrainingError
+
+TENSORS = 14
+"""The most tensors that may pass between two layers."""
+_PARTS = TENSORS + 2
+_LENGTH, _BYTES = TENSORS, TENSORS + 1
+_MICROBATCHES = 1 << 16
+"""More than a cell ever has in one step."""
+
+Pass = Literal["forward", "backward"]
+Kind = Literal[Pass, "batch"]
+_KINDS: tuple[Kind, ...] = ("forward", "backward", "batch")
+
+
+class Peers(Protocol):
+    """A cell's world: its stages are its members, in order."""
+
+    rank: int
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
+        """Starts to send a tensor, which must not change until that is done."""
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
+        """Starts to receive into a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """A tree of tensors, taken apart."""
+
+    values: list[torch.Tensor]
+    tree: pytree.TreeSpec
+
+    def whole(self) -> Any:
+        """The tree."""
+        return pytree.tree_unflatten(self.values, self.tree)
+
+
+def apart(value: Any, what: str) -> Tensors:
+    """Takes a tree of tensors apart. Raises `TrainingError` where `what`, which gave it, gave anything else."""
+    values, tree = pytree.tree_flatten(value)
+    other = next((type(one).__name__ for one in values if not isinstance(one, torch.Tensor)), None)
+    if other is not None or not values:
+        raise TrainingError(
+            f"{what} gives {other or 'nothing'}; between the stages of a pipeline tensors pass, and tuples, lists and "
+            "dicts of them"
+        )
+    if len(values) > TENSORS:
+        raise TrainingError(
+            f"{what} gives {len(values)} tensors; between the stages of a pipeline {TENSORS} pass at most"
+        )
+    return Tensors(values, tree)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a hand-over looks like."""
+
+    forms: tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
+    """Type and shape of each tensor, and whether it takes part in the backward pass."""
+    tree: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> _Form:
+        return cls(
+            tuple((value.dtype, tuple(value.shape), value.requires_grad) for value in tensors.values), tensors.tree
+        )
+
+    def to_bytes(self) -> bytes:
+        forms = [(str(dtype).removeprefix("torch."), shape, grad) for dtype, shape, grad in self.forms]
+        return json.dumps([forms, pytree.treespec_dumps(self.tree)]).encode()
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> _Form:
+        forms, tree = json.loads(text)
+        return cls(
+            tuple((getattr(torch, dtype), tuple(shape), grad) for dtype, shape, grad in forms),
+            pytree.treespec_loads(tree),
+        )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape, _ in self.forms)
+
+
+class Handovers:
+    """What one stage sends and receives in one generation."""
+
+    def __init__(self, peers: Peers, device: torch.device) -> None:
+        self._peers = peers
+        self._device = device
+        self._forms: dict[tuple[int, int], _Form] = {}
+        """(boundary, rows) -> what passes there; a boundary has the number of the chunk before it."""
+        self._coming: dict[tuple[Kind, int, int], tuple[list[torch.Tensor], list[Transfer]]] = {}
+        self._kept: dict[int, bytes] = {}
+        self._going: list[tuple[torch.Tensor, Transfer, str]] = []
+
+    def send(self, boundary: int, microbatch: int, rows: int, tensors: Tensors, to: int, giver: str) -> None:
+        """Starts to hand activations on. `giver` names the layer that they come from.
+
+        Raises `TrainingError` where they look unlike those of another microbatch of as many rows.
+        """
+        form, known = _Form.of(tensors), self._forms.get((boundary, rows))
+        if known is None:
+            self._forms[boundary, rows] = form
+            self._send_bytes("forward", boundary, microbatch, form.to_bytes(), to)
+        elif known != form:
+            raise TrainingError(
+                f"{giver} gives {form} for one microbatch of {rows} rows and {known} for another; "
+                "between the stages of a pipeline shapes are the same in every step: pad in `collate`"
+            )
+        for part, value in enumerate(tensors.values):
+            self._send("forward", boundary, microbatch, part, value.detach(), to)
+
+    def send_gradients(self, boundary: int, microbatch: int, gradients: Sequence[torch.Tensor], to: int) -> None:
+        """Starts to hand the gradients of received activations back, one for each that takes part."""
+        for part, value in enumerate(gradients):
+            self._send("backward", boundary, microbatch, part, value, to)
+
+    def send_batch(self, microbatch: int, batch: Any, to: int) -> None:
+        """Starts to hand a batch, as the task made it, on to where the loss is."""
+        data = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
+        if to == self._peers.rank:
+            self._kept[microbatch] = data
+        else:
+            self._send_bytes("batch", 0, microbatch, data, to)
+
+    def expect(self, kind: Pass, boundary: int, microbatch: int, rows: int, giver: int) -> None:
+        """Begins to receive, where it is known what comes."""
+        form, key = self._forms.get((boundary, rows)), (kind, boundary, microbatch)
+        if form is None or key in self._coming:
+            return
+        into = [
+            torch.empty(shape, dtype=dtype, device=self._device)
+            for dtype, shape, takes_part in form.forms
+            if kind == "forward" or takes_part
+        ]
+        self._coming[key] = (
+            into,
+            [
+                self._peers.receive(value, giver, _tag(kind, boundary, microbatch, part))
+                for part, value in enumerate(into)
+            ],
+        )
+
+    def take(self, boundary: int, microbatch: int, rows: int, giver: int) -> tuple[Tensors, list[bool]]:
+        """The activations of a microbatch, and which of them take part in the backward pass."""
+        if (boundary, rows) not in self._forms:
+            text = self._receive_bytes("forward", boundary, microbatch, giver)
+            self._forms[boundary, rows] = _Form.from_bytes(text)
+        form = self._forms[boundary, rows]
+        values = self._taken("forward", boundary, microbatch, rows, giver)
+        return Tensors(values, form.tree), [takes_part for _, _, takes_part in form.forms]
+
+    def take_gradients(self, boundary: int, microbatch: int, rows: int, giver: int) -> list[torch.Tensor]:
+        """The gradients of what was sent, one for each tensor that takes part."""
+        return self._taken("backward", boundary, microbatch, rows, giver)
+
+    def take_batch(self, microbatch: int, giver: int) -> Any:
+        """The batch of a microbatch."""
+        kept = self._kept.pop(microbatch, None)
+        # Between the processes of one run, over connections of its own.
+        return pickle.loads(kept if kept is not None else self._receive_bytes("batch", 0, microbatch, giver))
+
+    def finish(self) -> None:
+        """Waits until all that was sent has arrived. Raises `Interrupted` where the world breaks."""
+        going, self._going = self._going, []
+        for _, transfer, what in going:
+            transfer.finish(what)
+
+    def _taken(self, kind: Pass, boundary: int, microbatch: int, rows: int, giver: int) -> list[torch.Tensor]:
+        self.expect(kind, boundary, microbatch, rows, giver)
+        values, transfers = self._coming.pop((kind, boundary, microbatch))
+        for transfer in transfers:
+            transfer.finish(f"the {kind} pass of microbatch {microbatch} from stage {giver}")
+        return values
+
+    def _send(self, kind: Kind, boundary: int, microbatch: int, part: int, value: torch.Tensor, to: int) -> None:
+        value = value.contiguous()
+        transfer = self._peers.send(value, to, _tag(kind, boundary, microbatch, part))
+        # It is read until it has arrived.
+        self._going.append((value, transfer, f"stage {to} to take the {kind} pass of microbatch {microbatch}"))
+
+    def _send_bytes(self, kind: Kind, boundary: int, microbatch: int, data: bytes, to: int) -> None:
+        self._send(kind, boundary, microbatch, _LENGTH, torch.tensor([len(data)]), to)
+        self._send(kind, boundary, microbatch, _BYTES, torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
+
+    def _receive_bytes(self, kind: Kind, boundary: int, microbatch: int, giver: int) -> bytes:
+        what = f"the {kind} of microbatch {microbatch} from stage {giver}"
+        length = torch.zeros(1, dtype=torch.int64)
+        self._peers.receive(length, giver, _tag(kind, boundary, microbatch, _LENGTH)).finish(what)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        self._peers.receive(data, giver, _tag(kind, boundary, microbatch, _BYTES)).finish(what)
+        return data.numpy().tobytes()
+
+
+def _tag(kind: Kind, boundary: int, microbatch: int, part: int) -> int:
+    assert microbatch < _MICROBATCHES
+    return ((boundary * len(_KINDS) + _KINDS.index(kind)) * _MICROBATCHES + microbatch) * _PARTS + part

@@ -1,0 +1,146 @@
+"""Schedules: which stage has which chunks, in which order it works, and what a schedule asks for.
+
+Torch's own run (torch.distributed.pipelining, 2.13); of its stages they get ours (`chunk`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from raytrain_plus.parallel.pipeline import timeline
+from raytrain_plus.parallel.pipeline.chunk import Chunk, Work
+from raytrain_plus.parallel.pipeline.timeline import Action, Orders
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+
+_CLASSES: dict[Schedule, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero-bubble": pipelining.ScheduleZBVZeroBubble,
+}
+
+
+def holders(schedule: Schedule, stages: int) -> tuple[int, ...]:
+    """For each chunk of the model, in order, the stage that has it.
+
+    >>> holders("1f1b", 3), holders("interleaved", 3), holders("zero-bubble", 3)
+    ((0, 1, 2), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+    """
+    once = tuple(range(stages))
+    if schedule == "interleaved":
+        return once + once
+    return once + once[::-1] if schedule == "zero-bubble" else once
+
+
+def splits(schedule: Schedule) -> bool:
+    """Whether backward passes come in two parts."""
+    return schedule == "zero-bubble"
+
+
+def amiss(schedule: Schedule, stages: int, microbatches: int) -> str:
+    """What keeps a cell of so many stages, with so many microbatches in a step, from this schedule; empty if nothing.
+
+    >>> amiss("1f1b", 4, 3)
+    '1f1b needs as many microbatches in a cell as it has stages: 4, not 3'
+    """
+    if schedule == "1f1b" and microbatches < stages:
+        return f"1f1b needs as many microbatches in a cell as it has stages: {stages}, not {microbatches}"
+    if schedule == "interleaved" and microbatches % max(1, microbatches // stages):
+        rounds = microbatches // stages
+        return f"interleaved needs a number of microbatches in a cell that {rounds} divides, not {microbatches}"
+    return ""
+
+
+def orders(schedule: Schedule, stages: int, microbatches: int) -> Orders:
+    """For each stage, its actions in their order."""
+    if schedule == "gpipe":
+        return timeline.gpipe(stages, microbatches)
+    if schedule == "1f1b":
+        return timeline.one_forward_one_backward(stages, microbatches)
+    count = len(holders(schedule, stages))
+    own: list[Any] = [
+        SimpleNamespace(stage_index=chunk, num_stages=count, group_size=stages, group_rank=0, submod=torch.nn.Module())
+        for chunk, stage in enumerate(holders(schedule, stages))
+        if stage == 0
+    ]
+    known = _CLASSES[schedule](own, microbatches).pipeline_order
+    return [
+        [
+            Action(one.computation_type.value, one.stage_index, one.microbatch_index)
+            for one in known[stage]
+            if one is not None
+        ]
+        for stage in range(stages)
+    ]
+
+
+class Pipeline:
+    """One stage's chunks, and the schedule that runs them together with the cell's other stages."""
+
+    def __init__(self, schedule: Schedule, chunks: Sequence[Chunk]) -> None:
+        self._schedule = schedule
+        self._chunks = list(chunks)
+        self._built: dict[int, Any] = {}
+        """By the number of microbatches."""
+
+    def run(self, work: Work, microbatches: int) -> None:
+        """Makes the forward and backward passes of a step. Raises what the task's code raises, and `Interrupted` where
+        the cell's world breaks."""
+        for chunk in self._chunks:
+            chunk.begin(work)
+        running = self._built.pop(microbatches, None) or self._build(microbatches)
+        nothing: list[Any] = [()] * microbatches
+        with _silent():
+            running._step_microbatches(nothing, None, [None] * microbatches, None, False)
+        # One that was left early is not used again.
+        self._built[microbatches] = running
+
+    def forward(self, work: Work, microbatches: int) -> list[Any]:
+        """Makes forward passes alone, without gradients; what the loss gave, where the last chunk is."""
+        found = []
+        for chunk in self._chunks:
+            chunk.begin(work)
+        with torch.no_grad():
+            for chunk, after in zip(self._chunks, [*self._chunks[1:], None], strict=True):
+                for microbatch in range(microbatches):
+                    output = chunk.forward_one_chunk(microbatch)
+                    if chunk.is_last:
+                        found.append(output)
+                    elif after is not None and after.stage_index == chunk.stage_index + 1:
+                        after.set_local_fwd_input(output, microbatch)
+        return found
+
+    def _build(self, microbatches: int) -> Any:
+        made = _CLASSES[self._schedule](
+            self._chunks[0] if issubclass(_CLASSES[self._schedule], PipelineScheduleSingle) else self._chunks,
+            microbatches,
+            loss_fn=lambda loss, nothing: loss,
+            scale_grads=False,
+        )
+        # Our chunks need no look at the shapes beforehand, and no connections of torch's.
+        for name in ("stage", "stages"):
+            if hasattr(made, f"_{name}_forward_initialized"):
+                setattr(made, f"_{name}_forward_initialized", True)
+                setattr(made, f"_{name}_backward_initialized", True)
+        return made
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """While it is open, torch does not log whole schedules where a stage is left early: whoever is told says why."""
+    log = logging.getLogger("torch.distributed.pipelining.schedules")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -1,0 +1,69 @@
+"""A cell whose stages are threads of one process: what passes between them goes through queues."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from raytrain_plus.errors import Interrupted
+
+LIMIT_S = 20.0
+
+Mail = defaultdict[tuple[int, int, int], "queue.SimpleQueue[torch.Tensor]"]
+
+
+class Sent:
+    """It is there at once."""
+
+    def finish(self, what: str) -> None:
+        pass
+
+
+class Coming:
+    """It comes some time."""
+
+    def __init__(self, box: queue.SimpleQueue[torch.Tensor], into: torch.Tensor) -> None:
+        self._box, self._into = box, into
+
+    def finish(self, what: str) -> None:
+        try:
+            self._into.detach().copy_(self._box.get(timeout=LIMIT_S))
+        except queue.Empty:
+            raise Interrupted(f"left the wait for {what}") from None
+
+
+class Threads:
+    """One stage's side."""
+
+    def __init__(self, rank: int, mail: Mail) -> None:
+        self.rank = rank
+        self._mail = mail
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Sent:
+        self._mail[self.rank, to, tag].put(tensor.clone())
+        return Sent()
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Coming:
+        return Coming(self._mail[source, self.rank, tag], tensor)
+
+
+def cell(stages: int, stage: Callable[[Threads], Any]) -> list[Any]:
+    """Runs `stage` once for each; what they return. What the first one raised is raised."""
+    mail: Mail = defaultdict(queue.SimpleQueue)
+    with ThreadPoolExecutor(stages) as pool:
+        running = [pool.submit(stage, Threads(rank, mail)) for rank in range(stages)]
+        errors = [error for one in running if (error := one.exception()) is not None]
+        told = [error for error in errors if not isinstance(error, Interrupted)]
+        if errors:
+            raise (told or errors)[0]
+        return [one.result() for one in running]
+
+
+COMPUTES = threading.RLock()
+"""Held by the thread that computes: random generators are the process's."""

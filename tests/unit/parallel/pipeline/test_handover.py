@@ -1,0 +1,103 @@
+"""What passes between the chunks of a model arrives as it was; what cannot pass is told with the layer's name."""
+
+from __future__ import annotations
+
+import queue
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from raytrain_plus.errors import TrainingError
+from raytrain_plus.parallel.pipeline.handover import TENSORS, Handovers, _tag, apart
+from tests.unit.parallel.pipeline.cells import Mail, Threads
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def pair() -> tuple[Handovers, Handovers, Mail]:
+    mail: Mail = defaultdict(queue.SimpleQueue)
+    return Handovers(Threads(0, mail), CPU), Handovers(Threads(1, mail), CPU), mail
+
+
+def trees() -> list[Any]:
+    leaf = torch.randn(4, 2, requires_grad=True)
+    return [
+        leaf,
+        (leaf, torch.arange(4)),
+        {"a": [leaf, (leaf * 2, torch.ones(4, dtype=torch.bool))], "b": torch.zeros(0, 3)},
+        torch.randn(4, 6, dtype=torch.float64).t(),
+        torch.ones(4, dtype=torch.bfloat16),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(trees())))
+def test_any_tree_of_tensors_passes(pair: tuple[Handovers, Handovers, Mail], number: int) -> None:
+    one, other, _ = pair
+    for microbatch in range(3):
+        given = apart(trees()[number], "x")
+        one.send(5, microbatch, 4, given, 1, "x")
+        # Of the first nothing is known yet.
+        other.expect("forward", 5, microbatch, 4, 0)
+        taken, takes_part = other.take(5, microbatch, 4, 0)
+        assert taken.tree == given.tree
+        assert takes_part == [value.requires_grad for value in given.values]
+        for mine, theirs in zip(given.values, taken.values, strict=True):
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine.detach(), theirs)
+        back = [torch.full_like(value, 7.0) for value in given.values if value.requires_grad]
+        other.send_gradients(5, microbatch, back, 0)
+        assert all(map(torch.equal, one.take_gradients(5, microbatch, 4, 1), back))
+    one.finish()
+
+
+def test_shapes_are_a_function_of_the_rows_alone(pair: tuple[Handovers, Handovers, Mail]) -> None:
+    one, other, mail = pair
+    for microbatch, rows in enumerate((4, 4, 3, 4, 3)):
+        one.send(0, microbatch, rows, apart(torch.ones(rows, 2), "x"), 1, "x")
+        taken, _ = other.take(0, microbatch, rows, 0)
+        assert taken.values[0].shape == (rows, 2)
+    # Five tensors, and twice a length and a description.
+    assert sum(1 for _ in mail) == 5 + 4
+    with pytest.raises(TrainingError, match=r"the layer 'x' gives float32 \[4, 3\] for one microbatch of 4 rows"):
+        one.send(0, 9, 4, apart(torch.ones(4, 3), "x"), 1, "the layer 'x'")
+
+
+def test_batches_pass_whole_to_another_and_to_oneself(pair: tuple[Handovers, Handovers, Mail]) -> None:
+    one, other, mail = pair
+    batch = {"x": torch.ones(2), "words": ["a", "b"]}
+    one.send_batch(3, batch, 1)
+    taken = other.take_batch(3, 0)
+    assert torch.equal(taken["x"], batch["x"])
+    assert taken["words"] == batch["words"]
+    before = len(mail)
+    one.send_batch(4, batch, 0)
+    assert one.take_batch(4, 0)["words"] == batch["words"]
+    assert len(mail) == before
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ((torch.ones(1), 3), "the layer 'x' gives int; between the stages"),
+        ({}, "the layer 'x' gives nothing"),
+        ([torch.ones(1)] * (TENSORS + 1), f"the layer 'x' gives {TENSORS + 1} tensors"),
+    ],
+)
+def test_what_cannot_pass_is_told(value: Any, words: str) -> None:
+    with pytest.raises(TrainingError, match=words):
+        apart(value, "the layer 'x'")
+
+
+def test_no_two_messages_of_a_step_have_the_same_tag() -> None:
+    tags = [
+        _tag(kind, boundary, microbatch, part)
+        for kind in ("forward", "backward", "batch")
+        for boundary in (0, 1, 63)
+        for microbatch in (0, 1, 65535)
+        for part in (0, 1, TENSORS + 1)
+    ]
+    assert len(set(tags)) == len(tags)
+    assert max(tags) < 2**31

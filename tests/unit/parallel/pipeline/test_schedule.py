@@ -1,0 +1,300 @@
+"""A model in stages gives the losses and gradients of the model in one piece, whatever the schedule."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from raytrain_plus.errors import TrainingError
+from raytrain_plus.parallel.pipeline.chunk import Chunk
+from raytrain_plus.parallel.pipeline.cut import Layer, cut
+from raytrain_plus.parallel.pipeline.handover import Handovers
+from raytrain_plus.parallel.pipeline.schedule import Pipeline, Schedule, amiss, holders, orders, splits
+from raytrain_plus.parallel.pipeline.timeline import Action, Cost, Kind, bubble, held, laid_out
+from raytrain_plus.training.randomness import random_key, set_random_key
+from tests.unit.parallel.pipeline import cells
+from tests.unit.parallel.pipeline.cells import COMPUTES, Threads, cell
+
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+ROWS = 4
+CPU = torch.device("cpu")
+
+Layers = dict[str, Callable[[], nn.Module]]
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class Fork(nn.Module):
+    """Gives two tensors, one of which needs no gradient, in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"x": self.inner(x), "positive": x.detach() > 0}
+
+
+class Join(nn.Module):
+    """Takes them."""
+
+    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.where(given["positive"], given["x"], 0.5 * given["x"])
+
+
+def layers() -> Layers:
+    """Eight of them: BatchNorm, dropout, two tensors at once, a view."""
+    return {
+        "in": lambda: nn.Linear(6, 8),
+        "norm": lambda: nn.BatchNorm1d(8),
+        "drop": lambda: nn.Dropout(0.3),
+        "fork": Fork,
+        "join": Join,
+        "middle": lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+        "view": lambda: nn.Unflatten(1, (2, 4)),
+        "out": lambda: nn.Sequential(nn.Flatten(), nn.Linear(8, 3)),
+    }
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Draws before and after the model, too."""
+    noisy = batch["x"] + 0.1 * torch.randn_like(batch["x"])
+    smoothed = model(noisy) + 0.01 * torch.randn(3)
+    return F.cross_entropy(smoothed, batch["y"])
+
+
+def build(spans: tuple[str, ...] | None = None) -> nn.Sequential:
+    made: OrderedDict[str, nn.Module] = OrderedDict()
+    for name, make in layers().items():
+        if spans is None or name in spans:
+            set_random_key(random_key(1, name))
+            made[name] = make()
+    return nn.Sequential(made)
+
+
+def batch(microbatch: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 + microbatch)
+    x = torch.randn(ROWS, 6, generator=draw)
+    return {"x": x, "y": (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()}
+
+
+@dataclass
+class Step:
+    """One step of a cell, as `chunk.Work`; keys are set before each layer, as the platform does."""
+
+    model: nn.Module
+    the_loss: Loss = loss
+    losses: dict[int, float] = field(default_factory=dict)
+    done: list[tuple[Kind, int, int]] = field(default_factory=list)
+
+    def rows(self, microbatch: int) -> int:
+        return ROWS
+
+    def batch(self, microbatch: int) -> Any:
+        return batch(microbatch)
+
+    def loss(self, microbatch: int, model: nn.Module, given: Any) -> torch.Tensor:
+        found = self.the_loss(model, given)
+        self.losses[microbatch] = float(found.detach())
+        return found * ROWS
+
+    @contextmanager
+    def computing(self, kind: Kind, chunk: int, microbatch: int) -> Iterator[None]:
+        with COMPUTES:
+            self.done.append((kind, chunk, microbatch))
+            handles = []
+            if kind == "F":
+                set_random_key(random_key(2, microbatch, ""))
+                handles = [
+                    layer.register_forward_pre_hook(_key(microbatch, name))
+                    for name, layer in self.model.named_children()
+                ]
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+
+def _key(microbatch: int, name: str) -> Callable[..., None]:
+    return lambda module, inputs: set_random_key(random_key(2, microbatch, name))
+
+
+def in_one_piece(microbatches: int) -> tuple[nn.Module, dict[int, float]]:
+    model = build()
+    step = Step(model)
+    for microbatch in range(microbatches):
+        with step.computing("F", 0, microbatch):
+            scaled = step.loss(microbatch, model, batch(microbatch))
+        scaled.backward()
+    return model, step.losses
+
+
+def in_stages(
+    schedule: Schedule,
+    stages: int,
+    microbatches: int,
+    the_loss: Loss = loss,
+    steps: int = 1,
+    only_forward: bool = False,
+) -> list[tuple[list[Chunk], Step]]:
+    """Each stage's chunks, and what its step was."""
+    where = holders(schedule, stages)
+    names = list(layers())
+    costs = [Layer(name, 1.0, 0) for name in names]
+    spans = cut(costs, len(where))
+    assert spans is not None
+
+    def stage(peers: Threads) -> tuple[list[Chunk], Step]:
+        handovers = Handovers(peers, CPU)
+        chunks = []
+        for number, (first, last) in enumerate(spans):
+            if where[number] == peers.rank:
+                with COMPUTES:
+                    model = build(tuple(names[first:last]))
+                chunks.append(Chunk(model, number, where, CPU, handovers, splits(schedule)))
+        pipeline = Pipeline(schedule, chunks)
+        for _ in range(steps):
+            named = OrderedDict(pair for chunk in chunks for pair in chunk.submod.named_children())
+            step = Step(nn.Sequential(named), the_loss)
+            if only_forward:
+                step.model.eval()
+                pipeline.forward(step, microbatches)
+            else:
+                pipeline.run(step, microbatches)
+            handovers.finish()
+        return chunks, step
+
+    return cell(stages, stage)
+
+
+CASES = [
+    (schedule, stages, microbatches)
+    for schedule in SCHEDULES
+    for stages, microbatches in ((2, 2), (2, 5), (4, 4), (4, 8))
+    if not amiss(schedule, stages, microbatches)
+]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "microbatches"), CASES)
+def test_losses_gradients_and_buffers_are_those_of_one_piece(
+    schedule: Schedule, stages: int, microbatches: int
+) -> None:
+    whole, losses = in_one_piece(microbatches)
+    found = in_stages(schedule, stages, microbatches)
+    [given] = [step.losses for chunks, step in found if any(chunk.is_last for chunk in chunks)]
+    assert given == losses
+    gradients = dict(whole.named_parameters())
+    buffers = dict(whole.named_buffers())
+    seen = set()
+    for chunks, _ in found:
+        for chunk in chunks:
+            for name, value in chunk.submod.named_parameters():
+                assert value.grad is not None, name
+                assert torch.equal(value.grad, gradients[name].grad), name
+                seen.add(name)
+            for name, value in chunk.submod.named_buffers():
+                assert torch.equal(value, buffers[name]), name
+    assert seen == gradients.keys()
+
+
+@pytest.mark.parametrize(("schedule", "stages", "microbatches"), CASES)
+def test_stages_work_in_the_order_that_is_told_and_hold_no_more_than_it_says(
+    schedule: Schedule, stages: int, microbatches: int
+) -> None:
+    told = orders(schedule, stages, microbatches)
+    found = in_stages(schedule, stages, microbatches)
+    for stage, (chunks, step) in enumerate(found):
+        assert [Action(*one) for one in step.done] == told[stage]
+        for chunk in chunks:
+            own = [action for action in told[stage] if action.chunk == chunk.stage_index]
+            assert chunk.most_open == held(own)
+            for kind in "FBIW":
+                # So a shard's gradients are whole when its last microbatch has passed.
+                numbers = [action.microbatch for action in own if action.kind == kind]
+                assert numbers == sorted(numbers)
+        if schedule == "1f1b":
+            assert chunks[0].most_open == min(microbatches, stages - stage)
+    if schedule == "zero-bubble" and (stages, microbatches) == (4, 8):
+        each = [Cost(1.0, 1.0, 1.0)] * len(holders(schedule, stages))
+        two = [Cost(2.0, 2.0, 2.0)] * stages
+        ours, plain = laid_out(told, each), laid_out(orders("1f1b", stages, microbatches), two)
+        assert bubble(ours, stages) < 0.6 * bubble(plain, stages)
+
+
+def test_steps_follow_one_another() -> None:
+    whole, _ = in_one_piece(4)
+    for parameter in whole.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+    found = in_stages("1f1b", 2, 4, steps=2)
+    gradients = dict(whole.named_parameters())
+    for chunks, _ in found:
+        for name, value in chunks[0].submod.named_parameters():
+            torch.testing.assert_close(value.grad, gradients[name].grad)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_forward_passes_alone(schedule: Schedule) -> None:
+    whole = build().eval()
+    step = Step(whole)
+    with torch.no_grad():
+        for microbatch in range(3):
+            with step.computing("F", 0, microbatch):
+                step.loss(microbatch, whole, batch(microbatch))
+    found = in_stages(schedule, 2, 3, only_forward=True)
+    [given] = [one.losses for chunks, one in found if any(chunk.is_last for chunk in chunks)]
+    assert given == step.losses
+
+
+def twice(model: nn.Module, given: Any) -> torch.Tensor:
+    return loss(model, given) + loss(model, given)
+
+
+def looks(model: nn.Module, given: Any) -> torch.Tensor:
+    return loss(model, given) + sum(value.square().sum() for value in model.parameters())
+
+
+def inside(model: nn.Module, given: Any) -> torch.Tensor:
+    return loss(model, given) + model.out.weight.sum()
+
+
+def without(model: nn.Module, given: Any) -> torch.Tensor:
+    return given["x"].sum()
+
+
+def fails(model: nn.Module, given: Any) -> torch.Tensor:
+    if given["x"][0, 0] == batch(1)["x"][0, 0]:
+        raise KeyError("label")
+    return loss(model, given)
+
+
+@pytest.mark.parametrize(
+    ("the_loss", "words"),
+    [
+        (twice, "the loss calls the model more than once"),
+        (looks, "the loss looks at its parameters in the model"),
+        (inside, "the loss looks at 'out' in the model"),
+        (without, "the loss never calls the model"),
+    ],
+)
+def test_a_loss_that_needs_the_whole_model_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, the_loss: Loss, words: str
+) -> None:
+    monkeypatch.setattr(cells, "LIMIT_S", 0.3)
+    with pytest.raises(TrainingError, match=words):
+        in_stages("1f1b", 2, 2, the_loss)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_the_tasks_code_raises_comes_as_it_is(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+    monkeypatch.setattr(cells, "LIMIT_S", 0.3)
+    with pytest.raises(KeyError, match="label"):
+        in_stages(schedule, 2, 4, fails)
