@@ -33,8 +33,10 @@ class Gradients:
         bucket_bytes: int = BUCKET_BYTES,
         rider: Callable[[torch.dtype], int] | None = None,
         exact_shards: int | None = None,
+        label: str = "",
     ) -> None:
-        """`rider` says how many numbers of a floating type are to be summed along with the first bucket.
+        """`rider` says how many numbers of a floating type are to be summed along with the first bucket. `label` tells
+        its sums from those of other parts of the model.
 
         With `exact_shards`, the job's number of them, sums are exact: the same bits in any order.
         """
@@ -43,6 +45,7 @@ class Gradients:
         """Beside each bucket, where sums are exact."""
         self.rider = torch.zeros(0)
         """Summed along with the first bucket: written before the step's last backward, read when that is summed."""
+        self._label = label
         self._waiting: list[int] = []
         self._reported: set[int] = set()
         self._groups: list[list[torch.Tensor]] = []
@@ -106,7 +109,7 @@ class Gradients:
             if self.exact:
                 self.exact[index].add(self._groups[index])
             wire = self.exact[index].wire if self.exact else self.buckets[index]
-            works.append(world.reduce(wire, f"gradients.{index}"))
+            works.append(world.reduce(wire, f"gradients{self._label}.{index}"))
 
         self._submit = submit
         try:
@@ -178,9 +181,6 @@ def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
     return groups
 
 
-def square_norm(named: Sequence[tuple[str, torch.Tensor]]) -> float:
-    """The sum of squares over all tensors: each tensor's in float64, added in name order."""
-    return sum(
-        float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
-        for _, tensor in sorted(named, key=lambda pair: pair[0])
-    )
+def square_norm(tensor: torch.Tensor) -> float:
+    """The sum of squares, in float64."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2

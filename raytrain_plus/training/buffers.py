@@ -6,6 +6,7 @@ rows, and an integer one the maximum, unless the task says otherwise: so the res
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -20,8 +21,10 @@ from raytrain_plus.task import BufferRule, Task
 class Buffers:
     """The committed buffers of a model, and the sums that become the next ones."""
 
-    def __init__(self, module: nn.Module, task: Task, exact_shards: int | None = None) -> None:
-        """With `exact_shards`, the job's number of shards, means do not depend on the order in which they are added."""
+    def __init__(self, module: nn.Module, task: Task, exact_shards: int | None = None, label: str = "") -> None:
+        """With `exact_shards`, the job's number of shards, means do not depend on the order in which they are added.
+        `label` tells its sums from those of other parts of the model."""
+        self._label = label
         self._named = dict(module.named_buffers())
         self._owners = {
             name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self._named
@@ -60,6 +63,37 @@ class Buffers:
             for name, buffer in self._named.items():
                 self._put_back(name, buffer)
 
+    def renew(self) -> None:
+        """Puts the committed values into the model, as tensors of their own: what was there before stays as it is, for
+        backward passes that are still to come."""
+        for name, (owner, attribute) in self._owners.items():
+            owner._buffers[attribute] = self.committed[name].clone()
+
+    def seen(self) -> dict[str, torch.Tensor | None]:
+        """Copies of those that are others than the committed ones."""
+        # Values are compared, because batch normalisation writes without raising its tensors' version.
+        present = self._present().items()
+        return {name: _copied(value) for name, value in present if not _alike(value, self.committed[name])}
+
+    @contextlib.contextmanager
+    def swapped(self, seen: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+        """For a backward pass, which may compute parts of its forward pass again: while it is open, the model has what
+        it had when that was seen; what becomes of it counts for nothing."""
+        present = self._present()
+        self._put(seen)
+        try:
+            yield
+        finally:
+            self._put({name: present[name] for name in seen})
+
+    def _present(self) -> dict[str, torch.Tensor | None]:
+        return {name: owner._buffers[attribute] for name, (owner, attribute) in self._owners.items()}
+
+    def _put(self, values: Mapping[str, torch.Tensor | None]) -> None:
+        for name, value in values.items():
+            owner, attribute = self._owners[name]
+            owner._buffers[attribute] = value
+
     def _put_back(self, name: str, buffer: torch.Tensor) -> None:
         buffer.copy_(self.committed[name])
         owner, attribute = self._owners[name]
@@ -67,10 +101,7 @@ class Buffers:
         owner._buffers[attribute] = buffer
 
     def end_shard(self, shard: int, rows: int) -> None:
-        """Adds what the shard's forward passes left in the buffers.
-
-        To be called before the last backward: one that computes parts of the forward pass again changes them again.
-        """
+        """Adds what the shard's forward passes left in the buffers."""
         means: list[torch.Tensor] = []
         with torch.no_grad():
             for name, rule in self._rules.items():
@@ -102,9 +133,9 @@ class Buffers:
     def to_reduce(self) -> Iterator[tuple[torch.Tensor, str, Operation]]:
         """(vector, name, operation): what is to be reduced over workers, in place."""
         if len(self._flat):
-            yield self._flat, "buffers.sum", "sum"
+            yield self._flat, f"buffers{self._label}.sum", "sum"
         if len(self._maxima):
-            yield self._maxima, "buffers.max", "max"
+            yield self._maxima, f"buffers{self._label}.max", "max"
 
     def commit(self, rows: int) -> None:
         """Makes the reduced values the committed ones, and the model's. `rows`: those of the whole step."""
@@ -116,6 +147,14 @@ class Buffers:
                         value = value / rows + self.committed[name]
                     self.committed[name].copy_(value)
                 self._put_back(name, buffer)
+
+
+def _copied(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else value.clone()
+
+
+def _alike(value: torch.Tensor | None, committed: torch.Tensor) -> bool:
+    return value is not None and value.dtype == committed.dtype and torch.equal(value, committed)
 
 
 def _rule(task: Task, name: str, buffer: torch.Tensor) -> BufferRule:

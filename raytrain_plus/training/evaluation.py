@@ -41,13 +41,13 @@ def evaluate(
     stepper.module.eval()
     with torch.no_grad():
         for shard in sorted(hosted):
-            stepper.buffers.restore()
+            stepper.restore_buffers()
             sums: dict[str, float] = {}
             rows = 0
             for index, microbatch in enumerate(batches(shard)):
                 control.check()
                 control.enter("computing")
-                with stepper.keys.microbatch("evaluate", shard, index):
+                with stepper.parts[0].keys.microbatch("evaluate", shard, index):
                     figures = stepper.task.evaluate(stepper.module, to_device(microbatch.batch, stepper.device))
                 given = _checked(figures)
                 if names is not None:
@@ -57,7 +57,7 @@ def evaluate(
                     sums[name] = sums.get(name, 0.0) + value * microbatch.rows
                 rows += microbatch.rows
             table[shard], rows_of[shard] = sums, rows
-    stepper.buffers.restore()
+    stepper.restore_buffers()
     stepper.module.train()
     control.enter("collective")
     assert names is not None, "every worker has held-out rows"

@@ -13,6 +13,7 @@ bits: the header goes as digits that do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 
 import numpy as np
@@ -48,6 +49,12 @@ class Flags:
 
 
 _FLAGS = len(fields(Flags))
+
+
+def either(said: Iterable[Flags]) -> Flags:
+    """What anybody says."""
+    told = [astuple(one) for one in said]
+    return Flags(*map(any, zip(*told, strict=True)))
 
 
 def size(shards: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy as shallow
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from raytrain_plus.training.randomness import random_key, set_random_key
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model and the names of its layers, in order (none where the task did not say them)."""
+    """A model, or a run of its layers, and their names in order (none where the task did not say them)."""
 
     module: nn.Module
     layers: tuple[str, ...]
@@ -27,24 +28,65 @@ class Built:
 def build_model(task: Task, seed: int, device: torch.device) -> Built:
     """Builds the task's model on `device`, each layer under the key (seed, 'init', layer name).
 
-    A task that does not say its layers is built whole under the empty layer name. Values are drawn on the CPU, so they
-    do not depend on the device. Raises `TaskError` where what comes back is no module.
+    A task that does not say its layers is built whole under the empty layer name; a plain `nn.Sequential` has its
+    modules as layers. Values are drawn on the CPU, so they do not depend on the device. Raises `TaskError` where what
+    comes back is no module.
     """
     layers = task.layers()
-    if layers is None:
-        set_random_key(random_key(seed, "init", ""))
-        module = task.model()
-        names: tuple[str, ...] = ()
-    else:
-        parts: OrderedDict[str, nn.Module] = OrderedDict()
-        for name, build in layers.items():
-            set_random_key(random_key(seed, "init", name))
-            parts[name] = build()
-            _check_module(parts[name], f"layers()['{name}']")
-        module = nn.Sequential(parts)
-        names = tuple(parts)
+    if layers is not None:
+        return _built(layers, tuple(layers), seed, device)
+    module = _whole(task, seed)
+    return Built(module.to(device), tuple(_children(module)))
+
+
+def build_chunks(task: Task, seed: int, device: torch.device, chunks: Sequence[Sequence[str]]) -> tuple[Built, ...]:
+    """Builds these runs of the model's layers, by name, and no others: the same as in the whole model.
+
+    Raises `TaskError` where the task does not say its layers.
+    """
+    layers = task.layers()
+    if layers is not None:
+        return tuple(_built(layers, names, seed, device) for names in chunks)
+    children = _children(_whole(task, seed))
+    if not children:
+        raise TaskError(
+            "a model that does not say its layers cannot be cut into stages",
+            where="parallel.pipeline",
+            expected="layers(), or a model() that is an nn.Sequential with each module in it once",
+        )
+    return tuple(
+        Built(nn.Sequential(OrderedDict((name, children[name]) for name in names)).to(device), tuple(names))
+        for names in chunks
+    )
+
+
+def _built(
+    layers: Mapping[str, Callable[[], nn.Module]], names: Sequence[str], seed: int, device: torch.device
+) -> Built:
+    parts: OrderedDict[str, nn.Module] = OrderedDict()
+    for name in names:
+        set_random_key(random_key(seed, "init", name))
+        parts[name] = layers[name]()
+        _check_module(parts[name], f"layers()['{name}']")
+    module = nn.Sequential(parts)
+    if len(names) == len(layers):
+        _check_module(module, "model()")
+    return Built(module.to(device), tuple(names))
+
+
+def _whole(task: Task, seed: int) -> nn.Module:
+    set_random_key(random_key(seed, "init", ""))
+    module = task.model()
     _check_module(module, "model()")
-    return Built(module.to(device), names)
+    return module
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a plain sequence, by name; none where it is anything else, or has one of them twice."""
+    if type(module) is not nn.Sequential:
+        return {}
+    children = dict(module.named_children())
+    return children if len(children) == len(module) else {}
 
 
 def _check_module(value: Any, source: str) -> None:

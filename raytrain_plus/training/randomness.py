@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,16 +61,9 @@ class LayerKeys:
         """Keys everything drawn inside: (seed, step, shard, microbatch, layer, use)."""
         prefix = (self._seed, step, shard, microbatch)
         set_random_key(random_key(*prefix, "", 0))
-        keyed = Keyed()
-        handles = [
-            self._model.get_submodule(name).register_forward_pre_hook(_Hook(prefix, name, keyed))
-            for name in self._layers
-        ]
-        try:
+        keyed = Keyed({name: self._model.get_submodule(name) for name in self._layers}, prefix)
+        with keyed.open():
             yield keyed
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def apply(self, step: int) -> None:
         """Keys what an optimizer draws in that step: (seed, step, 'apply')."""
@@ -80,8 +73,21 @@ class LayerKeys:
 class Keyed:
     """One microbatch while it is keyed."""
 
-    def __init__(self) -> None:
-        self.again = False
+    def __init__(self, layers: Mapping[str, nn.Module], prefix: tuple[int | str, ...]) -> None:
+        self._layers = layers
+        self._prefix = prefix
+        self._uses = dict.fromkeys(layers, 0)
+        self._again = False
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """While it is open, each layer that is called draws by its own key."""
+        handles = [layer.register_forward_pre_hook(self._hook(name)) for name, layer in self._layers.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def backward(self) -> None:
         """The backward pass begins: a layer that is called from now on is computed again (activation checkpointing),
@@ -89,20 +95,13 @@ class Keyed:
 
         For a layer that is used several times, each of its uses is to be checkpointed by itself.
         """
-        self.again = True
+        self._again = True
 
+    def _hook(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def key(module: nn.Module, inputs: Any) -> None:
+            # A backward pass goes through the uses from the last to the first.
+            self._uses[name] -= self._again
+            set_random_key(random_key(*self._prefix, name, self._uses[name]))
+            self._uses[name] += not self._again
 
-class _Hook:
-    """A forward hook that counts the uses of its layer within one microbatch."""
-
-    def __init__(self, prefix: tuple[int | str, ...], name: str, keyed: Keyed) -> None:
-        self._prefix = prefix
-        self._name = name
-        self._keyed = keyed
-        self._use = 0
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        # A backward pass goes through the uses from the last to the first.
-        self._use -= self._keyed.again
-        set_random_key(random_key(*self._prefix, self._name, self._use))
-        self._use += not self._keyed.again
+        return key

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raytrain_plus.collective.world import Work, World, wait
+from raytrain_plus.collective.world import World, wait
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.parallel.data import BUCKET_BYTES, Gradients, square_norm
@@ -30,7 +30,8 @@ from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.control import Control
-from raytrain_plus.training.model import Built, to_device
+from raytrain_plus.training.model import Built
+from raytrain_plus.training.passes import Part, Passes, Whole
 from raytrain_plus.training.randomness import LayerKeys
 
 TRIES = 3
@@ -55,7 +56,7 @@ class Stepper:
     def __init__(
         self,
         task: Task,
-        built: Built,
+        built: Sequence[Built],
         *,
         seed: int,
         shards: int,
@@ -64,34 +65,41 @@ class Stepper:
         exact: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`exact`: sums over shards are the same bits in any order. Raises `TaskError` for what cannot be summed so."""
+        """`built`: the model, or those chunks of it that this worker holds. `exact`: sums over shards are the same bits
+        in any order. Raises `TaskError` for what cannot be summed so."""
         self.task = task
-        self.module = built.module
-        named = list(built.module.named_parameters())
-        self.named = [(name, value) for name, value in named if value.requires_grad]
-        self.optimizer = task.optimizer(self.named)
-        self.scheduler = task.scheduler(self.optimizer)
         exact_shards = shards if exact else None
-        if exact:
-            _check_exact(named)
-        self.gradients = Gradients(
-            self.named,
-            bucket_bytes,
-            rider=lambda dtype: header.digits(shards, dtype_name(dtype)),
-            exact_shards=exact_shards,
+        self.parts = tuple(
+            _part(task, one, seed, device, bucket_bytes, exact_shards, None if number else shards, f".{number}")
+            for number, one in enumerate(built)
         )
-        self.buffers = Buffers(built.module, task, exact_shards)
-        self.keys = LayerKeys(built.module, built.layers, seed)
+        named = [pair for part in self.parts for pair in part.parameters]
+        self.named = [(name, value) for name, value in named if value.requires_grad]
+        # A stage may have frozen layers alone, or none with weights.
+        self.optimizer = task.optimizer(self.named) if self.named else torch.optim.SGD([torch.zeros(0)], lr=0.0)
+        self.scheduler = task.scheduler(self.optimizer)
         self.device = device
+        self.passes: Passes = Whole(task, self.parts[0], device, shards)
+        """Where the model is in stages, others for each generation."""
         self.held: int | None = -1
         """The step whose state this is; None while it is being changed, and after a change that did not end."""
         self.scales: dict[str, int] = {}
         """The grids of the next exact sums, by parameter and buffer."""
-        self._exact = [*self.gradients.exact, *([self.buffers.exact] if self.buffers.exact else [])]
+        self._exact = [
+            *(exact for part in self.parts for exact in part.gradients.exact),
+            *(part.buffers.exact for part in self.parts if part.buffers.exact),
+        ]
         self._frozen = [(name, value) for name, value in named if not value.requires_grad]
-        self._persistent = [name for name, _ in built.module.named_buffers() if name in built.module.state_dict()]
-        self._shards = shards
+        self._persistent = [
+            name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
+        ]
         self._clip_norm = clip_norm
+
+    @property
+    def module(self) -> nn.Module:
+        """The whole model, where this worker holds it."""
+        [part] = self.parts
+        return part.module
 
     def run(
         self,
@@ -112,15 +120,19 @@ class Stepper:
         Raises `TrainingError` where a loss is not finite (before anything changed) and `Interrupted` or `WaitExpired`
         (after `wait_s` in one collective) where the world breaks.
         """
-        self.module.train()
+        for part in self.parts:
+            part.module.train()
         scales = self.scales
         for _ in range(TRIES):
-            works = self._forward_backward(step, shards, world, control, scales, busy)
+            for part in self.parts:
+                part.gradients.begin(scales)
+                part.buffers.begin_step(scales)
+            works = self.passes.run(step, shards, world, control, busy)
             control.enter("collective")
             meanwhile()
             for index, work in enumerate(works):
                 wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
-            head = self.gradients.rider
+            head = self.parts[0].gradients.rider
             totals = header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype)))
             if totals.bad_shards:
                 raise TrainingError(_not_finite(step, totals.bad_shards))
@@ -130,7 +142,12 @@ class Stepper:
                 )
             self._reduce_buffers(step, world, wait_s, control)
             readings = [exact.read() for exact in self._exact]
-            if all(reading.settled for reading in readings):
+            settled = all(reading.settled for reading in readings)
+            if settled:
+                for part in self.parts:
+                    part.gradients.take_means(totals.weight)
+            settled, squares = self.passes.agree(step, settled, self._squares() if settled else {})
+            if settled:
                 break
             scales = {**scales, **self._measured(step, world, wait_s, control)}
         else:
@@ -141,7 +158,9 @@ class Stepper:
         # Who is to leave may have given its state out: it changes no more.
         control.check()
         control.enter("applying")
-        self._apply(step, totals, {name: scale for reading in readings for name, scale in reading.scales.items()})
+        self._apply(
+            step, totals, squares, {name: scale for reading in readings for name, scale in reading.scales.items()}
+        )
         return Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes)
 
     def snapshot(self) -> transfer.Snapshot:
@@ -153,13 +172,18 @@ class Stepper:
         """Takes another worker's state in place of its own."""
         self.held = None
         transfer.put(snapshot, self.holding())
-        self.buffers.restore()
+        self.restore_buffers()
         self.held = snapshot.step
+
+    def restore_buffers(self) -> None:
+        """Puts the committed buffers into the model."""
+        for part in self.parts:
+            part.buffers.restore()
 
     def holding(self) -> Holding:
         """Where the state is."""
         return Holding(
-            self.buffers.committed,
+            {name: value for part in self.parts for name, value in part.buffers.committed.items()},
             self.named,
             self._frozen,
             self.optimizer,
@@ -168,100 +192,24 @@ class Stepper:
             self._persistent,
         )
 
-    def _forward_backward(
-        self,
-        step: int,
-        shards: Mapping[int, Sequence[Microbatch]],
-        world: World,
-        control: Control,
-        scales: Mapping[str, int],
-        busy: Callable[[], bool],
-    ) -> list[Work]:
-        self.gradients.begin(scales)
-        self.buffers.begin_step(scales)
-        before = self._weights()
-        reports: dict[int, header.ShardReport] = {}
-        last = max(shards, default=-1)
-        for shard in sorted(shards):
-            self.buffers.restore()
-            rows, ids, weight_sum, loss_sum = 0, 0, 0.0, 0.0
-            start = shards[shard][0].start
-            for index, microbatch in enumerate(shards[shard]):
-                control.check()
-                control.enter("computing")
-                with self.keys.microbatch(step, shard, index) as keyed:
-                    loss, weight = self._loss(microbatch)
-                    rows += microbatch.rows
-                    ids = (ids + microbatch.ids) % 2**64
-                    weight_sum += weight
-                    loss_sum += float(loss.detach()) * weight
-                    if index + 1 == len(shards[shard]):
-                        reports[shard] = header.ShardReport(start, rows, ids, weight_sum, loss_sum)
-                        self.buffers.end_shard(shard, rows)
-                    self._check_unchanged(before)
-                    keyed.backward()
-                    if shard == last and index + 1 == len(shards[shard]):
-                        flags = header.Flags(pause=control.pausing(), save=control.saving(), busy=busy())
-                        return self._last_backward(loss * weight, reports, flags, world, control)
-                    (loss * weight).backward()
-            self.gradients.end_shard()
-        raise AssertionError("a worker in a world hosts at least one shard with rows in every step")
-
-    def _weights(self) -> list[int]:
-        """How often each parameter has been written to."""
-        return [value._version for _, value in (*self.named, *self._frozen)]
-
-    def _check_unchanged(self, before: Sequence[int]) -> None:
-        now = self._weights()
-        if now != before:
-            changed = next(
-                name for (name, _), a, b in zip((*self.named, *self._frozen), now, before, strict=True) if a != b
-            )
-            raise TrainingError(
-                f"the loss changed the parameter '{changed}' in place, once for every microbatch: only a step may; "
-                "a moving average belongs into a buffer (register_buffer), and an embedding can have no max_norm"
-            )
-
-    def _last_backward(
-        self,
-        loss: torch.Tensor,
-        reports: dict[int, header.ShardReport],
-        flags: header.Flags,
-        world: World,
-        control: Control,
-    ) -> list[Work]:
-        head = self.gradients.rider
-        encoded = header.encode(reports, self._shards, flags)
-        head.copy_(torch.from_numpy(header.to_digits(encoded, dtype_name(head.dtype))))
-        return self.gradients.reduce_during(loss.backward, world, control.check)
-
-    def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, float]:
-        # An exact sum may need the step once more, and the same bits from it: a task that writes into its batch writes
-        # into a copy, which lies in memory alike wherever the rows came from.
-        batch = to_device(microbatch.batch, self.device, copy=bool(self._exact))
-        result = self.task.loss(self.module, batch)
-        loss, weight = result if isinstance(result, tuple) else (result, float(microbatch.rows))
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise TrainingError(f"{type(self.task).__name__}.loss returned {shape}; expected a tensor with one value")
-        return loss.reshape(()), float(weight)
-
-    def _apply(self, step: int, totals: header.StepTotals, scales: dict[str, int]) -> None:
-        self.gradients.take_means(totals.weight)
+    def _apply(
+        self, step: int, totals: header.StepTotals, squares: Mapping[str, float], scales: dict[str, int]
+    ) -> None:
         if self._clip_norm is not None:
-            self._clip(step, self._clip_norm)
+            self._clip(step, self._clip_norm, squares)
         self.held = None
         # An optimizer may draw, too.
-        self.keys.apply(step)
+        self.parts[0].keys.apply(step)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        self.buffers.commit(totals.rows)
+        for part in self.parts:
+            part.buffers.commit(totals.rows)
         self.scales = scales
         self.held = step
 
     def _reduce_buffers(self, step: int, world: World, wait_s: float, control: Control) -> None:
-        works = [world.reduce(vector, name, operation) for vector, name, operation in self.buffers.to_reduce()]
+        works = [world.reduce(*vector) for part in self.parts for vector in part.buffers.to_reduce()]
         for work in works:
             wait(work, f"the buffers of step {step}", wait_s, control.interrupted)
 
@@ -282,12 +230,49 @@ class Stepper:
             scales |= exact.scales_from(part)
         return scales
 
-    def _clip(self, step: int, limit: float) -> None:
-        norm = math.sqrt(square_norm([(name, _gradient(value)) for name, value in self.named]))
+    def _squares(self) -> dict[str, float]:
+        """Of each parameter's gradient, the square of its norm, where it is to be clipped."""
+        if self._clip_norm is None:
+            return {}
+        return {name: square_norm(_gradient(value)) for name, value in self.named}
+
+    def _clip(self, step: int, limit: float, squares: Mapping[str, float]) -> None:
+        # In the order of names, however the model is cut.
+        norm = math.sqrt(sum(squares[name] for name in sorted(squares)))
         if not math.isfinite(norm):
             raise TrainingError(f"the gradient of step {step} is not finite (norm {norm}), though its loss is")
         if norm > limit:
-            self.gradients.scale(limit / (norm + 1e-6))
+            for part in self.parts:
+                part.gradients.scale(limit / (norm + 1e-6))
+
+
+def _part(
+    task: Task,
+    built: Built,
+    seed: int,
+    device: torch.device,
+    bucket_bytes: int,
+    exact_shards: int | None,
+    shards: int | None,
+    label: str,
+) -> Part:
+    """`shards`: where the header rides along, for how many."""
+    named = list(built.module.named_parameters())
+    if exact_shards is not None:
+        _check_exact(named)
+    return Part(
+        built.module,
+        named,
+        Gradients(
+            [(name, value) for name, value in named if value.requires_grad],
+            bucket_bytes,
+            rider=None if shards is None else lambda dtype: header.digits(shards, dtype_name(dtype)),
+            exact_shards=exact_shards,
+            label=label,
+        ),
+        Buffers(built.module, task, exact_shards, label),
+        LayerKeys(built.module, built.layers, seed),
+    )
 
 
 def _check_exact(named: Sequence[tuple[str, nn.Parameter]]) -> None:

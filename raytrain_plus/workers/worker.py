@@ -245,7 +245,7 @@ class Worker:
             built = build_model(task, job.seed, device)
             self._stepper = Stepper(
                 task,
-                built,
+                [built],
                 seed=job.seed,
                 shards=job.data.shards,
                 clip_norm=job.clip_norm,
@@ -491,7 +491,7 @@ class Worker:
         if self._aside:
             # The model is in use.
             return Export(model=model, show=None, state_sha256=sha)
-        stepper.buffers.restore()
+        stepper.restore_buffers()
         stepper.module.eval()
         try:
             with torch.no_grad():

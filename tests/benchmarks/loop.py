@@ -89,7 +89,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
     built = build_model(task, job.seed, device)
     stepper = Stepper(
         task,
-        built,
+        [built],
         seed=job.seed,
         shards=job.data.shards,
         clip_norm=None,

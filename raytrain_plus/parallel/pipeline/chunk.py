@@ -214,9 +214,9 @@ class Chunk:
     def _batch(self, microbatch: int) -> Any:
         if self.is_first:
             batch = self._working.batch(microbatch)
-            self._handovers.send_batch(microbatch, batch, self._holders[-1])
+            self._handovers.send_note("batch", microbatch, batch, self._holders[-1])
             return batch
-        return self._handovers.take_batch(microbatch, self._holders[0]) if self.is_last else None
+        return self._handovers.take_note("batch", microbatch, self._holders[0]) if self.is_last else None
 
     def _up_to_the_end(self, work: Work, microbatch: int, batch: Any) -> Any:
         """Runs the loss up to where it calls the model; what this chunk's layers give then."""

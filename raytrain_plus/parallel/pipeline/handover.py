@@ -26,8 +26,9 @@ _MICROBATCHES = 1 << 16
 """More than a cell ever has in one step."""
 
 Pass = Literal["forward", "backward"]
-Kind = Literal[Pass, "batch"]
-_KINDS: tuple[Kind, ...] = ("forward", "backward", "batch")
+Note = Literal["batch", "flags", "header", "agreed"]
+Kind = Literal[Pass, Note]
+_KINDS: tuple[Kind, ...] = ("forward", "backward", "batch", "flags", "header", "agreed")
 
 
 class Peers(Protocol):
@@ -109,7 +110,7 @@ class Handovers:
         self._forms: dict[tuple[int, int], _Form] = {}
         """(boundary, rows) -> what passes there; a boundary has the number of the chunk before it."""
         self._coming: dict[tuple[Kind, int, int], tuple[list[torch.Tensor], list[Transfer]]] = {}
-        self._kept: dict[int, bytes] = {}
+        self._kept: dict[tuple[Kind, int], bytes] = {}
         self._going: list[tuple[torch.Tensor, Transfer, str]] = []
 
     def send(self, boundary: int, microbatch: int, rows: int, tensors: Tensors, to: int, giver: str) -> None:
@@ -134,13 +135,13 @@ class Handovers:
         for part, value in enumerate(gradients):
             self._send("backward", boundary, microbatch, part, value, to)
 
-    def send_batch(self, microbatch: int, batch: Any, to: int) -> None:
-        """Starts to hand a batch, as the task made it, on to where the loss is."""
-        data = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
+    def send_note(self, kind: Note, number: int, value: Any, to: int) -> None:
+        """Starts to hand on what is no tensor of a layer's; `number`: of the microbatch, or of the stage it is from."""
+        data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         if to == self._peers.rank:
-            self._kept[microbatch] = data
+            self._kept[kind, number] = data
         else:
-            self._send_bytes("batch", 0, microbatch, data, to)
+            self._send_bytes(kind, 0, number, data, to)
 
     def expect(self, kind: Pass, boundary: int, microbatch: int, rows: int, giver: int) -> None:
         """Begins to receive, where it is known what comes."""
@@ -173,11 +174,11 @@ class Handovers:
         """The gradients of what was sent, one for each tensor that takes part."""
         return self._taken("backward", boundary, microbatch, rows, giver)
 
-    def take_batch(self, microbatch: int, giver: int) -> Any:
-        """The batch of a microbatch."""
-        kept = self._kept.pop(microbatch, None)
+    def take_note(self, kind: Note, number: int, giver: int) -> Any:
+        """What another stage, or this one itself, has handed on so."""
+        kept = self._kept.pop((kind, number), None)
         # Between the processes of one run, over connections of its own.
-        return pickle.loads(kept if kept is not None else self._receive_bytes("batch", 0, microbatch, giver))
+        return pickle.loads(kept if kept is not None else self._receive_bytes(kind, 0, number, giver))
 
     def finish(self) -> None:
         """Waits until all that was sent has arrived. Raises `Interrupted` where the world breaks."""

@@ -115,6 +115,5 @@ def test_a_replaced_gradient_is_refused() -> None:
         gradients.reduce_during(backward, SoloWorld())
 
 
-def test_square_norm_is_float64_and_in_name_order() -> None:
-    tensors = [("b", torch.full((10,), 1e20)), ("a", torch.ones(4))]
-    assert square_norm(tensors) == pytest.approx(1e41)
+def test_a_square_norm_is_float64() -> None:
+    assert square_norm(torch.full((10,), 1e20)) == pytest.approx(1e41)

@@ -60,7 +60,7 @@ def batches(shard: int) -> list[Microbatch]:
 
 def figures(hosted: list[int], world: Any, figure: Any = None, control: Control | None = None) -> dict[str, float]:
     stepper = Stepper(
-        Means(figure), Built(nn.Linear(1, 1), ()), seed=3, shards=3, clip_norm=None, device=torch.device("cpu")
+        Means(figure), [Built(nn.Linear(1, 1), ())], seed=3, shards=3, clip_norm=None, device=torch.device("cpu")
     )
     return evaluate(stepper, batches, hosted, world, shards=3, step=7, control=control or begun(), wait_s=10.0)
 

@@ -103,7 +103,7 @@ def stepper(task: Task | None = None, exact: bool = True) -> Stepper:
     task = task or Small()
     built = build_model(task, 3, CPU)
     # Small buckets, so that there are several.
-    return Stepper(task, built, seed=3, shards=SHARDS, clip_norm=0.5, device=CPU, exact=exact, bucket_bytes=600)
+    return Stepper(task, [built], seed=3, shards=SHARDS, clip_norm=0.5, device=CPU, exact=exact, bucket_bytes=600)
 
 
 def batches(step: int, hosted: Sequence[int], dtype: torch.dtype = torch.float32) -> dict[int, list[Microbatch]]:
@@ -199,7 +199,7 @@ class Breaking(SoloWorld):
     submitted = 0
 
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
-        self.submitted += name == "gradients.0"
+        self.submitted += name == "gradients.0.0"
         if self.submitted == 2:
             raise Interrupted("a peer is gone")
         return super().reduce(tensor, name, operation)
@@ -249,7 +249,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named() -> None:
     control.begin(0)
     with pytest.raises(TrainingError, match=r"step 0 gives values that are not finite for last\.bias"):
         one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
-    one.buffers.restore()
+    one.restore_buffers()
     assert (sha(one), one.held) == (before, -1)
 
 
@@ -328,7 +328,7 @@ def test_what_stays_and_what_one_shard_writes_come_out_as_they_are() -> None:
     assert torch.equal(net.angles, torch.polar(torch.ones(3), torch.arange(3.0)))
     assert int(net.counter) == 2**60 + 1 + 2  # shard 0 has two microbatches
     assert (net.signed.tolist(), bool(net.signed.signbit().any())) == ([0.0, 1.5], False)
-    assert net.average is one.buffers._named["average"]
+    assert net.average is one.parts[0].buffers._named["average"]
     assert bool(net.average.abs().sum() > 0)
 
 

@@ -101,7 +101,7 @@ def test_the_state_is_given_out_in_the_midst_of_a_step_that_is_never_applied(tmp
     task.go.set()
     with pytest.raises(Interrupted):
         stepping.result(10)
-    one.buffers.restore()
+    one.restore_buffers()
     assert (one.held, sha(one)) == (0, before)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.parallel.pipeline.handover import TENSORS, Handovers, _tag, apart
+from raytrain_plus.parallel.pipeline.handover import _KINDS, TENSORS, Handovers, _tag, apart
 from tests.unit.parallel.pipeline.cells import Mail, Threads
 
 CPU = torch.device("cpu")
@@ -68,13 +68,13 @@ def test_shapes_are_a_function_of_the_rows_alone(pair: tuple[Handovers, Handover
 def test_batches_pass_whole_to_another_and_to_oneself(pair: tuple[Handovers, Handovers, Mail]) -> None:
     one, other, mail = pair
     batch = {"x": torch.ones(2), "words": ["a", "b"]}
-    one.send_batch(3, batch, 1)
-    taken = other.take_batch(3, 0)
+    one.send_note("batch", 3, batch, 1)
+    taken = other.take_note("batch", 3, 0)
     assert torch.equal(taken["x"], batch["x"])
     assert taken["words"] == batch["words"]
     before = len(mail)
-    one.send_batch(4, batch, 0)
-    assert one.take_batch(4, 0)["words"] == batch["words"]
+    one.send_note("batch", 4, batch, 0)
+    assert one.take_note("batch", 4, 0)["words"] == batch["words"]
     assert len(mail) == before
 
 
@@ -94,7 +94,7 @@ def test_what_cannot_pass_is_told(value: Any, words: str) -> None:
 def test_no_two_messages_of_a_step_have_the_same_tag() -> None:
     tags = [
         _tag(kind, boundary, microbatch, part)
-        for kind in ("forward", "backward", "batch")
+        for kind in _KINDS
         for boundary in (0, 1, 63)
         for microbatch in (0, 1, 65535)
         for part in (0, 1, TENSORS + 1)

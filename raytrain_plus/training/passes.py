@@ -1,0 +1,154 @@
+"""The passes of a step: forward and backward over the microbatches of the hosted shards, up to the sums of gradients.
+
+`Whole` makes them where a worker holds the whole model; `staged` where it holds a stage of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from raytrain_plus.collective.world import Work, World
+from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.errors import TrainingError
+from raytrain_plus.parallel.data import Gradients
+from raytrain_plus.state.named import dtype_name
+from raytrain_plus.task import Task
+from raytrain_plus.training import header
+from raytrain_plus.training.buffers import Buffers
+from raytrain_plus.training.control import Control
+from raytrain_plus.training.model import to_device
+from raytrain_plus.training.randomness import LayerKeys
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive layers that a worker holds, and what a step collects of them: the model, or a chunk of it."""
+
+    module: nn.Module
+    parameters: Sequence[tuple[str, nn.Parameter]]
+    """All of them; some may be frozen."""
+    gradients: Gradients
+    buffers: Buffers
+    keys: LayerKeys
+
+    def writes(self) -> list[int]:
+        """How often each parameter has been written to."""
+        return [value._version for _, value in self.parameters]
+
+    def check_unchanged(self, before: Sequence[int]) -> None:
+        """Raises `TrainingError` where a parameter was written to since."""
+        now = self.writes()
+        if now != before:
+            changed = next(name for (name, _), a, b in zip(self.parameters, now, before, strict=True) if a != b)
+            raise TrainingError(
+                f"the loss changed the parameter '{changed}' in place, once for every microbatch: only a step may; "
+                "a moving average belongs into a buffer (register_buffer), and an embedding can have no max_norm"
+            )
+
+
+class Passes(Protocol):
+    """How a worker makes them."""
+
+    def run(
+        self,
+        step: int,
+        shards: Mapping[int, Sequence[Microbatch]],
+        world: World,
+        control: Control,
+        busy: Callable[[], bool],
+    ) -> list[Work]:
+        """Leaves the shards' gradients and buffers in the parts, and the header in the first part's rider; the sums of
+        both that it has started over `world`."""
+
+    def agree(self, step: int, settled: bool, squares: Mapping[str, float]) -> tuple[bool, dict[str, float]]:
+        """Whether the sums are settled on all stages of the cell, and the squares of all their gradients' norms."""
+
+
+class Whole:
+    """Shard after shard, microbatch after microbatch, on one worker; sums begin during the last backward pass."""
+
+    def __init__(self, task: Task, part: Part, device: torch.device, shards: int) -> None:
+        self._task = task
+        self._part = part
+        self._device = device
+        self._shards = shards
+
+    def run(
+        self,
+        step: int,
+        shards: Mapping[int, Sequence[Microbatch]],
+        world: World,
+        control: Control,
+        busy: Callable[[], bool],
+    ) -> list[Work]:
+        """See `Passes`."""
+        part = self._part
+        before = part.writes()
+        reports: dict[int, header.ShardReport] = {}
+        last = max(shards, default=-1)
+        for shard in sorted(shards):
+            part.buffers.restore()
+            rows, ids, weight_sum, loss_sum = 0, 0, 0.0, 0.0
+            start = shards[shard][0].start
+            for index, microbatch in enumerate(shards[shard]):
+                control.check()
+                control.enter("computing")
+                with part.keys.microbatch(step, shard, index) as keyed:
+                    loss, weight = self._loss(microbatch)
+                    rows += microbatch.rows
+                    ids = (ids + microbatch.ids) % 2**64
+                    weight_sum += weight
+                    loss_sum += float(loss.detach()) * weight
+                    if index + 1 == len(shards[shard]):
+                        reports[shard] = header.ShardReport(start, rows, ids, weight_sum, loss_sum)
+                        part.buffers.end_shard(shard, rows)
+                    part.check_unchanged(before)
+                    seen = part.buffers.seen()
+                    keyed.backward()
+                    if shard == last and index + 1 == len(shards[shard]):
+                        flags = header.Flags(pause=control.pausing(), save=control.saving(), busy=busy())
+                        put_header(part.gradients, header.encode(reports, self._shards, flags))
+                        with part.buffers.swapped(seen):
+                            return part.gradients.reduce_during((loss * weight).backward, world, control.check)
+                    with part.buffers.swapped(seen):
+                        (loss * weight).backward()
+            part.gradients.end_shard()
+        raise AssertionError("a worker in a world hosts at least one shard with rows in every step")
+
+    def agree(self, step: int, settled: bool, squares: Mapping[str, float]) -> tuple[bool, dict[str, float]]:
+        """See `Passes`: there is nobody else."""
+        return settled, dict(squares)
+
+    def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, float]:
+        batch = on_device(microbatch.batch, self._device, self._part)
+        return weighed(self._task, self._part.module, batch, microbatch.rows)
+
+
+def on_device(batch: Any, device: torch.device, part: Part) -> Any:
+    """A batch where the model is.
+
+    An exact sum may need the step once more, and the same bits from it: a task that writes into its batch writes into a
+    copy, which lies in memory alike wherever the rows came from.
+    """
+    return to_device(batch, device, copy=bool(part.gradients.exact or part.buffers.exact))
+
+
+def weighed(task: Task, model: nn.Module, batch: Any, rows: int) -> tuple[torch.Tensor, float]:
+    """The task's mean loss of a batch, and its weight. Raises `TrainingError` where that is no single number."""
+    result = task.loss(model, batch)
+    loss, weight = result if isinstance(result, tuple) else (result, float(rows))
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TrainingError(f"{type(task).__name__}.loss returned {shape}; expected a tensor with one value")
+    return loss.reshape(()), float(weight)
+
+
+def put_header(gradients: Gradients, encoded: Any) -> None:
+    """Has an encoded header summed along with the gradients."""
+    head = gradients.rider
+    head.copy_(torch.from_numpy(header.to_digits(encoded, dtype_name(head.dtype))))

@@ -1,0 +1,176 @@
+"""The passes of a step where a worker holds a stage: its cell makes them together, by a schedule.
+
+A cell computes all microbatches of its shards, in shard order, in one run of the schedule. Where the last chunk is, the
+shards' losses are known when the last forward pass is made; from there the header goes to the cell's other stages, so
+that each stage's ring sums it along with the stage's gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain_plus.collective.world import Work, World
+from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.parallel.pipeline.chunk import Chunk
+from raytrain_plus.parallel.pipeline.handover import Handovers, Peers
+from raytrain_plus.parallel.pipeline.schedule import Pipeline, Schedule, holders, splits
+from raytrain_plus.parallel.pipeline.timeline import Kind
+from raytrain_plus.task import Task
+from raytrain_plus.training import header
+from raytrain_plus.training.control import Control
+from raytrain_plus.training.passes import Part, on_device, put_header, weighed
+from raytrain_plus.training.randomness import Keyed
+
+
+class Staged:
+    """See `passes.Passes`. Lives for one generation, as its cell's world does."""
+
+    def __init__(
+        self,
+        task: Task,
+        parts: Sequence[Part],
+        peers: Peers,
+        *,
+        schedule: Schedule,
+        stages: int,
+        device: torch.device,
+        shards: int,
+    ) -> None:
+        """`parts`: the chunks of the stage that `peers.rank` says, in order; `shards`: of the job."""
+        self._task = task
+        self._stages = stages
+        self._stage = peers.rank
+        self._device = device
+        self._shards = shards
+        self._handovers = Handovers(peers, device)
+        where = holders(schedule, stages)
+        own = [chunk for chunk, stage in enumerate(where) if stage == peers.rank]
+        self._parts = dict(zip(own, parts, strict=True))
+        self._last = where[-1]
+        self._pipeline = Pipeline(
+            schedule,
+            [
+                Chunk(part.module, chunk, where, device, self._handovers, splits(schedule))
+                for chunk, part in self._parts.items()
+            ],
+        )
+
+    def run(
+        self,
+        step: int,
+        shards: Mapping[int, Sequence[Microbatch]],
+        world: World,
+        control: Control,
+        busy: Callable[[], bool],
+    ) -> list[Work]:
+        """See `passes.Passes`. Of its microbatches the first stage alone has the batches and ids; all know the rows."""
+        flags = header.Flags(pause=control.pausing(), save=control.saving(), busy=busy())
+        work = _Cell(self, step, shards, control)
+        self._handovers.send_note("flags", self._stage, flags, self._last)
+        self._pipeline.run(work, len(work.places))
+        if self._stage == self._last:
+            said = [self._handovers.take_note("flags", stage, stage) for stage in range(self._stages)]
+            encoded = header.encode(work.reports(), self._shards, header.either(said))
+            for stage in range(self._stages):
+                self._handovers.send_note("header", stage, encoded, stage)
+        put_header(self._first.gradients, self._handovers.take_note("header", self._stage, self._last))
+        works = [
+            one for part in self._parts.values() for one in part.gradients.reduce_during(_nothing, world, control.check)
+        ]
+        self._handovers.finish()
+        return works
+
+    def agree(self, step: int, settled: bool, squares: Mapping[str, float]) -> tuple[bool, dict[str, float]]:
+        """See `passes.Passes`. Who hears all stages of its cell knows that each of them holds its sums."""
+        for stage in range(self._stages):
+            self._handovers.send_note("agreed", self._stage, (settled, dict(squares)), stage)
+        told = [self._handovers.take_note("agreed", stage, stage) for stage in range(self._stages)]
+        self._handovers.finish()
+        return all(one for one, _ in told), {name: value for _, some in told for name, value in some.items()}
+
+    @property
+    def _first(self) -> Part:
+        return next(iter(self._parts.values()))
+
+
+def _nothing() -> None:
+    """The backward passes have been made."""
+
+
+class _Cell:
+    """One step of a cell, as `chunk.Work`: the microbatches of all its shards, one after the other."""
+
+    def __init__(self, staged: Staged, step: int, shards: Mapping[int, Sequence[Microbatch]], control: Control) -> None:
+        self.places = [(shard, index) for shard in sorted(shards) for index in range(len(shards[shard]))]
+        self._of = staged
+        self._step = step
+        self._shards = shards
+        self._control = control
+        self._before = {chunk: part.writes() for chunk, part in staged._parts.items()}
+        self._keyed: dict[tuple[int, int], Keyed] = {}
+        self._seen: dict[tuple[int, int], dict[str, torch.Tensor | None]] = {}
+        self._sums: dict[int, list[Any]] = {}
+        """For each shard: where it starts, rows, ids, weight, loss."""
+
+    def reports(self) -> dict[int, header.ShardReport]:
+        """What the shards gave; known where the last chunk is."""
+        return {shard: header.ShardReport(*sums) for shard, sums in self._sums.items()}
+
+    def rows(self, number: int) -> int:
+        """See `chunk.Work`."""
+        return self._microbatch(number).rows
+
+    def batch(self, number: int) -> Any:
+        """See `chunk.Work`. What the ledger wants to know goes along."""
+        microbatch = self._microbatch(number)
+        return microbatch.batch, microbatch.start, microbatch.ids
+
+    def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
+        """See `chunk.Work`."""
+        batch, start, ids = given
+        rows = self.rows(number)
+        part = self._of._first
+        loss, weight = weighed(self._of._task, model, on_device(batch, self._of._device, part), rows)
+        shard, _ = self.places[number]
+        sums = self._sums.setdefault(shard, [start, 0, 0, 0.0, 0.0])
+        sums[1] += rows
+        sums[2] = (sums[2] + ids) % 2**64
+        sums[3] += weight
+        sums[4] += float(loss.detach()) * weight
+        return loss * weight
+
+    @contextmanager
+    def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
+        """See `chunk.Work`."""
+        part, (shard, index) = self._of._parts[chunk], self.places[number]
+        last_of_shard = index + 1 == len(self._shards[shard])
+        self._control.check()
+        self._control.enter("computing")
+        if kind == "F":
+            if index == 0:
+                part.buffers.renew()
+            with part.keys.microbatch(self._step, shard, index) as self._keyed[chunk, number]:
+                yield
+            part.check_unchanged(self._before[chunk])
+            self._seen[chunk, number] = part.buffers.seen()
+            if last_of_shard:
+                part.buffers.end_shard(shard, sum(one.rows for one in self._shards[shard]))
+        else:
+            keyed = self._keyed[chunk, number]
+            keyed.backward()
+            with keyed.open(), part.buffers.swapped(self._seen[chunk, number]):
+                yield
+            if kind in ("B", "W"):
+                del self._keyed[chunk, number], self._seen[chunk, number]
+                if last_of_shard and number + 1 < len(self.places):
+                    part.gradients.end_shard()
+        self._control.enter("collective")
+
+    def _microbatch(self, number: int) -> Microbatch:
+        shard, index = self.places[number]
+        return self._shards[shard][index]

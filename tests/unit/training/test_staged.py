@@ -1,0 +1,320 @@
+"""A step that cells of stages make together is the step of one worker: the same bits, where sums are exact."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from raytrain_plus import Task
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.collective.world import Operation
+from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.elastic.view import host_shards
+from raytrain_plus.errors import Interrupted, TrainingError
+from raytrain_plus.parallel.mesh import Shape
+from raytrain_plus.parallel.pipeline.cut import Layer, cut
+from raytrain_plus.parallel.pipeline.schedule import Schedule, holders
+from raytrain_plus.parallel.pipeline.timeline import Kind
+from raytrain_plus.state.holding import saved_model
+from raytrain_plus.state.named import optimizer_state, state_sha256
+from raytrain_plus.training import staged as module
+from raytrain_plus.training.control import Control
+from raytrain_plus.training.model import build_chunks, build_model
+from raytrain_plus.training.staged import Staged
+from raytrain_plus.training.step import Applied, Stepper
+from tests.unit.parallel.pipeline import cells
+from tests.unit.parallel.pipeline.cells import COMPUTES, Mail, Threads
+
+SHARDS, MICROBATCHES, ROWS, STEPS, SEED = 4, 2, 3, 4, 3
+CPU = torch.device("cpu")
+
+
+class Checkpointed(nn.Module):
+    """Is computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return found
+
+
+class Deep(Task):
+    """BatchNorm, dropout, a frozen layer, a counter, noise in the loss, weights, clipping, AdamW with a scheduler."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {
+            "in": lambda: nn.Linear(6, 8, bias=False),
+            "norm": lambda: nn.BatchNorm1d(8),
+            "drop": lambda: nn.Dropout(0.3),
+            "again": Checkpointed,
+            "frozen": lambda: nn.Linear(8, 8).requires_grad_(False),
+            # No bias before BatchNorm: its gradient is rounding alone, which AdamW makes whole steps of.
+            "middle": lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)),
+            "act": nn.Tanh,
+            "out": lambda: nn.Linear(8, 3),
+        }
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        scores = model(batch["x"] + 0.1 * torch.randn_like(batch["x"])) + 0.01 * torch.randn(3)
+        return F.cross_entropy(scores, batch["y"]), float(1 + batch["y"].sum())
+
+
+def batches(step: int, hosted: tuple[int, ...], data: bool = True) -> dict[int, list[Microbatch]]:
+    """Of a stage that reads nothing, without the batches. In step 2 another grid is needed; the last one is short."""
+    made: dict[int, list[Microbatch]] = {}
+    for shard in hosted:
+        draw = torch.Generator().manual_seed(1000 * step + shard)
+        for index in range(MICROBATCHES):
+            rows = ROWS - (step == STEPS - 1 and index == 1)
+            x = torch.randn(rows, 6, generator=draw) * (1000 if step == 2 else 1)
+            batch = {"x": x, "y": torch.randint(0, 3, (rows,), generator=draw)}
+            one = Microbatch(batch, rows, start=step * MICROBATCHES * ROWS, ids=1000 * step + 10 * shard + index)
+            made.setdefault(shard, []).append(one if data else replace(one, batch=None, ids=0))
+    return made
+
+
+@dataclass
+class Ring:
+    """A world of threads: what its members have submitted."""
+
+    size: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    submitted: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+
+class RingWorld:
+    """A member's side."""
+
+    def __init__(self, rank: int, of: Ring) -> None:
+        self.rank, self.size, self._of = rank, of.size, of
+        self._times: dict[str, int] = defaultdict(int)
+
+    def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Any:
+        self._times[name] += 1
+        parts = self._of.submitted[name, self._times[name]]
+        with self._of.changed:
+            parts.append(tensor)
+            if len(parts) == self.size:
+                stacked = torch.stack(parts)
+                total = stacked.sum(dim=0) if operation == "sum" else stacked.amax(dim=0)
+                for part in parts:
+                    part.copy_(total)
+                parts.append(total)
+        return _Summed(parts, self.size)
+
+    def close(self) -> None:
+        """There is nothing to leave."""
+
+
+@dataclass
+class _Summed:
+    parts: list[torch.Tensor]
+    size: int
+
+    def done(self) -> bool:
+        return len(self.parts) > self.size
+
+    def finish(self) -> None:
+        """The sum is in place."""
+
+
+@pytest.fixture(autouse=True)
+def one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random generators are the process's, and its threads stand for processes."""
+    computing = module._Cell.computing
+
+    @contextmanager
+    def alone(self: Any, kind: Kind, chunk: int, number: int) -> Iterator[None]:
+        with COMPUTES, computing(self, kind, chunk, number):
+            yield
+
+    monkeypatch.setattr(module._Cell, "computing", alone)
+    apply = Stepper._apply
+
+    def applies_alone(self: Stepper, *arguments: Any) -> None:
+        # It sets the key for optimizers that draw.
+        with COMPUTES:
+            apply(self, *arguments)
+
+    monkeypatch.setattr(Stepper, "_apply", applies_alone)
+
+
+Told = tuple[list[Applied], dict[str, torch.Tensor]]
+
+
+def control() -> Control:
+    made = Control()
+    made.begin(0)
+    return made
+
+
+def stepper(task: Task, built: Any, exact: bool) -> Stepper:
+    return Stepper(task, built, seed=SEED, shards=SHARDS, clip_norm=0.5, device=CPU, exact=exact, bucket_bytes=300)
+
+
+def state_of_one(one: Stepper) -> dict[str, torch.Tensor]:
+    """As its hash takes it."""
+    return {**saved_model(one.holding()), **optimizer_state(one.optimizer, one.named)}
+
+
+def alone(exact: bool, task: type[Task] = Deep) -> Told:
+    """What one worker makes of it."""
+    made = task()
+    one = stepper(made, [build_model(made, SEED, CPU)], exact)
+    applied = [
+        one.run(step, batches(step, tuple(range(SHARDS))), SoloWorld(), control=control(), wait_s=5)
+        for step in range(STEPS)
+    ]
+    return applied, state_of_one(one)
+
+
+def together(
+    shape: Shape,
+    schedule: Schedule,
+    exact: bool,
+    task: type[Task] = Deep,
+    wished: Callable[[int, int], Control] = lambda seat, step: control(),
+) -> list[Told]:
+    """What each worker of so many cells of so many stages makes of it."""
+    where = holders(schedule, shape.stages)
+    names = list(task().layers() or ())
+    spans = cut([Layer(name, 1.0, 0) for name in names], len(where))
+    assert spans is not None
+    rings = [Ring(shape.cells) for _ in range(shape.stages)]
+    mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.cells)]
+    hosted = host_shards(SHARDS, shape.cells)
+
+    def worker(seat: int) -> Told:
+        cell, stage = shape.place(seat)
+        made = task()
+        chunks = [names[first:last] for (first, last), holder in zip(spans, where, strict=True) if holder == stage]
+        with COMPUTES:
+            one = stepper(made, build_chunks(made, SEED, CPU, chunks), exact)
+        one.passes = Staged(
+            made,
+            one.parts,
+            Threads(stage, mails[cell]),
+            schedule=schedule,
+            stages=shape.stages,
+            device=CPU,
+            shards=SHARDS,
+        )
+        world = RingWorld(cell, rings[stage])
+        applied = [
+            one.run(step, batches(step, hosted[cell], data=stage == 0), world, control=wished(seat, step), wait_s=5)
+            for step in range(STEPS)
+        ]
+        return applied, state_of_one(one)
+
+    with ThreadPoolExecutor(shape.size) as pool:
+        running = [pool.submit(worker, seat) for seat in range(shape.size)]
+        errors = [error for one in running if (error := one.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, Interrupted)), errors[0])
+        return [one.result() for one in running]
+
+
+def state_of(told: list[Told], shape: Shape, cell: int) -> dict[str, torch.Tensor]:
+    """The whole state, out of a cell's stages."""
+    whole: dict[str, torch.Tensor] = {}
+    for seat in shape.cell(cell):
+        whole |= told[seat][1]
+    return whole
+
+
+SHAPES = [Shape(1, 2), Shape(2, 2), Shape(1, 4), Shape(3, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+def test_the_bits_are_those_of_one_worker(schedule: Schedule, shape: Shape) -> None:
+    applied, state = alone(exact=True)
+    told = together(shape, schedule, exact=True)
+    for found, _ in told:
+        assert found == applied
+    for cell in range(shape.cells):
+        whole = state_of(told, shape, cell)
+        assert whole.keys() == state.keys()
+        assert [name for name in state if not torch.equal(state[name], whole[name])] == []
+        assert state_sha256(whole) == state_sha256(state)
+
+
+def test_sums_of_a_ring_agree_to_rounding() -> None:
+    applied, state = alone(exact=False)
+    told = together(Shape(2, 2), "1f1b", exact=False)
+    for found, _ in told:
+        assert [one.loss for one in found] == pytest.approx([one.loss for one in applied], rel=1e-5)
+        assert [one.notes[:16] for one in found] == [one.notes[:16] for one in applied]
+    for name, value in state_of(told, Shape(2, 2), 1).items():
+        torch.testing.assert_close(value, state[name], rtol=1e-3, atol=1e-5)
+
+
+def test_layers_that_are_computed_again_change_no_buffer_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, state = alone(exact=True)
+    monkeypatch.setattr(f"{__name__}.checkpoint", lambda layers, x, use_reentrant: layers(x))
+    _, plain = alone(exact=True)
+    assert [name for name in state if not torch.equal(state[name], plain[name])] == []
+
+
+class Explodes(Deep):
+    """Its loss is no number for one microbatch of step 1."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        loss, weight = super().loss(model, batch)
+        return loss * (float("nan") if torch.equal(batch["x"], batches(1, (2,))[2][1].batch["x"]) else 1.0), weight
+
+
+def test_a_loss_that_is_no_number_is_told_by_every_stage() -> None:
+    with pytest.raises(TrainingError, match="the loss of step 1 is not finite in shard 2"):
+        together(Shape(2, 2), "1f1b", exact=True, task=Explodes)
+
+
+class Writes(Deep):
+    """Writes into a parameter in its forward pass."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        class Writing(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    self.bias.mul_(0.9)
+                return super().forward(x)
+
+        return {**super().layers(), "frozen": lambda: Writing(8, 8)}
+
+
+def test_what_a_layer_must_not_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "LIMIT_S", 0.5)
+    with pytest.raises(TrainingError, match=r"the loss changed the parameter 'frozen\.bias' in place"):
+        together(Shape(1, 2), "gpipe", exact=False, task=Writes)
+
+
+def test_a_wish_of_any_stage_is_heard_by_all_at_the_same_step() -> None:
+    wishes = {(0, 1): 1, (1, 0): 2}
+
+    def wished(seat: int, step: int) -> Control:
+        made = control()
+        if wishes.get(Shape(2, 2).place(seat)) == step:
+            made.pause(0)
+        return made
+
+    told = together(Shape(2, 2), "1f1b", exact=True, wished=wished)
+    for found, _ in told:
+        assert [one.flags.pause for one in found] == [False, True, True, False]
