@@ -13,7 +13,8 @@ from typing import Literal, Protocol
 from raytrain_plus.collective.world import World
 from raytrain_plus.data.reader import StepBatches
 from raytrain_plus.training.control import Control
-from raytrain_plus.training.evaluation import ShardBatches, evaluate
+from raytrain_plus.training.evaluation import evaluate
+from raytrain_plus.training.figures import ShardBatches
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper

@@ -21,6 +21,7 @@ from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.control import Control
+from raytrain_plus.training.figures import Figures, ShardBatches
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.randomness import LayerKeys
 
@@ -64,6 +65,9 @@ class Passes(Protocol):
     ) -> list[Work]:
         """Leaves the shards' gradients and buffers in the parts, and the header in the first part's rider; the sums of
         both that it has started over `world`."""
+
+    def figures(self, batches: ShardBatches, hosted: Sequence[int], control: Control) -> Figures:
+        """What the held-out batches of the hosted shards give; the same on all stages of a cell."""
 
     def agree(self, step: int, settled: bool, squares: Mapping[str, float]) -> tuple[bool, dict[str, float]]:
         """Whether the sums are settled on all stages of the cell, and the squares of all their gradients' norms."""
@@ -119,6 +123,20 @@ class Whole:
                         (loss * weight).backward()
             part.gradients.end_shard()
         raise AssertionError("a worker in a world hosts at least one shard with rows in every step")
+
+    def figures(self, batches: ShardBatches, hosted: Sequence[int], control: Control) -> Figures:
+        """See `Passes`."""
+        found, part = Figures(), self._part
+        for shard in hosted:
+            part.buffers.restore()
+            found.begin(shard)
+            for index, microbatch in enumerate(batches(shard)):
+                control.check()
+                control.enter("computing")
+                with part.keys.microbatch("evaluate", shard, index):
+                    given = self._task.evaluate(part.module, to_device(microbatch.batch, self._device))
+                found.add(shard, microbatch.rows, given)
+        return found
 
     def agree(self, step: int, settled: bool, squares: Mapping[str, float]) -> tuple[bool, dict[str, float]]:
         """See `Passes`: there is nobody else."""

@@ -7,6 +7,7 @@ that each stage's ring sums it along with the stage's gradients.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +24,13 @@ from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.control import Control
+from raytrain_plus.training.figures import Figures, ShardBatches, checked
+from raytrain_plus.training.model import to_device
 from raytrain_plus.training.passes import Part, on_device, put_header, weighed
 from raytrain_plus.training.randomness import Keyed
+
+AT_ONCE = 16
+"""Held-out microbatches that are on their way through the stages at the same time, at most."""
 
 
 class Staged:
@@ -84,6 +90,23 @@ class Staged:
         ]
         self._handovers.finish()
         return works
+
+    def figures(self, batches: ShardBatches, hosted: Sequence[int], control: Control) -> Figures:
+        """See `passes.Passes`. Of the microbatches the first stage alone has the batches; all know the rows."""
+        found = Figures()
+        for shard in hosted:
+            found.begin(shard)
+            numbered = enumerate(batches(shard))
+            while some := list(itertools.islice(numbered, AT_ONCE)):
+                given = self._pipeline.forward(_HeldOut(self, shard, some, control), len(some))
+                if self._stage == self._last:
+                    for stage in range(self._stages):
+                        self._handovers.send_note("figures", stage, [checked(one) for one in given], stage)
+                told = self._handovers.take_note("figures", self._stage, self._last)
+                for (_, microbatch), one in zip(some, told, strict=True):
+                    found.add(shard, microbatch.rows, one)
+                self._handovers.finish()
+        return found
 
     def agree(self, step: int, settled: bool, squares: Mapping[str, float]) -> tuple[bool, dict[str, float]]:
         """See `passes.Passes`. Who hears all stages of its cell knows that each of them holds its sums."""
@@ -174,3 +197,37 @@ class _Cell:
     def _microbatch(self, number: int) -> Microbatch:
         shard, index = self.places[number]
         return self._shards[shard][index]
+
+
+class _HeldOut:
+    """Some held-out microbatches of a shard, as `chunk.Work`: what stands for the loss are their figures."""
+
+    def __init__(self, staged: Staged, shard: int, some: Sequence[tuple[int, Microbatch]], control: Control) -> None:
+        self._of = staged
+        self._shard = shard
+        self._some = some
+        self._control = control
+
+    def rows(self, number: int) -> int:
+        """See `chunk.Work`."""
+        return self._some[number][1].rows
+
+    def batch(self, number: int) -> Any:
+        """See `chunk.Work`."""
+        return self._some[number][1].batch
+
+    def loss(self, number: int, model: nn.Module, given: Any) -> Any:
+        """See `chunk.Work`."""
+        return self._of._task.evaluate(model, to_device(given, self._of._device))
+
+    @contextmanager
+    def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
+        """See `chunk.Work`."""
+        part = self._of._parts[chunk]
+        self._control.check()
+        self._control.enter("computing")
+        if self._some[number][0] == 0:
+            part.buffers.restore()
+        with part.keys.microbatch("evaluate", self._shard, self._some[number][0]):
+            yield
+        self._control.enter("collective")

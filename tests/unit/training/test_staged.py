@@ -31,8 +31,9 @@ from raytrain_plus.state.holding import saved_model
 from raytrain_plus.state.named import optimizer_state, state_sha256
 from raytrain_plus.training import staged as module
 from raytrain_plus.training.control import Control
+from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.model import build_chunks, build_model
-from raytrain_plus.training.staged import Staged
+from raytrain_plus.training.staged import AT_ONCE, Staged
 from raytrain_plus.training.step import Applied, Stepper
 from tests.unit.parallel.pipeline import cells
 from tests.unit.parallel.pipeline.cells import COMPUTES, Mail, Threads
@@ -147,6 +148,14 @@ def one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             yield
 
     monkeypatch.setattr(module._Cell, "computing", alone)
+    evaluating = module._HeldOut.computing
+
+    @contextmanager
+    def evaluates_alone(self: Any, kind: Kind, chunk: int, number: int) -> Iterator[None]:
+        with COMPUTES, evaluating(self, kind, chunk, number):
+            yield
+
+    monkeypatch.setattr(module._HeldOut, "computing", evaluates_alone)
     apply = Stepper._apply
 
     def applies_alone(self: Stepper, *arguments: Any) -> None:
@@ -192,8 +201,9 @@ def together(
     exact: bool,
     task: type[Task] = Deep,
     wished: Callable[[int, int], Control] = lambda seat, step: control(),
-) -> list[Told]:
-    """What each worker of so many cells of so many stages makes of it."""
+    act: Callable[..., Any] | None = None,
+) -> list[Any]:
+    """What each worker of so many cells of so many stages makes of it, or of `act`."""
     where = holders(schedule, shape.stages)
     names = list(task().layers() or ())
     spans = cut([Layer(name, 1.0, 0) for name in names], len(where))
@@ -202,7 +212,7 @@ def together(
     mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.cells)]
     hosted = host_shards(SHARDS, shape.cells)
 
-    def worker(seat: int) -> Told:
+    def worker(seat: int) -> Any:
         cell, stage = shape.place(seat)
         made = task()
         chunks = [names[first:last] for (first, last), holder in zip(spans, where, strict=True) if holder == stage]
@@ -218,6 +228,8 @@ def together(
             shards=SHARDS,
         )
         world = RingWorld(cell, rings[stage])
+        if act is not None:
+            return act(one, world, hosted[cell], stage == 0)
         applied = [
             one.run(step, batches(step, hosted[cell], data=stage == 0), world, control=wished(seat, step), wait_s=5)
             for step in range(STEPS)
@@ -265,6 +277,36 @@ def test_sums_of_a_ring_agree_to_rounding() -> None:
         assert [one.notes[:16] for one in found] == [one.notes[:16] for one in applied]
     for name, value in state_of(told, Shape(2, 2), 1).items():
         torch.testing.assert_close(value, state[name], rtol=1e-3, atol=1e-5)
+
+
+class Judged(Deep):
+    """Evaluates by two figures."""
+
+    def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        scores = model(batch["x"])
+        return {"loss": F.cross_entropy(scores, batch["y"]), "right": (scores.argmax(1) == batch["y"]).float().mean()}
+
+
+def held_out(shard: int, data: bool = True) -> list[Microbatch]:
+    """As many microbatches as go in three rounds, the last ones short; shard 3 has none."""
+    numbers = () if shard == 3 else range(2 * AT_ONCE + 3)
+    steps = [batches(100 + number, (shard,), data)[shard] for number in numbers]
+    return [one for step in steps for one in step][: 2 * AT_ONCE + 1 + shard]
+
+
+def test_an_evaluation_gives_the_figures_of_one_worker() -> None:
+    def evaluated(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> dict[str, float]:
+        return evaluate(
+            one, lambda shard: held_out(shard, data), hosted, world, shards=SHARDS, step=7, control=control(), wait_s=5
+        )
+
+    made = Judged()
+    one = stepper(made, [build_model(made, SEED, CPU)], exact=True)
+    expected = evaluated(one, SoloWorld(), tuple(range(SHARDS)), True)
+    assert set(expected) == {"loss", "right"}
+    for schedule in ("1f1b", "zero-bubble"):
+        told = together(Shape(2, 2), schedule, exact=True, task=Judged, act=evaluated)
+        assert told == [expected] * 4
 
 
 def test_layers_that_are_computed_again_change_no_buffer_twice(monkeypatch: pytest.MonkeyPatch) -> None:

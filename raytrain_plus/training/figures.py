@@ -1,0 +1,52 @@
+"""What held-out batches give: figures of each, summed over the rows of each shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.errors import TrainingError
+
+ShardBatches = Callable[[int], Iterable[Microbatch]]
+"""The microbatches of one shard's span of the held-out rows, in order."""
+
+
+class Figures:
+    """Sums of what `Task.evaluate` gives, weighted by rows."""
+
+    def __init__(self) -> None:
+        self.names: list[str] | None = None
+        self.figures: dict[int, dict[str, float]] = {}
+        """For each shard."""
+        self.rows: dict[int, int] = {}
+
+    def begin(self, shard: int) -> None:
+        """A shard comes, which may have no rows."""
+        self.figures.setdefault(shard, {})
+        self.rows.setdefault(shard, 0)
+
+    def add(self, shard: int, rows: int, figures: Any) -> None:
+        """Adds what a batch gave. Raises `TrainingError` where that is no dict of numbers, or has other names."""
+        given = checked(figures)
+        if self.names is not None and sorted(given) != self.names:
+            one, other = ", ".join(self.names) or "none", ", ".join(sorted(given)) or "none"
+            raise TrainingError(f"evaluate gave other figures for other batches: {one}, and {other}")
+        self.names = sorted(given)
+        self.begin(shard)
+        sums = self.figures[shard]
+        for name, value in given.items():
+            sums[name] = sums.get(name, 0.0) + value * rows
+        self.rows[shard] += rows
+
+
+def checked(figures: Any) -> dict[str, float]:
+    """Figures as numbers. Raises `TrainingError` where they are none."""
+    if not isinstance(figures, Mapping):
+        raise TrainingError(
+            f"evaluate returned {type(figures).__name__}; expected a dict of name -> mean over the batch"
+        )
+    try:
+        return {str(name): float(value) for name, value in figures.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TrainingError(f"evaluate returned a figure that is no single number: {error}") from error
