@@ -27,12 +27,17 @@ class Reporter:
         self._send = send
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._kept: list[Any] = []
-        self._ending = threading.Event()
+        self._wake = threading.Event()
+        self._ending = False
         self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
 
     def tell(self, record: Any) -> None:
         """Hands over one record; never blocks."""
         self._queue.put(record)
+
+    def soon(self) -> None:
+        """What there is goes now: the controller waits for it."""
+        self._wake.set()
 
     def __enter__(self) -> Reporter:
         self._thread.start()
@@ -42,7 +47,8 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Returns when the controller has what was sent; what was not is in `rest`."""
-        self._ending.set()
+        self._ending = True
+        self._wake.set()
         self._thread.join(FLUSH_S)
 
     def rest(self) -> list[Any]:
@@ -56,7 +62,11 @@ class Reporter:
         return records
 
     def _run(self) -> None:
-        while not self._ending.wait(PERIOD_S):
+        while True:
+            self._wake.wait(PERIOD_S)
+            self._wake.clear()
+            if self._ending:
+                return
             self._kept += self._waiting()
             if not self._kept:
                 continue

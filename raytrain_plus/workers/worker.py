@@ -325,7 +325,7 @@ class Worker:
         assert self._saver is not None
         assert self._stepper.held is not None
         held = self._stepper.held
-        self._saver.begin(self._part(controller, generation, writer, writers))
+        self._saver.begin(self._part(controller, generation, writer, writers, lambda: None))
         self._saver.copy(held, {})
         self._unchanged_since(held)
 
@@ -334,8 +334,10 @@ class Worker:
         if self._stepper.held != held:
             raise RunError("its state changed while it was given out")
 
-    def _part(self, controller: Any, generation: int, writer: int, writers: int) -> Part:
+    def _part(self, controller: Any, generation: int, writer: int, writers: int, report: Callable[[], None]) -> Part:
         def tell(written: Written) -> None:
+            # A checkpoint is one when its step is known to be committed.
+            report()
             for _ in range(TELL_TRIES):
                 with contextlib.suppress(RayError):
                     ray.get(controller.written.remote(written), timeout=FLUSH_S)
@@ -348,9 +350,9 @@ class Worker:
         assert self._stepper is not None
         assert self._saver is not None
         formation = assignment.formation
-        self._saver.begin(self._part(controller, assignment.saved_as, formation.rank, formation.size))
         stepper, control, generation = self._stepper, self._control, assignment.generation
         reporter = Reporter(lambda records: controller.report.remote(self._name, generation, records))
+        self._saver.begin(self._part(controller, assignment.saved_as, formation.rank, formation.size, reporter.soon))
         outcome = Outcome(holds=None, why="interrupted")
         joined = False
         try:

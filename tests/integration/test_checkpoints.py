@@ -294,7 +294,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     undisturbed: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    run = Run(exact(tmp_path, "broken", workers=Workers(min=2), steps=30))
+    run = Run(exact(tmp_path, "broken", workers=Workers(min=2), steps=30, args={"pad_s": 0.02}))
     run.finish()
     [file] = (run.folder / "checkpoints").glob("*00029-*/00001-of-*.safetensors")
     content = bytearray(file.read_bytes())

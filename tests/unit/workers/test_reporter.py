@@ -59,3 +59,15 @@ def test_what_never_arrived_is_in_the_rest(monkeypatch: pytest.MonkeyPatch) -> N
         reporter.tell("a")
         assert tried.wait(5)
     assert reporter.rest() == ["a"]
+
+
+def test_what_is_waited_for_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PERIOD_S", 60.0)
+    monkeypatch.setattr(module.ray, "get", lambda reference, timeout: None)
+    arrived = threading.Event()
+    with Reporter(lambda records: arrived.set()) as reporter:
+        reporter.tell("a")
+        assert not arrived.wait(0.05)
+        reporter.soon()
+        assert arrived.wait(5)
+    assert reporter.rest() == []
