@@ -77,7 +77,13 @@ class Staged:
         """See `passes.Passes`. Of its microbatches the first stage alone has the batches and ids; all know the rows."""
         flags = header.Flags(pause=control.pausing(), save=control.saving(), busy=busy())
         work = _Cell(self, step, shards, control)
+        for stage in range(self._stages):
+            self._handovers.expect_note("agreed", stage, stage)
+            if self._stage == self._last:
+                self._handovers.expect_note("flags", stage, stage)
+        self._handovers.expect_note("header", self._stage, self._last)
         self._handovers.send_note("flags", self._stage, flags, self._last)
+        self._hand_on_batches(work)
         self._pipeline.run(work, len(work.places))
         if self._stage == self._last:
             said = [self._handovers.take_note("flags", stage, stage) for stage in range(self._stages)]
@@ -98,7 +104,9 @@ class Staged:
             found.begin(shard)
             numbered = enumerate(batches(shard))
             while some := list(itertools.islice(numbered, AT_ONCE)):
-                given = self._pipeline.forward(_HeldOut(self, shard, some, control), len(some))
+                work = _HeldOut(self, shard, some, control)
+                self._hand_on_batches(work)
+                given = self._pipeline.forward(work, len(some))
                 if self._stage == self._last:
                     for stage in range(self._stages):
                         self._handovers.send_note("figures", stage, [checked(one) for one in given], stage)
@@ -115,6 +123,13 @@ class Staged:
         told = [self._handovers.take_note("agreed", stage, stage) for stage in range(self._stages)]
         self._handovers.finish()
         return all(one for one, _ in told), {name: value for _, some in told for name, value in some.items()}
+
+    def _hand_on_batches(self, work: _Cell | _HeldOut) -> None:
+        """From where the data is read to where the loss is."""
+        if self._stage == 0:
+            self._handovers.send_note("batch", 0, work.batches, self._last)
+        if self._stage == self._last:
+            work.batches = self._handovers.take_note("batch", 0, 0)
 
     @property
     def _first(self) -> Part:
@@ -134,6 +149,8 @@ class _Cell:
         self._step = step
         self._shards = shards
         self._control = control
+        microbatches = (self._microbatch(number) for number in range(len(self.places)))
+        self.batches = [(one.batch, one.start, one.ids) for one in microbatches]
         self._before = {chunk: part.writes() for chunk, part in staged._parts.items()}
         self._keyed: dict[tuple[int, int], Keyed] = {}
         self._seen: dict[tuple[int, int], dict[str, torch.Tensor | None]] = {}
@@ -150,8 +167,7 @@ class _Cell:
 
     def batch(self, number: int) -> Any:
         """See `chunk.Work`. What the ledger wants to know goes along."""
-        microbatch = self._microbatch(number)
-        return microbatch.batch, microbatch.start, microbatch.ids
+        return self.batches[number]
 
     def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
         """See `chunk.Work`."""
@@ -206,6 +222,7 @@ class _HeldOut:
         self._of = staged
         self._shard = shard
         self._some = some
+        self.batches = [microbatch.batch for _, microbatch in some]
         self._control = control
 
     def rows(self, number: int) -> int:
@@ -214,7 +231,7 @@ class _HeldOut:
 
     def batch(self, number: int) -> Any:
         """See `chunk.Work`."""
-        return self._some[number][1].batch
+        return self.batches[number]
 
     def loss(self, number: int, model: nn.Module, given: Any) -> Any:
         """See `chunk.Work`."""

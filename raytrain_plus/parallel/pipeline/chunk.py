@@ -28,7 +28,7 @@ class Work(Protocol):
         """How many rows it has."""
 
     def batch(self, microbatch: int) -> Any:
-        """The batch itself; asked for where the first chunk is."""
+        """The batch itself; asked for where the first and the last chunk are."""
 
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
         """Its loss, ready for the backward pass; asked for where the first and the last chunk are."""
@@ -82,6 +82,7 @@ class Chunk:
         self._splits = splits
         self._handovers = handovers
         self._work: Work | None = None
+        self._count = 0
         self._open: dict[int, _Open] = {}
         self._given: dict[int, Tensors] = {}
         """What another chunk of this stage has given."""
@@ -92,9 +93,10 @@ class Chunk:
         names = [name for name, _ in layers.named_children()]
         self._last_layer = f"the layer '{names[-1]}'" if names else "the model"
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: Work, microbatches: int) -> None:
         """A step begins: what earlier ones have left, if they were left early, is forgotten."""
         self._work = work
+        self._count = microbatches
         self.most_open = 0
         for kept in (self._open, self._given, self._returned, self._back):
             kept.clear()
@@ -127,7 +129,7 @@ class Chunk:
         """The forward pass of a microbatch; what it gives, the loss where the chunk is the last."""
         given = None if self.is_first else self._take(microbatch)
         work, output = self._working, None
-        batch = self._batch(microbatch)
+        batch = work.batch(microbatch) if self.is_first or self.is_last else None
         with work.computing("F", self.stage_index, microbatch):
             if self.is_last and given is not None:
                 whole = given.whole()
@@ -211,13 +213,6 @@ class Chunk:
     def _rows(self, microbatch: int) -> int:
         return self._working.rows(microbatch)
 
-    def _batch(self, microbatch: int) -> Any:
-        if self.is_first:
-            batch = self._working.batch(microbatch)
-            self._handovers.send_note("batch", microbatch, batch, self._holders[-1])
-            return batch
-        return self._handovers.take_note("batch", microbatch, self._holders[0]) if self.is_last else None
-
     def _up_to_the_end(self, work: Work, microbatch: int, batch: Any) -> Any:
         """Runs the loss up to where it calls the model; what this chunk's layers give then."""
 
@@ -235,6 +230,9 @@ class Chunk:
             return self._given.pop(microbatch)
         before = self.stage_index - 1
         tensors, takes_part = self._handovers.take(before, microbatch, self._rows(microbatch), self._holders[before])
+        if microbatch + 1 < self._count:
+            # It comes while this one is computed.
+            self.get_fwd_recv_ops(microbatch + 1)
         for value, needed in zip(tensors.values, takes_part, strict=True):
             value.requires_grad_(needed and torch.is_grad_enabled())
         return tensors
@@ -243,7 +241,10 @@ class Chunk:
         if microbatch in self._returned:
             return self._returned.pop(microbatch)
         after = self._holders[self.stage_index + 1]
-        return self._handovers.take_gradients(self.stage_index, microbatch, self._rows(microbatch), after)
+        taken = self._handovers.take_gradients(self.stage_index, microbatch, self._rows(microbatch), after)
+        if microbatch + 1 < self._count:
+            self.get_bwd_recv_ops(microbatch + 1)
+        return taken
 
     def _give_back(self, microbatch: int, inputs: list[torch.Tensor]) -> None:
         gradients = [torch.zeros_like(value) if value.grad is None else value.grad for value in inputs]

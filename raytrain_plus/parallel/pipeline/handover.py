@@ -21,7 +21,9 @@ from raytrain_plus.errors import TrainingError
 TENSORS = 14
 """The most tensors that may pass between two layers."""
 _PARTS = TENSORS + 2
-_LENGTH, _BYTES = TENSORS, TENSORS + 1
+_HEAD, _REST = TENSORS, TENSORS + 1
+HEAD_BYTES = 4096
+"""What is no tensor goes in one message of this size, and in a second one where it is longer."""
 _MICROBATCHES = 1 << 16
 """More than a cell ever has in one step."""
 
@@ -111,6 +113,7 @@ class Handovers:
         """(boundary, rows) -> what passes there; a boundary has the number of the chunk before it."""
         self._coming: dict[tuple[Kind, int, int], tuple[list[torch.Tensor], list[Transfer]]] = {}
         self._kept: dict[tuple[Kind, int], bytes] = {}
+        self._heads: dict[tuple[Kind, int, int], tuple[torch.Tensor, Transfer]] = {}
         self._going: list[tuple[torch.Tensor, Transfer, str]] = []
 
     def send(self, boundary: int, microbatch: int, rows: int, tensors: Tensors, to: int, giver: str) -> None:
@@ -174,6 +177,11 @@ class Handovers:
         """The gradients of what was sent, one for each tensor that takes part."""
         return self._taken("backward", boundary, microbatch, rows, giver)
 
+    def expect_note(self, kind: Note, number: int, giver: int) -> None:
+        """Begins to receive it."""
+        if giver != self._peers.rank:
+            self._expect_head(kind, 0, number, giver)
+
     def take_note(self, kind: Note, number: int, giver: int) -> Any:
         """What another stage, or this one itself, has handed on so."""
         kept = self._kept.pop((kind, number), None)
@@ -200,16 +208,34 @@ class Handovers:
         self._going.append((value, transfer, f"stage {to} to take the {kind} pass of microbatch {microbatch}"))
 
     def _send_bytes(self, kind: Kind, boundary: int, microbatch: int, data: bytes, to: int) -> None:
-        self._send(kind, boundary, microbatch, _LENGTH, torch.tensor([len(data)]), to)
-        self._send(kind, boundary, microbatch, _BYTES, torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
+        head = bytearray(HEAD_BYTES)
+        head[:8] = len(data).to_bytes(8, "little")
+        first = data[: HEAD_BYTES - 8]
+        head[8 : 8 + len(first)] = first
+        self._send(kind, boundary, microbatch, _HEAD, torch.frombuffer(head, dtype=torch.uint8), to)
+        rest = bytearray(data[HEAD_BYTES - 8 :])
+        if rest:
+            self._send(kind, boundary, microbatch, _REST, torch.frombuffer(rest, dtype=torch.uint8), to)
+
+    def _expect_head(self, kind: Kind, boundary: int, microbatch: int, giver: int) -> None:
+        key = (kind, boundary, microbatch)
+        if key not in self._heads:
+            into = torch.empty(HEAD_BYTES, dtype=torch.uint8)
+            self._heads[key] = (into, self._peers.receive(into, giver, _tag(kind, boundary, microbatch, _HEAD)))
 
     def _receive_bytes(self, kind: Kind, boundary: int, microbatch: int, giver: int) -> bytes:
         what = f"the {kind} of microbatch {microbatch} from stage {giver}"
-        length = torch.zeros(1, dtype=torch.int64)
-        self._peers.receive(length, giver, _tag(kind, boundary, microbatch, _LENGTH)).finish(what)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        self._peers.receive(data, giver, _tag(kind, boundary, microbatch, _BYTES)).finish(what)
-        return data.numpy().tobytes()
+        self._expect_head(kind, boundary, microbatch, giver)
+        into, transfer = self._heads.pop((kind, boundary, microbatch))
+        transfer.finish(what)
+        head = into.numpy().tobytes()
+        length = int.from_bytes(head[:8], "little")
+        first = head[8 : 8 + length]
+        if len(first) == length:
+            return first
+        rest = torch.empty(length - len(first), dtype=torch.uint8)
+        self._peers.receive(rest, giver, _tag(kind, boundary, microbatch, _REST)).finish(what)
+        return first + rest.numpy().tobytes()
 
 
 def _tag(kind: Kind, boundary: int, microbatch: int, part: int) -> int:

@@ -96,7 +96,7 @@ class Pipeline:
         """Makes the forward and backward passes of a step. Raises what the task's code raises, and `Interrupted` where
         the cell's world breaks."""
         for chunk in self._chunks:
-            chunk.begin(work)
+            chunk.begin(work, microbatches)
         running = self._built.pop(microbatches, None) or self._build(microbatches)
         nothing: list[Any] = [()] * microbatches
         with _silent():
@@ -108,7 +108,7 @@ class Pipeline:
         """Makes forward passes alone, without gradients; what the loss gave, where the last chunk is."""
         found = []
         for chunk in self._chunks:
-            chunk.begin(work)
+            chunk.begin(work, microbatches)
         with torch.no_grad():
             for chunk, after in zip(self._chunks, [*self._chunks[1:], None], strict=True):
                 for microbatch in range(microbatches):

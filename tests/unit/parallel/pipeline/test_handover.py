@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.parallel.pipeline.handover import _KINDS, TENSORS, Handovers, _tag, apart
+from raytrain_plus.parallel.pipeline.handover import _KINDS, HEAD_BYTES, TENSORS, Handovers, _tag, apart
 from tests.unit.parallel.pipeline.cells import Mail, Threads
 
 CPU = torch.device("cpu")
@@ -59,8 +59,8 @@ def test_shapes_are_a_function_of_the_rows_alone(pair: tuple[Handovers, Handover
         one.send(0, microbatch, rows, apart(torch.ones(rows, 2), "x"), 1, "x")
         taken, _ = other.take(0, microbatch, rows, 0)
         assert taken.values[0].shape == (rows, 2)
-    # Five tensors, and twice a length and a description.
-    assert sum(1 for _ in mail) == 5 + 4
+    # Five tensors, and two descriptions.
+    assert len(mail) == 5 + 2
     with pytest.raises(TrainingError, match=r"the layer 'x' gives float32 \[4, 3\] for one microbatch of 4 rows"):
         one.send(0, 9, 4, apart(torch.ones(4, 3), "x"), 1, "the layer 'x'")
 
@@ -76,6 +76,17 @@ def test_batches_pass_whole_to_another_and_to_oneself(pair: tuple[Handovers, Han
     one.send_note("batch", 4, batch, 0)
     assert one.take_note("batch", 4, 0)["words"] == batch["words"]
     assert len(mail) == before
+
+
+@pytest.mark.parametrize("length", [0, 1, HEAD_BYTES - 100, HEAD_BYTES, 10 * HEAD_BYTES])
+def test_notes_of_any_length_pass_expected_or_not(pair: tuple[Handovers, Handovers, Mail], length: int) -> None:
+    one, other, mail = pair
+    for number in range(2):
+        if number:
+            other.expect_note("header", number, 0)
+        one.send_note("header", number, bytes(length), 1)
+        assert other.take_note("header", number, 0) == bytes(length)
+    assert len(mail) == (2 if length < HEAD_BYTES - 50 else 4)
 
 
 @pytest.mark.parametrize(
