@@ -50,6 +50,7 @@ bench: setup  ## this platform beside a bare Horovod loop and torch DDP; what ex
 	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.steps
 	$(BIN)/python -m tests.benchmarks.proof
 	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.checkpoints
+	$(BIN)/python -m tests.benchmarks.pipeline
 
 bench-recovery: setup  ## what the death of a worker costs, here and with the peers (an hour)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[peers]' --no-build-isolation
