@@ -15,7 +15,7 @@ from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.source import index
 from raytrain_plus.elastic.policy import useful_size
-from raytrain_plus.errors import InputError, RunError
+from raytrain_plus.errors import DamagedError, InputError, RunError
 from raytrain_plus.job import Job
 from raytrain_plus.observe.events import read_events
 from raytrain_plus.past import look_back
@@ -246,7 +246,7 @@ def _first_difference(
                 low = middle + 1
                 continue
             tensor = _first_tensor([LocalFolder(folder / name) for name in names], middle)
-        except RunError as error:
+        except (RunError, DamagedError, OSError) as error:
             return f"up to step {high}; the search for the first difference failed: {error}"
         found = f"after step {middle}, first in {tensor}"
         high = middle - 1

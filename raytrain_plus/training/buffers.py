@@ -29,6 +29,12 @@ class Buffers:
         self._owners = {
             name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self._named
         }
+        first = {id(buffer): name for name, buffer in self._named.items()}
+        self._slots = [
+            (first[id(buffer)], module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, buffer in module.named_buffers(remove_duplicate=False)
+        ]
+        """Everywhere in the model where a buffer is: several modules may share one."""
         self._rules = {name: _rule(task, name, buffer) for name, buffer in self._named.items()}
         self.committed = {name: buffer.detach().clone() for name, buffer in self._named.items()}
         means = self._sizes("mean")
@@ -63,35 +69,28 @@ class Buffers:
             for name, buffer in self._named.items():
                 self._put_back(name, buffer)
 
-    def renew(self) -> None:
-        """Puts the committed values into the model, as tensors of their own: what was there before stays as it is, for
-        backward passes that are still to come."""
-        for name, (owner, attribute) in self._owners.items():
-            owner._buffers[attribute] = self.committed[name].clone()
+    def renew(self, committed: bool) -> None:
+        """Puts the committed values into the model, or the present ones, as tensors of their own: what was there before
+        stays as it is, for backward passes that are still to come."""
+        self._put(_copied([self.committed[name] for name, _, _ in self._slots] if committed else self.seen()))
 
-    def seen(self) -> dict[str, torch.Tensor | None]:
-        """Copies of those that are others than the committed ones."""
-        # Values are compared, because batch normalisation writes without raising its tensors' version.
-        present = self._present().items()
-        return {name: _copied(value) for name, value in present if not _alike(value, self.committed[name])}
+    def seen(self) -> list[torch.Tensor | None]:
+        """What is in the model now."""
+        return [owner._buffers[attribute] for _, owner, attribute in self._slots]
 
     @contextlib.contextmanager
-    def swapped(self, seen: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+    def swapped(self, seen: Sequence[torch.Tensor | None]) -> Iterator[None]:
         """For a backward pass, which may compute parts of its forward pass again: while it is open, the model has what
         it had when that was seen; what becomes of it counts for nothing."""
-        present = self._present()
-        self._put(seen)
+        present = self.seen()
+        self._put(_copied(seen))
         try:
             yield
         finally:
-            self._put({name: present[name] for name in seen})
+            self._put(present)
 
-    def _present(self) -> dict[str, torch.Tensor | None]:
-        return {name: owner._buffers[attribute] for name, (owner, attribute) in self._owners.items()}
-
-    def _put(self, values: Mapping[str, torch.Tensor | None]) -> None:
-        for name, value in values.items():
-            owner, attribute = self._owners[name]
+    def _put(self, values: Sequence[torch.Tensor | None]) -> None:
+        for (_, owner, attribute), value in zip(self._slots, values, strict=True):
             owner._buffers[attribute] = value
 
     def _put_back(self, name: str, buffer: torch.Tensor) -> None:
@@ -149,12 +148,10 @@ class Buffers:
                 self._put_back(name, buffer)
 
 
-def _copied(value: torch.Tensor | None) -> torch.Tensor | None:
-    return None if value is None else value.clone()
-
-
-def _alike(value: torch.Tensor | None, committed: torch.Tensor) -> bool:
-    return value is not None and value.dtype == committed.dtype and torch.equal(value, committed)
+def _copied(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Copies; what is the same tensor stays the same."""
+    copies = {id(value): None if value is None else value.clone() for value in values}
+    return [copies[id(value)] for value in values]
 
 
 def _rule(task: Task, name: str, buffer: torch.Tensor) -> BufferRule:

@@ -54,6 +54,7 @@ def build_chunks(task: Task, seed: int, device: torch.device, chunks: Sequence[S
             where="parallel.pipeline",
             expected="layers(), or a model() that is an nn.Sequential with each module in it once",
         )
+    _check_apart(children)
     return tuple(
         Built(nn.Sequential(OrderedDict((name, children[name]) for name in names)).to(device), tuple(names))
         for names in chunks
@@ -79,6 +80,20 @@ def _whole(task: Task, seed: int) -> nn.Module:
     module = task.model()
     _check_module(module, "model()")
     return module
+
+
+def _check_apart(children: Mapping[str, nn.Module]) -> None:
+    """Raises `TaskError` where two layers share a tensor: on two stages each would have one of its own."""
+    owners: dict[int, str] = {}
+    for name, child in children.items():
+        for own, value in (*child.named_parameters(), *child.named_buffers()):
+            other = owners.setdefault(id(value), name)
+            if other != name:
+                raise TaskError(
+                    f"'{name}.{own}' is a tensor of the layer '{other}', too, and could be on another stage",
+                    where="parallel.pipeline",
+                    expected="layers that share no parameter and no buffer",
+                )
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:

@@ -147,13 +147,13 @@ class Whole:
         return weighed(self._task, self._part.module, batch, microbatch.rows)
 
 
-def on_device(batch: Any, device: torch.device, part: Part) -> Any:
-    """A batch where the model is.
+def on_device(batch: Any, device: torch.device, part: Part, again: bool = False) -> Any:
+    """A batch where the model is; `again`: it is taken once more.
 
     An exact sum may need the step once more, and the same bits from it: a task that writes into its batch writes into a
     copy, which lies in memory alike wherever the rows came from.
     """
-    return to_device(batch, device, copy=bool(part.gradients.exact or part.buffers.exact))
+    return to_device(batch, device, copy=again or bool(part.gradients.exact or part.buffers.exact))
 
 
 def weighed(task: Task, model: nn.Module, batch: Any, rows: int) -> tuple[torch.Tensor, float]:

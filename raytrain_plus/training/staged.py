@@ -58,6 +58,8 @@ class Staged:
         own = [chunk for chunk, stage in enumerate(where) if stage == peers.rank]
         self._parts = dict(zip(own, parts, strict=True))
         self._last = where[-1]
+        self._twice = where[0] == where[-1]
+        """Whether the task's loss is begun and ended on the same stage, with the same batch."""
         self._pipeline = Pipeline(
             schedule,
             [
@@ -75,6 +77,8 @@ class Staged:
         busy: Callable[[], bool],
     ) -> list[Work]:
         """See `passes.Passes`. Of its microbatches the first stage alone has the batches and ids; all know the rows."""
+        # Until the first activations come, others are waited for.
+        control.enter("collective")
         flags = header.Flags(pause=control.pausing(), save=control.saving(), busy=busy())
         work = _Cell(self, step, shards, control)
         for stage in range(self._stages):
@@ -103,7 +107,9 @@ class Staged:
         for shard in hosted:
             found.begin(shard)
             numbered = enumerate(batches(shard))
+            control.enter("data")
             while some := list(itertools.islice(numbered, AT_ONCE)):
+                control.enter("collective")
                 work = _HeldOut(self, shard, some, control)
                 self._hand_on_batches(work)
                 given = self._pipeline.forward(work, len(some))
@@ -114,6 +120,7 @@ class Staged:
                 for (_, microbatch), one in zip(some, told, strict=True):
                     found.add(shard, microbatch.rows, one)
                 self._handovers.finish()
+                control.enter("data")
         return found
 
     def agree(self, step: int, settled: bool, squares: Mapping[str, float]) -> tuple[bool, dict[str, float]]:
@@ -153,7 +160,7 @@ class _Cell:
         self.batches = [(one.batch, one.start, one.ids) for one in microbatches]
         self._before = {chunk: part.writes() for chunk, part in staged._parts.items()}
         self._keyed: dict[tuple[int, int], Keyed] = {}
-        self._seen: dict[tuple[int, int], dict[str, torch.Tensor | None]] = {}
+        self._seen: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._sums: dict[int, list[Any]] = {}
         """For each shard: where it starts, rows, ids, weight, loss."""
 
@@ -174,7 +181,7 @@ class _Cell:
         batch, start, ids = given
         rows = self.rows(number)
         part = self._of._first
-        loss, weight = weighed(self._of._task, model, on_device(batch, self._of._device, part), rows)
+        loss, weight = weighed(self._of._task, model, on_device(batch, self._of._device, part, self._of._twice), rows)
         shard, _ = self.places[number]
         sums = self._sums.setdefault(shard, [start, 0, 0, 0.0, 0.0])
         sums[1] += rows
@@ -191,8 +198,7 @@ class _Cell:
         self._control.check()
         self._control.enter("computing")
         if kind == "F":
-            if index == 0:
-                part.buffers.renew()
+            part.buffers.renew(committed=index == 0)
             with part.keys.microbatch(self._step, shard, index) as self._keyed[chunk, number]:
                 yield
             part.check_unchanged(self._before[chunk])
@@ -235,7 +241,8 @@ class _HeldOut:
 
     def loss(self, number: int, model: nn.Module, given: Any) -> Any:
         """See `chunk.Work`."""
-        return self._of._task.evaluate(model, to_device(given, self._of._device))
+        batch = to_device(given, self._of._device, copy=self._of._twice)
+        return self._of._task.evaluate(model, batch)
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:

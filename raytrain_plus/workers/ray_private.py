@@ -66,10 +66,12 @@ def end_our_own_ray() -> None:
         node = worker._global_node
         return [] if node is None else [info.process for info in node.all_processes.get("monitor", [])]
 
-    for process in _or_nothing(watcher, "Ray takes a second longer to end") or []:
-        process.kill()
-        process.wait(timeout=WATCHER_S)
-    ray.shutdown()
+    try:
+        for process in _or_nothing(watcher, "Ray takes a second longer to end") or []:
+            process.kill()
+            process.wait(timeout=WATCHER_S)
+    finally:
+        ray.shutdown()
 
 
 @contextlib.contextmanager

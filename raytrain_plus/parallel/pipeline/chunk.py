@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -46,7 +46,8 @@ class _Open:
     outputs: list[torch.Tensor]
     """The same; of the last chunk, the loss."""
     gradients: list[torch.Tensor] | None = None
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[dict[str, Any]] | None = None
+    """What is left to do for the weights; None where all is."""
 
 
 class Chunk:
@@ -83,6 +84,8 @@ class Chunk:
         self._handovers = handovers
         self._work: Work | None = None
         self._count = 0
+        self._follows: list[bool] | None = None
+        """Of each output, whether it depends on an input."""
         self._open: dict[int, _Open] = {}
         self._given: dict[int, Tensors] = {}
         """What another chunk of this stage has given."""
@@ -90,6 +93,8 @@ class Chunk:
         """The gradients that another chunk of this stage has given back."""
         self._back: dict[int, list[torch.Tensor]] = {}
         """The gradients to give back."""
+        first = next(layers.children(), layers)
+        self._writes = any(getattr(module, "inplace", False) for module in first.modules())
         names = [name for name, _ in layers.named_children()]
         self._last_layer = f"the layer '{names[-1]}'" if names else "the model"
 
@@ -128,6 +133,10 @@ class Chunk:
     def forward_one_chunk(self, microbatch: int, *unused: Any, **also_unused: Any) -> Any:
         """The forward pass of a microbatch; what it gives, the loss where the chunk is the last."""
         given = None if self.is_first else self._take(microbatch)
+        inputs = [value for value in given.values if value.requires_grad] if given is not None else []
+        if given is not None and self._writes:
+            # The first layer writes in place, which the leaf of a graph does not bear.
+            given = Tensors([value.clone() for value in given.values], given.tree)
         work, output = self._working, None
         batch = work.batch(microbatch) if self.is_first or self.is_last else None
         with work.computing("F", self.stage_index, microbatch):
@@ -139,7 +148,6 @@ class Chunk:
                 output = self.submod(given.whole())
             else:
                 output = self._up_to_the_end(work, microbatch, batch)
-        inputs = [value for value in given.values if value.requires_grad] if given is not None else []
         if self.is_last:
             self._keep(microbatch, _Open(inputs, [output]))
             return output
@@ -166,11 +174,9 @@ class Chunk:
             del self._open[microbatch]
         else:
             with self._working.computing("I", self.stage_index, microbatch):
-                # The first chunk's input needs no gradient: it has all to do when the weights' turn comes.
-                if not self.is_first:
-                    _, now.groups = stage_backward_input(
-                        now.outputs, now.gradients, now.inputs, self.submod.parameters()
-                    )
+                # Where no input needs a gradient, the weights' turn is for all of it.
+                if now.inputs:
+                    self._backward_input(now)
         if not self.is_first:
             self._give_back(microbatch, now.inputs)
 
@@ -178,7 +184,7 @@ class Chunk:
         """What is left of the backward pass of a microbatch: the gradients of the weights."""
         now = self._open.pop(microbatch)
         with self._working.computing("W", self.stage_index, microbatch):
-            if self.is_first:
+            if now.groups is None:
                 torch.autograd.backward(now.outputs, now.gradients)
             else:
                 stage_backward_weight(self.submod.parameters(), now.groups)
@@ -212,6 +218,24 @@ class Chunk:
 
     def _rows(self, microbatch: int) -> int:
         return self._working.rows(microbatch)
+
+    def _backward_input(self, now: _Open) -> None:
+        """The gradients of a chunk's inputs, and what its weights' need of that.
+
+        An output that depends on no input, but on weights, would be left out: its backward pass is made whole.
+        """
+        gradients: list[Any] = [None] * len(now.outputs) if now.gradients is None else list(now.gradients)
+        if self._follows is None or len(self._follows) != len(now.outputs):
+            # A function of the layers, and walking their graph takes long.
+            self._follows = [_depends(output, now.inputs) for output in now.outputs]
+        pairs = list(zip(now.outputs, gradients, strict=True))
+        alone = [pair for pair, follows in zip(pairs, self._follows, strict=True) if not follows]
+        if alone:
+            torch.autograd.backward([output for output, _ in alone], [gradient for _, gradient in alone])
+        rest = [pair for pair, follows in zip(pairs, self._follows, strict=True) if follows]
+        given = None if now.gradients is None else [gradient for _, gradient in rest]
+        outputs = [output for output, _ in rest]
+        _, now.groups = stage_backward_input(outputs, given, now.inputs, self.submod.parameters())
 
     def _up_to_the_end(self, work: Work, microbatch: int, batch: Any) -> Any:
         """Runs the loss up to where it calls the model; what this chunk's layers give then."""
@@ -260,6 +284,22 @@ class Chunk:
             self.most_open = max(self.most_open, len(self._open))
 
 
+def _depends(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether an output of a graph depends on one of its leaves."""
+    leaves = {id(value) for value in inputs}
+    waiting: list[Any] = [output.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        waiting += [after for after, _ in node.next_functions]
+    return False
+
+
 class _Handed(BaseException):
     """Leaves the task's loss where it calls the model."""
 
@@ -276,11 +316,19 @@ class _Stand(nn.Module):
         self.training = layers.training
         self._run = run
         self._called = False
+        self._grad = torch.is_grad_enabled()
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         if self._called:
             raise TrainingError("the loss calls the model more than once, which is not possible with parallel.pipeline")
         self._called = True
+        modes = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        if modes or torch.is_grad_enabled() != self._grad:
+            what = f"torch.autocast for {modes[0]}" if modes else "another gradient mode"
+            raise TrainingError(
+                f"the loss calls the model under {what}, which the stages of parallel.pipeline between the first and "
+                "the last would not see: enter it in the layers' own forward"
+            )
         return self._run(*arguments, **named)
 
     def named_modules(self, *arguments: Any, **named: Any) -> Iterator[Any]:

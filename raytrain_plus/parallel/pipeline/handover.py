@@ -100,7 +100,10 @@ class _Form:
         )
 
     def __str__(self) -> str:
-        return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape, _ in self.forms)
+        return ", ".join(
+            f"{str(dtype).removeprefix('torch.')} {list(shape)}{'' if takes_part else ' without a gradient'}"
+            for dtype, shape, takes_part in self.forms
+        )
 
 
 class Handovers:
@@ -109,21 +112,23 @@ class Handovers:
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self._peers = peers
         self._device = device
-        self._forms: dict[tuple[int, int], _Form] = {}
-        """(boundary, rows) -> what passes there; a boundary has the number of the chunk before it."""
+        self._forms: dict[tuple[int, int, bool], _Form] = {}
+        """(boundary, rows, whether gradients are wanted) -> what passes there; a boundary has the number of the chunk
+        before it."""
         self._coming: dict[tuple[Kind, int, int], tuple[list[torch.Tensor], list[Transfer]]] = {}
         self._kept: dict[tuple[Kind, int], bytes] = {}
         self._heads: dict[tuple[Kind, int, int], tuple[torch.Tensor, Transfer]] = {}
-        self._going: list[tuple[torch.Tensor, Transfer, str]] = []
+        self._going: dict[tuple[Kind, int, int], list[tuple[torch.Tensor, Transfer, str]]] = {}
 
     def send(self, boundary: int, microbatch: int, rows: int, tensors: Tensors, to: int, giver: str) -> None:
         """Starts to hand activations on. `giver` names the layer that they come from.
 
         Raises `TrainingError` where they look unlike those of another microbatch of as many rows.
         """
-        form, known = _Form.of(tensors), self._forms.get((boundary, rows))
+        key = (boundary, rows, torch.is_grad_enabled())
+        form, known = _Form.of(tensors), self._forms.get(key)
         if known is None:
-            self._forms[boundary, rows] = form
+            self._forms[key] = form
             self._send_bytes("forward", boundary, microbatch, form.to_bytes(), to)
         elif known != form:
             raise TrainingError(
@@ -148,7 +153,8 @@ class Handovers:
 
     def expect(self, kind: Pass, boundary: int, microbatch: int, rows: int, giver: int) -> None:
         """Begins to receive, where it is known what comes."""
-        form, key = self._forms.get((boundary, rows)), (kind, boundary, microbatch)
+        form = self._forms.get((boundary, rows, torch.is_grad_enabled()))
+        key = (kind, boundary, microbatch)
         if form is None or key in self._coming:
             return
         into = [
@@ -166,16 +172,19 @@ class Handovers:
 
     def take(self, boundary: int, microbatch: int, rows: int, giver: int) -> tuple[Tensors, list[bool]]:
         """The activations of a microbatch, and which of them take part in the backward pass."""
-        if (boundary, rows) not in self._forms:
-            text = self._receive_bytes("forward", boundary, microbatch, giver)
-            self._forms[boundary, rows] = _Form.from_bytes(text)
-        form = self._forms[boundary, rows]
+        key = (boundary, rows, torch.is_grad_enabled())
+        if key not in self._forms:
+            self._forms[key] = _Form.from_bytes(self._receive_bytes("forward", boundary, microbatch, giver))
+        form = self._forms[key]
         values = self._taken("forward", boundary, microbatch, rows, giver)
         return Tensors(values, form.tree), [takes_part for _, _, takes_part in form.forms]
 
     def take_gradients(self, boundary: int, microbatch: int, rows: int, giver: int) -> list[torch.Tensor]:
         """The gradients of what was sent, one for each tensor that takes part."""
-        return self._taken("backward", boundary, microbatch, rows, giver)
+        taken = self._taken("backward", boundary, microbatch, rows, giver)
+        # What these are the gradients of has arrived: nothing keeps it any more.
+        self._finish("forward", boundary, microbatch)
+        return taken
 
     def expect_note(self, kind: Note, number: int, giver: int) -> None:
         """Begins to receive it."""
@@ -190,8 +199,11 @@ class Handovers:
 
     def finish(self) -> None:
         """Waits until all that was sent has arrived. Raises `Interrupted` where the world breaks."""
-        going, self._going = self._going, []
-        for _, transfer, what in going:
+        for key in list(self._going):
+            self._finish(*key)
+
+    def _finish(self, kind: Kind, boundary: int, microbatch: int) -> None:
+        for _, transfer, what in self._going.pop((kind, boundary, microbatch), ()):
             transfer.finish(what)
 
     def _taken(self, kind: Pass, boundary: int, microbatch: int, rows: int, giver: int) -> list[torch.Tensor]:
@@ -205,7 +217,8 @@ class Handovers:
         value = value.contiguous()
         transfer = self._peers.send(value, to, _tag(kind, boundary, microbatch, part))
         # It is read until it has arrived.
-        self._going.append((value, transfer, f"stage {to} to take the {kind} pass of microbatch {microbatch}"))
+        what = f"stage {to} to take the {kind} pass of microbatch {microbatch}"
+        self._going.setdefault((kind, boundary, microbatch), []).append((value, transfer, what))
 
     def _send_bytes(self, kind: Kind, boundary: int, microbatch: int, data: bytes, to: int) -> None:
         head = bytearray(HEAD_BYTES)

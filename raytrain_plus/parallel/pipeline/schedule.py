@@ -97,6 +97,9 @@ class Pipeline:
         the cell's world breaks."""
         for chunk in self._chunks:
             chunk.begin(work, microbatches)
+        if amiss(self._schedule, self._chunks[0].group_size, microbatches):
+            self._in_turn(microbatches)
+            return
         running = self._built.pop(microbatches, None) or self._build(microbatches)
         nothing: list[Any] = [()] * microbatches
         with _silent():
@@ -118,6 +121,24 @@ class Pipeline:
                     elif after is not None and after.stage_index == chunk.stage_index + 1:
                         after.set_local_fwd_input(output, microbatch)
         return found
+
+    def _in_turn(self, microbatches: int) -> None:
+        """All forward passes, then all backward passes, chunk by chunk: for what the schedule does not bear, as the
+        last step of a job may be."""
+        pairs = list(zip(self._chunks, [*self._chunks[1:], None], strict=True))
+        losses: list[Any] = [None] * microbatches
+        for chunk, after in pairs:
+            for microbatch in range(microbatches):
+                output = chunk.forward_one_chunk(microbatch)
+                if chunk.is_last:
+                    losses[microbatch] = output
+                elif after is not None and after.stage_index == chunk.stage_index + 1:
+                    after.set_local_fwd_input(output, microbatch)
+        for chunk, after in reversed(pairs):
+            for microbatch in range(microbatches):
+                if after is not None and after.stage_index == chunk.stage_index + 1:
+                    chunk.set_local_bwd_input(after.get_local_bwd_output(microbatch), microbatch)
+                chunk.backward_one_chunk(microbatch, losses[microbatch] if chunk.is_last else None)
 
     def _build(self, microbatches: int) -> Any:
         made = _CLASSES[self._schedule](

@@ -22,7 +22,7 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.elastic.view import host_shards
-from raytrain_plus.errors import Interrupted, TrainingError
+from raytrain_plus.errors import Interrupted, TaskError, TrainingError
 from raytrain_plus.parallel.mesh import Shape
 from raytrain_plus.parallel.pipeline.cut import Layer, cut
 from raytrain_plus.parallel.pipeline.schedule import Schedule, holders
@@ -54,6 +54,22 @@ class Checkpointed(nn.Module):
         return found
 
 
+class Drifts(nn.Module):
+    """Multiplies by a buffer that it has just written to, so that the backward pass needs that value."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.register_buffer("mean", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return torch.tanh(x * self.mean * self.weight)
+
+
 class Deep(Task):
     """BatchNorm, dropout, a frozen layer, a counter, noise in the loss, weights, clipping, AdamW with a scheduler."""
 
@@ -66,7 +82,7 @@ class Deep(Task):
             "frozen": lambda: nn.Linear(8, 8).requires_grad_(False),
             # No bias before BatchNorm: its gradient is rounding alone, which AdamW makes whole steps of.
             "middle": lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)),
-            "act": nn.Tanh,
+            "act": Drifts,
             "out": lambda: nn.Linear(8, 3),
         }
 
@@ -295,18 +311,61 @@ def held_out(shard: int, data: bool = True) -> list[Microbatch]:
 
 
 def test_an_evaluation_gives_the_figures_of_one_worker() -> None:
-    def evaluated(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> dict[str, float]:
-        return evaluate(
-            one, lambda shard: held_out(shard, data), hosted, world, shards=SHARDS, step=7, control=control(), wait_s=5
-        )
+    def evaluated(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> list[Any]:
+        told: list[Any] = []
+        for step in range(2):
+            told.append(one.run(step, batches(step, hosted, data), world, control=control(), wait_s=5).loss)
+            told.append(
+                evaluate(
+                    one,
+                    lambda shard: held_out(shard, data),
+                    hosted,
+                    world,
+                    shards=SHARDS,
+                    step=step,
+                    control=control(),
+                    wait_s=5,
+                )
+            )
+        return told
 
     made = Judged()
     one = stepper(made, [build_model(made, SEED, CPU)], exact=True)
     expected = evaluated(one, SoloWorld(), tuple(range(SHARDS)), True)
-    assert set(expected) == {"loss", "right"}
+    assert set(expected[1]) == {"loss", "right"}
     for schedule in ("1f1b", "zero-bubble"):
         told = together(Shape(2, 2), schedule, exact=True, task=Judged, act=evaluated)
         assert told == [expected] * 4
+
+
+class Rewrites(Judged):
+    """Writes into its batch."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        batch["y"].add_(1).remainder_(3)
+        return super().loss(model, batch)
+
+
+def test_a_loss_that_writes_into_its_batch_writes_into_it_once() -> None:
+    applied, _ = alone(exact=False, task=Rewrites)
+    for schedule in ("1f1b", "zero-bubble"):
+        for found, _ in together(Shape(1, 2), schedule, exact=False, task=Rewrites):
+            assert [one.loss for one in found] == pytest.approx([one.loss for one in applied], rel=1e-5)
+
+
+class Tied(Task):
+    """Two layers share their weights."""
+
+    def model(self) -> nn.Module:
+        made = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        made[2].weight = made[0].weight
+        return made
+
+
+def test_layers_that_share_weights_are_not_cut_apart_in_silence() -> None:
+    with pytest.raises(TaskError, match=r"'2\.weight' is a tensor of the layer '0', too"):
+        build_chunks(Tied(), SEED, CPU, [["0", "1"], ["2"]])
+    assert build_model(Tied(), SEED, CPU).layers == ("0", "1", "2")
 
 
 def test_layers_that_are_computed_again_change_no_buffer_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_shapes_are_a_function_of_the_rows_alone(pair: tuple[Handovers, Handover
         assert taken.values[0].shape == (rows, 2)
     # Five tensors, and two descriptions.
     assert len(mail) == 5 + 2
-    with pytest.raises(TrainingError, match=r"the layer 'x' gives float32 \[4, 3\] for one microbatch of 4 rows"):
+    with pytest.raises(TrainingError, match=r"the layer 'x' gives float32 \[4, 3\] without a gradient for one"):
         one.send(0, 9, 4, apart(torch.ones(4, 3), "x"), 1, "the layer 'x'")
 
 

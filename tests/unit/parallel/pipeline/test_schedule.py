@@ -70,9 +70,9 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(smoothed, batch["y"])
 
 
-def build(spans: tuple[str, ...] | None = None) -> nn.Sequential:
+def build(spans: tuple[str, ...] | None = None, of: Layers | None = None) -> nn.Sequential:
     made: OrderedDict[str, nn.Module] = OrderedDict()
-    for name, make in layers().items():
+    for name, make in (of or layers()).items():
         if spans is None or name in spans:
             set_random_key(random_key(1, name))
             made[name] = make()
@@ -127,9 +127,11 @@ def _key(microbatch: int, name: str) -> Callable[..., None]:
     return lambda module, inputs: set_random_key(random_key(2, microbatch, name))
 
 
-def in_one_piece(microbatches: int) -> tuple[nn.Module, dict[int, float]]:
-    model = build()
-    step = Step(model)
+def in_one_piece(
+    microbatches: int, of: Layers | None = None, the_loss: Loss = loss
+) -> tuple[nn.Module, dict[int, float]]:
+    model = build(of=of)
+    step = Step(model, the_loss)
     for microbatch in range(microbatches):
         with step.computing("F", 0, microbatch):
             scaled = step.loss(microbatch, model, batch(microbatch))
@@ -144,10 +146,11 @@ def in_stages(
     the_loss: Loss = loss,
     steps: int = 1,
     only_forward: bool = False,
+    of: Layers | None = None,
 ) -> list[tuple[list[Chunk], Step]]:
     """Each stage's chunks, and what its step was."""
     where = holders(schedule, stages)
-    names = list(layers())
+    names = list(of or layers())
     costs = [Layer(name, 1.0, 0) for name in names]
     spans = cut(costs, len(where))
     assert spans is not None
@@ -158,7 +161,7 @@ def in_stages(
         for number, (first, last) in enumerate(spans):
             if where[number] == peers.rank:
                 with COMPUTES:
-                    model = build(tuple(names[first:last]))
+                    model = build(tuple(names[first:last]), of)
                 chunks.append(Chunk(model, number, where, CPU, handovers, splits(schedule)))
         pipeline = Pipeline(schedule, chunks)
         for _ in range(steps):
@@ -254,6 +257,101 @@ def test_forward_passes_alone(schedule: Schedule) -> None:
     assert given == step.losses
 
 
+class Frozen(nn.Linear):
+    """Learns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 8)
+        self.requires_grad_(False)
+
+
+class Scale(nn.Module):
+    """Gives, beside what it makes of its input, something that depends on its weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * self.weight, self.weight.exp()
+
+
+class Scaled(nn.Module):
+    """Takes both."""
+
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return given[0] * given[1]
+
+
+def behind(*inner: Callable[[], nn.Module]) -> Layers:
+    """Four layers, or as many more as a cut needs, with these where the second half begins."""
+    front: list[Callable[[], nn.Module]] = [lambda: nn.Linear(6, 8), lambda: nn.Linear(8, 8)]
+    made = [*front, *inner, lambda: nn.Linear(8, 3)]
+    return {str(number): make for number, make in enumerate(made)}
+
+
+ODD: dict[str, Layers] = {
+    "a first chunk that learns nothing": {
+        "0": Frozen,
+        "1": nn.Tanh,
+        "2": lambda: nn.Linear(8, 8),
+        "3": lambda: nn.Linear(8, 3),
+    },
+    "a layer that writes in place behind a cut": behind(lambda: nn.ReLU(inplace=True)),
+    "an output that depends on weights alone": behind(Scale, Scaled),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("what", ODD)
+def test_odd_layers_come_to_the_same(schedule: Schedule, what: str) -> None:
+    whole, losses = in_one_piece(4, ODD[what])
+    found = in_stages(schedule, 2, 4, of=ODD[what])
+    [given] = [step.losses for chunks, step in found if any(chunk.is_last for chunk in chunks)]
+    assert given == losses
+    gradients = dict(whole.named_parameters())
+    for chunks, _ in found:
+        for name, value in (pair for chunk in chunks for pair in chunk.submod.named_parameters()):
+            assert value.requires_grad == (gradients[name].grad is not None)
+            if value.requires_grad:
+                torch.testing.assert_close(value.grad, gradients[name].grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches"),
+    [
+        ("1f1b", 4, 1),
+        ("1f1b", 4, 3),
+        ("interleaved", 2, 5),
+        ("interleaved", 4, 9),
+        ("zero-bubble", 4, 1),
+        ("zero-bubble", 4, 3),
+    ],
+)
+def test_numbers_of_microbatches_that_a_schedule_does_not_bear(
+    schedule: Schedule, stages: int, microbatches: int
+) -> None:
+    whole, losses = in_one_piece(microbatches)
+    found = in_stages(schedule, stages, microbatches)
+    [given] = [step.losses for chunks, step in found if any(chunk.is_last for chunk in chunks)]
+    assert given == losses
+    gradients = dict(whole.named_parameters())
+    for chunks, _ in found:
+        for name, value in (pair for chunk in chunks for pair in chunk.submod.named_parameters()):
+            assert torch.equal(value.grad, gradients[name].grad), name
+
+
+def casts(model: nn.Module, given: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss(model, given)
+
+
+def silences(model: nn.Module, given: Any) -> torch.Tensor:
+    with torch.no_grad():
+        model(given["x"])
+    return loss(model, given)
+
+
 def twice(model: nn.Module, given: Any) -> torch.Tensor:
     return loss(model, given) + loss(model, given)
 
@@ -280,6 +378,8 @@ def fails(model: nn.Module, given: Any) -> torch.Tensor:
     ("the_loss", "words"),
     [
         (twice, "the loss calls the model more than once"),
+        (casts, r"under torch.autocast for cpu, which the stages"),
+        (silences, "under another gradient mode"),
         (looks, "the loss looks at its parameters in the model"),
         (inside, "the loss looks at 'out' in the model"),
         (without, "the loss never calls the model"),
