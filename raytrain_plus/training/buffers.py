@@ -26,15 +26,14 @@ class Buffers:
         `label` tells its sums from those of other parts of the model."""
         self._label = label
         self._named = dict(module.named_buffers())
-        self._owners = {
-            name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self._named
-        }
         first = {id(buffer): name for name, buffer in self._named.items()}
         self._slots = [
             (first[id(buffer)], module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, buffer in module.named_buffers(remove_duplicate=False)
         ]
         """Everywhere in the model where a buffer is: several modules may share one."""
+        self._owners = {name: (owner, attribute) for name, owner, attribute in reversed(self._slots)}
+        """The first of these for each."""
         self._rules = {name: _rule(task, name, buffer) for name, buffer in self._named.items()}
         self.committed = {name: buffer.detach().clone() for name, buffer in self._named.items()}
         means = self._sizes("mean")
@@ -67,7 +66,9 @@ class Buffers:
         """Puts the committed values into the model."""
         with torch.no_grad():
             for name, buffer in self._named.items():
-                self._put_back(name, buffer)
+                buffer.copy_(self.committed[name])
+        # A forward pass may have put other tensors in their places.
+        self._put([self._named[name] for name, _, _ in self._slots])
 
     def renew(self, committed: bool) -> None:
         """Puts the committed values into the model, or the present ones, as tensors of their own: what was there before
@@ -92,12 +93,6 @@ class Buffers:
     def _put(self, values: Sequence[torch.Tensor | None]) -> None:
         for (_, owner, attribute), value in zip(self._slots, values, strict=True):
             owner._buffers[attribute] = value
-
-    def _put_back(self, name: str, buffer: torch.Tensor) -> None:
-        buffer.copy_(self.committed[name])
-        owner, attribute = self._owners[name]
-        # A forward pass may have put another tensor in its place.
-        owner._buffers[attribute] = buffer
 
     def end_shard(self, shard: int, rows: int) -> None:
         """Adds what the shard's forward passes left in the buffers."""
@@ -145,7 +140,7 @@ class Buffers:
                     if self._rules[name] == "mean":
                         value = value / rows + self.committed[name]
                     self.committed[name].copy_(value)
-                self._put_back(name, buffer)
+        self.restore()
 
 
 def _copied(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -30,10 +30,16 @@ class ShardReport:
     """What one shard says of its part of a step, as in `data.ledger.NOTE`."""
 
     start: int
-    rows: int
-    ids: int
-    weight: float
-    loss: float
+    rows: int = 0
+    ids: int = 0
+    weight: float = 0.0
+    loss: float = 0.0
+
+    def plus(self, rows: int, ids: int, weight: float, loss: float) -> ShardReport:
+        """With one more microbatch, of that mean loss and that weight."""
+        return ShardReport(
+            self.start, self.rows + rows, (self.ids + ids) % 2**64, self.weight + weight, self.loss + loss * weight
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,20 +97,16 @@ class Whole:
         last = max(shards, default=-1)
         for shard in sorted(shards):
             part.buffers.restore()
-            rows, ids, weight_sum, loss_sum = 0, 0, 0.0, 0.0
-            start = shards[shard][0].start
+            report = header.ShardReport(shards[shard][0].start)
             for index, microbatch in enumerate(shards[shard]):
                 control.check()
                 control.enter("computing")
                 with part.keys.microbatch(step, shard, index) as keyed:
                     loss, weight = self._loss(microbatch)
-                    rows += microbatch.rows
-                    ids = (ids + microbatch.ids) % 2**64
-                    weight_sum += weight
-                    loss_sum += float(loss.detach()) * weight
+                    report = report.plus(microbatch.rows, microbatch.ids, weight, float(loss.detach()))
                     if index + 1 == len(shards[shard]):
-                        reports[shard] = header.ShardReport(start, rows, ids, weight_sum, loss_sum)
-                        part.buffers.end_shard(shard, rows)
+                        reports[shard] = report
+                        part.buffers.end_shard(shard, report.rows)
                     part.check_unchanged(before)
                     seen = part.buffers.seen()
                     keyed.backward()

@@ -63,7 +63,7 @@ class Staged:
         self._pipeline = Pipeline(
             schedule,
             [
-                Chunk(part.module, chunk, where, device, self._handovers, splits(schedule))
+                Chunk(part.module, chunk, where, self._handovers, splits(schedule))
                 for chunk, part in self._parts.items()
             ],
         )
@@ -91,7 +91,7 @@ class Staged:
         self._pipeline.run(work, len(work.places))
         if self._stage == self._last:
             said = [self._handovers.take_note("flags", stage, stage) for stage in range(self._stages)]
-            encoded = header.encode(work.reports(), self._shards, header.either(said))
+            encoded = header.encode(work.reports, self._shards, header.either(said))
             for stage in range(self._stages):
                 self._handovers.send_note("header", stage, encoded, stage)
         put_header(self._first.gradients, self._handovers.take_note("header", self._stage, self._last))
@@ -161,12 +161,8 @@ class _Cell:
         self._before = {chunk: part.writes() for chunk, part in staged._parts.items()}
         self._keyed: dict[tuple[int, int], Keyed] = {}
         self._seen: dict[tuple[int, int], list[torch.Tensor | None]] = {}
-        self._sums: dict[int, list[Any]] = {}
-        """For each shard: where it starts, rows, ids, weight, loss."""
-
-    def reports(self) -> dict[int, header.ShardReport]:
+        self.reports: dict[int, header.ShardReport] = {}
         """What the shards gave; known where the last chunk is."""
-        return {shard: header.ShardReport(*sums) for shard, sums in self._sums.items()}
 
     def rows(self, number: int) -> int:
         """See `chunk.Work`."""
@@ -183,11 +179,8 @@ class _Cell:
         part = self._of._first
         loss, weight = weighed(self._of._task, model, on_device(batch, self._of._device, part, self._of._twice), rows)
         shard, _ = self.places[number]
-        sums = self._sums.setdefault(shard, [start, 0, 0, 0.0, 0.0])
-        sums[1] += rows
-        sums[2] = (sums[2] + ids) % 2**64
-        sums[3] += weight
-        sums[4] += float(loss.detach()) * weight
+        before = self.reports.get(shard) or header.ShardReport(start)
+        self.reports[shard] = before.plus(rows, ids, weight, float(loss.detach()))
         return loss * weight
 
     @contextmanager

@@ -53,16 +53,11 @@ class _Open:
 class Chunk:
     """See the module. Its public names are those that torch's schedules ask for (torch 2.13)."""
 
-    has_backward = True
-    args_recv_info: dict[int, tuple[Any, ...]]
-    act_send_info: dict[int, list[Any]]
-
     def __init__(
         self,
         layers: nn.Module,
         index: int,
         holders: Sequence[int],
-        device: torch.device,
         handovers: Handovers,
         splits: bool = False,
     ) -> None:
@@ -75,8 +70,6 @@ class Chunk:
         self.group_size = max(holders) + 1
         self.is_first = index == 0
         self.is_last = index == len(holders) - 1
-        self.device = device
-        self.stage_index_to_group_rank: dict[int, int] = dict(enumerate(holders))
         self.most_open = 0
         """The most microbatches whose activations were held at once."""
         self._holders = holders
@@ -205,9 +198,6 @@ class Chunk:
 
     def perform_reduce_grad(self, scale: int) -> None:
         """Nothing: gradients are summed over cells elsewhere."""
-
-    def clear_runtime_states(self) -> None:
-        """Nothing: `begin` does."""
 
     # The rest
 

@@ -109,36 +109,38 @@ class Pipeline:
 
     def forward(self, work: Work, microbatches: int) -> list[Any]:
         """Makes forward passes alone, without gradients; what the loss gave, where the last chunk is."""
-        found = []
         for chunk in self._chunks:
             chunk.begin(work, microbatches)
         with torch.no_grad():
-            for chunk, after in zip(self._chunks, [*self._chunks[1:], None], strict=True):
-                for microbatch in range(microbatches):
-                    output = chunk.forward_one_chunk(microbatch)
-                    if chunk.is_last:
-                        found.append(output)
-                    elif after is not None and after.stage_index == chunk.stage_index + 1:
-                        after.set_local_fwd_input(output, microbatch)
-        return found
+            return self._forwards(microbatches)
 
     def _in_turn(self, microbatches: int) -> None:
         """All forward passes, then all backward passes, chunk by chunk: for what the schedule does not bear, as the
         last step of a job may be."""
-        pairs = list(zip(self._chunks, [*self._chunks[1:], None], strict=True))
-        losses: list[Any] = [None] * microbatches
-        for chunk, after in pairs:
+        self._forwards(microbatches)
+        for chunk in reversed(self._chunks):
+            after = self._own(chunk.stage_index + 1)
+            for microbatch in range(microbatches):
+                if after is not None:
+                    chunk.set_local_bwd_input(after.get_local_bwd_output(microbatch), microbatch)
+                chunk.backward_one_chunk(microbatch)
+
+    def _forwards(self, microbatches: int) -> list[Any]:
+        """All forward passes, chunk by chunk; what the last chunk gave, where it is."""
+        found = []
+        for chunk in self._chunks:
+            after = self._own(chunk.stage_index + 1)
             for microbatch in range(microbatches):
                 output = chunk.forward_one_chunk(microbatch)
                 if chunk.is_last:
-                    losses[microbatch] = output
-                elif after is not None and after.stage_index == chunk.stage_index + 1:
+                    found.append(output)
+                elif after is not None:
                     after.set_local_fwd_input(output, microbatch)
-        for chunk, after in reversed(pairs):
-            for microbatch in range(microbatches):
-                if after is not None and after.stage_index == chunk.stage_index + 1:
-                    chunk.set_local_bwd_input(after.get_local_bwd_output(microbatch), microbatch)
-                chunk.backward_one_chunk(microbatch, losses[microbatch] if chunk.is_last else None)
+        return found
+
+    def _own(self, index: int) -> Chunk | None:
+        """The chunk with that number, where this stage has it."""
+        return next((chunk for chunk in self._chunks if chunk.stage_index == index), None)
 
     def _build(self, microbatches: int) -> Any:
         made = _CLASSES[self._schedule](

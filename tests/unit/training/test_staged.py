@@ -379,6 +379,27 @@ def test_layers_that_are_computed_again_change_no_buffer_twice(monkeypatch: pyte
     assert [name for name in state if not torch.equal(state[name], plain[name])] == []
 
 
+class Shared(Deep):
+    """Two modules of a layer share a buffer."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        def act() -> nn.Module:
+            made = nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8))
+            made[1].running_mean = made[0].running_mean
+            return made
+
+        return {**super().layers(), "act": act}
+
+
+def test_modules_that_share_a_buffer_share_it_after_a_step() -> None:
+    def shared(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> list[bool]:
+        one.run(0, batches(0, hosted, data), world, control=control(), wait_s=5)
+        layers = dict(layer for part in one.parts for layer in part.module.named_children())
+        return [layers["act"][0].running_mean is layers["act"][1].running_mean] if "act" in layers else []
+
+    assert together(Shape(1, 2), "1f1b", exact=True, task=Shared, act=shared) == [[], [True]]
+
+
 class Explodes(Deep):
     """Its loss is no number for one microbatch of step 1."""
 

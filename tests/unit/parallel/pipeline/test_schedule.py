@@ -162,7 +162,7 @@ def in_stages(
             if where[number] == peers.rank:
                 with COMPUTES:
                     model = build(tuple(names[first:last]), of)
-                chunks.append(Chunk(model, number, where, CPU, handovers, splits(schedule)))
+                chunks.append(Chunk(model, number, where, handovers, splits(schedule)))
         pipeline = Pipeline(schedule, chunks)
         for _ in range(steps):
             named = OrderedDict(pair for chunk in chunks for pair in chunk.submod.named_children())
