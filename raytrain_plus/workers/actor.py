@@ -11,11 +11,13 @@ class WorkerActor:
     """Loads the worker in the process where it lives, and passes calls on to it."""
 
     def __init__(self, name: str) -> None:
+        # Ray's own handler waits for the calls in progress, and `live` never ends; the raylet, which would end the
+        # process then, may have left itself: it does, once drained, as soon as nobody takes room on its node. And in a
+        # worker that still starts it raises, which ends up as a traceback of Ray's on the user's screen.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
         from raytrain_plus.workers.worker import Worker
 
-        # Ray's own handler waits for the calls in progress, and `live` never ends; the raylet, which would end the
-        # process then, may have left itself: it does, once drained, as soon as nobody takes room on its node.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._worker = Worker(name)
 
     def call(self, method: str, *arguments: Any) -> Any:

@@ -1,0 +1,40 @@
+"""A worker's actor, in a process of its own without Ray."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+STARTING = """
+import signal, sys, time
+
+def handler(number, frame):
+    raise SystemExit("as Ray's handler does")
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "raytrain_plus.workers.worker":
+            print("loading", flush=True)
+            time.sleep(60)
+
+from raytrain_plus.workers.actor import WorkerActor
+signal.signal(signal.SIGTERM, handler)
+sys.meta_path.insert(0, Slow())
+WorkerActor("w1")
+"""
+
+
+def test_one_that_is_ended_while_it_loads_its_code_goes_without_a_word() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGTERM
+    assert err == ""
