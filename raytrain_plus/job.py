@@ -68,8 +68,18 @@ class Workers:
     """Threads that torch uses inside a worker. Part of the job, because results depend on it in the last bits."""
 
 
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
+    pipeline: int = 1
+    """Stages that the model's layers are cut into, each on a worker of its own; together they are a cell."""
+
+    schedule: Schedule = "1f1b"
+    """In which order a cell's stages make their forward and backward passes: `gpipe`, `1f1b`, `interleaved` (two chunks
+    of layers a stage), `zero-bubble` (two chunks, and backward passes in two parts)."""
+
     microbatches: int = 1
     """Parts in which a shard's rows of a step pass through the model; divides `batch_size / shards`."""
 
@@ -369,14 +379,22 @@ def _sizes(maximum: int | None, minimum: int) -> _Problem:
     return f"{maximum} is less than workers.min = {minimum}", f"{minimum} or more", ""
 
 
-def _shard_room(minimum: int, shards: int) -> _Problem:
-    if minimum <= shards:
+def _shard_room(minimum: int, shards: int, pipeline: int) -> _Problem:
+    if minimum <= shards * pipeline:
         return None
+    of = "" if pipeline == 1 else f" and parallel.pipeline = {pipeline}"
     return (
-        f"{minimum} workers for data.shards = {shards}: some would have nothing to do",
-        f"at most {shards}",
+        f"{minimum} workers for data.shards = {shards}{of}: some would have nothing to do",
+        f"at most {shards * pipeline}",
         "raise data.shards",
     )
+
+
+def _one_cell(maximum: int | None, minimum: int, pipeline: int) -> _Problem:
+    most = minimum if maximum is None else maximum
+    if most >= pipeline:
+        return None
+    return f"{most} workers are fewer than the {pipeline} stages of parallel.pipeline", f"{pipeline} or more", ""
 
 
 EXACT_SHARDS = 4096
@@ -426,7 +444,9 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("steps", "epochs"), _length),
     (("workers.min",), _at_least(1)),
     (("workers.max", "workers.min"), _sizes),
-    (("workers.min", "data.shards"), _shard_room),
+    (("workers.min", "data.shards", "parallel.pipeline"), _shard_room),
+    (("workers.max", "workers.min", "parallel.pipeline"), _one_cell),
+    (("parallel.pipeline",), _at_least(1)),
     (("workers.spares",), _at_least(0)),
     (("workers.cpus",), _at_least(0)),
     (("workers.gpus",), _gpus),

@@ -34,11 +34,13 @@ from raytrain_plus.data.source import Index, check_alike, check_enough, differen
 from raytrain_plus.elastic.controller import Controller
 from raytrain_plus.elastic.group import Limits
 from raytrain_plus.elastic.order import Closing, Order
-from raytrain_plus.elastic.policy import left_out, room_for, useful_size
+from raytrain_plus.elastic.policy import room_for
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, RunError, TaskError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
 from raytrain_plus.observe.progress import View, view_for
+from raytrain_plus.parallel.mesh import useful_shape
+from raytrain_plus.parallel.shapes import cuts_of, largest, left_out
 from raytrain_plus.past import Past, look_back
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import DATASET, check_writable, earlier_result, exists, job_of
@@ -47,6 +49,7 @@ from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.folder import Folder, open_folder, split, without_secrets
 from raytrain_plus.taskfile import load_function, load_task
+from raytrain_plus.training.layers import layers_of
 from raytrain_plus.workers.plan import Plan
 from raytrain_plus.workers.ray_private import (
     end_our_own_ray,
@@ -98,7 +101,8 @@ def run(
     source = None if pickled is not None else source_sha256(job.task, search)
     if past is not None:
         _warn_of_another_task(past, source)
-    unformed = left_out(job.workers.min, job.workers.max or job.workers.min, job.data.shards)
+    cuts = cuts_of(job, layers_of(job, search))
+    unformed = left_out(job, cuts)
     if unformed:
         print(f"warning: {unformed}", file=sys.stderr)
     with _Signals() as signals, connected(job, address) as began:
@@ -117,7 +121,7 @@ def run(
             ),
             past=past,
             task_sha256=source,
-            limits=_limits(job, line_of(job, seen).steps),
+            limits=_limits(job, line_of(job, seen).steps, cuts),
             fresh=fresh,
             job_yaml=replace(job, storage=without_secrets(job.storage)).to_yaml(),
             versions=_versions(),
@@ -299,8 +303,6 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
         yield time.time()
         return
     address = address or os.environ.get("RAY_ADDRESS")
-    # More workers than shards are never formed.
-    largest = min(job.workers.max or job.workers.min, job.data.shards) + job.workers.spares
     try:
         with our_own_signals():
             if address:
@@ -309,7 +311,7 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
             else:
                 ray.init(
                     address="local",
-                    num_cpus=max(1, math.ceil(largest * job.workers.cpus)),
+                    num_cpus=max(1, math.ceil((largest(job) + job.workers.spares) * job.workers.cpus)),
                     include_dashboard=False,
                     logging_level=logging.ERROR,
                     _system_config=settings_of_our_own_ray(),
@@ -337,14 +339,14 @@ def _knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
 
 
-def _limits(job: Job, steps: int) -> Limits:
+def _limits(job: Job, steps: int, cuts: tuple[int, ...]) -> Limits:
     """What the group's machine goes by. Raises `InputError` where the cluster can never have
     `workers.min` and `workers.spares`."""
     need = {"CPU": job.workers.cpus, "GPU": job.workers.gpus}
     shards = job.data.shards
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = room_for(nodes, need)
-    minimum, maximum, spares = job.workers.min, job.workers.max or job.workers.min, job.workers.spares
+    minimum, maximum, spares = max(job.workers.min, cuts[-1]), job.workers.max or job.workers.min, job.workers.spares
     most = most_there_can_be()
     wanted = minimum + spares
     grows = most is not None and all(most.get(name, 0.0) >= amount * wanted for name, amount in need.items())
@@ -356,6 +358,7 @@ def _limits(job: Job, steps: int) -> Limits:
             expected=f"room for {wanted}, now or by an autoscaler; its {len(nodes)} nodes have: {has}",
             remedy="lower workers.min, workers.spares or what a worker needs, or add nodes",
         )
+    shape = useful_shape(max(room - spares, minimum), minimum, maximum, shards, cuts)
     return Limits(
         minimum=minimum,
         maximum=maximum,
@@ -363,7 +366,8 @@ def _limits(job: Job, steps: int) -> Limits:
         shards=shards,
         steps=steps,
         max_failures=job.elastic.max_failures,
-        expected=min(max(room, minimum), spares + useful_size(max(room - spares, minimum), minimum, maximum, shards)),
+        expected=min(max(room, minimum), spares + (minimum if shape is None else shape.size)),
+        cuts=cuts,
     )
 
 

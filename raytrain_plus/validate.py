@@ -11,10 +11,11 @@ from typing import Any
 from raytrain_plus.data.line import read_factor
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.source import check_alike, check_enough, exists, index
-from raytrain_plus.elastic.policy import left_out
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
+from raytrain_plus.parallel.shapes import cuts_of, left_out, shapes_of
 from raytrain_plus.taskfile import build_task, load_function, load_task
+from raytrain_plus.training.layers import layers_of
 
 FACTOR_WARNING = 2.0
 """Above it, row groups are much longer than a shard's span, and most of what is read is read in vain."""
@@ -28,7 +29,9 @@ class Size:
     shards: int
     """Shards of the cell that hosts most; a step takes as long as they take."""
     efficiency: float
-    """Share of the workers' time that is used: shards / (workers x shards of the fullest)."""
+    """Share of the workers' time that is used: shards / (cells x shards of the fullest), of those that are formed."""
+    cells: int = 1
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,11 @@ class Report:
     left_out: str = ""
     """Which of the workers that the job allows are never formed, and why; empty where all can be."""
 
+    @property
+    def most_stages(self) -> int:
+        """Of any size."""
+        return max(size.stages for size in self.sizes)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values only."""
         return asdict(self)
@@ -62,8 +70,9 @@ class Report:
             if self.read_factor > FACTOR_WARNING:
                 said.append("  warning: that is much; write smaller row groups, or use fewer data.shards")
         for size in self.sizes:
+            cells = f"{size.cells} cell{'s' * (size.cells != 1)} of {size.stages} stages, " * (self.most_stages > 1)
             said.append(
-                f"  {size.workers} worker{'s' * (size.workers != 1)}: {size.shards} shards on the fullest, "
+                f"  {size.workers} worker{'s' * (size.workers != 1)}: {cells}{size.shards} shards on the fullest, "
                 f"{100 * size.efficiency:.0f} % efficiency"
             )
         if self.left_out:
@@ -71,13 +80,15 @@ class Report:
         return said
 
 
-def sizes_of(job: Job) -> tuple[Size, ...]:
-    """Each number of workers from min to max; with more of them than shards, some would have nothing to do."""
+def sizes_of(job: Job, cuts: Sequence[int] = (1,)) -> tuple[Size, ...]:
+    """Each number of workers from min to max; with more of them than can have anything to do, none."""
     shards = job.data.shards
     found = []
-    for workers in range(job.workers.min, min(job.workers.max or job.workers.min, shards) + 1):
-        fullest = math.ceil(shards / workers)
-        found.append(Size(workers, fullest, shards / (workers * fullest)))
+    for workers, shape in shapes_of(job, cuts).items():
+        # Of one stage each, all are formed: a further cell that makes no step faster is only left out above the least.
+        cells = workers if shape.stages == 1 else shape.cells
+        fullest = math.ceil(shards / cells)
+        found.append(Size(workers, fullest, shards * shape.stages / (workers * fullest), cells, shape.stages))
     return tuple(found)
 
 
@@ -92,8 +103,8 @@ def validate_job(job: Job, roots: Sequence[Path]) -> Report:
         if name is not None:
             load_function(name, search)
     choose_collective(job.collective, job.workers.gpus)
-    sizes = sizes_of(job)
-    unformed = left_out(job.workers.min, job.workers.max or job.workers.min, job.data.shards)
+    cuts = cuts_of(job, layers_of(job, search))
+    sizes, unformed = sizes_of(job, cuts), left_out(job, cuts)
     if job.data.prepare is not None and not exists(Path(job.data.path)):
         return Report(job.name, sizes, None, None, None, None, unformed)
     seen = index(job.data.path)

@@ -14,10 +14,10 @@ from raytrain_plus.data.audit import audit
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.source import index
-from raytrain_plus.elastic.policy import useful_size
 from raytrain_plus.errors import DamagedError, InputError, RunError
 from raytrain_plus.job import Job
 from raytrain_plus.observe.events import read_events
+from raytrain_plus.parallel.shapes import cuts_of, shapes_of
 from raytrain_plus.past import look_back
 from raytrain_plus.runner import connected, run
 from raytrain_plus.state.checkpoint import read_tensors
@@ -184,6 +184,8 @@ def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequ
         job,
         name=name,
         workers=replace(job.workers, min=1 if kills else size, max=size, spares=0),
+        # Fewer workers than a cell has hold the model in fewer stages.
+        parallel=replace(job.parallel, pipeline=min(job.parallel.pipeline, size)),
         storage=str(folder),
     )
     run_folder = LocalFolder(folder / name)
@@ -195,7 +197,7 @@ def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequ
     assert result.state_sha256 is not None
     return Trial(
         workers=_present(run_folder).most,
-        to_form=useful_size(size, sized.workers.min, size, job.data.shards),
+        to_form=shapes_of(sized, cuts_of(sized))[size].size,
         to_kill=kills,
         killed=killer.killed,
         state_sha256=result.state_sha256,

@@ -62,10 +62,9 @@ def cut(table: pa.Table, rows: int, collate: Collate, at: int = 0) -> list[Micro
 
     A single row that is left over joins the microbatch before it: BatchNorm cannot train on one.
     """
-    starts = list(range(0, table.num_rows, rows))
-    if rows > 1 and len(starts) > 1 and table.num_rows - starts[-1] == 1:
-        starts.pop()
-    ends = [*starts[1:], table.num_rows]
+    sizes = cut_sizes(table.num_rows, rows)
+    ends = list(itertools.accumulate(sizes))
+    starts = [end - size for end, size in zip(ends, sizes, strict=True)]
     ids = table.column(ROW_ID).to_numpy()
     table = without_ids(table)
     return [
@@ -74,6 +73,26 @@ def cut(table: pa.Table, rows: int, collate: Collate, at: int = 0) -> list[Micro
         )
         for start, end in zip(starts, ends, strict=True)
     ]
+
+
+def cut_sizes(total: int, rows: int) -> list[int]:
+    """The rows of each microbatch of `rows`, out of `total`: see `cut`.
+
+    >>> cut_sizes(8, 3), cut_sizes(7, 3), cut_sizes(0, 3)
+    ([3, 3, 2], [3, 4], [])
+    """
+    whole, left = divmod(total, rows)
+    sizes = [rows] * whole
+    if left == 1 and rows > 1 and sizes:
+        sizes[-1] += 1
+    elif left:
+        sizes.append(left)
+    return sizes
+
+
+def microbatch_rows(line: Line, microbatches: int) -> int:
+    """The rows of a microbatch, where a shard's part of a step is divided into so many."""
+    return max(1, line.per_shard // microbatches)
 
 
 def _collated(table: pa.Table, collate: Collate) -> Any:
@@ -121,7 +140,7 @@ class Batches:
         self._line: Line = rows.line
         self._shards = tuple(sorted(shards))
         self._first_step = first_step
-        self._microbatch_rows = max(1, self._line.per_shard // microbatches)
+        self._microbatch_rows = microbatch_rows(self._line, microbatches)
         self._collate = collate
         self._keep_units = rows.transform is None and sum(rows.index.unit_bytes) + 8 * rows.index.rows <= cache_mb << 20
         self._units: dict[int, pa.Table] = {} if before is None else before._units
@@ -311,6 +330,36 @@ class _ShardRows:
                 self._tables.insert(0, table.slice(wanted))
             wanted -= min(wanted, table.num_rows)
         return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+
+
+class Counts:
+    """Stands for `Batches` where a worker reads no data, since its stage needs none: it knows what others read."""
+
+    def __init__(self, line: Line, shards: Sequence[int], microbatches: int) -> None:
+        self._line = line
+        self._shards = tuple(sorted(shards))
+        self._microbatch_rows = microbatch_rows(line, microbatches)
+
+    def get(self, step: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> StepBatches:
+        """How many rows each microbatch of the step has."""
+        made = {
+            shard: _counted(cut_sizes(self._line.rows_in_step(shard, step), self._microbatch_rows))
+            for shard in self._shards
+        }
+        return StepBatches(made, 0.0)
+
+    def more(self) -> None:
+        """There is nothing to make."""
+
+
+def held_out_counts(line: Line, shard: int, rows: int) -> Iterator[Microbatch]:
+    """How many rows each microbatch of a shard's `held_out` rows has."""
+    whole, left = divmod(line.span(shard, 0)[1], rows)
+    yield from _counted([rows] * whole + [left] * (left > 0))
+
+
+def _counted(sizes: Sequence[int]) -> list[Microbatch]:
+    return [Microbatch(batch=None, rows=size) for size in sizes]
 
 
 def held_out(rows: Rows, shard: int, microbatch_rows: int, collate: Collate) -> Iterator[Microbatch]:

@@ -19,6 +19,7 @@ from raytrain_plus.elastic.saving import Abandoned, Saving
 from raytrain_plus.elastic.view import Member
 from raytrain_plus.past import Past
 from raytrain_plus.state.manifest import Manifest, joined, name_of, void
+from raytrain_plus.state.stages import whole_tree
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.workers.plan import Written
 
@@ -176,7 +177,7 @@ class Checkpoints:
                 if math.isfinite(value)
             },
             stall_s=max(told.stall_s for told in shares),
-            tree=first.tree,
+            tree=whole_tree([told.tree for told in shares if told.tree is not None]),
             files=files,
             tensors=tensors,
         )

@@ -26,7 +26,7 @@ from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
 from raytrain_plus.elastic.checkpoints import Checkpoints
-from raytrain_plus.elastic.group import Phase, holders, holds, members_in
+from raytrain_plus.elastic.group import Phase, holders, holds, members_in, standing
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.elastic.nodes import Nodes
 from raytrain_plus.elastic.order import Closing, Order
@@ -37,11 +37,14 @@ from raytrain_plus.errors import (
     CheckpointError,
     DamagedError,
     InputError,
+    Interrupted,
     RaytrainError,
     RunError,
     StorageError,
     WorkerLost,
 )
+from raytrain_plus.parallel.mesh import Stage
+from raytrain_plus.parallel.pipeline.layout import Chunks, laid_over
 from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import claim
@@ -49,7 +52,7 @@ from raytrain_plus.state.checkpoint import MISSING, amiss
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.folder import open_folder
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
-from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Ready, Written
+from raytrain_plus.workers.plan import WHOLE, Assignment, Export, Layers, Outcome, Place, Ready, ShareOf, Written
 from raytrain_plus.workers.pool import Pool, answer
 
 TICK_S = 0.05
@@ -76,13 +79,33 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Round:
-    """The present generation: its world's rendezvous, and what its members have said."""
+    """The present generation: its worlds' rendezvous, and what its members have said."""
 
     view: View
-    server: RendezvousServer
+    rings: list[RendezvousServer] = field(default_factory=list)
+    cells: list[RendezvousServer] = field(default_factory=list)
     slowest_s: float = 0.0
-    """Of those that have joined, how long the slowest took to form the world."""
+    """Of those that have joined, how long the slowest took to form its worlds."""
     shas: dict[str, str] = field(default_factory=dict)
+    squares: Mapping[str, float] = field(default_factory=dict)
+    """Of the last step that a member which came back has applied: see `Stepper.squares`."""
+    squares_of: int = -1
+
+    @property
+    def differ(self) -> bool:
+        """Whether members that hold the same stage have ended with different states."""
+        stages = {member.worker: member.stage for member in self.view.members}
+        return len({(stages[name], sha) for name, sha in self.shas.items()}) > len({stages[name] for name in self.shas})
+
+    def cancel(self) -> None:
+        """Whoever waits for others to come is told that they do not."""
+        for server in (*self.rings, *self.cells):
+            server.cancel()
+
+    def close(self) -> None:
+        """Nobody comes any more."""
+        for server in (*self.rings, *self.cells):
+            server.close()
 
 
 class Controller:
@@ -115,6 +138,8 @@ class Controller:
         self._ready: dict[str, Ready] = {}
         self._draining: dict[str, float | None] = {}
         self._round: _Round | None = None
+        self._cuts: dict[int, tuple[Chunks, ...]] = {}
+        """For each number of stages, the layers of each."""
         self._errors: dict[str, RaytrainError] = {}
         self._export: Export | None = None
         self._closing: Closing | None = None
@@ -156,8 +181,8 @@ class Controller:
         finally:
             self._nodes.close()
             if self._round is not None:
-                self._round.server.cancel()
-                self._round.server.close()
+                self._round.cancel()
+                self._round.close()
             self._pool.shutdown()
             self._checkpoints.close()
             self._journal.close()
@@ -296,14 +321,16 @@ class Controller:
                 self._pool.call(name, "pause", command.generation)
         elif isinstance(command, e.Interrupt):
             if self._round is not None:
-                self._round.server.cancel()
+                self._round.cancel()
             for name in command.workers:
                 self._pulses.told(name, now)
                 self._tell_to_leave(name, now)
+        elif isinstance(command, e.Finish):
+            self._finish_step(command)
         elif isinstance(command, e.Rehearse):
             self._pool.ask(command.worker, self._posted(self._rehearsed, command.worker), "rehearse")
         elif isinstance(command, e.Restore):
-            self._restore(command.worker)
+            self._restore(command.worker, command.stage)
         elif isinstance(command, e.Keep):
             self._keep(command.step)
         elif isinstance(command, e.Dismiss):
@@ -312,12 +339,14 @@ class Controller:
             self._export = None
             self._errors.pop("export", None)
             self._ends_kept = 0
-            if self._journal.opened and holds(self._group, command.worker) < self._journal.committed:
+            lead, *others = command.workers
+            if self._journal.opened and holds(self._group, lead) < self._journal.committed:
                 # Nobody holds what was committed, and nothing more will be made.
                 self._journal.base += 1
-                self._go_back_to(holds(self._group, command.worker), self._group.generation)
+                self._go_back_to(holds(self._group, lead), self._group.generation)
+            sources = tuple(self._pool.call(name, "snapshot", self._group.generation) for name in others)
             # First of all: a share that is still being written may keep it waiting.
-            self._pool.ask(command.worker, self._posted(self._handed, command.worker), "export")
+            self._pool.ask(lead, self._posted(self._handed, lead), "export", sources)
         elif isinstance(command, e.Wait):
             if self._group.generation >= 0:
                 self._waits(command.have)
@@ -406,37 +435,103 @@ class Controller:
         names = [member.worker for member in view.members]
         self._journal.regroup(time.time(), names, command.first_step - 1, view.generation)
         if self._round is not None:
-            threading.Thread(target=self._round.server.close, name="close rendezvous", daemon=True).start()
-        server = RendezvousServer(self._here, len(names), {self._places[name].address for name in names})
-        self._round = _Round(view, server)
-        where = (self._here, server.start())
-        source = (self._pool.call(command.donor, "snapshot"),) if command.copies else ()
-        for rank, member in enumerate(view.members):
-            name = member.worker
-            formation = Formation(
-                generation=view.generation,
-                name=f"stage0-g{view.generation}",
-                rank=rank,
-                size=len(names),
-                address=self._places[name].address,
-                server=where,
-                timeout_s=COLLECTIVE_S,
-            )
+            threading.Thread(target=self._round.close, name="close rendezvous", daemon=True).start()
+        self._round = _Round(view)
+        shape = view.shape
+        rings = [self._formations(f"stage{stage}", shape.ring(stage), names) for stage in range(shape.stages)]
+        cells = [self._formations(f"cell{cell}", shape.cell(cell), names) for cell in range(shape.cells)]
+        takes = {name for name, what in command.lacks.items() if what == "newer"}
+        sources: dict[str, Any] = {}
+        if takes:
+            sources = {name: self._pool.call(name, "snapshot", view.generation) for name in command.donors}
+        for seat, member in enumerate(view.members):
+            name, stage = member.worker, shape.stage(seat)
             assignment = Assignment(
                 generation=view.generation,
-                formation=formation,
+                layers=self._layers(stage),
+                ring=rings[stage.number][member.cell],
+                cell=cells[member.cell][stage.number] if shape.stages > 1 else None,
                 shards=member.shards,
                 first_step=command.first_step,
-                copies=name in command.copies,
+                lacks=command.lacks.get(name),
+                gives=name in sources,
                 evaluated=self._journal.evaluated,
-                saved_as=self._journal.base + view.generation,
+                share=ShareOf(
+                    generation=self._journal.base + view.generation,
+                    writer=seat,
+                    writers=shape.size,
+                    rank=member.cell,
+                    size=shape.cells,
+                    first_stage=stage.number == 0,
+                ),
             )
             self._pulses.left(name, time.monotonic())
             came_out = self._posted(self._came_out, name, view.generation)
             self._pool.ask(name, came_out, "serve", self._me, assignment)
-            if name in command.copies:
+            if name in takes:
+                # Where the model is cut as before, one of them has all that is wanted.
+                same = len(command.donors) == stage.of
+                givers = [command.donors[stage.number]] if same else command.donors
                 # A call of its own, which ends: a reference lives as long as the call that it was given to.
-                self._pool.call(name, "take", view.generation, source)
+                self._pool.call(name, "take", view.generation, tuple(sources[giver] for giver in givers))
+
+    def _formations(self, world: str, seats: Sequence[int], names: Sequence[str]) -> list[Formation]:
+        """The invitations to one world of the present generation, for the workers of these seats."""
+        now = self._round
+        assert now is not None
+        members = [names[seat] for seat in seats]
+        addresses = [self._places[name].address for name in members]
+        where = (self._here, 0)
+        # Who is alone needs nobody's address.
+        if len(members) > 1:
+            server = RendezvousServer(self._here, len(members), set(addresses))
+            (now.rings if world.startswith("stage") else now.cells).append(server)
+            where = (self._here, server.start())
+        generation = now.view.generation
+        return [
+            Formation(
+                generation=generation,
+                name=f"{world}-g{generation}",
+                rank=rank,
+                size=len(members),
+                address=address,
+                server=where,
+                timeout_s=COLLECTIVE_S,
+            )
+            for rank, address in enumerate(addresses)
+        ]
+
+    def _layers(self, stage: Stage) -> Layers:
+        """What of the model belongs to a stage: the same for as long as this controller lives."""
+        if stage.of == 1:
+            return WHOLE
+        if stage.of not in self._cuts:
+            costs = next(ready.layers for ready in self._ready.values())
+            self._cuts[stage.of] = laid_over(costs, self._order.plan.job.parallel.schedule, stage.of)
+        cut = self._cuts[stage.of]
+        others = [chunks for number, chunks in enumerate(cut) if number != stage.number]
+        return Layers(
+            stage, cut[stage.number], frozenset(name for chunks in others for chunk in chunks for name in chunk)
+        )
+
+    def _parameters(self, view: View) -> dict[str, int]:
+        """How many numbers each member trains."""
+        found = {}
+        for seat, member in enumerate(view.members):
+            ready, layers = self._ready[member.worker], self._layers(view.shape.stage(seat))
+            counts = {layer.name: layer.parameters for layer in ready.layers}
+            own = [counts[name] for chunk in layers.chunks for name in chunk]
+            found[member.worker] = sum(own) if layers.chunks else ready.parameters
+        return found
+
+    def _finish_step(self, command: e.Finish) -> None:
+        """Has the step applied of which these hold all sums; the norms that belong to it come from who has done so."""
+        now = self._round
+        assert now is not None
+        assert now.squares_of == command.step, "who has applied it has come back"
+        for name in command.workers:
+            came_out = self._posted(self._came_out, name, command.generation)
+            self._pool.ask(name, came_out, "finish", command.generation, now.squares)
 
     def _joined(self, name: str, generation: int, form_s: float) -> None:
         if self._stale(generation, f"{name} joined"):
@@ -453,7 +548,8 @@ class Controller:
             if name not in members and not worker.leaving and worker.state in ("idle", "rehearsing")
         ]
         collective = self._order.plan.collective
-        self._journal.formed(time.time(), formed.view, self._ready, spares, collective, formed.slowest_s)
+        counts = self._parameters(formed.view)
+        self._journal.formed(time.time(), formed.view, counts, spares, collective, formed.slowest_s)
 
     def _reported(self, name: str, generation: int, records: Sequence[StepRecord | Evaluated]) -> None:
         if self._stale(generation, f"a report of {name}"):
@@ -486,12 +582,25 @@ class Controller:
         self._checkpoints.left(name, outcome.saved_as, outcome.copied)
         if outcome.why == "finished" and self._round is not None and outcome.state_sha256 is not None:
             self._round.shas[name] = outcome.state_sha256
+        if self._round is not None and outcome.holds is not None and outcome.holds > self._round.squares_of:
+            self._round.squares, self._round.squares_of = outcome.squares, outcome.holds
         if outcome.error is not None:
             self._errors[outcome.fault] = outcome.error
             log.info("%s failed in generation %d: %s", name, generation, outcome.fault)
         if outcome.why in ("failed", "interrupted"):
             self._journal.broke(time.time(), f"{name}: {outcome.fault}" if outcome.why == "failed" else "")
-        self._feed(e.Left(name, generation, outcome.holds, outcome.why, outcome.fault, outcome.final))
+        self._feed(
+            e.Left(
+                name,
+                generation,
+                outcome.holds,
+                outcome.why,
+                outcome.fault,
+                outcome.final,
+                stage=outcome.stage,
+                ready=outcome.ready,
+            )
+        )
 
     def _stale(self, generation: int, what: str) -> bool:
         """Whether a message is of another generation: it is refused then."""
@@ -503,10 +612,10 @@ class Controller:
     def _tell_to_leave(self, name: str, now: float) -> None:
         if self._round is None or name not in self._pool:
             return
-        addresses = frozenset(place for places in self._round.server.published().values() for place in places)
+        rings, cells = _published(self._round.rings), _published(self._round.cells)
         if name in self._pulses.all:
             self._pulses.asked(name, now)
-        self._pool.ask(name, self._posted(self._pulse, name), "interrupt", self._group.generation, addresses)
+        self._pool.ask(name, self._posted(self._pulse, name), "interrupt", self._group.generation, rings, cells)
 
     def _pulse(self, name: str, future: Future[Any]) -> None:
         try:
@@ -537,41 +646,42 @@ class Controller:
             # The header carries one member's wish to all: a second one could come when the first is fulfilled.
             self._pool.call(members_in(group)[0], "save", group.generation)
 
-    def _restore(self, name: str) -> None:
+    def _restore(self, name: str, stage: Stage) -> None:
         if name not in self._pool:
             return
         if self._checkpoints.publishing:
             # It may be newer; and it may remove older ones.
-            self._at(time.monotonic() + TICK_S, partial(self._restore, name))
+            self._at(time.monotonic() + TICK_S, partial(self._restore, name, stage))
             return
         manifest = self._checkpoints.newest
         assert manifest is not None
-        self._pool.ask(name, self._posted(self._restored_by, name, manifest), "restore", manifest)
+        told = self._posted(self._restored_by, name, stage, manifest)
+        self._pool.ask(name, told, "restore", manifest, self._layers(stage))
 
-    def _restored_by(self, name: str, manifest: Manifest, future: Future[Any]) -> None:
+    def _restored_by(self, name: str, stage: Stage, manifest: Manifest, future: Future[Any]) -> None:
         try:
             answer(future, name)
         except WorkerLost:
             return
         except DamagedError as error:
-            self._damaged(name, manifest, error)
+            self._damaged(name, stage, manifest, error)
             return
         except StorageError as error:
-            self._restore_later(name, error)
+            self._restore_later(name, stage, error)
             return
         self._restored = manifest
-        self._feed(e.Warm(name, manifest.step))
+        self._feed(e.Warm(name, manifest.step, stage))
 
-    def _restore_later(self, name: str, error: OSError) -> None:
+    def _restore_later(self, name: str, stage: Stage, error: OSError) -> None:
         """A storage that is away for a while is waited for, as long as a worker may take to read a checkpoint."""
         self._journal.waits(f"the storage of the checkpoints: {error}")
-        self._at(time.monotonic() + RESTORE_AGAIN_S, partial(self._restore, name))
+        self._at(time.monotonic() + RESTORE_AGAIN_S, partial(self._restore, name, stage))
 
-    def _damaged(self, name: str, manifest: Manifest, error: DamagedError) -> None:
+    def _damaged(self, name: str, stage: Stage, manifest: Manifest, error: DamagedError) -> None:
         try:
             hidden = error.what == MISSING and not amiss(self._run, manifest)
         except OSError as failure:
-            self._restore_later(name, failure)
+            self._restore_later(name, stage, failure)
             return
         if hidden:
             raise InputError(
@@ -609,7 +719,7 @@ class Controller:
         """Has a checkpoint made of the state that the run ends with, by all who hold it; whether one is being made."""
         group = self._group
         step = holds(group, lead)
-        differ = self._round is not None and len(set(self._round.shas.values())) > 1
+        differ = self._round is not None and self._round.differ
         if step <= self._checkpoints.durable or self._ends_kept == ENDS_KEPT or differ:
             return False
         self._ends_kept += 1
@@ -620,14 +730,26 @@ class Controller:
         group = self._group
         able = [name for name, worker in group.workers.items() if worker.state == "idle" and name in self._pool]
         keepers = [name for name in able if group.workers[name].holds == step]
-        if not keepers:
+        best = standing(group)
+        if best is None or best.step != step or not keepers:
             return False
+        stages = {name: group.workers[name].stage or Stage() for name in keepers}
+        keepers = [name for name in keepers if stages[name].of == len(best.donors)]
         # A number that no generation has: what is left of an earlier try may lie there.
         self._journal.base += 1
         number = self._journal.base + group.generation
         self._checkpoints.begin(step, number, keepers)
         for writer, name in enumerate(keepers):
-            self._pool.ask(name, self._posted(self._kept, name), "keep", self._me, number, writer, len(keepers))
+            alike = [other for other in keepers if stages[other] == stages[name]]
+            share = ShareOf(
+                generation=number,
+                writer=writer,
+                writers=len(keepers),
+                rank=alike.index(name),
+                size=len(alike),
+                first_stage=stages[name].number == 0,
+            )
+            self._pool.ask(name, self._posted(self._kept, name), "keep", self._me, share)
         return True
 
     def _kept(self, name: str, future: Future[Any]) -> None:
@@ -702,11 +824,12 @@ class Controller:
         self._journal.waits(f"{need - have} more of at least {need} workers (each needs {self._pool.need})")
 
     def _handed(self, name: str, future: Future[Any]) -> None:
-        if name != self._group.lead:
+        if self._group.leads[:1] != (name,):
             return
         try:
             self._export = answer(future, name)
-        except WorkerLost:
+        except (WorkerLost, Interrupted):
+            # Where another stage is lost meanwhile, that is told by itself.
             return
         except RaytrainError as error:
             self._errors["export"] = error
@@ -718,7 +841,7 @@ class Controller:
         """The run can end when the model is here, and the last checkpoint is made or given up."""
         if self._group.phase is not Phase.CLOSE or not self._handed_over or self._checkpoints.busy:
             return
-        if not self._keeps_the_end(self._group.lead):
+        if not self._keeps_the_end(self._group.leads[0]):
             self._feed(e.Handed())
 
     @property
@@ -732,7 +855,7 @@ class Controller:
             error = self._errors.get(end.why) or RunError(end.why)
         elif "export" in self._errors:
             status, error = "failed", self._errors["export"]
-        elif self._round is not None and len(set(self._round.shas.values())) > 1:
+        elif self._round is not None and self._round.differ:
             digests = ", ".join(f"{name}: {sha[:12]}" for name, sha in self._round.shas.items())
             status, error = "failed", RunError(f"the workers' states differ at the end ({digests}); please report this")
         if error is not None and not self._journal.opened:
@@ -744,3 +867,8 @@ class Controller:
     def _finish(self, status: str, error: str | None, export: Export | None) -> Result:
         order = self._order
         return self._journal.finish(order.plan.job.name, status, error, export, order.began)
+
+
+def _published(servers: Sequence[RendezvousServer]) -> frozenset[tuple[str, int]]:
+    """Where the members of these worlds listen."""
+    return frozenset(place for server in servers for places in server.published().values() for place in places)

@@ -5,13 +5,19 @@ Messages of a generation carry its number; those of another one than the present
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from raytrain_plus.elastic.view import View
+from raytrain_plus.parallel.mesh import Stage
 
 Why = Literal["paused", "finished", "interrupted", "failed"]
 """Why a member came back: at a boundary that was wished for, at the last step, out of a broken world, by an error."""
+
+Lacks = Literal["initial", "newer"]
+"""What a member does not have when its generation begins: the initial state, which it makes by itself; or the state
+that others hold, which it takes from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,8 @@ class Warm:
 
     worker: str
     holds: int | None
+    stage: Stage | None = None
+    """Of which stage; None for the initial state, which it can make of any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,10 @@ class Left:
     """What names an error of the task, for telling whether it came again; empty where there was none."""
     final: bool = False
     """The error would come again whatever is tried."""
+    stage: Stage | None = None
+    """Of which stage the state that it holds is."""
+    ready: int | None = None
+    """The step after `holds`, where it has all the sums of it, and has not applied them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +138,16 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Form the view's world and train from `first_step` on; `copies` take `donor`'s state first."""
+    """Form the view's worlds and train from `first_step` on, each member from its stage's state after the step before.
+
+    `donors` have that state, one for each stage of the shape in which it is held; none where it is the initial one.
+    """
 
     view: View
     first_step: int
-    donor: str
-    copies: tuple[str, ...]
+    donors: tuple[str, ...]
+    lacks: Mapping[str, Lacks]
+    """Of the members that do not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +166,15 @@ class Interrupt:
 
 
 @dataclass(frozen=True, slots=True)
+class Finish:
+    """These members apply `step`, of which they have all sums, since another has, and say `Left` once more."""
+
+    workers: tuple[str, ...]
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rehearse:
     """This idle worker makes a step for practice; it holds no state afterwards, and says `Warm` again."""
 
@@ -158,10 +183,11 @@ class Rehearse:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """This idle worker takes the state after `step` from its checkpoint, and says `Warm` again."""
+    """This idle worker takes a stage's state after `step` from its checkpoint, and says `Warm` again."""
 
     worker: str
     step: int
+    stage: Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +206,9 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """This worker gives the model out."""
+    """These workers, one for each stage, give the model out."""
 
-    worker: str
+    workers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,4 +227,4 @@ class End:
     why: str
 
 
-Command = Start | Join | Pause | Interrupt | Rehearse | Restore | Keep | Dismiss | HandOver | Wait | End
+Command = Start | Join | Pause | Interrupt | Finish | Rehearse | Restore | Keep | Dismiss | HandOver | Wait | End

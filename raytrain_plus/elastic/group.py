@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from raytrain_plus.elastic.policy import useful_size
+from raytrain_plus.parallel.mesh import Shape, Stage, useful_shape
 
 
 class Phase(Enum):
@@ -34,11 +34,14 @@ class Limits:
     max_failures: int | None
     expected: int
     """Workers, spares among them, that the cluster seemed to have room for: the first world waits for so many."""
+    cuts: tuple[int, ...] = (1,)
+    """The numbers of stages that the model can be cut into, the wished one first."""
 
     @property
     def useful(self) -> int:
         """The largest number of members that is ever formed."""
-        return useful_size(self.maximum, self.minimum, self.maximum, self.shards)
+        shape = useful_shape(self.maximum, self.minimum, self.maximum, self.shards, self.cuts)
+        return self.minimum if shape is None else shape.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,10 @@ class Worker:
     generation."""
     holds: int | None = None
     """The step whose state it has: -1 the initial one; None a dirty one, half a copy, or none that counts."""
+    stage: Stage | None = None
+    """Of which stage; None where it is the initial state, of any, or none."""
+    ready: int | None = None
+    """The step after it, where it could apply that, too."""
     leaving: bool = False
     joined: bool = False
     proved: bool = False
@@ -63,8 +70,9 @@ class Group:
     limits: Limits
     phase: Phase = Phase.GATHER
     generation: int = -1
+    shape: Shape = field(default_factory=lambda: Shape(1))
     seats: tuple[str, ...] = ()
-    """The present view's members by cell."""
+    """The present view's members, by seat in its shape."""
     workers: Mapping[str, Worker] = field(default_factory=dict)
     named: int = 0
     """Workers ever asked for: names are never used again."""
@@ -73,8 +81,8 @@ class Group:
     """The step of the newest complete checkpoint; the state after -1, the initial one, can always be had again."""
     kept: int = -1
     """The newest step whose state was to be kept because all who hold it will go."""
-    lead: str = ""
-    """Who hands the model over."""
+    leads: tuple[str, ...] = ()
+    """Who hands the model over, by stage."""
     stopping: bool = False
     finished: bool = False
     """A member came back from the last step and what follows it."""
@@ -115,14 +123,41 @@ def holders(group: Group) -> list[str]:
     ]
 
 
-def donor(group: Group) -> str | None:
-    """The most advanced clean worker, the one that stays and sits first where several are; None where there is none."""
-    holders = [name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds is not None]
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A state that workers hold, all stages of it."""
+
+    step: int
+    donors: tuple[str, ...]
+    """For each stage, one who holds it; none where it is the initial state, which anybody makes anew."""
+
+
+def standing(group: Group) -> Standing | None:
+    """The newest state of which clean workers hold every stage; the initial one where there is none, but workers.
+
+    Of those who hold a stage alike, one that stays and sits first is named.
+    """
+    idle = {name: worker for name, worker in group.workers.items() if worker.state == "idle"}
     order = {name: place for place, name in enumerate(group.seats)}
-    return min(
-        holders,
-        key=lambda name: (-holds(group, name), group.workers[name].leaving, order.get(name, len(order)), name),
-        default=None,
+    ranked = sorted(idle, key=lambda name: (idle[name].leaving, order.get(name, len(order)), name))
+    found: dict[tuple[int, int], dict[int, str]] = {}
+    for name in ranked:
+        held, stage = idle[name].holds, idle[name].stage
+        if held is not None and held >= 0 and stage is not None:
+            found.setdefault((held, stage.of), {}).setdefault(stage.number, name)
+    whole = [(held, of) for (held, of), donors in found.items() if len(donors) == of]
+    if whole:
+        # The same state in two cuts is there only where a checkpoint has been read.
+        held, of = max(whole, key=lambda one: (one[0], one[1] == group.shape.stages))
+        return Standing(held, tuple(found[held, of][number] for number in range(of)))
+    return Standing(-1, ()) if idle else None
+
+
+def unfinished(group: Group) -> tuple[str, ...]:
+    """Workers that have all sums of a step which others have applied: they can, too, and then hold what those hold."""
+    newest = max((holds(group, name) for name, worker in group.workers.items() if worker.state == "idle"), default=-2)
+    return tuple(
+        name for name, worker in group.workers.items() if worker.state == "idle" and worker.ready == newest >= 0
     )
 
 
@@ -139,14 +174,15 @@ def without(group: Group, name: str) -> Group:
     return replace(group, workers={other: worker for other, worker in group.workers.items() if other != name})
 
 
-def size_for(group: Group, count: int) -> int:
-    """How many of `count` workers are to sit in the next view; 0 where they are too few.
+def shape_for(group: Group, count: int) -> Shape | None:
+    """What `count` workers are to form; None where they are too few.
 
     Spares are held back from growth, not from taking a lost worker's place.
     """
     limits = group.limits
     keep = min(count, max(limits.minimum, len(group.seats)))
-    return useful_size(max(count - limits.spares, keep), limits.minimum, limits.maximum, limits.shards)
+    most = max(count - limits.spares, keep)
+    return useful_shape(most, limits.minimum, limits.maximum, limits.shards, limits.cuts)
 
 
 def suspects(group: Group) -> list[str]:
@@ -168,10 +204,10 @@ def preparing(group: Group) -> bool:
 
 def wants_change(group: Group) -> bool:
     """Whether another view than the present one should be formed, though nothing is broken."""
-    size = size_for(group, len(free(group)))
-    if size == 0:
+    shape = shape_for(group, len(free(group)))
+    if shape is None:
         return False
     if any(group.workers[name].leaving for name in members_in(group)):
         return True
     # Workers that come up together join together: one change, not one each.
-    return size > len(group.seats) and not preparing(group)
+    return shape.size > len(group.seats) and not preparing(group)

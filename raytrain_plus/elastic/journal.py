@@ -26,7 +26,7 @@ from raytrain_plus.runfolder import DATASET, JOB, MODEL, Fence, Lease
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.tries import tried
 from raytrain_plus.training.records import Evaluated, StepRecord
-from raytrain_plus.workers.plan import Export, Place, Ready
+from raytrain_plus.workers.plan import Export, Place
 
 log = logging.getLogger(__name__)
 
@@ -273,9 +273,9 @@ class Journal:
         return (step + 1) * self._batch_size
 
     def formed(
-        self, now: float, view: View, ready: Mapping[str, Ready], spares: Sequence[str], collective: str, form_s: float
+        self, now: float, view: View, params: Mapping[str, int], spares: Sequence[str], collective: str, form_s: float
     ) -> None:
-        """All members of a new generation are in their world and have the state."""
+        """All members of a new generation are in their worlds and have the state; `params`: how many each trains."""
         self.generation = self.base + view.generation
         self._waiting = ""
         before, self._members = self._members, tuple(member.worker for member in view.members)
@@ -292,7 +292,7 @@ class Journal:
                     **_who(self._places[member.worker]),
                     "cell": member.cell,
                     "stage": member.stage,
-                    "params": ready[member.worker].parameters,
+                    "params": params[member.worker],
                     "shards": list(member.shards),
                 }
                 for member in view.members

@@ -15,20 +15,22 @@ from raytrain_plus.elastic.group import (
     Group,
     Limits,
     Phase,
+    Standing,
     Worker,
-    donor,
     free,
-    holds,
     members_in,
     preparing,
-    size_for,
+    shape_for,
+    standing,
     suspects,
+    unfinished,
     wants_change,
     with_worker,
     without,
 )
-from raytrain_plus.elastic.policy import FRUITLESS, backoff_s, seat
+from raytrain_plus.elastic.policy import FRUITLESS, backoff_s
 from raytrain_plus.elastic.view import form_view
+from raytrain_plus.parallel.mesh import Stage, seated
 
 Outcome = tuple[Group, list[e.Command]]
 
@@ -76,38 +78,71 @@ def _settle(group: Group) -> Outcome:
     """Decides what follows once nobody is inside: close, form the next view, or wait for workers."""
     if members_in(group):
         return group, []
-    best = donor(group)
+    if late := unfinished(group):
+        return _finish(group, late)
+    best = standing(group)
     if group.failure:
         return _close(group)
-    if group.stopping or (group.finished and best is not None and holds(group, best) == group.limits.steps - 1):
+    if group.stopping or _ended(group, best):
         return _close(group)
-    if best is None or holds(group, best) < group.committed:
+    if best is None or best.step < group.committed:
         return _go_back(group)
     if not _enough(group):
         return _gather(group)
     return _join(group, best)
 
 
+def _ended(group: Group, best: Standing | None) -> bool:
+    return group.finished and best is not None and best.step == group.limits.steps - 1
+
+
+def _finish(group: Group, late: tuple[str, ...]) -> Outcome:
+    """Has the step applied that others have: these are inside once more until they have done so."""
+    step = group.workers[late[0]].ready
+    assert step is not None
+    for name in late:
+        group = with_worker(group, name, state="in")
+    return replace(group, phase=Phase.LEAVE), [e.Finish(late, step, group.generation)]
+
+
 def _go_back(group: Group) -> Outcome:
     """Nobody alive holds the state after the last committed step: the newest that can be had counts from now on."""
     group = replace(group, committed=group.durable, finished=False)
-    best = donor(group)
-    if best is not None and holds(group, best) >= group.committed:
+    best = standing(group)
+    if best is not None and best.step >= group.committed:
         return _settle(group)
-    if any(worker.state == "restoring" for worker in group.workers.values()):
-        return _gather(group)
-    commands: list[e.Command] = []
-    if group.durable < 0:
-        # Whoever comes anew has the initial state; who had it once has it no more.
-        commands += [e.Dismiss(name) for name, worker in group.workers.items() if worker.state == "idle"]
-        for command in commands:
-            assert isinstance(command, e.Dismiss)
-            group = without(group, command.worker)
-    elif able := [name for name in free(group) if group.workers[name].state == "idle"]:
-        group = with_worker(group, able[0], state="restoring", holds=None)
-        commands.append(e.Restore(able[0], group.durable))
+    group = _forget(group, group.committed)
+    group, read = _restore(group)
     group, gathered = _gather(group)
-    return group, [*commands, *gathered]
+    return group, [*read, *gathered]
+
+
+def _forget(group: Group, step: int) -> Group:
+    """What idle workers hold of later steps counts no more: made again, these may end in other last bits."""
+    for name, worker in group.workers.items():
+        if worker.state == "idle" and worker.holds is not None and worker.holds > step:
+            group = with_worker(group, name, holds=None, stage=None)
+    return group
+
+
+def _restore(group: Group) -> Outcome:
+    """Has every stage read out of the newest checkpoint that is neither held nor being read."""
+    busy = sum(worker.state == "restoring" and not worker.leaving for worker in group.workers.values())
+    shape = shape_for(group, len(free(group)) + busy)
+    of = group.limits.cuts[0] if shape is None else shape.stages
+    have: dict[int, str] = {}
+    for name, worker in group.workers.items():
+        held = worker.state == "restoring" or (worker.state == "idle" and worker.holds == group.durable)
+        if held and worker.stage is not None and worker.stage.of == of:
+            have.setdefault(worker.stage.number, name)
+    able = [name for name in free(group) if group.workers[name].state == "idle" and name not in have.values()]
+    commands: list[e.Command] = []
+    for number in range(of if group.durable >= 0 else 0):
+        if number not in have and able:
+            name, stage = able.pop(0), Stage(number, of)
+            group = with_worker(group, name, state="restoring", holds=None, stage=stage)
+            commands.append(e.Restore(name, group.durable, stage))
+    return group, commands
 
 
 def _gather(group: Group) -> Outcome:
@@ -119,59 +154,69 @@ def _gather(group: Group) -> Outcome:
 
 
 def _keep(group: Group) -> Outcome:
-    """Has a checkpoint made of the newest state where all who hold it will go with their machines."""
-    best = donor(group)
-    if best is None or not group.workers[best].leaving:
+    """Has a checkpoint made of the newest state where all who hold a stage of it will go with their machines."""
+    best = standing(group)
+    if best is None or not any(group.workers[name].leaving for name in best.donors):
         return group, []
-    held = holds(group, best)
-    if held < group.committed or held <= max(group.durable, group.kept):
+    if best.step < group.committed or best.step <= max(group.durable, group.kept):
         return group, []
-    return replace(group, kept=held), [e.Keep(held)]
+    return replace(group, kept=best.step), [e.Keep(best.step)]
 
 
 def _enough(group: Group, patient: bool = True) -> bool:
     count = len(free(group))
-    if count < group.limits.minimum:
+    if count < group.limits.minimum or shape_for(group, count) is None:
         return False
     # A group that has trained goes on with those who can; who still prepares joins later, and stops nobody.
     return not patient or group.generation >= 0 or (not preparing(group) and count >= group.limits.expected)
 
 
-def _join(group: Group, best: str) -> Outcome:
+def _join(group: Group, best: Standing) -> Outcome:
     limits = group.limits
+    group = _forget(group, best.step)
     able = free(group)
-    seats = seat(group.seats, able, size_for(group, len(able)))
-    held = holds(group, best)
-    copies = tuple(name for name in seats if holds(group, name) != held)
+    shape = shape_for(group, len(able))
+    assert shape is not None, "there are enough"
+    seats = seated(group.seats, group.shape, able, shape)
+    lacks: dict[str, e.Lacks] = {}
+    # Sums of a step that was not applied are those of this generation alone.
+    workers = {name: replace(worker, ready=None) for name, worker in group.workers.items()}
+    for place, name in enumerate(seats):
+        worker, stage = workers[name], shape.stage(place)
+        if best.step < 0:
+            if worker.holds != -1 or worker.stage not in (None, stage):
+                lacks[name] = "initial"
+        elif (worker.holds, worker.stage) != (best.step, stage):
+            lacks[name] = "newer"
+        workers[name] = replace(worker, state="in", joined=False)
     generation = group.generation + 1
-    workers = dict(group.workers)
-    for name in seats:
-        workers[name] = replace(workers[name], state="in", joined=False)
     group = replace(
         group,
         phase=Phase.JOIN,
         generation=generation,
+        shape=shape,
         seats=seats,
         workers=workers,
-        committed=max(group.committed, held),
-        durable=min(group.durable, held),
+        committed=max(group.committed, best.step),
+        durable=min(group.durable, best.step),
     )
-    return group, [e.Join(form_view(generation, seats, limits.shards), held + 1, best, copies)]
+    return group, [e.Join(form_view(generation, seats, shape, limits.shards), best.step + 1, best.donors, lacks)]
 
 
 def _close(group: Group) -> Outcome:
-    best = donor(group)
-    if group.generation < 0 or (group.committed < 0 and (best is None or holds(group, best) < 0)):
+    best = standing(group)
+    if group.generation < 0 or (group.committed < 0 and (best is None or best.step < 0)):
         return _end(group)
-    if best is None or holds(group, best) < group.committed:
+    if best is None or best.step < group.committed:
         if group.stopping or group.failure:
             return _end(group, _all_lost(group))
         return _go_back(group)
-    return replace(group, phase=Phase.CLOSE, lead=best), [e.HandOver(best)]
+    return replace(group, phase=Phase.CLOSE, leads=best.donors), [e.HandOver(best.donors)]
 
 
 def _all_lost(group: Group) -> str:
-    return f"every worker that held the state after step {group.committed} was lost"
+    of = "the state" if group.shape.stages == 1 else "a stage of the state"
+    return f"every worker that held {of} after step {group.committed} was lost"
 
 
 def _end(group: Group, unsaved: str = "") -> Outcome:
@@ -269,7 +314,10 @@ def _warm(group: Group, event: e.Warm) -> Outcome:
     # One that has not rehearsed while others train has yet to show that it can make a step.
     proved = state == "rehearsing" or group.generation < 0
     group = replace(group, stillborn=0 if proved else group.stillborn)
-    return with_worker(group, event.worker, state="idle", holds=event.holds), []
+    # What was read of a checkpoint that cannot be used after all is none.
+    void = state == "restoring" and group.workers[event.worker].stage is None
+    held = (None, None) if void else (event.holds, event.stage)
+    return with_worker(group, event.worker, state="idle", holds=held[0], stage=held[1]), []
 
 
 def _warm_gather(group: Group, event: e.Warm) -> Outcome:
@@ -307,7 +355,10 @@ def _unreadable(group: Group, event: e.Unreadable) -> Outcome:
     if group.workers[event.worker].state != "restoring":
         return group, []
     group = replace(group, durable=event.durable)
-    return with_worker(group, event.worker, state="idle", holds=None), []
+    for name, worker in group.workers.items():
+        if worker.state == "restoring":
+            group = with_worker(group, name, stage=None)
+    return with_worker(group, event.worker, state="idle", holds=None, stage=None), []
 
 
 def _unreadable_gather(group: Group, event: e.Unreadable) -> Outcome:
@@ -324,7 +375,8 @@ def _committed_join(group: Group, event: e.Committed) -> Outcome:
 
 
 def _out(group: Group, event: e.Left) -> Group:
-    group = with_worker(group, event.worker, state="idle", holds=event.holds, joined=False)
+    held = {"holds": event.holds, "stage": event.stage, "ready": event.ready}
+    group = with_worker(group, event.worker, state="idle", joined=False, **held)
     group = replace(group, finished=group.finished or event.why == "finished")
     group = replace(group, cause=event.fault or group.cause)
     if event.why != "failed":
@@ -352,7 +404,9 @@ def _left(group: Group, event: e.Left) -> Outcome:
 
 
 def _left_leave(group: Group, event: e.Left) -> Outcome:
-    if group.workers[event.worker].state != "in":
+    worker = group.workers[event.worker]
+    # One that finishes a step has said before that it could.
+    if worker.state != "in" or (worker.ready is not None and event.ready is not None):
         return group, []
     return _settle(_out(group, event))
 
@@ -391,11 +445,9 @@ def _lost_leave(group: Group, event: e.Lost) -> Outcome:
 
 def _lost_close(group: Group, event: e.Lost) -> Outcome:
     group = without(group, event.worker)
-    if event.worker != group.lead:
+    if event.worker not in group.leads:
         return group, []
-    best = donor(group)
-    ended = group.finished and best is not None and holds(group, best) == group.limits.steps - 1
-    return _settle(replace(group, finished=ended))
+    return _settle(replace(group, finished=_ended(group, standing(group))))
 
 
 def _notice(group: Group, event: e.Notice) -> Outcome:
@@ -439,8 +491,8 @@ def _late_train(group: Group, event: e.Late) -> Outcome:
 
 
 def _late_gather(group: Group, event: e.Late) -> Outcome:
-    best = donor(group)
-    if _enough(group, patient=False) and best is not None and holds(group, best) >= group.committed:
+    best = standing(group)
+    if _enough(group, patient=False) and best is not None and best.step >= group.committed:
         return _join(group, best)
     for name, worker in group.workers.items():
         if worker.state == "restoring":
@@ -469,7 +521,7 @@ def _late_leave(group: Group, event: e.Late) -> Outcome:
 
 
 def _late_close(group: Group, event: e.Late) -> Outcome:
-    return _end(group, f"{group.lead} did not hand the model over in time")
+    return _end(group, f"{' and '.join(group.leads)} did not hand the model over in time")
 
 
 def _handed(group: Group, event: e.Handed) -> Outcome:
@@ -533,7 +585,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_L, e.Lost): Rule(_lost_leave, (_L, _J, _G, _C, _E)),
     (_L, e.Notice): Rule(_notice, (_L,)),
     (_L, e.Stop): Rule(_stop, (_L,)),
-    (_L, e.Late): Rule(_late_leave, (_J, _G, _C, _E)),
+    (_L, e.Late): Rule(_late_leave, (_L, _J, _G, _C, _E)),
     (_L, e.Stuck): Rule(_nothing, (_L,)),
     (_L, e.Handed): Rule(_nothing, (_L,)),
     (_C, e.Up): Rule(_nothing, (_C,)),

@@ -1,9 +1,9 @@
-"""How many workers to form, who sits where, and how patient to be. Pure."""
+"""How many workers to form, and how patient to be. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 VERY_MANY = 1_000_000
 FRUITLESS = 10
@@ -24,43 +24,6 @@ def useful_size(available: int, minimum: int, maximum: int, shards: int) -> int:
     largest = min(available, maximum, shards)
     per_cell = math.ceil(shards / max(largest, 1))
     return max(minimum, math.ceil(shards / per_cell))
-
-
-def left_out(minimum: int, maximum: int, shards: int) -> str:
-    """Says how many workers are formed where these are fewer than `maximum`; empty where they are not.
-
-    >>> left_out(1, 20, 8)
-    'at most 8 of workers.max = 20 are formed: with data.shards = 8 a further one would make no step faster'
-    >>> left_out(1, 4, 8)
-    ''
-    """
-    most = useful_size(maximum, minimum, maximum, shards)
-    if most == maximum:
-        return ""
-    return (
-        f"at most {most} of workers.max = {maximum} are formed: "
-        f"with data.shards = {shards} a further one would make no step faster"
-    )
-
-
-def seat(before: Sequence[str], available: Collection[str], size: int) -> tuple[str, ...]:
-    """Who sits where: `size` of the `available`; who had a seat keeps it, the others fill holes in their order.
-
-    >>> seat(("a", "b", "c"), ("d", "c", "a"), 3)
-    ('a', 'd', 'c')
-    >>> seat(("a", "b", "c"), ("a", "c"), 2)
-    ('a', 'c')
-    """
-    kept = [worker for worker in before if worker in available][:size]
-    others = [worker for worker in available if worker not in kept]
-    new = others[: size - len(kept)]
-    seats: list[str] = []
-    for worker in before:
-        if worker in kept:
-            seats.append(worker)
-        elif new:
-            seats.append(new.pop(0))
-    return (*seats, *new)
 
 
 def backoff_s(fruitless: int) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from raytrain_plus.parallel.mesh import Shape
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
@@ -21,7 +23,9 @@ class View:
     """The group of one generation."""
 
     generation: int
+    shape: Shape
     members: tuple[Member, ...]
+    """By seat."""
 
 
 def host_shards(shards: int, cells: int) -> tuple[tuple[int, ...], ...]:
@@ -36,12 +40,15 @@ def host_shards(shards: int, cells: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
 
 
-def form_view(generation: int, workers: Sequence[str], shards: int) -> View:
-    """A view of one-worker cells over `workers`, in their order."""
-    hosted = host_shards(shards, len(workers))
+def form_view(generation: int, seats: Sequence[str], shape: Shape, shards: int) -> View:
+    """A view of that shape; `seats`: who sits where. All stages of a cell have to do with its shards."""
+    hosted = host_shards(shards, shape.cells)
+    places = [shape.place(seat) for seat in range(shape.size)]
     return View(
         generation=generation,
+        shape=shape,
         members=tuple(
-            Member(worker=worker, cell=cell, stage=0, shards=hosted[cell]) for cell, worker in enumerate(workers)
+            Member(worker=worker, cell=cell, stage=stage, shards=hosted[cell])
+            for worker, (cell, stage) in zip(seats, places, strict=True)
         ),
     )

@@ -13,6 +13,14 @@ from raytrain_plus.elastic.policy import useful_size
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """A position in a cell: its number, counted from the model's front, of so many."""
+
+    number: int = 0
+    of: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """So many cells, each of so many stages."""
 
@@ -35,6 +43,14 @@ class Shape:
         (1, 1)
         """
         return divmod(seat, self.stages)
+
+    def stage(self, seat: int) -> Stage:
+        """What is held there.
+
+        >>> Shape(2, 3).stage(4)
+        Stage(number=1, of=3)
+        """
+        return Stage(seat % self.stages, self.stages)
 
     def ring(self, stage: int) -> tuple[int, ...]:
         """The seats that sum their gradients: those that hold the same layers.

@@ -10,6 +10,7 @@ from raytrain_plus.state.dtypes import DTYPES
 from raytrain_plus.state.holding import Holding, described
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.state.shares import share_out
+from raytrain_plus.state.stages import layer_of
 from raytrain_plus.state.tree import Json
 
 
@@ -19,11 +20,16 @@ class HostMemory:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, holding: Holding, writer: int, writers: int) -> tuple[list[Copy], Json]:
-        """The pieces that this one of so many writers writes, and the tree. They stand until the next call."""
+    def copy(self, holding: Holding, rank: int, size: int, first_stage: bool = True) -> tuple[list[Copy], Json]:
+        """The pieces that this one, of so many who hold the same, writes, and the tree. They stand until the next call.
+
+        What belongs to no layer is written where the model's first stage is.
+        """
         tensors, tree = described(holding)
+        if not first_stage:
+            tensors = {name: value for name, value in tensors.items() if layer_of(name) is not None}
         sizes = {name: (tuple(value.shape), value.nbytes) for name, value in tensors.items()}
-        pieces = share_out(sizes, writers)[writer]
+        pieces = share_out(sizes, size)[rank]
         total = sum(piece.bytes for piece in pieces)
         on_gpu = any(value.is_cuda for value in tensors.values())
         if self._memory.nbytes < total:

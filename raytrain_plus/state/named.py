@@ -6,7 +6,8 @@ Names: `param/<name>`, `buffer/<name>` (persistent ones), `optim/<parameter>/<ke
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,15 +24,21 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> dict[str, torch.Tensor]:
     """The optimizer's part of it."""
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     names = {id(parameter): name for name, parameter in parameters}
     for parameter, values in optimizer.state.items():
-        name = names[id(parameter)]
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                state[f"optim/{name}/{key}"] = value.detach()
-            elif isinstance(value, (int, float)):
-                state[f"optim/{name}/{key}"] = torch.tensor(float(value), dtype=torch.float64)
+        state |= optimizer_values(names[id(parameter)], values)
+    return state
+
+
+def optimizer_values(parameter: str, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What of an optimizer's figures for one parameter is part of the state."""
+    state = {}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor):
+            state[f"optim/{parameter}/{key}"] = value.detach()
+        elif isinstance(value, (int, float)):
+            state[f"optim/{parameter}/{key}"] = torch.tensor(float(value), dtype=torch.float64)
     return state
 
 

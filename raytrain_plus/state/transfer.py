@@ -6,7 +6,7 @@ The receiver keeps it beside its own state until it is complete and its hash agr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ import xxhash
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.holding import Holding, described, model_state, put_tree
-from raytrain_plus.state.named import dtype_name
+from raytrain_plus.state.named import dtype_name, optimizer_values
+from raytrain_plus.state.stages import own_tensors, own_tree, whole_tree
+from raytrain_plus.state.tree import from_json
 
 Array = npt.NDArray[Any]
 Packed = tuple[str, tuple[int, ...], Array]
@@ -51,6 +53,31 @@ def digest(step: int, tensors: Mapping[str, Packed], values: bytes) -> str:
         total.update(f"{name}\0{dtype}\0{shape}\0".encode())
         total.update(data.data)
     return total.hexdigest()
+
+
+def restricted(snapshots: Sequence[Snapshot], others: Collection[str]) -> Snapshot:
+    """One stage's state, without the layers `others`, out of the states of one or of all stages."""
+    if len(snapshots) == 1 and not others:
+        return snapshots[0]
+    tensors = {name: packed for snapshot in snapshots for name, packed in snapshot.tensors.items()}
+    tree = whole_tree([json.loads(snapshot.values) for snapshot in snapshots])
+    return Snapshot(snapshots[0].step, own_tensors(tensors, others), json.dumps(own_tree(tree, others)).encode(), "")
+
+
+def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    """What the state's hash is of: see `state.named`."""
+    tree = json.loads(snapshot.values)
+    persistent = {f"buffer/{name}" for name in tree["persistent"]}
+    cpu = torch.device("cpu")
+    state = {
+        name: unpacked(packed, cpu)
+        for name, packed in snapshot.tensors.items()
+        if name.startswith("param/") or name in persistent
+    }
+    for parameter, values in tree["optimizer"].items():
+        held = from_json(values, lambda name, on_cpu: unpacked(snapshot.tensors[name], cpu))
+        state |= optimizer_values(parameter, held)
+    return state
 
 
 def put(snapshot: Snapshot, holding: Holding) -> None:

@@ -49,15 +49,38 @@ def build_chunks(task: Task, seed: int, device: torch.device, chunks: Sequence[S
         return tuple(_built(layers, names, seed, device) for names in chunks)
     children = _children(_whole(task, seed))
     if not children:
-        raise TaskError(
-            "a model that does not say its layers cannot be cut into stages",
-            where="parallel.pipeline",
-            expected="layers(), or a model() that is an nn.Sequential with each module in it once",
-        )
+        raise _no_layers()
     _check_apart(children)
     return tuple(
         Built(nn.Sequential(OrderedDict((name, children[name]) for name in names)).to(device), tuple(names))
         for names in chunks
+    )
+
+
+def layer_names(task: Task, seed: int) -> tuple[str, ...]:
+    """The names of the model's layers, in order; what has to be built for it holds no values, where that is possible.
+
+    Raises `TaskError` where the task does not say them.
+    """
+    layers = task.layers()
+    if layers is not None:
+        return tuple(layers)
+    try:
+        with torch.device("meta"):
+            names = tuple(_children(task.model()))
+    except Exception:
+        # Of a model that reads its values from a file, say.
+        names = tuple(_children(_whole(task, seed)))
+    if not names:
+        raise _no_layers()
+    return names
+
+
+def _no_layers() -> TaskError:
+    return TaskError(
+        "a model that does not say its layers cannot be cut into stages",
+        where="parallel.pipeline",
+        expected="layers(), or a model() that is an nn.Sequential with each module in it once",
     )
 
 

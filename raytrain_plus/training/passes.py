@@ -69,8 +69,13 @@ class Passes(Protocol):
     def figures(self, batches: ShardBatches, hosted: Sequence[int], control: Control) -> Figures:
         """What the held-out batches of the hosted shards give; the same on all stages of a cell."""
 
-    def agree(self, step: int, settled: bool, squares: Mapping[str, float]) -> tuple[bool, dict[str, float]]:
-        """Whether the sums are settled on all stages of the cell, and the squares of all their gradients' norms."""
+    def agree(
+        self, step: int, settled: bool, squares: Mapping[str, float], world: World, control: Control, wait_s: float
+    ) -> tuple[bool, dict[str, float]]:
+        """Whether the sums are settled on all stages of the cell, and the squares of all their gradients' norms.
+
+        Comes back when every member of every stage's `world` is known to hold its sums.
+        """
 
 
 class Whole:
@@ -134,8 +139,10 @@ class Whole:
                 found.add(shard, microbatch.rows, given)
         return found
 
-    def agree(self, step: int, settled: bool, squares: Mapping[str, float]) -> tuple[bool, dict[str, float]]:
-        """See `Passes`: there is nobody else."""
+    def agree(
+        self, step: int, settled: bool, squares: Mapping[str, float], world: World, control: Control, wait_s: float
+    ) -> tuple[bool, dict[str, float]]:
+        """See `Passes`: there is nobody else in the cell, and a step that one has applied all others can copy."""
         return settled, dict(squares)
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, float]:

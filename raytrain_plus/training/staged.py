@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain_plus.collective.world import Work, World
+from raytrain_plus.collective.world import Work, World, wait
 from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.job import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.handover import Handovers, Peers
-from raytrain_plus.parallel.pipeline.schedule import Pipeline, Schedule, holders, splits
+from raytrain_plus.parallel.pipeline.layout import holders, splits
+from raytrain_plus.parallel.pipeline.schedule import Pipeline
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
@@ -123,8 +125,13 @@ class Staged:
                 control.enter("data")
         return found
 
-    def agree(self, step: int, settled: bool, squares: Mapping[str, float]) -> tuple[bool, dict[str, float]]:
-        """See `passes.Passes`. Who hears all stages of its cell knows that each of them holds its sums."""
+    def agree(
+        self, step: int, settled: bool, squares: Mapping[str, float], world: World, control: Control, wait_s: float
+    ) -> tuple[bool, dict[str, float]]:
+        """See `passes.Passes`. One number goes around each stage's ring when it has its sums, and then through the
+        cell: who has heard all of its cell knows that every member of every ring holds its sums."""
+        work = world.reduce(torch.zeros(1), "summed")
+        wait(work, f"the others to have their sums of step {step}", wait_s, control.interrupted)
         for stage in range(self._stages):
             self._handovers.send_note("agreed", self._stage, (settled, dict(squares)), stage)
         told = [self._handovers.take_note("agreed", stage, stage) for stage in range(self._stages)]

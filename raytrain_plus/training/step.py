@@ -50,6 +50,15 @@ class Applied:
     """What each shard gave, for the ledger: `data.ledger.NOTE`s in shard order."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """A step of which all sums are there, and nothing is applied."""
+
+    step: int
+    totals: header.StepTotals
+    scales: dict[str, int]
+
+
 class Stepper:
     """Holds a model's training state and moves it step by step."""
 
@@ -94,6 +103,15 @@ class Stepper:
             name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
         ]
         self._clip_norm = clip_norm
+        self._summed: _Summed | None = None
+        self.squares: dict[str, float] = {}
+        """Of the step that was applied last, the squares of the norms of all the model's gradients, where they are
+        clipped: who has yet to apply it needs them."""
+
+    @property
+    def ready(self) -> int | None:
+        """The step that it can `finish`, if there is one."""
+        return None if self._summed is None else self._summed.step
 
     @property
     def module(self) -> nn.Module:
@@ -123,6 +141,7 @@ class Stepper:
         for part in self.parts:
             part.module.train()
         scales = self.scales
+        self._summed = None
         for _ in range(TRIES):
             for part in self.parts:
                 part.gradients.begin(scales)
@@ -146,9 +165,13 @@ class Stepper:
             if settled:
                 for part in self.parts:
                     part.gradients.take_means(totals.weight)
-            settled, squares = self.passes.agree(step, settled, self._squares() if settled else {})
+                grids = {name: scale for reading in readings for name, scale in reading.scales.items()}
+                self._summed = _Summed(step, totals, grids)
+            squares = self._squares() if settled else {}
+            settled, squares = self.passes.agree(step, settled, squares, world, control, wait_s)
             if settled:
                 break
+            self._summed = None
             scales = {**scales, **self._measured(step, world, wait_s, control)}
         else:
             raise TrainingError(
@@ -158,10 +181,12 @@ class Stepper:
         # Who is to leave may have given its state out: it changes no more.
         control.check()
         control.enter("applying")
-        self._apply(
-            step, totals, squares, {name: scale for reading in readings for name, scale in reading.scales.items()}
-        )
+        self._apply(squares)
         return Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes)
+
+    def finish(self, squares: Mapping[str, float]) -> None:
+        """Applies the step of which it has all sums, because others have: these are the `squares` they agreed on."""
+        self._apply(squares)
 
     def snapshot(self) -> transfer.Snapshot:
         """The committed state, for a worker that lacks it. Not to be called while a step applies."""
@@ -170,7 +195,7 @@ class Stepper:
 
     def adopt(self, snapshot: transfer.Snapshot) -> None:
         """Takes another worker's state in place of its own."""
-        self.held = None
+        self.held = self._summed = None
         transfer.put(snapshot, self.holding())
         self.restore_buffers()
         self.held = snapshot.step
@@ -192,9 +217,10 @@ class Stepper:
             self._persistent,
         )
 
-    def _apply(
-        self, step: int, totals: header.StepTotals, squares: Mapping[str, float], scales: dict[str, int]
-    ) -> None:
+    def _apply(self, squares: Mapping[str, float]) -> None:
+        summed, self._summed = self._summed, None
+        assert summed is not None, "its sums are there"
+        step = summed.step
         if self._clip_norm is not None:
             self._clip(step, self._clip_norm, squares)
         self.held = None
@@ -204,8 +230,9 @@ class Stepper:
         if self.scheduler is not None:
             self.scheduler.step()
         for part in self.parts:
-            part.buffers.commit(totals.rows)
-        self.scales = scales
+            part.buffers.commit(summed.totals.rows)
+        self.scales = summed.scales
+        self.squares = dict(squares)
         self.held = step
 
     def _reduce_buffers(self, step: int, world: World, wait_s: float, control: Control) -> None:

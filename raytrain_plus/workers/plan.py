@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.data.source import Index
-from raytrain_plus.elastic.events import Why
+from raytrain_plus.elastic.events import Lacks, Why
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job import Job
+from raytrain_plus.parallel.mesh import Stage
+from raytrain_plus.parallel.pipeline.cut import Layer
+from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.state.manifest import Share
 from raytrain_plus.training.records import Evaluated, StepRecord
 
@@ -52,8 +55,41 @@ class Ready:
     """What a worker says when its task is built."""
 
     parameters: int
+    """Of the whole model."""
     state_bytes: int
     """What a copy of the training state may weigh."""
+    layers: tuple[Layer, ...] = ()
+    """What each costs, where the model is to be cut into stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What of the model a worker holds."""
+
+    stage: Stage
+    chunks: Chunks
+    """The layers of that stage; none where it is the whole model."""
+    others: frozenset[str]
+    """The layers of the other stages."""
+
+
+WHOLE = Layers(Stage(), (), frozenset())
+"""All of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareOf:
+    """A worker's part in the checkpoints of one generation."""
+
+    generation: int
+    """Its number in the names of checkpoints, which rises through all controllers of a run."""
+    writer: int
+    """Of all who write, this one; and how many they are."""
+    writers: int
+    rank: int = 0
+    """Among those who hold the same stage, this one; and how many they are."""
+    size: int = 1
+    first_stage: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,15 +97,20 @@ class Assignment:
     """A member's part in one generation."""
 
     generation: int
-    formation: Formation
+    layers: Layers
+    ring: Formation
+    """The world of those who hold the same stage."""
+    cell: Formation | None
+    """The world of those who hold the stages of one model; None where that is one worker."""
     shards: tuple[int, ...]
     first_step: int
-    copies: bool
-    """Whether it takes the donor's state, which `Worker.take` is told of."""
+    lacks: Lacks | None
+    """What it does not have yet. `Worker.take` is told of what others give."""
+    gives: bool
+    """Whether others are given what it holds."""
+    share: ShareOf
     evaluated: int
     """The highest step whose evaluation has been heard of; -2 where none has."""
-    saved_as: int
-    """The generation's number in the names of checkpoints, which rises through all controllers of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +120,12 @@ class Outcome:
     holds: int | None
     """The step whose state it has; None where that is dirty."""
     why: Why
+    stage: Stage | None = None
+    """Of which stage that is."""
+    ready: int | None = None
+    """The step after it, where it has all sums of that, and has not applied them."""
+    squares: Mapping[str, float] = field(default_factory=dict)
+    """Of the step that it holds, the squares of the norms of all gradients, where they are clipped."""
     error: RaytrainError | None = None
     fault: str = ""
     """What and where the error was, the same words whenever it comes again."""
@@ -91,7 +138,7 @@ class Outcome:
     saved_as: int = -1
     """The generation's number in the names of checkpoints."""
     state_sha256: str | None = None
-    """Of the finished state."""
+    """Of the finished state of its stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +152,7 @@ class Written:
     writers: int
     share: Share | None
     tree: Any
-    """What is no tensor; the first writer alone says it."""
+    """What is no tensor; the first writer of each stage alone says it."""
     metrics: Mapping[str, float]
     """Held-out figures of this very state."""
     time: float

@@ -16,7 +16,7 @@ from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.state.manifest import Share, name_of
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.tries import tried
-from raytrain_plus.workers.plan import Written
+from raytrain_plus.workers.plan import ShareOf, Written
 
 STILL_S = 300.0
 """A share of which the storage has taken nothing more for so long is given up."""
@@ -24,13 +24,11 @@ FREE_S = 60.0
 """Limit of the wait for an earlier share, at the end of a run; while it trains, no step waits for one."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Part:
-    """A worker's part in the checkpoints of one generation."""
+    """What a worker writes of the checkpoints of one generation, and who is told of it."""
 
-    generation: int
-    writer: int
-    writers: int
+    of: ShareOf
     tell: Callable[[Written], None]
 
 
@@ -59,7 +57,7 @@ class Saver:
     @property
     def generation(self) -> int:
         """The number of the generation that it writes for, as in the names of checkpoints."""
-        return -1 if self._part is None else self._part.generation
+        return -1 if self._part is None else self._part.of.generation
 
     def begin(self, part: Part) -> None:
         """From now on it writes this part."""
@@ -94,20 +92,20 @@ class Saver:
         if not self._free.wait(FREE_S):
             raise WaitExpired(f"an earlier checkpoint was still being written after {FREE_S:g} s")
         began, start = time.time(), time.monotonic()
-        copies, tree = self._memory.copy(self._holding(), part.writer, part.writers)
+        copies, tree = self._memory.copy(self._holding(), part.of.rank, part.of.size, part.of.first_stage)
         stall_s = time.monotonic() - start
         self._free.clear()
-        self._open = step, part.generation
+        self._open = step, part.of.generation
         self.copied = step
 
         def told(share: Share | None, error: str) -> Written:
             return Written(
                 step=step,
-                generation=part.generation,
-                writer=part.writer,
-                writers=part.writers,
+                generation=part.of.generation,
+                writer=part.of.writer,
+                writers=part.of.writers,
                 share=share,
-                tree=tree if part.writer == 0 else None,
+                tree=tree if part.of.rank == 0 else None,
                 metrics=dict(metrics),
                 time=began,
                 stall_s=stall_s,
@@ -126,8 +124,8 @@ class Saver:
         self, part: Part, step: int, copies: Sequence[Copy], told: Callable[[Share | None, str], Written]
     ) -> None:
         try:
-            name = name_of(step, part.generation)
-            share = tried(lambda: write_share(self._run, name, part.writer, part.writers, copies, self._moved))
+            name = name_of(step, part.of.generation)
+            share = tried(lambda: write_share(self._run, name, part.of.writer, part.of.writers, copies, self._moved))
             part.tell(told(share, ""))
         except RaytrainError as failure:
             part.tell(told(None, str(failure)))

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +25,7 @@ import ray
 import safetensors.torch
 import torch
 from ray.exceptions import RayError
+from torch import nn
 
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.horovod import HorovodWorld, load_horovod
@@ -36,8 +37,9 @@ from raytrain_plus.data.granule import Rows, Transform
 from raytrain_plus.data.line import Line
 from raytrain_plus.data.of_job import evaluation_line, line_of
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.data.reader import Batches, Collate, held_out
+from raytrain_plus.data.reader import Batches, Collate, Counts, held_out, held_out_counts
 from raytrain_plus.data.source import Index, differences, index
+from raytrain_plus.elastic.events import Why
 from raytrain_plus.errors import (
     CheckpointError,
     DataError,
@@ -52,22 +54,38 @@ from raytrain_plus.errors import (
 )
 from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job import Job
+from raytrain_plus.parallel.mesh import Stage
 from raytrain_plus.state.checkpoint import read_tensors
-from raytrain_plus.state.holding import model_state, other_classes, saved_model
+from raytrain_plus.state.holding import Holding, model_state, other_classes, saved_model
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
 from raytrain_plus.state.named import dtype_name, optimizer_state, state_sha256
-from raytrain_plus.state.transfer import Snapshot, digest
+from raytrain_plus.state.stages import own_tensors, own_tree
+from raytrain_plus.state.transfer import Snapshot, digest, hashed, restricted
 from raytrain_plus.storage.folder import open_folder
 from raytrain_plus.storage.tries import tried
+from raytrain_plus.task import Task
 from raytrain_plus.taskfile import build_task, fault_of, load_function, load_task, trim_traceback
 from raytrain_plus.training.control import Control
-from raytrain_plus.training.loop import Evaluation, Limits, train
-from raytrain_plus.training.model import build_model
+from raytrain_plus.training.loop import Evaluation, Feed, Limits, train
+from raytrain_plus.training.measure import measured
+from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.randomness import random_key, repeatable, set_random_key
 from raytrain_plus.training.records import Activity
+from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Stepper
-from raytrain_plus.workers.plan import Assignment, Export, Outcome, Place, Plan, Ready, Written
+from raytrain_plus.workers.plan import (
+    WHOLE,
+    Assignment,
+    Export,
+    Layers,
+    Outcome,
+    Place,
+    Plan,
+    Ready,
+    ShareOf,
+    Written,
+)
 from raytrain_plus.workers.reporter import FLUSH_S, Reporter
 from raytrain_plus.workers.saver import Part, Saver
 
@@ -91,12 +109,17 @@ class Worker:
         self._control = Control()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._plan: Plan | None = None
+        self._task: Task | None = None
         self._stepper: Stepper | None = None
+        self._stage: Stage | None = None
+        """What the stepper holds: the model, or a stage of it. A model in stages is built when the stage is known."""
         self._rows: Rows | None = None
         self._evaluation: Evaluation | None = None
         self._feed: Batches | None = None
         self._saver: Saver | None = None
-        self._copies: dict[int, Future[Snapshot]] = {}
+        self._copies: dict[int, Future[list[Snapshot]]] = {}
+        self._given: dict[int, Future[None]] = {}
+        """For each generation: whether others have been given the state that it began with here."""
         self._aside = False
 
     def place(self) -> Place:
@@ -128,29 +151,49 @@ class Worker:
         self._control.begin(assignment.generation)
         return self._thread.submit(self._serve, controller, assignment).result()
 
-    def take(self, generation: int, source: tuple[Any]) -> None:
-        """Fetches the donor's state, named by a Ray reference, while the training thread joins that generation."""
+    def take(self, generation: int, sources: tuple[Any, ...]) -> None:
+        """Fetches the donors' states, named by Ray references, while the training thread joins that generation."""
         if self._stale(generation, "a copy of the state") or self._control.over(generation):
             return
         copy = self._copies.setdefault(generation, Future())
         try:
-            copy.set_result(self._fetch(generation, source[0]))
+            copy.set_result([self._fetch(generation, source) for source in sources])
         except BaseException as error:
             copy.set_exception(error)
 
-    def restore(self, manifest: Manifest) -> None:
-        """Takes the state out of a checkpoint. Raises `DamagedError` where it is not what was written, and
-        `CheckpointError` where it is another model's."""
-        self._do(lambda: self._restore(manifest))
+    def restore(self, manifest: Manifest, layers: Layers) -> None:
+        """Takes the state, or a stage's, out of a checkpoint. Raises `DamagedError` where it is not what was written,
+        and `CheckpointError` where it is another model's."""
+        self._do(lambda: self._restore(manifest, layers))
 
-    def keep(self, controller: Any, generation: int, writer: int, writers: int) -> None:
+    def keep(self, controller: Any, share: ShareOf) -> None:
         """Writes its share of a checkpoint of the state that it holds, while it is in no generation."""
-        self._do(lambda: self._keep(controller, generation, writer, writers))
+        self._do(lambda: self._keep(controller, share))
 
-    def snapshot(self) -> Snapshot:
-        """This worker's state, for others. It is between two steps, and stays so until whoever copies has copied."""
+    def finish(self, generation: int, squares: Mapping[str, float]) -> Outcome:
+        """Applies the step of which it has all sums, because others of its generation have: see `Stepper.finish`."""
+
+        def finished() -> Outcome:
+            assert self._stepper is not None
+            self._stepper.finish(squares)
+            return self._outcome("interrupted")
+
+        try:
+            return self._do(finished)
+        except RaytrainError as error:
+            return replace(self._outcome("failed"), holds=None, error=error, fault=f"{type(error).__name__}: {error}")
+
+    def snapshot(self, generation: int) -> Snapshot:
+        """This worker's state, for others, who begin that generation with it.
+
+        It is between two steps, and stays so until whoever copies has copied.
+        """
         assert self._stepper is not None
-        return self._stepper.snapshot()
+        snapshot = self._stepper.snapshot()
+        given = self._given.setdefault(generation, Future())
+        if not given.done():
+            given.set_result(None)
+        return snapshot
 
     def pause(self, generation: int) -> None:
         """Wishes that the group stops at the next step boundary; the wish travels in the header."""
@@ -167,12 +210,15 @@ class Worker:
         if self._saver is not None:
             self._saver.settled(step, generation)
 
-    def interrupt(self, generation: int, listening: frozenset[tuple[str, int]]) -> Activity:
-        """Leaves the world whose members listen at these addresses; what the training thread does now."""
+    def interrupt(
+        self, generation: int, rings: frozenset[tuple[str, int]], cells: frozenset[tuple[str, int]]
+    ) -> Activity:
+        """Leaves the worlds whose members listen at these addresses; what the training thread does now."""
         if not self._stale(generation, "an interrupt"):
             self._control.interrupt(generation)
         if self._control.generation == generation:
-            cut(listening, listeners=self._plan is not None and self._plan.collective == "horovod")
+            cut(rings, listeners=self._plan is not None and self._plan.collective == "horovod")
+            cut(cells, listeners=False)
         return self._control.activity()
 
     def activity(self) -> Activity:
@@ -192,12 +238,28 @@ class Worker:
         self._aside = held is not None
         if held is None:
             return None
-        assert self._saver is not None
-        return Outcome(holds=held, why="interrupted", copied=self._saver.copied, saved_as=self._saver.generation)
+        return self._outcome("interrupted")
 
-    def export(self) -> Export:
-        """The model as it stands, and what the task shows."""
-        return self._do(self._export)
+    def export(self, sources: tuple[Any, ...] = ()) -> Export:
+        """The model as it stands, and what the task shows; `sources` are references to the states of other stages."""
+        return self._do(lambda: self._export(sources))
+
+    def _outcome(self, why: Why) -> Outcome:
+        """What it holds now."""
+        stepper, saver = self._stepper, self._saver
+        assert saver is not None
+        if stepper is None:
+            return Outcome(holds=None, why=why)
+        staged = self._stage is not None and self._stage.of > 1
+        return Outcome(
+            holds=stepper.held,
+            why=why,
+            stage=self._stage,
+            ready=stepper.ready if staged and stepper.held is not None else None,
+            squares=stepper.squares,
+            copied=saver.copied,
+            saved_as=saver.generation,
+        )
 
     def _stale(self, generation: int, what: str) -> bool:
         """Whether a call is for a generation that is over here: it is refused then."""
@@ -239,27 +301,10 @@ class Worker:
         if plan.held_out is not None:
             _same_data(job.data.prepare, roots, plan.held_out)
         set_random_key(random_key(job.seed, "task"))
-        task = build_task(cls, job.args)
-        device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
-        try:
-            built = build_model(task, job.seed, device)
-            self._stepper = Stepper(
-                task,
-                [built],
-                seed=job.seed,
-                shards=job.data.shards,
-                clip_norm=job.clip_norm,
-                device=device,
-                exact=job.reduction == "exact",
-            )
-        except TaskError:
-            raise
-        except Exception as error:
-            raise TaskError(
-                f"{cls.__name__} cannot be built: {type(error).__name__}: {error}",
-                where=f"task: {job.task}",
-                user_traceback=trim_traceback(error),
-            ) from None
+        self._plan = plan
+        self._task = task = build_task(cls, job.args)
+        if job.parallel.pipeline == 1:
+            self._build(WHOLE)
         if plan.collective == "horovod":
             try:
                 load_horovod()
@@ -269,27 +314,83 @@ class Worker:
                     where="collective: horovod",
                     remedy=f"{REMEDY}, on every node",
                 ) from None
-        check_storable(self._stepper.holding())
         self._saver = Saver(
             open_folder(plan.folder),
-            self._stepper.holding,
+            self._holding,
             job.checkpoint.every_steps,
             best=job.checkpoint.keep_best is not None,
         )
         transform = load_function(job.data.transform, roots) if job.data.transform else None
         self._rows = _rows(plan.index, line_of(job, plan.index), job, transform)
         self._evaluation = _evaluation(plan, task.collate, transform)
-        self._plan = plan
+        if self._stepper is None:
+            return self._measured()
         trained = [value for _, value in self._stepper.named]
-        held = [*built.module.parameters(), *built.module.buffers()]
+        held = [*self._stepper.module.parameters(), *self._stepper.module.buffers()]
         return Ready(
             parameters=sum(value.numel() for value in trained),
             # An optimizer has two figures, as a rule, for each weight that it trains.
             state_bytes=sum(value.nbytes for value in held) + 2 * sum(value.nbytes for value in trained),
         )
 
+    @property
+    def _device(self) -> torch.device:
+        assert self._plan is not None
+        return torch.device("cuda", 0) if self._plan.job.workers.gpus else torch.device("cpu")
+
+    def _holding(self) -> Holding:
+        assert self._stepper is not None
+        return self._stepper.holding()
+
+    def _build(self, layers: Layers) -> None:
+        """Builds the model, or a stage of it, with its initial values."""
+        assert self._plan is not None
+        assert self._task is not None
+        job, task = self._plan.job, self._task
+        self._stepper = self._stage = None
+        try:
+            if layers.chunks:
+                built = build_chunks(task, job.seed, self._device, layers.chunks)
+            else:
+                built = (build_model(task, job.seed, self._device),)
+            self._stepper = Stepper(
+                task,
+                built,
+                seed=job.seed,
+                shards=job.data.shards,
+                clip_norm=job.clip_norm,
+                device=self._device,
+                exact=job.reduction == "exact",
+            )
+        except TaskError:
+            raise
+        except Exception as error:
+            raise TaskError(
+                f"{type(task).__name__} cannot be built: {type(error).__name__}: {error}",
+                where=f"task: {job.task}",
+                user_traceback=trim_traceback(error),
+            ) from None
+        check_storable(self._stepper.holding())
+        self._stage = layers.stage
+
+    def _measured(self) -> Ready:
+        """What each layer costs, which warms up, too, what a first step needs."""
+        assert self._plan is not None
+        assert self._task is not None
+        with self._open_feed((0,), 0, stream=False) as feed:
+            batch = feed.get(0, FIRST_STEP_S).shards[0][0]
+        found = measured(self._task, self._plan.job.seed, self._device, batch)
+        return Ready(
+            parameters=sum(layer.parameters for layer in found),
+            state_bytes=sum(layer.bytes for layer in found),
+            layers=found,
+        )
+
     def _rehearse(self) -> None:
         assert self._plan is not None
+        if self._plan.job.parallel.pipeline > 1:
+            # It has measured the layers, which is a step in all but name, and has no state that it could lose.
+            return
         assert self._stepper is not None
         self._control.patience(FIRST_STEP_S)
         self._control.enter("preparing")
@@ -298,15 +399,18 @@ class Worker:
             self._stepper.run(0, batches.shards, SoloWorld(), control=Control(), wait_s=FIRST_STEP_S)
         self._stepper.held = None
 
-    def _restore(self, manifest: Manifest) -> None:
+    def _restore(self, manifest: Manifest, layers: Layers) -> None:
         assert self._plan is not None
+        if self._stage != layers.stage:
+            self._build(layers)
         assert self._stepper is not None
         stepper, run = self._stepper, open_folder(self._plan.folder)
+        stored = own_tensors(manifest.tensors, layers.others)
         built = {
             name: (dtype_name(value.dtype), tuple(value.shape))
             for name, value in model_state(stepper.holding()).items()
         }
-        differing = mismatch(manifest.tensors, built) or other_classes(manifest.tree, stepper.holding())
+        differing = mismatch(stored, built) or other_classes(manifest.tree, stepper.holding())
         if differing:
             rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise CheckpointError(
@@ -315,17 +419,18 @@ class Worker:
                 remedy="give the task the layers, optimizer and args that the run began with; or start over: --fresh",
             )
         try:
-            tensors = tried(lambda: read_tensors(run, manifest, dict.fromkeys(manifest.tensors)))
+            tensors = tried(lambda: read_tensors(run, manifest, dict.fromkeys(stored)))
         except StorageError as failure:
             raise StorageError(f"the checkpoint {manifest.name} cannot be read: {failure}") from failure
-        stepper.adopt(Snapshot(manifest.step, tensors, json.dumps(manifest.tree).encode(), ""))
+        tree = own_tree(manifest.tree, layers.others)
+        stepper.adopt(Snapshot(manifest.step, tensors, json.dumps(tree).encode(), ""))
 
-    def _keep(self, controller: Any, generation: int, writer: int, writers: int) -> None:
+    def _keep(self, controller: Any, share: ShareOf) -> None:
         assert self._stepper is not None
         assert self._saver is not None
         assert self._stepper.held is not None
         held = self._stepper.held
-        self._saver.begin(self._part(controller, generation, writer, writers, lambda: None))
+        self._saver.begin(self._part(controller, share, lambda: None))
         self._saver.copy(held, {})
         self._unchanged_since(held)
 
@@ -334,7 +439,7 @@ class Worker:
         if self._stepper.held != held:
             raise RunError("its state changed while it was given out")
 
-    def _part(self, controller: Any, generation: int, writer: int, writers: int, report: Callable[[], None]) -> Part:
+    def _part(self, controller: Any, share: ShareOf, report: Callable[[], None]) -> Part:
         def tell(written: Written) -> None:
             # A checkpoint is one when its step is known to be committed.
             report()
@@ -343,61 +448,81 @@ class Worker:
                     ray.get(controller.written.remote(written), timeout=FLUSH_S)
                     return
 
-        return Part(generation=generation, writer=writer, writers=writers, tell=tell)
+        return Part(share, tell)
 
     def _serve(self, controller: Any, assignment: Assignment) -> Outcome:
         assert self._plan is not None
-        assert self._stepper is not None
         assert self._saver is not None
-        formation = assignment.formation
-        stepper, control, generation = self._stepper, self._control, assignment.generation
+        control, generation = self._control, assignment.generation
         reporter = Reporter(lambda records: controller.report.remote(self._name, generation, records))
-        self._saver.begin(self._part(controller, assignment.saved_as, formation.rank, formation.size, reporter.soon))
+        self._saver.begin(self._part(controller, assignment.share, reporter.soon))
         outcome = Outcome(holds=None, why="interrupted")
         joined = False
         try:
             with ExitStack() as stack:
-                control.patience(assignment.formation.timeout_s)
+                control.patience(assignment.ring.timeout_s)
                 control.enter("joining")
                 control.check()
                 # Its first batches are made while the world forms.
-                feed = stack.enter_context(self._open_feed(assignment.shards, assignment.first_step, stream=True))
+                feed = self._feed_of(assignment, stack)
                 stack.enter_context(reporter)
-                world, form_s = self._join(assignment)
-                # The last to come is the first to go: others wait until this world is left, not for the rest.
-                stack.callback(self._leave, world)
+                self._take_place(assignment)
+                world, form_s = self._join(assignment, stack)
                 joined = True
                 controller.joined.remote(self._name, generation, form_s)
                 why = self._train(assignment, feed, world, reporter.tell)
-            outcome = Outcome(holds=stepper.held, why=why)
+            outcome = self._outcome(why)
             if why == "finished":
-                outcome = replace(outcome, state_sha256=_sha256(stepper))
+                assert self._stepper is not None
+                outcome = replace(outcome, state_sha256=_sha256(self._stepper))
         except (Interrupted, WaitExpired) as error:
             # That a peer is gone is told by others, and better.
             known = control.interrupted() or (joined and isinstance(error, Interrupted))
-            outcome = Outcome(holds=stepper.held, why="interrupted", fault="" if known else str(error))
+            outcome = replace(self._outcome("interrupted"), fault="" if known else str(error))
         except RaytrainError as error:
             final = isinstance(error, (TrainingError, TaskError))
             fault = f"{type(error).__name__}: {error}"
-            outcome = Outcome(holds=stepper.held, why="failed", error=error, fault=fault, final=final)
+            outcome = replace(self._outcome("failed"), error=error, fault=fault, final=final)
         # SystemExit would end the process, as if it had been lost.
         except (Exception, SystemExit) as error:
-            outcome = Outcome(holds=stepper.held, why="failed", error=_users_error(error), fault=fault_of(error))
+            outcome = replace(self._outcome("failed"), error=_users_error(error), fault=fault_of(error))
+        self._given.clear()
         control.enter("idle")
-        return replace(outcome, records=reporter.rest(), copied=self._saver.copied, saved_as=self._saver.generation)
+        return replace(outcome, records=reporter.rest())
 
-    def _join(self, assignment: Assignment) -> tuple[World, float]:
-        """Forms the world and takes the state, where there is one to take; how many seconds the forming took."""
+    def _take_place(self, assignment: Assignment) -> None:
+        """Builds what this member is to hold, where it holds something else, or must begin anew."""
+        if self._stage == assignment.layers.stage and assignment.lacks != "initial":
+            return
+        if assignment.gives:
+            # What it held is gone then.
+            self._wait_for(self._given.setdefault(assignment.generation, Future()))
+        self._build(assignment.layers)
+
+    def _join(self, assignment: Assignment, stack: ExitStack) -> tuple[World, float]:
+        """Forms its worlds, which `stack` leaves, and takes the state, where there is one to take; the world of its
+        ring, and how many seconds the forming took."""
+        assert self._plan is not None
         assert self._stepper is not None
         start = time.monotonic()
-        world = self._form(assignment.formation)
+        world = self._form(assignment.ring)
+        # The last to come is the first to go: others wait until this world is left, not for the rest.
+        stack.callback(self._leave, world)
+        if assignment.cell is not None:
+            cell = TorchWorld(assignment.cell)
+            stack.callback(self._leave, cell)
+            self._stepper.passes = Staged(
+                self._stepper.task,
+                self._stepper.parts,
+                cell,
+                schedule=self._plan.job.parallel.schedule,
+                stages=assignment.layers.stage.of,
+                device=self._device,
+                shards=self._plan.job.data.shards,
+            )
         form_s = time.monotonic() - start
-        try:
-            if assignment.copies:
-                self._stepper.adopt(self._copied(assignment))
-        except BaseException:
-            self._leave(world)
-            raise
+        if assignment.lacks == "newer":
+            self._stepper.adopt(self._copied(assignment))
         return world, form_s
 
     def _form(self, formation: Formation) -> World:
@@ -411,20 +536,24 @@ class Worker:
         world.close()
         self._control.enter("idle")
 
+    def _wait_for(self, future: Future[T]) -> T:
+        """Waits, and looks whether it is to leave meanwhile: then it raises `Interrupted`."""
+        while not future.done():
+            self._control.check()
+            wait([future], LOOK_S)
+        return future.result()
+
     def _copied(self, assignment: Assignment) -> Snapshot:
         """What `take` fetched. Raises `Interrupted` where it does not come."""
-        copy = self._copies.setdefault(assignment.generation, Future())
         try:
-            while not copy.done():
-                self._control.check()
-                wait([copy], LOOK_S)
-            snapshot = copy.result()
+            snapshots = self._wait_for(self._copies.setdefault(assignment.generation, Future()))
         finally:
             # Nothing keeps the copy, and the object store's memory, when it is in place.
             self._copies.clear()
-        if snapshot.step != assignment.first_step - 1:
-            raise Interrupted(f"the donor's state is of step {snapshot.step}, not {assignment.first_step - 1}")
-        return snapshot
+        for snapshot in snapshots:
+            if snapshot.step != assignment.first_step - 1:
+                raise Interrupted(f"the donor's state is of step {snapshot.step}, not {assignment.first_step - 1}")
+        return restricted(snapshots, assignment.layers.others)
 
     def _fetch(self, generation: int, reference: Any) -> Snapshot:
         """The donor's state, undamaged. Raises `Interrupted` where it does not come."""
@@ -439,7 +568,7 @@ class Worker:
             raise Interrupted("the donor's state came damaged")
         return snapshot
 
-    def _train(self, assignment: Assignment, feed: Batches, world: World, tell: Callable[[Any], None]) -> Any:
+    def _train(self, assignment: Assignment, feed: Feed, world: World, tell: Callable[[Any], None]) -> Any:
         assert self._plan is not None
         assert self._stepper is not None
         assert self._saver is not None
@@ -452,19 +581,37 @@ class Worker:
             shards=job.data.shards,
             first_step=assignment.first_step,
             steps=self._plan.steps,
-            evaluation=self._evaluation,
+            evaluation=self._evaluation_of(assignment.layers.stage),
             evaluated=assignment.evaluated,
             limits=Limits(
-                step_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S, wait_s=assignment.formation.timeout_s
+                step_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S, wait_s=assignment.ring.timeout_s
             ),
             saving=self._saver,
             tell=tell,
             control=self._control,
         )
 
+    def _feed_of(self, assignment: Assignment, stack: ExitStack) -> Feed:
+        """Where a member's batches come from; only the first stage reads data."""
+        assert self._plan is not None
+        if assignment.layers.stage.number:
+            job = self._plan.job
+            return Counts(line_of(job, self._plan.index), assignment.shards, job.parallel.microbatches)
+        return stack.enter_context(self._open_feed(assignment.shards, assignment.first_step, stream=True))
+
+    def _evaluation_of(self, stage: Stage) -> Evaluation | None:
+        """Of the held-out rows, too."""
+        plan, found = self._plan, self._evaluation
+        if found is None or not stage.number:
+            return found
+        assert plan is not None
+        assert plan.held_out is not None
+        line, rows = evaluation_line(plan.job, plan.held_out), _held_out_rows(plan.job)
+        return replace(found, batches=lambda shard: held_out_counts(line, shard, rows))
+
     def _open_feed(self, hosted: tuple[int, ...], first_step: int, *, stream: bool) -> Batches:
         assert self._plan is not None
-        assert self._stepper is not None
+        assert self._task is not None
         assert self._rows is not None
         plan, job = self._plan, self._plan.job
         node = ray.get_runtime_context().get_node_id()
@@ -473,35 +620,59 @@ class Worker:
             shards=hosted,
             first_step=first_step,
             microbatches=job.parallel.microbatches,
-            collate=self._stepper.task.collate,
+            collate=self._task.collate,
             cache_mb=job.data.cache_mb,
             make_stream=functools.partial(open_stream, node=node, roots=plan.roots) if stream else None,
             before=self._feed,
         )
         return self._feed
 
-    def _export(self) -> Export:
+    def _export(self, sources: tuple[Any, ...]) -> Export:
         assert self._stepper is not None
         stepper, held = self._stepper, self._stepper.held
         assert held is not None
-        sha = _sha256(stepper)
-        tensors = saved_model(stepper.holding())
-        model = safetensors.torch.save(
-            {name.partition("/")[2]: value.cpu().contiguous() for name, value in tensors.items()}
-        )
+        # Each is asked for on the side, too, when this one is: it may take its time.
+        others = [self._fetch(self._control.generation, source) for source in sources]
+        if any(other.step != held for other in others):
+            raise Interrupted("the stages hold different steps")
+        state = _state(stepper)
+        for other in others:
+            state |= hashed(other)
+        sha = state_sha256(state)
+        weights = {
+            name.partition("/")[2]: value.cpu().contiguous()
+            for name, value in state.items()
+            if name.startswith(("param/", "buffer/"))
+        }
+        model = safetensors.torch.save(weights)
         self._unchanged_since(held)
+        if others:
+            return Export(model=model, show=self._show_whole(weights), state_sha256=sha)
         if self._aside:
             # The model is in use.
             return Export(model=model, show=None, state_sha256=sha)
         stepper.restore_buffers()
-        stepper.module.eval()
-        try:
-            with torch.no_grad():
-                show = stepper.task.show(stepper.module)
-        except Exception as error:
-            # The model is what counts.
-            show = f"Task.show failed: {_users_error(error)}"
-        return Export(model=model, show=show, state_sha256=sha)
+        return Export(model=model, show=_shown(stepper.task, stepper.module), state_sha256=sha)
+
+    def _show_whole(self, weights: Mapping[str, torch.Tensor]) -> str | None:
+        """What the task shows of a model in stages, which is put together for it; nothing where it shows nothing."""
+        assert self._plan is not None
+        assert self._task is not None
+        if type(self._task).show is Task.show:
+            return None
+        module = build_model(self._task, self._plan.job.seed, torch.device("cpu")).module
+        module.load_state_dict(dict(weights))
+        return _shown(self._task, module)
+
+
+def _shown(task: Task, module: nn.Module) -> str | None:
+    module.eval()
+    try:
+        with torch.no_grad():
+            return task.show(module)
+    except Exception as error:
+        # The model is what counts.
+        return f"Task.show failed: {_users_error(error)}"
 
 
 def _rows(seen: Index, line: Line, job: Job, transform: Transform | None) -> Rows:
@@ -512,13 +683,22 @@ def _evaluation(plan: Plan, collate: Collate, transform: Transform | None) -> Ev
     job, seen = plan.job, plan.held_out
     if job.evaluate is None or seen is None:
         return None
-    rows = _rows(seen, evaluation_line(job, seen), job, transform)
-    size = job.data.batch_size // job.data.shards // job.parallel.microbatches
+    rows, size = _rows(seen, evaluation_line(job, seen), job, transform), _held_out_rows(job)
     return Evaluation(every_steps=job.evaluate.every_steps, batches=lambda shard: held_out(rows, shard, size, collate))
 
 
+def _held_out_rows(job: Job) -> int:
+    """Rows of a microbatch of an evaluation."""
+    return job.data.batch_size // job.data.shards // job.parallel.microbatches
+
+
+def _state(stepper: Stepper) -> dict[str, torch.Tensor]:
+    """What its hash is of."""
+    return {**saved_model(stepper.holding()), **optimizer_state(stepper.optimizer, stepper.named)}
+
+
 def _sha256(stepper: Stepper) -> str:
-    return state_sha256({**saved_model(stepper.holding()), **optimizer_state(stepper.optimizer, stepper.named)})
+    return state_sha256(_state(stepper))
 
 
 def open_stream(*arguments: Any, **settings: Any) -> Any:

@@ -171,11 +171,13 @@ FREE = {
     "name": "other",
     "data.prepare": "a:prepare",
     "data.cache_mb": "5",
-    "workers.min": "2",
+    "workers.min": "1",
     "workers.max": "4",
     "workers.spares": "1",
     "workers.cpus": "2",
     "workers.gpus": "1",
+    "parallel.pipeline": "2",
+    "parallel.schedule": "gpipe",
     "collective": "torch",
     "elastic.hang_timeout_s": "5",
     "elastic.max_failures": "3",
@@ -193,7 +195,7 @@ FREE = {
 
 @pytest.mark.parametrize("key", [*KEPT, *FREE])
 def test_which_settings_make_a_job_another(tmp_path: Path, key: str) -> None:
-    text = GOOD + "evaluate: {path: held/out, every_steps: 3}\n"
+    text = GOOD + "evaluate: {path: held/out, every_steps: 3}\nworkers: {min: 2, max: 3}\n"
     before, after = load(tmp_path, text), load(tmp_path, text, f"{key}={(KEPT | FREE)[key]}")
     assert before != after
     assert after.same_as(before.to_yaml()) == ([key] if key in KEPT else [])

@@ -33,7 +33,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, fl
     monkeypatch.setattr(runner.ray, "nodes", lambda: nodes)
     monkeypatch.setattr(runner, "most_there_can_be", lambda: most)
     job = Job(name="x", task="a:B", data=Data(path="d", batch_size=8), steps=1, workers=workers)
-    return runner._limits(job, 1).minimum
+    return runner._limits(job, 1, (1,)).minimum
 
 
 @pytest.mark.parametrize(

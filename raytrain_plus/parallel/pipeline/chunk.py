@@ -58,11 +58,11 @@ class Chunk:
         layers: nn.Module,
         index: int,
         holders: Sequence[int],
-        handovers: Handovers,
+        handovers: Handovers | None = None,
         splits: bool = False,
     ) -> None:
-        """`holders`: for each chunk of the model, the stage that has it. `splits`: whether backward passes come in two
-        parts."""
+        """`holders`: for each chunk of the model, the stage that has it; `handovers` to the others, where there are
+        any. `splits`: whether backward passes come in two parts."""
         self.submod = layers
         self.stage_index = index
         self.num_stages = len(holders)
@@ -105,7 +105,7 @@ class Chunk:
         """Begins to receive activations."""
         if not self.is_first:
             before = self.stage_index - 1
-            self._handovers.expect("forward", before, microbatch, self._rows(microbatch), self._holders[before])
+            self._passing.expect("forward", before, microbatch, self._rows(microbatch), self._holders[before])
         return []
 
     def get_fwd_send_ops(self, microbatch: int) -> list[Any]:
@@ -116,7 +116,7 @@ class Chunk:
         """Begins to receive gradients."""
         if not self.is_last:
             after = self._holders[self.stage_index + 1]
-            self._handovers.expect("backward", self.stage_index, microbatch, self._rows(microbatch), after)
+            self._passing.expect("backward", self.stage_index, microbatch, self._rows(microbatch), after)
         return []
 
     def get_bwd_send_ops(self, microbatch: int) -> list[Any]:
@@ -152,7 +152,7 @@ class Chunk:
         to = self._holders[self.stage_index + 1]
         if to != self.group_rank:
             rows = self._rows(microbatch)
-            self._handovers.send(self.stage_index, microbatch, rows, tensors, to, self._last_layer)
+            self._passing.send(self.stage_index, microbatch, rows, tensors, to, self._last_layer)
         return tensors
 
     def backward_one_chunk(
@@ -206,6 +206,11 @@ class Chunk:
         assert self._work is not None, "a step has begun"
         return self._work
 
+    @property
+    def _passing(self) -> Handovers:
+        assert self._handovers is not None, "there are other stages"
+        return self._handovers
+
     def _rows(self, microbatch: int) -> int:
         return self._working.rows(microbatch)
 
@@ -243,7 +248,7 @@ class Chunk:
         if microbatch in self._given:
             return self._given.pop(microbatch)
         before = self.stage_index - 1
-        tensors, takes_part = self._handovers.take(before, microbatch, self._rows(microbatch), self._holders[before])
+        tensors, takes_part = self._passing.take(before, microbatch, self._rows(microbatch), self._holders[before])
         if microbatch + 1 < self._count:
             # It comes while this one is computed.
             self.get_fwd_recv_ops(microbatch + 1)
@@ -255,7 +260,7 @@ class Chunk:
         if microbatch in self._returned:
             return self._returned.pop(microbatch)
         after = self._holders[self.stage_index + 1]
-        taken = self._handovers.take_gradients(self.stage_index, microbatch, self._rows(microbatch), after)
+        taken = self._passing.take_gradients(self.stage_index, microbatch, self._rows(microbatch), after)
         if microbatch + 1 < self._count:
             self.get_bwd_recv_ops(microbatch + 1)
         return taken
@@ -266,7 +271,7 @@ class Chunk:
         if before == self.group_rank:
             self._back[microbatch] = gradients
         else:
-            self._handovers.send_gradients(self.stage_index - 1, microbatch, gradients, before)
+            self._passing.send_gradients(self.stage_index - 1, microbatch, gradients, before)
 
     def _keep(self, microbatch: int, opened: _Open) -> None:
         if torch.is_grad_enabled():

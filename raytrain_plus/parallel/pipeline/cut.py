@@ -22,6 +22,8 @@ class Layer:
     """Of one microbatch, forward and backward."""
     bytes: int
     """What a worker keeps of it: parameters, gradients, optimizer state, activations in flight."""
+    parameters: int = 0
+    """Numbers in them."""
 
 
 Span = tuple[int, int]

@@ -1,7 +1,4 @@
-"""Schedules: which stage has which chunks, in which order it works, and what a schedule asks for.
-
-Torch's own run (torch.distributed.pipelining, 2.13); of its stages they get ours (`chunk`).
-"""
+"""Schedules as they run: torch's own (torch.distributed.pipelining, 2.13); of its stages they get ours (`chunk`)."""
 
 from __future__ import annotations
 
@@ -9,17 +6,17 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from raytrain_plus.job import Schedule
 from raytrain_plus.parallel.pipeline import timeline
 from raytrain_plus.parallel.pipeline.chunk import Chunk, Work
+from raytrain_plus.parallel.pipeline.layout import amiss, holders
 from raytrain_plus.parallel.pipeline.timeline import Action, Orders
-
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 _CLASSES: dict[Schedule, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -27,37 +24,6 @@ _CLASSES: dict[Schedule, Any] = {
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero-bubble": pipelining.ScheduleZBVZeroBubble,
 }
-
-
-def holders(schedule: Schedule, stages: int) -> tuple[int, ...]:
-    """For each chunk of the model, in order, the stage that has it.
-
-    >>> holders("1f1b", 3), holders("interleaved", 3), holders("zero-bubble", 3)
-    ((0, 1, 2), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
-    """
-    once = tuple(range(stages))
-    if schedule == "interleaved":
-        return once + once
-    return once + once[::-1] if schedule == "zero-bubble" else once
-
-
-def splits(schedule: Schedule) -> bool:
-    """Whether backward passes come in two parts."""
-    return schedule == "zero-bubble"
-
-
-def amiss(schedule: Schedule, stages: int, microbatches: int) -> str:
-    """What keeps a cell of so many stages, with so many microbatches in a step, from this schedule; empty if nothing.
-
-    >>> amiss("1f1b", 4, 3)
-    '1f1b needs as many microbatches in a cell as it has stages: 4, not 3'
-    """
-    if schedule == "1f1b" and microbatches < stages:
-        return f"1f1b needs as many microbatches in a cell as it has stages: {stages}, not {microbatches}"
-    if schedule == "interleaved" and microbatches % max(1, microbatches // stages):
-        rounds = microbatches // stages
-        return f"interleaved needs a number of microbatches in a cell that {rounds} divides, not {microbatches}"
-    return ""
 
 
 def orders(schedule: Schedule, stages: int, microbatches: int) -> Orders:

@@ -13,7 +13,7 @@ from raytrain_plus import Task
 from raytrain_plus.data.granule import Rows, without_ids
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.line import Line
-from raytrain_plus.data.reader import Batches, cut, from_stream, held_out
+from raytrain_plus.data.reader import Batches, Counts, cut, from_stream, held_out, held_out_counts
 from raytrain_plus.data.source import index, read_unit
 from raytrain_plus.errors import TrainingError, WaitExpired
 
@@ -226,3 +226,33 @@ def test_a_type_error_in_collate_shows_the_users_frames() -> None:
     with pytest.raises(TrainingError, match="column 'x' has type string") as caught:
         cut(table, 1, Task().collate)
     assert caught.value.user_traceback == ""
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_who_reads_nothing_knows_how_many_rows_the_others_read(folder: Path, microbatches: int) -> None:
+    rows = rows_of(folder, epochs=1)
+    counts = Counts(rows.line, (2, 0, 1), microbatches)
+    feed = Batches(
+        rows,
+        shards=(0, 1, 2),
+        first_step=0,
+        microbatches=microbatches,
+        collate=to_rows,
+        cache_mb=0,
+        make_stream=None,
+    )
+    with feed:
+        for step in range(rows.line.steps):
+            read, counted = feed.get(step, 10).shards, counts.get(step, 10).shards
+            assert {shard: [one.rows for one in some] for shard, some in read.items()} == {
+                shard: [one.rows for one in some] for shard, some in counted.items()
+            }
+    assert all(one.batch is None for some in counted.values() for one in some)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 100])
+def test_the_same_of_held_out_rows(folder: Path, size: int) -> None:
+    rows = rows_of(folder, epochs=1)
+    for shard in range(4):
+        read = [one.rows for one in held_out(rows, shard, size, to_rows)]
+        assert [one.rows for one in held_out_counts(rows.line, shard, size)] == read

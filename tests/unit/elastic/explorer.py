@@ -20,7 +20,8 @@ import numpy as np
 
 from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
-from raytrain_plus.elastic.group import Group, Limits, Phase, members_in
+from raytrain_plus.elastic.group import Group, Limits, Phase, members_in, shape_for
+from raytrain_plus.parallel.mesh import Stage
 
 
 class Violation(AssertionError):
@@ -33,6 +34,12 @@ class Proc(NamedTuple):
     inside: int = -1
     """The generation it is inside of."""
     holds: int | None = None
+    stage: Stage | None = None
+    """Whose state that is; None for the initial state of any."""
+    summed: bool = False
+    """It has all sums of the step after that."""
+    line: int = 0
+    """Which history its state is of: steps that are made again begin another one."""
     copying: bool = False
     interrupted: bool = False
 
@@ -47,8 +54,10 @@ class World(NamedTuple):
     """In flight, oldest first."""
     members: tuple[tuple[str, int | None], ...] = ()
     """The present generation's members and the steps they have applied, the dead ones' last."""
-    donor: str = ""
-    """Who gives the state to the members that lack it; no member itself where it is to leave."""
+    summed: tuple[str, ...] = ()
+    """Of the members, also of the dead, those that have all sums of the step after the one that they applied last."""
+    donors: tuple[str, ...] = ()
+    """Who gives the state, by stage, to the members that lack it; no member itself where it is to leave."""
     paused: int = -1
     """The generation that was asked to pause."""
     announced: int = -1
@@ -68,6 +77,9 @@ class World(NamedTuple):
     """Workers whose machines will go, as the group has been told."""
     stopped: bool = False
     """The group was told to stop, before it handed the model over."""
+    line: int = 0
+    newest: int = -1
+    """The highest step that anybody has applied in the present history."""
     alike: bool = False
     """Workers of whom the same is known and true count as one and the same. Who of the equally advanced gives its state
     is open then; what the machine chooses is among it."""
@@ -191,12 +203,13 @@ def _key(world: World) -> Any:
     # What the members of a world do goes by how far they are, until they are to leave it.
     going = any(proc.inside >= 0 and not proc.interrupted for proc in procs.values())
     members = dict(world.members) if going else {}
-    giver = world.donor if going and any(proc.copying for proc in procs.values()) else None
+    givers = world.donors if going and any(proc.copying for proc in procs.values()) else ()
     said: dict[str | None, list[Any]] = {}
     for message in world.mail:
         # Only the order between messages of one worker counts.
         held = _number(getattr(message, "holds", getattr(message, "step", None)))
-        what = type(message).__name__, held, getattr(message, "why", "")
+        ready, stage = getattr(message, "ready", None), getattr(message, "stage", None)
+        what = type(message).__name__, held, getattr(message, "why", ""), _number(ready), _place(stage)
         said.setdefault(getattr(message, "worker", None), []).append(what)
     workers = []
     for place, name in enumerate(dict.fromkeys((*group.seats, *group.workers, *procs, *members))):
@@ -206,18 +219,21 @@ def _key(world: World) -> Any:
         if known:
             joined = known.joined and phase is Phase.JOIN
             told = known.state, _number(known.holds), known.leaving, joined, known.proved, name in world.noticed
+            told += _place(known.stage), _number(known.ready)
         if proc:
             held = proc.holds if going or not proc.copying else None
             real = proc.inside >= 0, _number(held), proc.copying and going, proc.interrupted
-        lead = phase is Phase.CLOSE and name == group.lead
-        roles = name in group.seats, name in world.starting, name == giver, lead
+            real += _place(proc.stage), proc.summed, going and name in world.summed, proc.line == world.line
+        lead = phase is Phase.CLOSE and name in group.leads
+        seat = group.seats.index(name) if name in group.seats and group.shape.stages > 1 else name in group.seats
+        roles = seat, name in world.starting, name in givers, lead
         applied = _number(members[name]) if name in members else -4
         workers.append((0 if world.alike else place, told, real, said.get(name, []), applied, roles))
     workers.sort()
     return (
         workers,
         phase.name,
-        len(group.seats),
+        (group.shape.cells, group.shape.stages),
         min(group.unformed, 1),
         group.committed,
         group.durable,
@@ -230,6 +246,7 @@ def _key(world: World) -> Any:
         said.get(None, []),
         phase is Phase.PAUSE and world.paused == generation,
         world.announced,
+        world.newest,
         world.capacity,
         world.stopped,
         (world.deaths, world.arrivals, world.drains, world.doubles, world.losses, world.faults, world.lates),
@@ -239,6 +256,10 @@ def _key(world: World) -> Any:
 
 def _number(step: int | None) -> int:
     return -3 if step is None else step
+
+
+def _place(stage: Stage | None) -> tuple[int, int]:
+    return (-1, 0) if stage is None else (stage.number, stage.of)
 
 
 def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
@@ -284,7 +305,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
     room = _room(world)
     if world.starting and (room or world.arrivals):
         name, *others = world.starting
-        came = (*world.procs, (name, Proc(holds=-1)))
+        came = (*world.procs, (name, Proc(holds=-1, line=world.line)))
         up = world._replace(procs=came, starting=tuple(others), mail=(*world.mail, e.Warm(name, -1)))
         if not room:
             # A machine that arrives and hosts nobody changes nothing: it arrives when somebody comes up there.
@@ -311,17 +332,20 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         if proc.interrupted or peers_gone:
             took("interrupted")
             holds = None if proc.copying else proc.holds
-            yield _leave(world, name, e.Left(name, generation, holds, "interrupted"))
+            yield _leave(world, name, _left(world, name, holds, "interrupted"))
             if proc.interrupted:
                 continue
         if proc.copying:
-            if world.donor not in procs and not peers_gone:
+            stage = _stage_of(world, name)
+            same = stage.of == len(world.donors)
+            givers = [world.donors[stage.number]] if same else list(world.donors)
+            if not all(giver in procs for giver in givers) and not peers_gone:
                 took("interrupted")
-                yield _leave(world, name, e.Left(name, generation, None, "interrupted"))
-            if formed and not peers_gone and world.donor in procs:
+                yield _leave(world, name, _left(world, name, None, "interrupted"))
+            if formed and not peers_gone and all(giver in procs for giver in givers):
                 took("copied")
-                donor_holds = procs[world.donor].holds
-                done = proc._replace(copying=False, holds=donor_holds)
+                donor_holds = procs[givers[0]].holds
+                done = proc._replace(copying=False, holds=donor_holds, stage=stage, line=world.line)
                 yield _with(
                     world._replace(
                         mail=(*world.mail, e.Joined(name, generation)),
@@ -336,24 +360,30 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         step = applied[name]
         assert step is not None
         if step == world.group.limits.steps - 1:
-            yield _leave(world, name, e.Left(name, generation, step, "finished"))
+            yield _leave(world, name, _left(world, name, step, "finished"))
             continue
         # Who left by a fault is at no boundary with the others.
         level = all(
             other == step and procs[member].inside == generation for member, other in applied.items() if member in procs
         )
-        if world.paused == generation and level and not peers_gone:
+        if world.paused == generation and level and not peers_gone and not world.summed:
             took("paused")
             after = world
             for member in applied:
-                after = _leave(after, member, e.Left(member, generation, step, "paused"))
+                after = _leave(after, member, _left(after, member, step, "paused"))
             yield after
         if world.faults and not peers_gone:
             took("fault")
-            yield _leave(
-                world._replace(faults=world.faults - 1), name, e.Left(name, generation, None, "failed", "oops")
-            )
-        if all(other is not None and other >= step for other in applied.values()):
+            failed = replace(_left(world, name, None, "failed"), fault="oops")
+            yield _leave(world._replace(faults=world.faults - 1), name, failed)
+        if not all(other is not None and other >= step for other in applied.values()):
+            continue
+        if world.group.shape.stages > 1 and name not in world.summed:
+            took("summed")
+            yield _with(world._replace(summed=(*world.summed, name)), name, proc._replace(summed=True))
+        elif world.group.shape.stages == 1 or all(
+            member in world.summed or _number(other) > step for member, other in applied.items()
+        ):
             took("applied")
             yield from _apply(world, name, proc, step + 1)
     phase = world.group.phase
@@ -376,7 +406,10 @@ def _room(world: World) -> bool:
 
 def _apply(world: World, name: str, proc: Proc, step: int) -> Iterator[World]:
     members = tuple((m, step if m == name else s) for m, s in world.members)
-    after = _with(world._replace(members=members), name, proc._replace(holds=step))
+    summed = tuple(member for member in world.summed if member != name)
+    stage = _stage_of(world, name)
+    proc = proc._replace(holds=step, stage=stage, summed=False)
+    after = _with(world._replace(members=members, summed=summed, newest=max(world.newest, step)), name, proc)
     steps = [s for _, s in members if s is not None]
     proven = max(min(steps), max(steps) - 1)
     if proven > world.announced and len(steps) == len(members):
@@ -390,9 +423,20 @@ def _with(world: World, name: str, proc: Proc) -> World:
     return world._replace(procs=tuple((other, proc if other == name else entry) for other, entry in world.procs))
 
 
+def _left(world: World, name: str, holds: int | None, why: e.Why) -> e.Left:
+    """What a member says when it comes out: what it holds, and of which stage."""
+    proc = dict(world.procs)[name]
+    ready = holds + 1 if proc.summed and holds is not None else None
+    return e.Left(name, world.group.generation, holds, why, stage=proc.stage, ready=ready)
+
+
 def _leave(world: World, name: str, message: e.Left) -> World:
     proc = dict(world.procs)[name]._replace(inside=-1, holds=message.holds, copying=False, interrupted=False)
     return _with(world._replace(mail=(*world.mail, message)), name, proc)
+
+
+def _stage_of(world: World, name: str) -> Stage:
+    return world.group.shape.stage(world.group.seats.index(name))
 
 
 def _deliver(world: World, event: e.Event) -> Iterator[World]:
@@ -418,21 +462,18 @@ def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]
         if group.committed < group.durable:
             raise Violation(f"back to {group.committed}, though there is a checkpoint of {group.durable}")
         # Whoever does not say in time that it left is dismissed, whatever it holds.
-        for name, proc in () if isinstance(event, e.Late) else world.procs:
-            if _holding((name, proc)) >= before.committed:
-                raise Violation(f"committed steps were forgotten, though {name} holds {proc.holds}")
+        known = [one for one in world.procs if (worker := group.workers.get(one[0])) and worker.state != "restoring"]
+        if not isinstance(event, e.Late) and _held(known) >= before.committed:
+            raise Violation(f"committed steps were forgotten, though {_held(known)} is held")
     if group.generation not in (before.generation, before.generation + 1):
         raise Violation(f"the generation went from {before.generation} to {group.generation}")
     ended = [command.status for command in commands if isinstance(command, e.End)]
     announced = min(world.announced, group.committed)
-    if (
-        ended
-        and not isinstance(event, e.Handed | e.Late)
-        and 0 <= announced <= max(map(_holding, world.procs), default=-2)
-    ):
-        raise Violation(f"given up ({group.failure}), though a worker holds the state")
+    if ended and not isinstance(event, e.Handed | e.Late) and 0 <= announced <= _held(world.procs):
+        raise Violation(f"given up ({group.failure}), though the state is held")
     idle = [worker for worker in before.workers.values() if worker.state == "idle" and not worker.leaving]
-    if ended == ["failed"] and before.phase is Phase.GATHER and len(idle) >= before.limits.minimum:
+    enough = len(idle) >= before.limits.minimum and shape_for(before, len(idle)) is not None
+    if ended == ["failed"] and before.phase is Phase.GATHER and enough:
         raise Violation(f"given up ({group.failure}), though there are workers enough")
     if ended == ["finished"] and not isinstance(event, e.Handed):
         raise Violation("finished, and nobody has handed the model over")
@@ -472,18 +513,18 @@ def _counts(group: Group, message: e.Event) -> bool:
 def _equals(group: Group, commands: list[e.Command]) -> Iterator[tuple[Group, e.Command]]:
     """What else could be done where the machine has chosen one of several workers that are equally advanced."""
     last = commands[-1] if commands else None
-    if not isinstance(last, e.HandOver) and not (isinstance(last, e.Join) and last.copies):
+    if not isinstance(last, e.HandOver) and not (isinstance(last, e.Join) and "newer" in last.lacks.values()):
         return
-    best = last.donor if isinstance(last, e.Join) else last.worker
+    [best] = last.donors if isinstance(last, e.Join) else last.workers
     chosen = group.workers[best]
     for name, worker in group.workers.items():
         able = worker.state in ("idle", "in") and (worker.holds, worker.leaving) == (chosen.holds, chosen.leaving)
         if not able or name == best:
             continue
         if isinstance(last, e.Join):
-            yield group, replace(last, donor=name)
+            yield group, replace(last, donors=(name,))
         else:
-            yield replace(group, lead=name), e.HandOver(name)
+            yield replace(group, leads=(name,)), e.HandOver((name,))
 
 
 def _obey(world: World, commands: list[e.Command]) -> World:
@@ -503,6 +544,8 @@ def _obey(world: World, commands: list[e.Command]) -> World:
             left = tuple((name, proc) for name, proc in world.procs if name != command.worker)
             starting = tuple(name for name in world.starting if name != command.worker)
             world = world._replace(procs=left, starting=starting)
+        elif isinstance(command, e.Finish):
+            world = _finish(world, command)
         elif isinstance(command, e.Rehearse):
             if command.worker in procs:
                 world = _with(world, command.worker, procs[command.worker]._replace(holds=None))
@@ -511,34 +554,71 @@ def _obey(world: World, commands: list[e.Command]) -> World:
             if command.step != world.group.durable:
                 raise Violation(f"{command.worker} reads step {command.step}, not {world.group.durable}")
             if command.worker in procs:
-                world = _with(world, command.worker, procs[command.worker]._replace(holds=command.step))
-                world = world._replace(mail=(*world.mail, e.Warm(command.worker, command.step)))
+                # A checkpoint is there only of steps that are never made again.
+                read = procs[command.worker]._replace(
+                    holds=command.step, stage=command.stage, summed=False, line=world.line
+                )
+                world = _with(world, command.worker, read)
+                world = world._replace(mail=(*world.mail, e.Warm(command.worker, command.step, command.stage)))
         elif isinstance(command, e.Keep):
-            for name, worker in world.group.workers.items():
-                if worker.state == "idle" and worker.holds == command.step and not worker.leaving:
-                    raise Violation(f"a checkpoint of step {command.step}, which {name} holds and stays")
+            idle = [w for w in world.group.workers.values() if w.state == "idle" and w.holds == command.step]
+            if {w.stage for w in idle} == {w.stage for w in idle if not w.leaving}:
+                raise Violation(f"a checkpoint of step {command.step}, which is held by those who stay")
             world = world._replace(mail=(*world.mail, e.Saved(command.step)))
-        elif isinstance(command, e.HandOver) and command.worker in procs:
-            held = procs[command.worker].holds
-            if held is None or held < world.announced:
-                raise Violation(f"{command.worker} hands over step {held}, though {world.announced} is committed")
+        elif isinstance(command, e.HandOver) and all(name in procs for name in command.workers):
+            held = {procs[name].holds for name in command.workers}
+            if len(held) != 1 or _number(min(held, key=_number)) < world.announced:
+                raise Violation(f"{command.workers} hand over {held}, though {world.announced} is committed")
+            if [procs[name].stage for name in command.workers] != _stages(len(command.workers)):
+                raise Violation(f"{command.workers} have not all stages of the model")
             world = world._replace(mail=(*world.mail, e.Handed()))
     return world
 
 
-def _holding(named: tuple[str, Proc]) -> int:
-    proc = named[1]
-    return -2 if proc.inside >= 0 or proc.holds is None else proc.holds
+def _stages(of: int) -> list[Stage]:
+    return [Stage(number, of) for number in range(of)]
+
+
+def _held(procs: Sequence[tuple[str, Proc]]) -> int:
+    """The newest step of which every stage is held, or can be applied, by who is in no world."""
+    out = [proc for _, proc in procs if proc.inside < 0 and proc.holds is not None]
+    newest = max((_number(proc.holds) for proc in out), default=-3)
+    found: dict[tuple[int, int], set[int]] = {}
+    for proc in out:
+        held = _number(proc.holds) + (proc.summed and _number(proc.holds) + 1 == newest)
+        if proc.stage is not None:
+            found.setdefault((held, proc.stage.of), set()).add(proc.stage.number)
+    return max((held for (held, of), numbers in found.items() if len(numbers) == of), default=-2)
+
+
+def _finish(world: World, command: e.Finish) -> World:
+    for name in command.workers:
+        proc = dict(world.procs).get(name)
+        if proc is None:
+            continue
+        if not proc.summed or _number(proc.holds) + 1 != command.step:
+            raise Violation(f"{name} holds {proc.holds}, and is to apply {command.step}")
+        # It may have died since, but it has said so before.
+        if not any(worker.state == "idle" and worker.holds == command.step for worker in world.group.workers.values()):
+            raise Violation(f"{name} is to apply {command.step}, which nobody else has")
+        world = _with(world, name, proc._replace(holds=command.step, summed=False))
+        told = e.Left(name, command.generation, command.step, "interrupted", stage=proc.stage)
+        world = world._replace(mail=(*world.mail, told))
+    return world
 
 
 def _join(world: World, command: e.Join) -> World:
     procs = dict(world.procs)
     limits, view = world.group.limits, command.view
     names = [member.worker for member in view.members]
-    if sorted(shard for member in view.members for shard in member.shards) != list(range(limits.shards)):
-        raise Violation("not every shard has one host")
+    for stage in range(view.shape.stages):
+        hosted = [shard for member in view.members if member.stage == stage for shard in member.shards]
+        if sorted(hosted) != list(range(limits.shards)):
+            raise Violation("not every shard has one host")
     if len(set(names)) != len(names) or not limits.minimum <= len(names) <= limits.maximum:
         raise Violation(f"a view of {names}")
+    if view.shape.stages not in limits.cuts or view.shape.size != len(names):
+        raise Violation(f"a view of {names} in {view.shape}")
     if world.stopped:
         raise Violation(f"{names} form a view after a stop")
     for name in names:
@@ -551,19 +631,40 @@ def _join(world: World, command: e.Join) -> World:
     for name, proc in procs.items():
         if proc.inside >= 0:
             raise Violation(f"{name} is inside {proc.inside} while {view.generation} forms")
-    donor = procs.get(command.donor)
-    if donor is not None and donor.holds != command.first_step - 1:
-        raise Violation(f"the donor {command.donor} holds {donor.holds}, not {command.first_step - 1}")
-    for name in names:
+    if command.first_step <= world.newest:
+        kept = {
+            name: proc.line == world.line and _number(proc.holds) < command.first_step for name, proc in world.procs
+        }
+        world = world._replace(line=world.line + 1, newest=command.first_step - 1)
+        for name, proc in world.procs:
+            world = _with(world, name, proc._replace(line=world.line if kept[name] else -1))
+        procs = dict(world.procs)
+    for number, name in enumerate(command.donors):
+        stage = Stage(number, len(command.donors))
+        if name in procs and procs[name].line != world.line:
+            raise Violation(f"the donor {name} holds what others have made again")
+        if name in procs and (procs[name].holds, procs[name].stage) != (command.first_step - 1, stage):
+            raise Violation(f"the donor {name} holds {procs[name].holds}, not {command.first_step - 1}")
+    for seat, name in enumerate(names):
         if name not in procs:
             continue
-        copying = name in command.copies
-        if not copying and procs[name].holds != command.first_step - 1:
-            raise Violation(f"{name} would start step {command.first_step} from {procs[name].holds}")
-        world = _with(world, name, procs[name]._replace(inside=view.generation, copying=copying, interrupted=False))
+        proc, stage, lacks = procs[name], view.shape.stage(seat), command.lacks.get(name)
+        if lacks is None and (proc.holds, proc.line) != (command.first_step - 1, world.line):
+            raise Violation(f"{name} would go on from {proc.holds} of another history")
+        if lacks is None and proc.stage not in (None, stage):
+            raise Violation(f"{name} would start step {command.first_step} from {proc.holds}")
+        copying = lacks == "newer"
+        proc = proc._replace(inside=view.generation, copying=copying, interrupted=False, summed=False)
         if not copying:
+            if lacks == "initial":
+                proc = proc._replace(holds=-1, line=world.line)
+            proc = proc._replace(stage=stage)
             world = world._replace(mail=(*world.mail, e.Joined(name, view.generation)))
-    members = tuple((name, None if name in command.copies else command.first_step - 1) for name in names)
+        world = _with(world, name, proc)
+    step = command.first_step - 1
+    members = tuple((name, None if command.lacks.get(name) == "newer" else step) for name in names)
     # What its members go on from is told to be committed: one that lives holds it.
-    announced = max(world.announced, command.first_step - 1)
-    return world._replace(members=members, donor=command.donor, announced=announced)
+    announced = max(world.announced, step)
+    procs = dict(world.procs)
+    world = world._replace(procs=tuple((name, proc._replace(summed=False)) for name, proc in procs.items()))
+    return world._replace(members=members, summed=(), donors=command.donors, announced=announced)

@@ -69,7 +69,9 @@ class Kept:
                 writer=writer,
                 writers=writers,
                 share=None if error else share,
-                tree={"scheduler": {}, "persistent": []} if writer == 0 else None,
+                tree={"optimizer": {}, "groups": [], "scheduler": {}, "scales": {}, "persistent": []}
+                if writer == 0
+                else None,
                 metrics={},
                 time=time.time(),
                 stall_s=0.01,

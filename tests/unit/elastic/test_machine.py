@@ -16,36 +16,40 @@ import pytest
 
 from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
-from raytrain_plus.elastic.group import Group, Limits, Phase, Worker, donor
+from raytrain_plus.elastic.group import Group, Limits, Phase, Standing, Worker, standing
 from raytrain_plus.elastic.machine import TABLE, Rule, begin, diagram, step
+from raytrain_plus.parallel.mesh import Shape, Stage
 from tests.unit.elastic.explorer import Violation, explore, first_world, mark, wander
 
 G, J, T, P, L, C, E = Phase
+WHOLE = Stage()
+left = partial(e.Left, stage=WHOLE)
 LIMITS = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=4, max_failures=None, expected=2)
 
 
 def group_in(phase: Phase) -> Group:
     """Two workers after step 1, as they are in `phase`; `a` is the one that events are about."""
-    inside = Worker("in", holds=1, joined=phase in (T, P))
+    inside = Worker("in", holds=1, stage=WHOLE, joined=phase in (T, P))
     workers = {
         G: {"a": Worker("up"), "b": Worker("coming")},
         J: {"a": replace(inside, joined=False), "b": replace(inside, joined=True)},
         T: {"a": inside, "b": inside},
         P: {"a": inside, "b": inside},
-        L: {"a": inside, "b": Worker("idle", holds=1)},
-        C: {"a": Worker("idle", holds=3), "b": Worker("idle", holds=3)},
-        E: {"a": Worker("idle", holds=3)},
+        L: {"a": inside, "b": Worker("idle", holds=1, stage=WHOLE)},
+        C: {"a": Worker("idle", holds=3, stage=WHOLE), "b": Worker("idle", holds=3, stage=WHOLE)},
+        E: {"a": Worker("idle", holds=3, stage=WHOLE)},
     }[phase]
     started = phase is not G
     return Group(
         limits=LIMITS,
         phase=phase,
         generation=0 if started else -1,
+        shape=Shape(2) if started else Shape(1),
         seats=("a", "b") if started else (),
         workers=workers,
         named=2,
         committed=1 if started else -1,
-        lead="a" if phase is C else "",
+        leads=("a",) if phase is C else (),
         finished=phase is C,
     )
 
@@ -56,6 +60,7 @@ def event_of(kind: type[Any], generation: int, **changes: Any) -> e.Event:
         "generation": generation,
         "holds": 1 if generation >= 0 else -1,
         "why": "paused",
+        "stage": WHOLE if generation >= 0 else None,
         "step": 2,
         "durable": -1,
         **changes,
@@ -116,13 +121,17 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (P, e.Stuck): (L, ["Interrupt"], {**FAILED, "faults": ((2, STUCK, 0),)}),
     (L, e.Committed): (L, [], {"committed": 2}),
     (L, e.Left): (J, ["Join"], {"generation": 1, "b.state": "in"}),
-    (L, e.Lost): (J, ["Join"], {"generation": 1, "seats": ("b",), "a": None, "b.state": "in"}),
+    (L, e.Lost): (J, ["Join"], {"generation": 1, "shape": Shape(1), "seats": ("b",), "a": None, "b.state": "in"}),
     (L, e.Notice): (L, [], {"a.leaving": True}),
     (L, e.Stop): (L, [], {"stopping": True}),
-    (L, e.Late): (J, ["Dismiss", "Join"], {"generation": 1, "seats": ("b",), "a": None, "b.state": "in"}),
+    (L, e.Late): (
+        J,
+        ["Dismiss", "Join"],
+        {"generation": 1, "shape": Shape(1), "seats": ("b",), "a": None, "b.state": "in"},
+    ),
     (C, e.Committed): (C, [], {"committed": 2}),
     (C, e.Stop): (C, [], {"stopping": True}),
-    (C, e.Lost): (C, ["HandOver"], {"lead": "b", "a": None}),
+    (C, e.Lost): (C, ["HandOver"], {"leads": ("b",), "a": None}),
     (C, e.Notice): (C, [], {"a.leaving": True}),
     (C, e.Late): (E, ["End"], {}),
     (C, e.Handed): (E, ["End"], {}),
@@ -148,8 +157,7 @@ OUTSIDE: dict[tuple[type[Any], str], dict[Phase, Seen]] = {
         **{phase: (phase, [], {"new.state": "idle", "new.holds": -1}) for phase in (J, P, L)},
     },
     (e.Warm, "rehearsing"): {
-        # It has lost the initial state, and there is no other to be had.
-        G: (G, ["Dismiss", "Wait"], {"new": None}),
+        G: (G, ["Wait"], {"new.state": "idle"}),
         **{phase: (phase, [], {"new.state": "idle"}) for phase in (J, T, P, L)},
     },
     (e.Warm, "restoring"): {
@@ -157,15 +165,15 @@ OUTSIDE: dict[tuple[type[Any], str], dict[Phase, Seen]] = {
         **{phase: (phase, [], {"new.state": "idle", "new.holds": 1}) for phase in (J, T, P, L)},
     },
     (e.Unreadable, "restoring"): {
-        G: (G, ["Dismiss", "Wait"], {"new": None}),
-        **{phase: (phase, [], {"new.state": "idle"}) for phase in (J, T, P, L, C)},
+        G: (G, ["Wait"], {"new.state": "idle", "new.stage": None}),
+        **{phase: (phase, [], {"new.state": "idle", "new.stage": None}) for phase in (J, T, P, L, C)},
     },
     (e.Notice, "up"): {
         G: (G, ["Wait"], {"new.leaving": True}),
         **{phase: (phase, [], {"new.leaving": True}) for phase in (J, T, P, L, C)},
     },
     (e.Notice, "idle"): {
-        G: (G, ["Dismiss", "Wait"], {"new": None}),
+        G: (G, ["Wait"], {"new.leaving": True}),
         T: (T, ["Dismiss"], {"new": None}),
         **{phase: (phase, [], {"new.leaving": True}) for phase in (J, P, L, C)},
     },
@@ -186,9 +194,10 @@ OUTSIDE: dict[tuple[type[Any], str], dict[Phase, Seen]] = {
 @pytest.mark.parametrize("phase", list(Phase))
 def test_every_phase_has_a_rule_for_what_happens_outside_the_world(phase: Phase, kind: type[Any], state: Any) -> None:
     before = group_in(phase)
-    before = replace(before, workers={**before.workers, "new": Worker(state)})
+    stage = WHOLE if state == "restoring" else None
+    before = replace(before, workers={**before.workers, "new": Worker(state, stage=stage)})
     held = {"up": -1, "restoring": 1}.get(state)
-    found = seen(before, event_of(kind, before.generation, worker="new", holds=held))
+    found = seen(before, event_of(kind, before.generation, worker="new", holds=held, stage=stage))
     assert found == OUTSIDE[kind, state].get(phase, (phase, [], {}))
     assert found[0] in TABLE[phase, kind].leads
 
@@ -220,40 +229,44 @@ def test_a_run_without_incident() -> None:
     group, [join] = step(group, e.Warm("worker-1", -1))
     assert isinstance(join, e.Join)
     assert join.first_step == 0
-    assert join.copies == ()
+    assert join.lacks == {}
     for name in ("worker-0", "worker-1"):
         group, _ = step(group, e.Joined(name, 0))
     assert group.phase is T
-    group, _ = step(group, e.Left("worker-0", 0, 3, "finished"))
-    group, commands = step(group, e.Left("worker-1", 0, 3, "finished"))
-    assert commands == [e.HandOver("worker-0")]
+    group, _ = step(group, left("worker-0", 0, 3, "finished"))
+    group, commands = step(group, left("worker-1", 0, 3, "finished"))
+    assert commands == [e.HandOver(("worker-0",))]
     group, commands = step(group, e.Handed())
     assert commands == [e.End("finished", "")]
 
 
 def test_the_most_advanced_survivor_is_the_donor_and_a_dirty_one_copies() -> None:
     limits = replace(LIMITS, maximum=3, shards=3)
-    inside = Worker("in", holds=1, joined=True)
+    inside = Worker("in", holds=1, stage=WHOLE, joined=True)
     group = replace(
-        group_in(T), limits=limits, seats=("a", "b", "c", "d"), workers=dict.fromkeys(("a", "b", "c", "d"), inside)
+        group_in(T),
+        limits=limits,
+        shape=Shape(4),
+        seats=("a", "b", "c", "d"),
+        workers=dict.fromkeys(("a", "b", "c", "d"), inside),
     )
     group, _ = step(group, e.Lost("d"))
-    group, _ = step(group, e.Left("a", 0, 1, "interrupted"))
-    group, _ = step(group, e.Left("b", 0, None, "interrupted"))
-    group, [join] = step(group, e.Left("c", 0, 2, "interrupted"))
+    group, _ = step(group, left("a", 0, 1, "interrupted"))
+    group, _ = step(group, left("b", 0, None, "interrupted"))
+    group, [join] = step(group, left("c", 0, 2, "interrupted"))
     assert isinstance(join, e.Join)
-    assert (join.donor, join.first_step, join.copies) == ("c", 3, ("a", "b"))
+    assert (join.donors, join.first_step, join.lacks) == (("c",), 3, {"a": "newer", "b": "newer"})
     assert group.committed == 2
 
 
 def test_the_same_error_at_the_same_step_twice_ends_the_run() -> None:
     group = group_in(T)
     for generation in (0, 1):
-        group, _ = step(group, e.Left("a", generation, None, "failed", "ValueError: no"))
-        group, commands = step(group, e.Left("b", generation, 1, "interrupted"))
+        group, _ = step(group, left("a", generation, None, "failed", "ValueError: no"))
+        group, commands = step(group, left("b", generation, 1, "interrupted"))
         if generation == 0:
             assert [type(command) for command in commands] == [e.Join]
-    assert commands == [e.HandOver("b")]
+    assert commands == [e.HandOver(("b",))]
     group, commands = step(group, e.Handed())
     assert commands == [e.End("failed", "ValueError: no")]
 
@@ -261,23 +274,25 @@ def test_the_same_error_at_the_same_step_twice_ends_the_run() -> None:
 def test_another_error_or_another_step_is_tried_again() -> None:
     group = group_in(T)
     for generation, fault in enumerate(("ValueError: no", "KeyError: x", "OSError: disk")):
-        group, _ = step(group, e.Left("a", generation, None, "failed", fault))
-        group, commands = step(group, e.Left("b", generation, 1, "interrupted"))
+        group, _ = step(group, left("a", generation, None, "failed", fault))
+        group, commands = step(group, left("b", generation, 1, "interrupted"))
         assert [type(command) for command in commands] == [e.Join]
 
 
 def test_failures_are_bounded() -> None:
     group = replace(group_in(T), limits=replace(LIMITS, max_failures=0))
     group, _ = step(group, e.Lost("a"))
-    group, commands = step(group, e.Left("b", 0, 1, "interrupted"))
+    group, commands = step(group, left("b", 0, 1, "interrupted"))
     assert group.failure == "more failures than elastic.max_failures = 0"
-    assert commands == [e.HandOver("b")]
+    assert commands == [e.HandOver(("b",))]
 
 
 def test_a_size_that_makes_no_step_faster_is_not_formed() -> None:
     limits = Limits(minimum=1, maximum=5, spares=0, shards=12, steps=4, max_failures=None, expected=4)
     workers = {f"w{index}": Worker("in", holds=1, joined=True) for index in range(4)}
-    group = replace(group_in(T), limits=limits, seats=tuple(workers), workers={**workers, "new": Worker("up")})
+    group = replace(
+        group_in(T), limits=limits, shape=Shape(4), seats=tuple(workers), workers={**workers, "new": Worker("up")}
+    )
     # 12 shards on 4 are 3 each and on 5 still 3 for some.
     group, commands = step(group, e.Warm("new", None))
     assert (group.phase, commands) == (T, [])
@@ -295,8 +310,8 @@ def test_spares_are_held_back_from_growth_and_take_a_lost_ones_place() -> None:
     group, _ = step(group, e.Warm("worker-3", None))
     assert group.phase is T
     group, _ = step(group, e.Lost("worker-1"))
-    group, _ = step(group, e.Left("worker-0", 0, 1, "interrupted"))
-    group, [join] = step(group, e.Left("worker-2", 0, 1, "interrupted"))
+    group, _ = step(group, left("worker-0", 0, 1, "interrupted"))
+    group, [join] = step(group, left("worker-2", 0, 1, "interrupted"))
     assert isinstance(join, e.Join)
     assert [member.worker for member in join.view.members] == ["worker-0", "worker-3", "worker-2"]
     group, _ = step(group, e.Committed(1, 2))
@@ -311,7 +326,7 @@ def test_survivors_go_on_without_a_newcomer_that_still_prepares() -> None:
     group = group_in(T)
     group = replace(group, workers={**group.workers, "new": Worker("up")})
     group, _ = step(group, e.Lost("a"))
-    group, [join] = step(group, e.Left("b", 0, 1, "interrupted"))
+    group, [join] = step(group, left("b", 0, 1, "interrupted"))
     assert isinstance(join, e.Join)
     assert [member.worker for member in join.view.members] == ["b"]
 
@@ -327,14 +342,14 @@ def test_workers_that_waited_for_one_that_is_lost_join_without_it() -> None:
 
 def test_a_newcomer_with_which_no_world_forms_is_dismissed() -> None:
     limits = Limits(minimum=1, maximum=3, spares=0, shards=3, steps=4, max_failures=None, expected=2)
-    proved = Worker("in", holds=1, proved=True)
+    proved = Worker("in", holds=1, stage=WHOLE, proved=True)
     workers = {"a": proved, "b": proved, "new": Worker("in", holds=None)}
-    group = replace(group_in(J), limits=limits, seats=("a", "b", "new"), workers=workers)
+    group = replace(group_in(J), limits=limits, shape=Shape(3), seats=("a", "b", "new"), workers=workers)
     for generation in (0, 1):
         group, _ = step(group, e.Late(generation))
         for name in ("a", "b"):
-            group, _ = step(group, e.Left(name, generation, 1, "interrupted"))
-        group, [join] = step(group, e.Left("new", generation, None, "interrupted"))
+            group, _ = step(group, left(name, generation, 1, "interrupted"))
+        group, [join] = step(group, left("new", generation, None, "interrupted"))
         assert isinstance(join, e.Join)
         assert ("new" in {member.worker for member in join.view.members}) == (generation == 0)
     for name in ("a", "b"):
@@ -347,8 +362,8 @@ def test_a_first_world_that_does_not_form_has_no_suspects() -> None:
     group = group_in(J)
     for generation in (0, 1):
         group, _ = step(group, e.Late(generation))
-        group, _ = step(group, e.Left("a", generation, 1, "interrupted", "no interface has the address"))
-        group, [join] = step(group, e.Left("b", generation, 1, "interrupted"))
+        group, _ = step(group, left("a", generation, 1, "interrupted", "no interface has the address"))
+        group, [join] = step(group, left("b", generation, 1, "interrupted"))
         assert isinstance(join, e.Join)
         assert len(join.view.members) == 2
     assert group.cause == "no interface has the address"
@@ -357,15 +372,15 @@ def test_a_first_world_that_does_not_form_has_no_suspects() -> None:
 def test_a_run_that_is_to_stop_does_not_fail_by_its_limits() -> None:
     group = replace(group_in(P), limits=replace(LIMITS, max_failures=0), stopping=True)
     group, _ = step(group, e.Late(0))
-    group, _ = step(group, e.Left("a", 0, 1, "interrupted"))
-    group, commands = step(group, e.Left("b", 0, 1, "interrupted"))
-    assert (group.failure, commands) == ("", [e.HandOver("a")])
+    group, _ = step(group, left("a", 0, 1, "interrupted"))
+    group, commands = step(group, left("b", 0, 1, "interrupted"))
+    assert (group.failure, commands) == ("", [e.HandOver(("a",))])
 
 
 def test_who_was_lost_while_others_trained_does_not_count_when_too_few_are_left() -> None:
     group = replace(group_in(T), limits=replace(LIMITS, minimum=2), stillborn=10)
     group, _ = step(group, e.Lost("a"))
-    group, _ = step(group, e.Left("b", 0, 1, "interrupted"))
+    group, _ = step(group, left("b", 0, 1, "interrupted"))
     assert (group.phase, group.stillborn) == (G, 0)
 
 
@@ -373,13 +388,13 @@ def test_workers_that_wait_for_one_another_twice_at_one_step_end_the_run() -> No
     group = group_in(T)
     for generation in (0, 1):
         group, _ = step(group, e.Stuck(generation))
-        group, _ = step(group, e.Left("a", generation, 1, "interrupted"))
-        group, commands = step(group, e.Left("b", generation, 1, "interrupted"))
+        group, _ = step(group, left("a", generation, 1, "interrupted"))
+        group, commands = step(group, left("b", generation, 1, "interrupted"))
         if generation == 0:
             assert [type(command) for command in commands] == [e.Join]
             for name in ("a", "b"):
                 group, _ = step(group, e.Joined(name, 1))
-    assert commands == [e.HandOver("a")]
+    assert commands == [e.HandOver(("a",))]
     assert group.failure == "all workers waited for one another in step 2, twice: the collective does not move"
 
 
@@ -387,13 +402,13 @@ def test_a_loss_in_what_follows_the_last_step_does_not_cost_it() -> None:
     group = group_in(T)
     group, _ = step(group, e.Committed(0, 3))
     group, _ = step(group, e.Lost("a"))
-    group, [join] = step(group, e.Left("b", 0, 3, "interrupted"))
+    group, [join] = step(group, left("b", 0, 3, "interrupted"))
     # All steps are made; the evaluation after the last one is not.
     assert isinstance(join, e.Join)
     assert join.first_step == LIMITS.steps
     group, _ = step(group, e.Joined("b", 1))
-    group, commands = step(group, e.Left("b", 1, 3, "finished"))
-    assert commands == [e.HandOver("b")]
+    group, commands = step(group, left("b", 1, 3, "finished"))
+    assert commands == [e.HandOver(("b",))]
 
 
 def test_a_stop_ends_stopped_even_where_nothing_can_be_saved() -> None:
@@ -415,7 +430,7 @@ def paused(group: Group) -> tuple[Group, list[e.Command]]:
     """The group after everybody came to the boundary after step 3."""
     group, _ = step(group, e.Committed(group.generation, 3))
     for name in ("a", "b"):
-        group, commands = step(group, e.Left(name, group.generation, 3, "paused"))
+        group, commands = step(group, left(name, group.generation, 3, "paused"))
     return group, commands
 
 
@@ -441,7 +456,7 @@ def test_where_all_who_hold_the_state_will_go_it_is_kept_before() -> None:
     group, commands = step(group, e.Lost("b"))
     assert (group.committed, group.durable) == (3, 3)
     group, commands = step(group, e.Warm("worker-2", -1))
-    assert commands == [e.Restore("worker-2", 3), e.Wait(0, 2)]
+    assert commands == [e.Restore("worker-2", 3, WHOLE), e.Wait(0, 2)]
 
 
 def test_training_that_is_late_because_of_nobody_goes_on() -> None:
@@ -489,6 +504,104 @@ def test_every_order_of_events_in_a_small_world(name: str) -> None:
     happened = {"deaths": "death", "arrivals": "arrival", "drains": "drain", "faults": "fault", "lates": "late"}
     happened |= {"saves": "saved", "damages": "damaged", "stops": "stop", "doubles": "doubled", "losses": "lost"}
     assert all(taken[word] for key, word in happened.items() if happening.get(key))
+
+
+STAGED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int]]] = {
+    "one cell, a death": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1}),
+    "one cell, a death, a checkpoint": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1, "saves": 1}),
+    "one cell, on from a checkpoint": (2, 2, (2,), {"capacity": 2, "durable": 0, "deaths": 1, "arrivals": 1}),
+    "one cell, on from a damaged checkpoint": (2, 2, (2,), {"capacity": 2, "durable": 0, "damages": 1, "deaths": 1}),
+    "one cell, a stop that takes too long": (2, 2, (2,), {"capacity": 2, "stops": 1, "lates": 1}),
+    "cut anew": (1, 2, (2, 1), {"capacity": 2, "drains": 1}),
+    "cut anew, and back": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1}),
+    "cut anew from a checkpoint": (1, 2, (2, 1), {"capacity": 2, "deaths": 1, "saves": 1}),
+}
+"""(minimum, maximum, cuts) and what may happen."""
+
+
+def staged(minimum: int, maximum: int, cuts: tuple[int, ...], happening: dict[str, Any]) -> Any:
+    limits = Limits(
+        minimum=minimum,
+        maximum=maximum,
+        spares=0,
+        shards=2,
+        steps=2,
+        max_failures=None,
+        expected=happening["capacity"],
+        cuts=cuts,
+    )
+    return first_world(limits, **happening)
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_every_order_of_events_among_stages(name: str) -> None:
+    taken = explore(staged(*STAGED[name]))
+    assert taken["summed"]
+    assert taken["applied"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_order_of_events_in_two_cells_of_two_stages() -> None:
+    assert explore(staged(2, 4, (2,), {"capacity": 4, "deaths": 1}))["worlds"] > 100_000
+
+
+def test_what_is_held_of_steps_that_are_made_again_counts_no_more() -> None:
+    limits = Limits(minimum=2, maximum=6, spares=0, shards=6, steps=9, max_failures=None, expected=2, cuts=(2,))
+    front = Worker("idle", holds=3, stage=Stage(0, 2))
+    group = Group(
+        limits=limits,
+        phase=L,
+        generation=0,
+        shape=Shape(3, 2),
+        seats=("a", "x", "b", "y", "c", "z"),
+        workers={"a": front, "b": front, "c": front, "z": Worker("in", holds=1, stage=Stage(1, 2))},
+        committed=3,
+        durable=1,
+    )
+    group, commands = step(group, e.Lost("z"))
+    assert [command for command in commands if isinstance(command, e.Restore)] == [
+        e.Restore("a", 1, Stage(0, 2)),
+        e.Restore("b", 1, Stage(1, 2)),
+    ]
+    assert (group.committed, group.workers["c"].holds) == (1, None)
+    # What it holds of step 3 must not be taken together with what others will make of that step.
+    group, _ = step(group, e.Warm("a", 1, Stage(0, 2)))
+    group, [join] = step(group, e.Warm("b", 1, Stage(1, 2)))
+    assert isinstance(join, e.Join)
+    assert (join.donors, join.view.shape, join.lacks) == (("a", "b"), Shape(1, 2), {})
+
+
+STAGES_AND_ALL = staged(
+    1,
+    4,
+    (2, 1),
+    {
+        "capacity": 3,
+        "deaths": 3,
+        "arrivals": 2,
+        "drains": 1,
+        "doubles": 2,
+        "losses": 2,
+        "faults": 1,
+        "lates": 1,
+        "saves": 2,
+        "damages": 1,
+    },
+)
+"""All that can happen, to one or two cells of two stages that may be cut anew into one."""
+
+
+def test_ways_by_chance_through_everything_that_can_happen_to_stages() -> None:
+    lengths = [wander(STAGES_AND_ALL, Random(number)) for number in range(300)]
+    assert max(lengths) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_very_many_ways_by_chance_through_everything_that_can_happen_to_stages() -> None:
+    for number in range(20_000):
+        wander(STAGES_AND_ALL, Random(number))
 
 
 LARGE = {
@@ -597,22 +710,24 @@ def rules(**changes: Rule) -> dict[str, Any]:
     return {"TABLE": table}
 
 
-def any_holder(group: Group) -> str | None:
-    return next((name for name, worker in group.workers.items() if worker.state == "idle"), None)
+def any_holder(group: Group) -> Standing | None:
+    names = [name for name, worker in group.workers.items() if worker.state == "idle"]
+    return Standing(group.workers[names[0]].holds or 0, (names[0],)) if names else None
 
 
-def least_advanced(group: Group) -> str | None:
+def least_advanced(group: Group) -> Standing | None:
     holders = [name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds is not None]
-    return min(holders, key=lambda name: group.workers[name].holds or 0, default=None)
+    found = min(holders, key=lambda name: group.workers[name].holds or 0, default=None)
+    return None if found is None else Standing(group.workers[found].holds or 0, (found,))
 
 
-def join_without_copies(group: Group, best: str) -> Any:
+def join_without_copies(group: Group, best: Standing) -> Any:
     after, [join] = _join(group, best)
     assert isinstance(join, e.Join)
-    return after, [replace(join, copies=())]
+    return after, [replace(join, lacks={})]
 
 
-def join_in_the_same_generation(group: Group, best: str) -> Any:
+def join_in_the_same_generation(group: Group, best: Standing) -> Any:
     after, [join] = _join(group, best)
     assert isinstance(join, e.Join)
     return replace(after, generation=group.generation), [join]
@@ -631,8 +746,8 @@ def forget(group: Group, event: e.Lost) -> Any:
     return machine.without(group, event.worker), []
 
 
-def nobody_later(group: Group) -> str | None:
-    return donor(group) if group.generation < 0 or group.phase is C else None
+def nobody_later(group: Group) -> Standing | None:
+    return standing(group) if group.generation < 0 or group.phase is C else None
 
 
 def go_back_to_nothing(group: Group) -> Any:
@@ -640,7 +755,7 @@ def go_back_to_nothing(group: Group) -> Any:
 
 
 def read_all_the_same(group: Group, event: e.Unreadable) -> Any:
-    return machine._warm_gather(group, e.Warm(event.worker, group.durable))
+    return machine._warm_gather(group, e.Warm(event.worker, group.durable, WHOLE))
 
 
 def clean_always(group: Group, event: e.Left) -> Any:
@@ -673,8 +788,8 @@ def deaf(kind: type[Any]) -> dict[str, Callable[[], dict[str, Any]]]:
 _join, _settle, _left_leave = machine._join, machine._settle, machine._left_leave
 
 MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "a dirty worker is a donor": lambda: {"donor": any_holder},
-    "the least advanced is the donor": lambda: {"donor": least_advanced},
+    "a dirty worker is a donor": lambda: {"standing": any_holder},
+    "the least advanced is the donor": lambda: {"standing": least_advanced},
     "nobody copies": lambda: {"_join": join_without_copies},
     "the generation does not rise": lambda: {"_join": join_in_the_same_generation},
     "the next view forms while some are inside": lambda: {"_settle": settle_while_some_are_inside},
@@ -688,11 +803,64 @@ MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
     **deaf(e.Notice),
     **deaf(e.Stop),
     "a lost lead is not replaced": lambda: rules(CLOSE_Lost=Rule(stay, (C,)), CLOSE_Late=Rule(stay, (C,))),
-    "steps are given up though somebody holds them": lambda: {"donor": nobody_later},
+    "steps are given up though somebody holds them": lambda: {"standing": nobody_later},
     "the checkpoint is not read": lambda: {"_go_back": go_back_to_nothing},
     "a damaged checkpoint is taken for read": lambda: rules(GATHER_Unreadable=Rule(read_all_the_same, (G, J))),
     "an interrupted formation is waited for": lambda: rules(JOIN_Lost=Rule(forget, (J,)), JOIN_Left=Rule(stay, (J,))),
 }
+
+
+def any_stage_will_do(group: Group, best: Standing) -> Any:
+    """Members keep a state of that step, whatever stage it is of."""
+    after, [join] = _join(group, best)
+    assert isinstance(join, e.Join)
+    lacks = {name: what for name, what in join.lacks.items() if group.workers[name].holds != best.step}
+    return after, [replace(join, lacks=lacks)]
+
+
+def one_stage_is_enough(group: Group) -> Standing | None:
+    """A state counts of which one stage is held."""
+    best = standing(group)
+    newest = max((worker.holds for worker in group.workers.values() if worker.holds is not None), default=-1)
+    names = tuple(name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds == newest)
+    return Standing(newest, names) if newest > -1 and names else best
+
+
+def hand_over_the_first(group: Group) -> Any:
+    after, commands = _close(group)
+    return after, [
+        e.HandOver(command.workers[:1]) if isinstance(command, e.HandOver) else command for command in commands
+    ]
+
+
+_close = machine._close
+
+CATCHING = (
+    "one cell, a stop that takes too long",
+    "one cell, a death, a checkpoint",
+    "cut anew from a checkpoint",
+    "one cell, on from a damaged checkpoint",
+)
+STAGED_MUTANTS: dict[str, dict[str, Any]] = {
+    "a step that others have applied is not finished": {"unfinished": lambda group: ()},
+    "a member keeps the state of another stage": {"_join": any_stage_will_do},
+    "one stage stands for all": {"standing": one_stage_is_enough},
+    "one stage alone is handed over": {"_close": hand_over_the_first},
+}
+
+
+@pytest.mark.parametrize("name", STAGED_MUTANTS)
+def test_a_table_that_is_broken_for_stages_is_caught(name: str) -> None:
+    caught: list[str] = []
+    for world in [staged(*STAGED[scope]) for scope in CATCHING]:
+        with broken(**STAGED_MUTANTS[name]):
+            try:
+                explore(world)
+            except (Violation, KeyError, ValueError, IndexError) as error:
+                caught.append(f"{type(error).__name__}: {error}")
+                break
+    print(caught)
+    assert caught
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -1,6 +1,7 @@
 """Who hosts what."""
 
 import doctest
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from raytrain_plus.elastic import policy
 from raytrain_plus.elastic.policy import room_for, useful_size
 from raytrain_plus.elastic.view import form_view, host_shards
+from raytrain_plus.parallel.mesh import Shape
 
 
 @pytest.mark.parametrize(
@@ -28,9 +30,16 @@ def test_every_shard_is_hosted_once_and_evenly(shards: int, data: st.DataObject)
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_form_view_keeps_the_workers_order() -> None:
-    view = form_view(3, ["b", "a"], 3)
-    assert [(m.worker, m.cell, m.stage, m.shards) for m in view.members] == [("b", 0, 0, (0, 1)), ("a", 1, 0, (2,))]
+@pytest.mark.parametrize(
+    ("shape", "members"),
+    [
+        (Shape(2), [("b", 0, 0, (0, 1)), ("a", 1, 0, (2,))]),
+        (Shape(1, 2), [("b", 0, 0, (0, 1, 2)), ("a", 0, 1, (0, 1, 2))]),
+    ],
+)
+def test_form_view_seats_the_workers_in_their_order(shape: Shape, members: list[tuple[str, int, int, Any]]) -> None:
+    view = form_view(3, ["b", "a"], shape, 3)
+    assert [(m.worker, m.cell, m.stage, m.shards) for m in view.members] == members
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.elastic.policy import seat, useful_size
+from raytrain_plus.elastic.policy import useful_size
 from raytrain_plus.parallel.mesh import Shape, seated, useful_shape
 
 
@@ -83,15 +83,18 @@ def test_nobody_changes_the_stage_without_need(
     assert not (moved and unused)
 
 
-@given(before=st.integers(1, 6), gone=st.sets(st.integers(0, 5)), fresh=st.integers(0, 4), data=st.data())
-def test_with_one_stage_seats_are_as_ever(before: int, gone: set[int], fresh: int, data: st.DataObject) -> None:
-    sat = tuple(f"w{number}" for number in range(before))
-    available = [worker for number, worker in enumerate(sat) if number not in gone]
-    available += [f"x{number}" for number in range(fresh)]
-    if not available:
-        return
-    size = data.draw(st.integers(1, len(available)))
-    assert set(seated(sat, Shape(before), available, Shape(size))) == set(seat(sat, available, size))
+@pytest.mark.parametrize(
+    ("before", "available", "size", "after"),
+    [
+        (("a", "b", "c"), ("d", "c", "a"), 3, ("a", "d", "c")),
+        (("a", "b", "c"), ("a", "c"), 2, ("a", "c")),
+        (("a",), ("b", "a", "c"), 2, ("a", "b")),
+    ],
+)
+def test_with_one_stage_who_had_a_seat_keeps_it(
+    before: tuple[str, ...], available: tuple[str, ...], size: int, after: tuple[str, ...]
+) -> None:
+    assert seated(before, Shape(len(before)), available, Shape(size)) == after
 
 
 def test_a_cell_that_is_whole_goes_on_whole() -> None:

@@ -23,9 +23,10 @@ from raytrain_plus.collective.world import Operation
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.elastic.view import host_shards
 from raytrain_plus.errors import Interrupted, TaskError, TrainingError
+from raytrain_plus.job import Schedule
 from raytrain_plus.parallel.mesh import Shape
 from raytrain_plus.parallel.pipeline.cut import Layer, cut
-from raytrain_plus.parallel.pipeline.schedule import Schedule, holders
+from raytrain_plus.parallel.pipeline.layout import holders
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.state.holding import saved_model
 from raytrain_plus.state.named import optimizer_state, state_sha256
@@ -287,6 +288,44 @@ def test_the_bits_are_those_of_one_worker(shape: Shape, schedule: Schedule) -> N
         assert whole.keys() == state.keys()
         assert [name for name in state if not torch.equal(state[name], whole[name])] == []
         assert state_sha256(whole) == state_sha256(state)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])
+def test_a_step_that_others_have_applied_is_finished_to_the_same_bits(schedule: Schedule) -> None:
+    applied, state = alone(exact=True)
+
+    def interrupted_in_the_last(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
+        """The second cell's members hear of a death when all sums are there, and before they have applied them."""
+        ours = control()
+
+        class Sealed:
+            rank, size = world.rank, world.size
+
+            def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Any:
+                if name == "summed" and world.rank == 1 and one.held == STEPS - 2:
+                    world.reduce(tensor, name, operation)
+                    raise Interrupted("a peer is gone")
+                return world.reduce(tensor, name, operation)
+
+        told = []
+        for step in range(STEPS):
+            try:
+                told.append(one.run(step, batches(step, hosted, data), Sealed(), control=ours, wait_s=5))
+            except Interrupted:
+                assert (one.held, one.ready) == (STEPS - 2, STEPS - 1)
+        return one, told
+
+    found = together(Shape(2, 2), schedule, exact=True, act=interrupted_in_the_last)
+    first, second = found[:2], found[2:]
+    for (done, told), (late, _) in zip(first, second, strict=True):
+        assert told == applied
+        assert (done.held, done.ready) == (STEPS - 1, None)
+        assert sorted(done.squares) == sorted({name for one, _ in first for name, _ in one.named})
+        with COMPUTES:
+            late.finish(done.squares)
+        assert (late.held, late.ready) == (STEPS - 1, None)
+    whole = {name: value for one, _ in second for name, value in state_of_one(one).items()}
+    assert state_sha256(whole) == state_sha256(state)
 
 
 def test_sums_of_a_ring_agree_to_rounding() -> None:

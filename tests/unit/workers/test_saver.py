@@ -20,7 +20,7 @@ from raytrain_plus.storage import tries
 from raytrain_plus.storage.folder import Buffer
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.workers import saver as module
-from raytrain_plus.workers.plan import Written
+from raytrain_plus.workers.plan import ShareOf, Written
 from raytrain_plus.workers.saver import Part, Saver
 from tests.unit.state.test_checkpoint import described
 
@@ -38,7 +38,7 @@ def holding() -> Holding:
 
 def saver(run: LocalFolder, held: Holding, told: Told, writer: int = 0, writers: int = 1) -> Saver:
     made = Saver(run, lambda: held, 4, best=True)
-    made.begin(Part(generation=2, writer=writer, writers=writers, tell=told.put))
+    made.begin(Part(ShareOf(generation=2, writer=writer, writers=writers, rank=writer, size=writers), told.put))
     return made
 
 
@@ -135,7 +135,7 @@ def test_a_storage_that_takes_nothing_more_is_told_of_while_it_is_waited_for(
     made.copy(7, {})
     assert made.copied == 7
     assert told.get(timeout=10).step == 7
-    made.begin(Part(generation=3, writer=0, writers=1, tell=told.put))
+    made.begin(Part(ShareOf(generation=3, writer=0, writers=1), told.put))
     assert made.copied == -1
 
 

@@ -21,6 +21,7 @@ from raytrain_plus.errors import Interrupted, TrainingError
 from raytrain_plus.state.transfer import Snapshot, digest
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.workers import worker as module
+from raytrain_plus.workers.plan import ShareOf
 from raytrain_plus.workers.saver import Part, Saver
 from raytrain_plus.workers.worker import Worker
 from tests.unit.training.test_exact_steps import SHARDS, Small, batches, sha, stepper
@@ -75,7 +76,7 @@ def test_the_state_is_given_out_in_the_midst_of_a_step_that_is_never_applied(tmp
     task, worker = Waits(), Worker("worker-0")
     one = worker._stepper = stepper(task)
     worker._saver = Saver(LocalFolder(tmp_path), one.holding, None, best=False)
-    worker._saver.begin(Part(generation=12, writer=0, writers=1, tell=lambda written: None))
+    worker._saver.begin(Part(ShareOf(generation=12, writer=0, writers=1), lambda written: None))
     worker._control.begin(0)
 
     def run(step: int) -> Any:
@@ -119,7 +120,7 @@ def test_what_is_for_a_generation_that_is_over_is_refused_and_said(caplog: pytes
     worker._control.begin(3)
     worker.pause(2)
     worker.save(2)
-    worker.interrupt(2, frozenset())
+    worker.interrupt(2, frozenset(), frozenset())
     worker.take(2, ("a reference that nobody looks at",))
     assert worker.stand_aside(2) is None
     control = worker._control

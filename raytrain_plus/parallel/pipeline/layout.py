@@ -1,0 +1,61 @@
+"""Which stage has which chunks of a model, under which schedule, and what a schedule asks for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raytrain_plus.job import Schedule
+from raytrain_plus.parallel.pipeline.cut import Layer, cut
+
+
+def holders(schedule: Schedule, stages: int) -> tuple[int, ...]:
+    """For each chunk of the model, in order, the stage that has it.
+
+    >>> holders("1f1b", 3), holders("interleaved", 3), holders("zero-bubble", 3)
+    ((0, 1, 2), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+    """
+    once = tuple(range(stages))
+    if schedule == "interleaved":
+        return once + once
+    return once + once[::-1] if schedule == "zero-bubble" else once
+
+
+def splits(schedule: Schedule) -> bool:
+    """Whether backward passes come in two parts."""
+    return schedule == "zero-bubble"
+
+
+def amiss(schedule: Schedule, stages: int, microbatches: int) -> str:
+    """What keeps a cell of so many stages, with so many microbatches in a step, from this schedule; empty if nothing.
+
+    >>> amiss("1f1b", 4, 3)
+    '1f1b needs as many microbatches in a cell as it has stages: 4, not 3'
+    """
+    if schedule == "1f1b" and microbatches < stages:
+        return f"1f1b needs as many microbatches in a cell as it has stages: {stages}, not {microbatches}"
+    if schedule == "interleaved" and microbatches % max(1, microbatches // stages):
+        rounds = microbatches // stages
+        return f"interleaved needs a number of microbatches in a cell that {rounds} divides, not {microbatches}"
+    return ""
+
+
+Chunks = tuple[tuple[str, ...], ...]
+"""The layers of each of a stage's chunks, by name, in order."""
+
+
+def laid_over(layers: Sequence[Layer], schedule: Schedule, stages: int) -> tuple[Chunks, ...]:
+    """The chunks of each stage, of a model that is cut so that the slowest chunk is as fast as can be.
+
+    Raises `ValueError` where there are fewer layers than chunks.
+
+    >>> each = [Layer(name, 1.0, 0) for name in "abcd"]
+    >>> laid_over(each, "1f1b", 2), laid_over(each, "zero-bubble", 2)
+    (((('a', 'b'),), (('c', 'd'),)), ((('a',), ('d',)), (('b',), ('c',))))
+    """
+    where = holders(schedule, stages)
+    spans = cut(layers, len(where))
+    assert spans is not None, "nothing bounds their memory"
+    names = [tuple(layer.name for layer in layers[first:last]) for first, last in spans]
+    return tuple(
+        tuple(chunk for chunk, holder in zip(names, where, strict=True) if holder == stage) for stage in range(stages)
+    )

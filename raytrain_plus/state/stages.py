@@ -1,0 +1,70 @@
+"""The state of a model in stages: put together out of its stages', or cut down to one of them. Pure.
+
+A tensor's name says its layer (`param/<layer>.<rest>`, `optim/<layer>.<rest>/<key>`); what belongs to no layer, as the
+optimizer's groups and the scheduler do, is the same on every stage, and the first one speaks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from raytrain_plus.errors import TaskError
+
+Tree = Any
+Tensor = TypeVar("Tensor")
+
+_OF_LAYERS = ("param/", "buffer/", "optim/")
+
+
+def layer_of(name: str) -> str | None:
+    """The layer that a tensor of the state is of; None where it is of none.
+
+    >>> layer_of("optim/block1.weight/exp_avg"), layer_of("scheduler/last"), layer_of("param/head.bias")
+    ('block1', None, 'head')
+    """
+    if not name.startswith(_OF_LAYERS):
+        return None
+    return name.partition("/")[2].partition("/")[0].partition(".")[0]
+
+
+def own_tensors(tensors: Mapping[str, Tensor], others: Collection[str]) -> dict[str, Tensor]:
+    """Without those of the layers `others`."""
+    return {name: value for name, value in tensors.items() if layer_of(name) not in others}
+
+
+def own_tree(tree: Tree, others: Collection[str]) -> Tree:
+    """Without what is of the layers `others`: see `state.holding` for what a tree has."""
+
+    def mine(names: Sequence[str]) -> list[str]:
+        return [name for name in names if name.partition(".")[0] not in others]
+
+    return {
+        **tree,
+        "optimizer": {name: tree["optimizer"][name] for name in mine(list(tree["optimizer"]))},
+        "groups": [{**group, "parameters": mine(group["parameters"])} for group in tree["groups"]],
+        "scales": {name: tree["scales"][name] for name in mine(list(tree["scales"]))},
+        "persistent": mine(tree["persistent"]),
+    }
+
+
+def whole_tree(trees: Sequence[Tree]) -> Tree:
+    """One tree out of those of all stages, by stage. Raises `TaskError` where they are no parts of one."""
+    first = trees[0]
+    counts = {len(tree["groups"]) for tree in trees}
+    if len(counts) > 1:
+        raise TaskError(
+            f"the optimizer has {min(counts)} groups of parameters on one stage, {max(counts)} on another",
+            where="parallel.pipeline",
+            expected="as many groups whatever parameters Task.optimizer gets, though some may be empty",
+        )
+    return {
+        **first,
+        "optimizer": {name: state for tree in trees for name, state in tree["optimizer"].items()},
+        "groups": [
+            {**group, "parameters": [name for tree in trees for name in tree["groups"][number]["parameters"]]}
+            for number, group in enumerate(first["groups"])
+        ],
+        "scales": {name: scale for tree in trees for name, scale in tree["scales"].items()},
+        "persistent": [name for tree in trees for name in tree["persistent"]],
+    }

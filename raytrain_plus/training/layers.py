@@ -1,0 +1,19 @@
+"""The names of a job's layers, where its model is to be cut between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from raytrain_plus.job import Job
+from raytrain_plus.taskfile import build_task, load_task
+
+
+def layers_of(job: Job, roots: Sequence[Path]) -> tuple[str, ...] | None:
+    """In order; None where nothing is to be cut. Raises `TaskError` where the task does not say them."""
+    if job.parallel.pipeline == 1:
+        return None
+    # Here, because it loads torch.
+    from raytrain_plus.training.model import layer_names
+
+    return layer_names(build_task(load_task(job.task, roots), job.args), job.seed)

@@ -1,0 +1,134 @@
+"""What each layer of a model costs, found by running it: built, run and let go again, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.parallel.pipeline.chunk import Chunk
+from raytrain_plus.parallel.pipeline.cut import Layer
+from raytrain_plus.parallel.pipeline.handover import Tensors
+from raytrain_plus.parallel.pipeline.timeline import Kind
+from raytrain_plus.task import Task
+from raytrain_plus.training.model import build_chunks, layer_names, to_device
+from raytrain_plus.training.passes import weighed
+from raytrain_plus.training.randomness import random_key, set_random_key
+
+TIMES = 3
+"""How often a layer is run; the fastest run counts, the first compiles and warms up."""
+COPIES = 4
+"""Of each parameter a worker keeps its gradient, too, and two figures of its optimizer, as a rule."""
+
+
+def measured(task: Task, seed: int, device: torch.device, microbatch: Microbatch) -> tuple[Layer, ...]:
+    """The layers of the task's model, each with the seconds of a microbatch's forward and backward pass, and the bytes
+    that a worker keeps of it: parameters and what goes with them, and one microbatch's activations.
+
+    The last one's seconds hold those of the loss. Raises `TaskError` where the model does not say its layers, and what
+    the task raises.
+    """
+    work = _Alone(task, seed, device, microbatch)
+    names = layer_names(task, seed)
+    given: Tensors | None = None
+    found = []
+    for number, (name, module) in enumerate(_each(task, seed, device, names)):
+        module.train()
+        chunk = Chunk(module, number, [0] * len(names))
+        seconds = []
+        for _ in range(TIMES):
+            chunk.begin(work, 1)
+            if given is not None:
+                chunk.set_local_fwd_input(given, 0)
+            saved = _Saved(module)
+            with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda kept: kept):
+                output = chunk.forward_one_chunk(0)
+            if isinstance(output, Tensors):
+                gradients = [torch.ones_like(value) for value in output.values if value.requires_grad]
+                chunk.set_local_bwd_input(gradients, 0)
+            chunk.backward_one_chunk(0)
+            seconds.append(work.taken())
+        parameters = list(module.parameters())
+        found.append(
+            Layer(
+                name,
+                min(seconds),
+                sum(value.nbytes * (COPIES if value.requires_grad else 1) for value in parameters) + saved.bytes,
+                sum(value.numel() for value in parameters if value.requires_grad),
+            )
+        )
+        given = output
+    return tuple(found)
+
+
+def _each(task: Task, seed: int, device: torch.device, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+    if task.layers() is None:
+        whole = build_chunks(task, seed, device, [(name,) for name in names])
+        yield from ((name, built.module) for name, built in zip(names, whole, strict=True))
+        return
+    for name in names:
+        [built] = build_chunks(task, seed, device, [(name,)])
+        yield name, built.module
+
+
+class _Saved:
+    """How many bytes a forward pass keeps for the backward pass, those of parameters aside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._seen = {value.untyped_storage().data_ptr() for value in (*module.parameters(), *module.buffers())}
+        self.bytes = 0
+
+    def keep(self, value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+        return value
+
+
+class _Alone:
+    """A microbatch, as `chunk.Work`, whose passes are timed."""
+
+    def __init__(self, task: Task, seed: int, device: torch.device, microbatch: Microbatch) -> None:
+        self._task = task
+        self._seed = seed
+        self._device = device
+        self._microbatch = microbatch
+        self._seconds = 0.0
+
+    def taken(self) -> float:
+        """Seconds since this was asked for last."""
+        taken, self._seconds = self._seconds, 0.0
+        return taken
+
+    def rows(self, microbatch: int) -> int:
+        """See `chunk.Work`."""
+        return self._microbatch.rows
+
+    def batch(self, microbatch: int) -> Any:
+        """See `chunk.Work`."""
+        return to_device(self._microbatch.batch, self._device, copy=True)
+
+    def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
+        """See `chunk.Work`."""
+        loss, weight = weighed(self._task, model, batch, self._microbatch.rows)
+        return loss * weight
+
+    @contextmanager
+    def computing(self, kind: Kind, chunk: int, microbatch: int) -> Iterator[None]:
+        """See `chunk.Work`."""
+        set_random_key(random_key(self._seed, "measure", chunk))
+        self._wait()
+        start = time.perf_counter()
+        yield
+        self._wait()
+        self._seconds += time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,80 @@
+"""The state of a model in stages: taken apart and put together it is the state of the whole model."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from raytrain_plus.errors import TaskError
+from raytrain_plus.state import stages
+from raytrain_plus.state.holding import described
+from raytrain_plus.state.named import state_sha256
+from raytrain_plus.state.stages import own_tensors, own_tree, whole_tree
+from raytrain_plus.state.transfer import Snapshot, hashed, put, restricted, take
+from tests.unit.state.test_transfer import OPTIMIZERS, Holder
+
+LAYERS = {"0", "1", "2", "hidden"}
+
+
+def part(snapshot: Snapshot, own: set[str]) -> Snapshot:
+    """What a worker of these layers would give out: with what is of no layer."""
+    tree = own_tree(json.loads(snapshot.values), LAYERS - own)
+    tensors = own_tensors(snapshot.tensors, LAYERS - own)
+    return Snapshot(snapshot.step, tensors, json.dumps(tree).encode(), "")
+
+
+def trained(seed: int, steps: int) -> Holder:
+    made = Holder(OPTIMIZERS[0], seed)
+    for _ in range(steps):
+        made.step()
+    return made
+
+
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(stages).failed == 0
+
+
+def test_the_stages_of_one_cut_make_the_whole() -> None:
+    one, other = trained(1, 3), trained(2, 1)
+    snapshot = take(2, one.holding())
+    halves = [part(snapshot, {"0", "hidden"}), part(snapshot, {"1", "2"})]
+    assert halves[0].tensors.keys() | halves[1].tensors.keys() == snapshot.tensors.keys()
+    assert not {name for name in halves[0].tensors if name.startswith(("param/1", "optim/2"))}
+    put(restricted(halves, ()), other.holding())
+    assert other.sha() == one.sha()
+    # What the two write of themselves is the same, but for the order in which it was built.
+    assert described(other.holding())[1]["optimizer"].keys() == described(one.holding())[1]["optimizer"].keys()
+
+
+def test_another_cut_takes_what_is_its_own_out_of_all() -> None:
+    snapshot = take(2, trained(1, 3).holding())
+    halves = [part(snapshot, {"0", "hidden"}), part(snapshot, {"1", "2"})]
+    for own in ({"0", "1"}, {"2", "hidden"}):
+        cut = restricted(halves, LAYERS - own)
+        expected = part(snapshot, own)
+        assert cut.tensors.keys() == expected.tensors.keys()
+        assert json.loads(cut.values) == json.loads(expected.values)
+
+
+def test_the_hash_of_the_parts_is_the_hash_of_the_whole() -> None:
+    one = trained(1, 3)
+    holding = one.holding()
+    snapshot = take(2, holding)
+    tree = json.loads(snapshot.values) | {"persistent": [name for name in holding.buffers if name != "hidden"]}
+    snapshot = Snapshot(2, snapshot.tensors, json.dumps(tree).encode(), "")
+    state: dict[str, torch.Tensor] = {}
+    for own in ({"0", "2"}, {"1", "hidden"}):
+        state |= hashed(part(snapshot, own))
+    assert state_sha256(state) == one.sha()
+
+
+def test_stages_whose_optimizers_have_other_groups_are_refused() -> None:
+    def tree(groups: int) -> dict[str, Any]:
+        return {"optimizer": {}, "groups": [{"parameters": []}] * groups, "scales": {}, "persistent": []}
+
+    with pytest.raises(TaskError, match=r"1 groups of parameters on one stage, 2 on another(.|\n)*some may be empty"):
+        whole_tree([tree(2), tree(1)])
