@@ -6,16 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from raytrain_plus.data.granule import Rows
 from raytrain_plus.data.line import read_factor
 from raytrain_plus.data.of_job import line_of
-from raytrain_plus.data.source import check_alike, check_enough, exists, index
+from raytrain_plus.data.reader import first_microbatch
+from raytrain_plus.data.source import Index, check_alike, check_enough, exists, index
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
 from raytrain_plus.parallel.shapes import cuts_of, left_out, shapes_of
 from raytrain_plus.taskfile import build_task, load_function, load_task
 from raytrain_plus.training.layers import layers_of
+
+if TYPE_CHECKING:
+    from raytrain_plus.parallel.pipeline.forecast import Forecast
+    from raytrain_plus.task import Task
 
 FACTOR_WARNING = 2.0
 """Above it, row groups are much longer than a shard's span, and most of what is read is read in vain."""
@@ -48,6 +54,8 @@ class Report:
     """How many times over a row group is read in an epoch."""
     left_out: str = ""
     """Which of the workers that the job allows are never formed, and why; empty where all can be."""
+    cut: Forecast | None = None
+    """Where the model is in stages: those of the largest number of workers."""
 
     @property
     def most_stages(self) -> int:
@@ -70,14 +78,14 @@ class Report:
             if self.read_factor > FACTOR_WARNING:
                 said.append("  warning: that is much; write smaller row groups, or use fewer data.shards")
         for size in self.sizes:
-            cells = f"{size.cells} cell{'s' * (size.cells != 1)} of {size.stages} stages, " * (self.most_stages > 1)
+            cells = f"{_some(size.cells, 'cell')} of {_some(size.stages, 'stage')}, " * (self.most_stages > 1)
             said.append(
-                f"  {size.workers} worker{'s' * (size.workers != 1)}: {cells}{size.shards} shards on the fullest, "
+                f"  {_some(size.workers, 'worker')}: {cells}{size.shards} shards on the fullest, "
                 f"{100 * size.efficiency:.0f} % efficiency"
             )
         if self.left_out:
             said.append(f"  warning: {self.left_out}")
-        return said
+        return said + (_cut_lines(self.cut) if self.cut is not None else [])
 
 
 def sizes_of(job: Job, cuts: Sequence[int] = (1,)) -> tuple[Size, ...]:
@@ -98,7 +106,7 @@ def validate_job(job: Job, roots: Sequence[Path]) -> Report:
     Raises `InputError` for what is wrong.
     """
     search = [Path.cwd(), *roots]
-    build_task(load_task(job.task, search), job.args)
+    task = build_task(load_task(job.task, search), job.args)
     for name in (job.data.prepare, job.data.transform):
         if name is not None:
             load_function(name, search)
@@ -115,4 +123,38 @@ def validate_job(job: Job, roots: Sequence[Path]) -> Report:
         check_alike(seen, held_out)
     line = line_of(job, seen)
     units = len(seen.unit_rows)
-    return Report(job.name, sizes, seen.rows, units, line.steps, read_factor(line, units), unformed)
+    cut = _forecast(job, task, search, sizes[-1], seen) if job.parallel.pipeline > 1 else None
+    return Report(job.name, sizes, seen.rows, units, line.steps, read_factor(line, units), unformed, cut)
+
+
+def _forecast(job: Job, task: Task, roots: Sequence[Path], size: Size, seen: Index) -> Forecast:
+    """Runs each layer of the model once, here, and cuts it as the job wishes. Raises `TaskError` where one fails."""
+    # Here, because they load torch.
+    from raytrain_plus.parallel.pipeline.forecast import forecast
+    from raytrain_plus.training.measure import measured_here
+
+    transform = load_function(job.data.transform, roots) if job.data.transform else None
+    rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=transform, granule=job.data.granule)
+    layers = measured_here(job, task, first_microbatch(rows, job.parallel.microbatches, task.collate))
+    return forecast(layers, job.parallel.schedule, job.parallel.pipeline, size.shards * job.parallel.microbatches)
+
+
+def _some(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _cut_lines(cut: Forecast) -> list[str]:
+    said = [
+        f"  cut into {len(cut.stages)} stages, by the time of each layer on this machine; {cut.schedule} with "
+        f"{cut.microbatches} microbatches in the fullest cell:"
+    ]
+    for number, stage in enumerate(cut.stages):
+        chunks = " and ".join(
+            chunk[0] if len(chunk) == 1 else f"{chunk[0]} to {chunk[-1]} ({len(chunk)} layers)"
+            for chunk in stage.layers
+        )
+        said.append(
+            f"    stage {number}: {chunks}; {stage.parameters:,} parameters, {stage.bytes / 1e6:,.1f} MB, "
+            f"{1000 * stage.seconds:.1f} ms a microbatch"
+        )
+    return [*said, f"    bubble to expect: {100 * cut.bubble:.0f} %"]

@@ -95,6 +95,12 @@ def microbatch_rows(line: Line, microbatches: int) -> int:
     return max(1, line.per_shard // microbatches)
 
 
+def first_microbatch(rows: Rows, microbatches: int, collate: Collate) -> Microbatch:
+    """The first that shard 0 gives to step 0."""
+    table = pa.concat_tables([rows.read(piece) for piece in rows.line.pieces(0, 0)])
+    return cut(table, microbatch_rows(rows.line, microbatches), collate)[0]
+
+
 def _collated(table: pa.Table, collate: Collate) -> Any:
     try:
         return collate(table)

@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.errors import RaytrainError, TaskError
+from raytrain_plus.job import Job
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.cut import Layer
 from raytrain_plus.parallel.pipeline.handover import Tensors
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.task import Task
+from raytrain_plus.taskfile import trim_traceback
 from raytrain_plus.training.model import build_chunks, layer_names, to_device
 from raytrain_plus.training.passes import weighed
 from raytrain_plus.training.randomness import random_key, set_random_key
@@ -27,8 +30,8 @@ COPIES = 4
 
 
 def measured(task: Task, seed: int, device: torch.device, microbatch: Microbatch) -> tuple[Layer, ...]:
-    """The layers of the task's model, each with the seconds of a microbatch's forward and backward pass, and the bytes
-    that a worker keeps of it: parameters and what goes with them, and one microbatch's activations.
+    """The layers of the task's model, each with the seconds of a microbatch's forward and backward pass, and what a
+    worker keeps of it: parameters and what goes with them, and a microbatch's activations.
 
     The last one's seconds hold those of the loss. Raises `TaskError` where the model does not say its layers, and what
     the task raises.
@@ -58,12 +61,31 @@ def measured(task: Task, seed: int, device: torch.device, microbatch: Microbatch
             Layer(
                 name,
                 min(seconds),
-                sum(value.nbytes * (COPIES if value.requires_grad else 1) for value in parameters) + saved.bytes,
+                sum(value.nbytes * (COPIES if value.requires_grad else 1) for value in parameters),
                 sum(value.numel() for value in parameters if value.requires_grad),
+                saved.bytes,
             )
         )
         given = output
     return tuple(found)
+
+
+def measured_here(job: Job, task: Task, microbatch: Microbatch) -> tuple[Layer, ...]:
+    """The same on this machine's processor, for a look before a run. Raises `TaskError` where a layer fails."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(job.workers.threads)
+    try:
+        return measured(task, job.seed, torch.device("cpu"), microbatch)
+    except RaytrainError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"the layers cannot be run one after the other: {type(error).__name__}: {error}",
+            where=f"task: {job.task}",
+            user_traceback=trim_traceback(error),
+        ) from error
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _each(task: Task, seed: int, device: torch.device, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:

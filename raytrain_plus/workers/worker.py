@@ -37,7 +37,7 @@ from raytrain_plus.data.granule import Rows, Transform
 from raytrain_plus.data.line import Line
 from raytrain_plus.data.of_job import evaluation_line, line_of
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.data.reader import Batches, Collate, Counts, held_out, held_out_counts
+from raytrain_plus.data.reader import Batches, Collate, Counts, first_microbatch, held_out, held_out_counts
 from raytrain_plus.data.source import Index, differences, index
 from raytrain_plus.elastic.events import Why
 from raytrain_plus.errors import (
@@ -377,9 +377,10 @@ class Worker:
         """What each layer costs, which warms up, too, what a first step needs."""
         assert self._plan is not None
         assert self._task is not None
-        with self._open_feed((0,), 0, stream=False) as feed:
-            batch = feed.get(0, FIRST_STEP_S).shards[0][0]
-        found = measured(self._task, self._plan.job.seed, self._device, batch)
+        assert self._rows is not None
+        job = self._plan.job
+        batch = first_microbatch(self._rows, job.parallel.microbatches, self._task.collate)
+        found = measured(self._task, job.seed, self._device, batch)
         return Ready(
             parameters=sum(layer.parameters for layer in found),
             state_bytes=sum(layer.bytes for layer in found),

@@ -80,7 +80,7 @@ class Run:
     """A run in a thread of the test, and what its events say."""
 
     def __init__(self, job: Job, fresh: bool = True) -> None:
-        self._job = job
+        self.job = job
         self._fresh = fresh
         self.folder = Path(job.storage) / job.name
         """Where `storage` is a path."""
@@ -93,13 +93,13 @@ class Run:
 
     def _run(self) -> None:
         try:
-            self.result = run(self._job, fresh=self._fresh, view=Follower(self.told), roots=[TASKS])
+            self.result = run(self.job, fresh=self._fresh, view=Follower(self.told), roots=[TASKS])
         except BaseException as error:
             self.error = error
 
     def events(self, kind: str | None = None) -> list[Event]:
         """What has been told so far; where `storage` is an address, by this run alone."""
-        told = self.told if is_address(self._job.storage) else read_events(LocalFolder(self.folder))
+        told = self.told if is_address(self.job.storage) else read_events(LocalFolder(self.folder))
         return [event for event in told if kind is None or event["kind"] == kind]
 
     def until(self, holds: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:

@@ -21,9 +21,11 @@ class Layer:
     seconds: float
     """Of one microbatch, forward and backward."""
     bytes: int
-    """What a worker keeps of it: parameters, gradients, optimizer state, activations in flight."""
+    """What a worker keeps of it: parameters, gradients, optimizer state."""
     parameters: int = 0
-    """Numbers in them."""
+    """Numbers that it trains."""
+    activations: int = 0
+    """Bytes that it keeps of each microbatch between its forward and its backward pass."""
 
 
 Span = tuple[int, int]

@@ -77,11 +77,12 @@ def test_each_layer_is_measured_by_itself() -> None:
     assert [layer.name for layer in (frozen, wide, slow, head)] == BUILT, "each is built once"
     assert slow.seconds > 0.02 > wide.seconds
     assert [layer.parameters for layer in (frozen, wide, slow, head)] == [0, 48, 0, 27]
-    # A frozen one has neither gradient nor optimizer; others have both, and keep their input or their result.
+    # A frozen one has neither gradient nor optimizer; others have both, and keep their input, or their result.
     assert frozen.bytes == 42 * 4
-    assert wide.bytes == 4 * 48 * 4 + 5 * 6 * 4
-    assert slow.bytes == 5 * 8 * 4
-    assert head.bytes >= 4 * 27 * 4 + 5 * 8 * 4
+    assert wide.bytes == 4 * 48 * 4
+    assert head.bytes == 4 * 27 * 4
+    assert [frozen.activations, wide.activations, slow.activations] == [0, 5 * 6 * 4, 5 * 8 * 4]
+    assert head.activations >= 5 * 8 * 4
 
 
 def test_a_plain_sequence_has_its_modules_as_layers() -> None:

@@ -1,0 +1,64 @@
+"""What a cut is to cost: layers, parameters, memory and time of each stage, and the bubble of its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raytrain_plus.job import Schedule
+from raytrain_plus.parallel.pipeline.cut import Layer
+from raytrain_plus.parallel.pipeline.layout import Chunks, holders, laid_over
+from raytrain_plus.parallel.pipeline.schedule import orders
+from raytrain_plus.parallel.pipeline.timeline import Cost, bubble, held, laid_out
+
+
+@dataclass(frozen=True, slots=True)
+class StageForecast:
+    """One stage of a cell."""
+
+    layers: Chunks
+    parameters: int
+    bytes: int
+    """Parameters, gradients, optimizer state, and the activations of all microbatches that are in flight at once."""
+    seconds: float
+    """Of one microbatch, forward and backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A cell's step."""
+
+    schedule: Schedule
+    microbatches: int
+    """In the whole cell."""
+    stages: tuple[StageForecast, ...]
+    bubble: float
+    """The share of the stages' time in which they wait."""
+
+
+def forecast(layers: Sequence[Layer], schedule: Schedule, stages: int, microbatches: int) -> Forecast:
+    """What a cell of so many stages makes of so many microbatches. A backward pass is taken to be two thirds of a
+    layer's time, half of them for its weights, and a hand-over to take none."""
+    by_name = {layer.name: layer for layer in layers}
+    cut = laid_over(layers, schedule, stages)
+    order = orders(schedule, stages, microbatches)
+    found = []
+    costs: dict[int, Cost] = {}
+    where = holders(schedule, stages)
+    for stage, chunks in enumerate(cut):
+        own = [by_name[name] for chunk in chunks for name in chunk]
+        open_at_once = held(order[stage]) / len(chunks)
+        found.append(
+            StageForecast(
+                layers=chunks,
+                parameters=sum(layer.parameters for layer in own),
+                bytes=sum(layer.bytes for layer in own) + round(open_at_once * sum(layer.activations for layer in own)),
+                seconds=sum(layer.seconds for layer in own),
+            )
+        )
+        numbers = [number for number, holder in enumerate(where) if holder == stage]
+        for number, chunk in zip(numbers, chunks, strict=True):
+            third = sum(by_name[name].seconds for name in chunk) / 3
+            costs[number] = Cost(third, third, third)
+    bars = laid_out(order, [costs[number] for number in sorted(costs)])
+    return Forecast(schedule, microbatches, tuple(found), bubble(bars, stages))

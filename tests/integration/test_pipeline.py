@@ -1,0 +1,205 @@
+"""Models in stages on a cluster of raylets: the bits of one worker, whatever is cut, lost, replaced or cut anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from raytrain_plus import Checkpoint, Data, Evaluate, Job, Parallel, Result, Workers, resume
+from raytrain_plus.data.audit import audit
+from tests.integration.conftest import TASKS
+from tests.integration.elastic import Event, Run, born, job, raylets
+from tests.integration.tasks import write_data
+from tests.integration.test_rescale import drain
+
+pytestmark = pytest.mark.timeout(240)
+
+SLOW = pytest.mark.slow
+PAD_S = 0.003
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with raylets(4) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def four_nodes(cluster: Cluster) -> None:
+    """Every test begins with four nodes."""
+    cluster.wait_for_nodes()
+    while len(cluster.worker_nodes) < 4:
+        cluster.add_node(num_cpus=1)
+
+
+def staged(tmp_path: Path, size: int, pipeline: int, schedule: Any = "1f1b", **changes: Any) -> Job:
+    """80 steps with exact sums and evaluations; BatchNorm, dropout, AdamW with a scheduler, clipping."""
+    write_data(tmp_path / "data")
+    write_data(tmp_path / "held", rows=90, files=1, seed=3)
+    settings: dict[str, Any] = {
+        "data": Data(path=str(tmp_path / "data"), batch_size=48, shards=4),
+        "steps": 80,
+        "reduction": "exact",
+        "evaluate": Evaluate(path=str(tmp_path / "held"), every_steps=30),
+        "workers": Workers(min=size),
+        "parallel": Parallel(pipeline=pipeline, schedule=schedule, microbatches=4),
+    }
+    return job(tmp_path, **{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Result:
+    """What one worker makes of it."""
+    return Run(staged(tmp_path_factory.mktemp("alone"), 1, 1)).finish()
+
+
+def check(run: Run, alone: Result) -> Result:
+    """The run's end is that of one worker, to the bit, and every row was used once."""
+    result = run.finish()
+    assert (result.status, result.error) == ("finished", None)
+    assert (result.state_sha256, result.metrics) == (alone.state_sha256, alone.metrics)
+    run.losses()
+    found = audit(result.path)
+    assert found.clean, found.faults
+    return result
+
+
+def at(run: Run, cell: int, stage: int) -> Event:
+    """Who is there."""
+    return next(member for member in run.members() if (member["cell"], member["stage"]) == (cell, stage))
+
+
+@pytest.mark.parametrize(
+    ("size", "pipeline", "schedule", "collective"),
+    [
+        pytest.param(2, 2, "gpipe", "horovod", marks=SLOW),
+        pytest.param(2, 2, "zero-bubble", "horovod", marks=SLOW),
+        (4, 2, "1f1b", "horovod"),
+        pytest.param(4, 2, "interleaved", "torch", marks=SLOW),
+        (4, 4, "1f1b", "horovod"),
+    ],
+)
+def test_the_bits_are_those_of_one_worker(
+    tmp_path: Path, alone: Result, size: int, pipeline: int, schedule: str, collective: str
+) -> None:
+    run = Run(staged(tmp_path, size, pipeline, schedule, collective=collective))
+    check(run, alone)
+    members = run.members()
+    assert {(member["cell"], member["stage"]) for member in members} == {
+        (cell, stage) for cell in range(size // pipeline) for stage in range(pipeline)
+    }
+    of_a_cell = [member["params"] for member in members if member["cell"] == 0]
+    assert sum(of_a_cell) == 6 * 16 + 2 * 16 + 16 * 3 + 3
+    assert len(run.events("evaluated")) == 4
+
+
+def elastic(tmp_path: Path, spares: int = 0, **changes: Any) -> tuple[Run, dict[int, float]]:
+    """Two cells of two stages that have made some steps, and their processes."""
+    workers = Workers(min=2, max=4 - 2 * bool(spares), spares=spares)
+    run = Run(staged(tmp_path, 4, 2, args={"pad_s": PAD_S}, **{"workers": workers, **changes}))
+    before = born(run.until_size(run.job.workers.max or run.job.workers.min))
+    run.until_step(10)
+    return run, before
+
+
+PLACES = [(cell, stage) for cell in range(2) for stage in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("cell", "stage"), [pytest.param(*place, marks=() if place == (1, 0) else SLOW) for place in PLACES]
+)
+def test_a_killed_stage_takes_its_cell_out_until_it_is_replaced(
+    tmp_path: Path, alone: Result, cell: int, stage: int
+) -> None:
+    run, before = elastic(tmp_path)
+    victim = at(run, cell, stage)
+    run.kill(victim)
+    recovered = run.until_told("recovered")
+    assert recovered["steps_lost"] == recovered["steps_recomputed"] == 0
+    assert len(run.events("view_formed")[1]["members"]) == 2
+    check(run, alone)
+    healthy = [pid for pid in before if pid != victim["pid"]]
+    kept = {member["pid"] for view in run.events("view_formed")[1:] for member in view["members"]}
+    assert kept >= set(healthy), "who was left of the broken cell trains on, once there is another"
+    assert len(run.events("worker_lost")) == 1
+
+
+def test_a_spare_takes_the_place_of_any_stage(tmp_path: Path, cluster: Cluster, alone: Result) -> None:
+    extra = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    run, before = elastic(tmp_path, workers=Workers(min=4, max=4, spares=1))
+    [spare] = run.until(lambda: run.events("view_formed")[-1]["spares"], "a spare")
+    victim = at(run, 0, 1)
+    run.kill(victim)
+    recovered = run.until_told("recovered")
+    assert [one["worker"] for one in recovered["replaced"]] == [spare]
+    assert {one["pid"] for one in recovered["kept"]} == set(before) - {victim["pid"]}
+    assert at(run, 0, 1)["worker"] == spare
+    assert recovered["steps_lost"] == 0
+    check(run, alone)
+    cluster.remove_node(extra)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW)])
+def test_a_stage_that_nobody_else_holds_is_read_from_the_checkpoint(tmp_path: Path, alone: Result, stage: int) -> None:
+    run, _ = elastic(tmp_path, workers=Workers(min=2), checkpoint=Checkpoint(every_steps=5))
+    run.until_told("checkpoint_saved")
+    run.kill(at(run, 0, stage))
+    resumed = run.until_told("resumed")
+    assert resumed["checkpoint"] is not None
+    check(run, alone)
+
+
+def test_a_model_is_cut_into_fewer_stages_and_back(tmp_path: Path, cluster: Cluster, alone: Result) -> None:
+    args = {"pad_s": 2 * PAD_S}
+    run = Run(staged(tmp_path, 2, 2, args=args, workers=Workers(min=1, max=2)))
+    run.until_size(2)
+    run.until_step(10)
+    nodes = {one.node_id: one for one in cluster.worker_nodes}
+    going = nodes[at(run, 0, 0)["node"]]
+    for one in nodes.values():
+        # So that there is no other place.
+        if one.node_id not in (going.node_id, at(run, 0, 1)["node"]):
+            cluster.remove_node(one)
+    drain(cluster, going.node_id, 10.0)
+    [whole] = run.until_size(1)
+    assert (whole["cell"], whole["stage"], whole["params"]) == (0, 0, 6 * 16 + 2 * 16 + 16 * 3 + 3)
+    cluster.remove_node(going)
+    cluster.add_node(num_cpus=1)
+    assert [member["stage"] for member in run.until_size(2)] == [0, 1]
+    result = check(run, alone)
+    assert result.recoveries == 0
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param([(4, 2), (4, 4)], id="2x2, 1x4"),
+        pytest.param([(2, 1), (4, 2), (1, 1), (4, 4), (4, 2)], id="2x1, 2x2, 1x1, 1x4, 2x2", marks=SLOW),
+    ],
+)
+def test_checkpoints_of_one_layout_are_those_of_any(
+    tmp_path: Path, alone: Result, layouts: list[tuple[int, int]]
+) -> None:
+    for number, (size, pipeline) in enumerate(layouts):
+        steps = 80 if number + 1 == len(layouts) else 10 + 13 * number
+        made = staged(tmp_path, size, pipeline, steps=steps)
+        if number:
+            resume(made.storage + "/run", overrides(made), quiet=True, roots=[TASKS])
+        else:
+            run = Run(made)
+            run.finish()
+    check(run, alone)
+
+
+def overrides(made: Job) -> list[str]:
+    """What of a job may change when it goes on."""
+    return [
+        f"steps={made.steps}",
+        f"workers.min={made.workers.min}",
+        f"parallel.pipeline={made.parallel.pipeline}",
+    ]
