@@ -48,6 +48,8 @@ class Result:
     """Seconds from Ray being there to the first step made."""
     seconds: float = 0.0
     """From the first step made to the last."""
+    bubble: float | None = None
+    """Where the model was in stages: the share of their time in which they waited for one another."""
     error: str | None = None
     """What ended a failed run."""
     show: str | None = None

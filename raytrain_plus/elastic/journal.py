@@ -13,16 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 from raytrain_plus.data.parts import Parts
+from raytrain_plus.elastic.bubble import Bubble, Drawing
 from raytrain_plus.elastic.commits import Commits
 from raytrain_plus.elastic.incidents import Incidents, Recovery
 from raytrain_plus.elastic.totals import Totals
 from raytrain_plus.elastic.view import View
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.observe.events import EventLog
+from raytrain_plus.observe.picture import svg, trace
 from raytrain_plus.observe.tensorboard import Scalars
 from raytrain_plus.past import Past
 from raytrain_plus.result import RESULT, Result
-from raytrain_plus.runfolder import DATASET, JOB, MODEL, Fence, Lease
+from raytrain_plus.runfolder import DATASET, JOB, MODEL, PICTURE, TRACE, Fence, Lease
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.tries import tried
 from raytrain_plus.training.records import Evaluated, StepRecord
@@ -67,6 +69,9 @@ class Journal:
         self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
         self._totals = Totals()
         self._incidents = Incidents()
+        self._bubble = Bubble()
+        self._waited: dict[int, float] = {}
+        """Of steps that are not committed: the longest that any member waited for data."""
         self._figures: dict[int, Mapping[str, float]] = dict(past.figures)
         self._places: dict[str, Place] = {}
         self._offsets: dict[str, float] = {}
@@ -214,6 +219,11 @@ class Journal:
         records = list(records)
         steps = [record for record in records if isinstance(record, StepRecord)]
         moved = [_on_our_clock(record, self._offsets[worker]) for record in steps]
+        for record in steps:
+            self._waited[record.step] = max(record.waited_s, self._waited.get(record.step, 0.0))
+            drawing = self._bubble.report(worker, record, self._offsets[worker])
+            if drawing is not None:
+                self._draw(record.step, drawing)
         self._commit(self._commits.report(worker, moved))
         for told in records:
             if isinstance(told, Evaluated) and told.step > self.evaluated:
@@ -236,6 +246,7 @@ class Journal:
         self.generation = self.base + generation
         self._incidents.forgot(made - step)
         self._commits = Commits(["nobody yet"], first_step=step + 1)
+        self._waited.clear()
         self._totals.back_to(step, self.samples(step), made)
         self.evaluated = evaluated
         self._figures = {at: figures for at, figures in self._figures.items() if at <= step}
@@ -278,6 +289,7 @@ class Journal:
         """All members of a new generation are in their worlds and have the state; `params`: how many each trains."""
         self.generation = self.base + view.generation
         self._waiting = ""
+        self._bubble.formed(view)
         before, self._members = self._members, tuple(member.worker for member in view.members)
         if before:
             for name in self._members:
@@ -331,6 +343,7 @@ class Journal:
             error=error,
             show=export.show if export else None,
             began=began,
+            bubble=self._bubble.share,
         )
         told, parts = self._log, self._parts
         if told is None or parts is None:
@@ -359,6 +372,15 @@ class Journal:
         self._at_last(over)
         return result
 
+    def _draw(self, step: int, drawing: Drawing) -> None:
+        title = f"step {step + 1}, generation {self.generation}"
+
+        def draw() -> None:
+            self._run.write(PICTURE, [svg(drawing, title).encode()])
+            self._run.write(TRACE, [json.dumps(trace(drawing)).encode() + b"\n"])
+
+        self._later(draw, "the picture of a step cannot be written")
+
     def _at_last(self, write: Callable[[], None]) -> None:
         """Writes a part of the end. Raises `RunError` where the storage does not take it."""
         try:
@@ -383,6 +405,8 @@ class Journal:
 
     def _commit(self, records: Iterable[StepRecord]) -> None:
         for record in records:
+            # Where the model is in stages, those that read no data do not wait for it.
+            record = replace(record, waited_s=self._waited.pop(record.step, record.waited_s))
             if self._parts is not None:
                 self._parts.add(self.generation, record.step, record.notes)
             self._totals.add(record)

@@ -91,8 +91,9 @@ class Totals:
         error: str | None,
         show: str | None,
         began: float,
+        bubble: float | None,
     ) -> Result:
-        """The run's result; `began` is when Ray was there, in Unix seconds."""
+        """The run's result; `began` is when Ray was there, in Unix seconds, `bubble` what the stages waited."""
         return Result(
             name=name,
             status=status,
@@ -108,6 +109,7 @@ class Totals:
             data_wait=self.data_wait,
             setup_s=None if self.first_time is None else self.first_time - began,
             seconds=0.0 if self.first_time is None else self.last_time - self.first_time,
+            bubble=bubble,
             error=error,
             show=show,
         )

@@ -184,8 +184,10 @@ def _ready(event: Event) -> str:
     hosted = sorted({len(member["shards"]) for member in members}, reverse=True)
     # Cells hold copies of one model and stages parts of it: one cell's members together hold it once.
     parameters = sum(member["params"] for member in members if member["cell"] == members[0]["cell"])
+    stages = 1 + max(member["stage"] for member in members)
+    cells = f" in {plural(len(members) // stages, 'cell')} of {stages} stages" * (stages > 1)
     return (
-        f"{plural(len(members), 'worker')} ready, {' or '.join(map(str, hosted))} shards each; "
+        f"{plural(len(members), 'worker')} ready{cells}, {' or '.join(map(str, hosted))} shards each; "
         f"{parameters:,} parameters; collective: {event['collective']}"
     )
 

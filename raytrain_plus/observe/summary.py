@@ -65,6 +65,11 @@ def _time(result: Result) -> list[str]:
         return []
     waited = f"{100 * result.data_wait:.1f} % of step time was spent waiting for data"
     lines = [f"  time     {'' if result.setup_s is None else f'{result.setup_s:.1f} s of setup; '}{waited}"]
+    if result.bubble is not None:
+        lines.append(
+            f"  stages   waited {100 * result.bubble:.0f} % of their time for one another; one step is drawn in "
+            f"{within(without_secrets(str(result.path)), 'pipeline.svg')}"
+        )
     if result.recoveries:
         losses = f"{result.recoveries:,} loss{'' if result.recoveries == 1 else 'es'}"
         lines.append(

@@ -8,16 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from raytrain_plus.collective.world import World
 from raytrain_plus.data.reader import StepBatches
+from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.figures import ShardBatches
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper
+
+DRAWN = 3
+"""Of each generation, the step that is drawn where the model is in stages: the first ones warm up."""
 
 
 class Feed(Protocol):
@@ -142,6 +146,7 @@ def train(
                 waited_s=batches.waited_s,
                 time=time.time(),
                 notes=applied.notes,
+                **_pipelined(stepper.passes.bars, drawn=step == first_step + DRAWN),
             )
         )
         metrics = evaluate_after(step)
@@ -151,3 +156,14 @@ def train(
             if applied.flags.pause:
                 return "paused"
     return "finished"
+
+
+def _pipelined(bars: Sequence[Bar], drawn: bool) -> dict[str, Any]:
+    """What is told of a stage's passes; nothing where the model is in none."""
+    if not bars:
+        return {}
+    return {
+        "busy_s": sum(bar.end - bar.start for bar in bars),
+        "passes_s": bars[-1].end - bars[0].start,
+        "bars": tuple(bars) if drawn else (),
+    }

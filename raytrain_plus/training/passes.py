@@ -16,6 +16,7 @@ from raytrain_plus.collective.world import Work, World
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.data import Gradients
+from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
@@ -55,6 +56,10 @@ class Part:
 class Passes(Protocol):
     """How a worker makes them."""
 
+    @property
+    def bars(self) -> Sequence[Bar]:
+        """What a stage did when in the last step, in Unix seconds; nothing where there are no stages."""
+
     def run(
         self,
         step: int,
@@ -82,6 +87,7 @@ class Whole:
     """Shard after shard, microbatch after microbatch, on one worker; sums begin during the last backward pass."""
 
     def __init__(self, task: Task, part: Part, device: torch.device, shards: int) -> None:
+        self.bars: Sequence[Bar] = ()
         self._task = task
         self._part = part
         self._device = device

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from raytrain_plus.parallel.pipeline.timeline import Bar
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
@@ -20,6 +22,12 @@ class StepRecord:
     """Unix seconds by this worker's clock."""
     notes: bytes = b""
     """What each shard gave: `data.ledger.NOTE`s in shard order."""
+    busy_s: float = 0.0
+    """Where the model is in stages: for how long this one computed its forward and backward passes,"""
+    passes_s: float = 0.0
+    """and how long they took, waits for other stages included."""
+    bars: tuple[Bar, ...] = ()
+    """What it did when, by this worker's clock, of a step that is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

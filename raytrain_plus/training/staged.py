@@ -8,6 +8,7 @@ that each stage's ring sums it along with the stage's gradients.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.handover import Handovers, Peers
 from raytrain_plus.parallel.pipeline.layout import holders, splits
 from raytrain_plus.parallel.pipeline.schedule import Pipeline
-from raytrain_plus.parallel.pipeline.timeline import Kind
+from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.control import Control
@@ -56,6 +57,7 @@ class Staged:
         self._device = device
         self._shards = shards
         self._handovers = Handovers(peers, device)
+        self.bars: list[Bar] = []
         where = holders(schedule, stages)
         own = [chunk for chunk, stage in enumerate(where) if stage == peers.rank]
         self._parts = dict(zip(own, parts, strict=True))
@@ -83,6 +85,7 @@ class Staged:
         control.enter("collective")
         flags = header.Flags(pause=control.pausing(), save=control.saving(), busy=busy())
         work = _Cell(self, step, shards, control)
+        self.bars = work.bars
         for stage in range(self._stages):
             self._handovers.expect_note("agreed", stage, stage)
             if self._stage == self._last:
@@ -170,6 +173,7 @@ class _Cell:
         self._seen: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self.reports: dict[int, header.ShardReport] = {}
         """What the shards gave; known where the last chunk is."""
+        self.bars: list[Bar] = []
 
     def rows(self, number: int) -> int:
         """See `chunk.Work`."""
@@ -197,6 +201,7 @@ class _Cell:
         last_of_shard = index + 1 == len(self._shards[shard])
         self._control.check()
         self._control.enter("computing")
+        start, timed = time.time(), time.perf_counter()
         if kind == "F":
             part.buffers.renew(committed=index == 0)
             with part.keys.microbatch(self._step, shard, index) as self._keyed[chunk, number]:
@@ -214,6 +219,8 @@ class _Cell:
                 del self._keyed[chunk, number], self._seen[chunk, number]
                 if last_of_shard and number + 1 < len(self.places):
                     part.gradients.end_shard()
+        taken = time.perf_counter() - timed
+        self.bars.append(Bar(self._of._stage, Action(kind, chunk, number), start, start + taken))
         self._control.enter("collective")
 
     def _microbatch(self, number: int) -> Microbatch:

@@ -22,7 +22,15 @@ def record(step: int, time: float, seconds: float = 1.0, waited_s: float = 0.0) 
 
 def result_of(totals: Totals, path: Path | str) -> Result:
     return totals.result(
-        name="run", status="finished", path=path, metrics={}, state_sha256=None, error=None, show=None, began=8.0
+        name="run",
+        status="finished",
+        path=path,
+        metrics={},
+        state_sha256=None,
+        error=None,
+        show=None,
+        began=8.0,
+        bubble=None,
     )
 
 
