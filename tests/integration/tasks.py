@@ -7,6 +7,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,21 @@ from torch.nn import functional as F
 from raytrain_plus import Task
 from raytrain_plus.collective.horovod import HorovodWorld
 from raytrain_plus.data.reader import PREFETCH_STEPS
+from raytrain_plus.parallel.pipeline.handover import Handovers
+from raytrain_plus.training import staged
+
+
+class Whole(nn.Sequential):
+    """Runs like a sequence, and says nothing of its layers."""
 
 
 class Net(Task):
     """BatchNorm and dropout, so that buffers and random keys matter; layers named, so that keys are per layer."""
 
-    def __init__(self, named: bool = True, explode_at: float | None = None) -> None:
+    def __init__(self, named: bool = True, explode_at: float | None = None, plain: bool = False) -> None:
+        """Without `named` the model is whole, or, if it is `plain`, a sequence, whose modules are its layers."""
         self.named = named
+        self.plain = plain
         self.explode_at = explode_at
 
     def parts(self) -> dict[str, Any]:
@@ -43,7 +53,7 @@ class Net(Task):
         return self.parts() if self.named else None
 
     def model(self) -> nn.Module:
-        return nn.Sequential(*(build() for build in self.parts().values()))
+        return (nn.Sequential if self.plain else Whole)(*(build() for build in self.parts().values()))
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2)
@@ -197,6 +207,47 @@ class Faulty(Net):
             ctypes.PyDLL(None).sleep(600)
         else:
             time.sleep(float(what.removeprefix("sleep")))
+
+
+class FaultyStage(Faulty):
+    """Goes wrong where it holds that stage of two, also at places of a staged step: F0 to F15 and B0 to B15, the passes
+    of its microbatches; summed, when it has its sums; agreed, when its ring has; exchanged, when its cell has."""
+
+    def __init__(self, folder: str, stage: int, fault: str = "", pad_s: float = 0.0) -> None:
+        self.stage, self.mine = stage, -1
+        super().__init__(folder, fault, pad_s=pad_s)
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        named = list(parameters)
+        self.mine = int(not any(name.startswith("first.") for name, _ in named))
+        computing, agree, send = staged._Cell.computing, staged.Staged.agree, Handovers.send_note
+        task = self
+
+        @contextmanager
+        def noted(cell: Any, kind: Any, chunk: int, number: int) -> Iterator[None]:
+            task.reach(f"{kind}{number}")
+            with computing(cell, kind, chunk, number):
+                yield
+
+        def summed(*arguments: Any) -> Any:
+            task.reach("summed")
+            found = agree(*arguments)
+            task.reach("exchanged")
+            return found
+
+        def sends(handovers: Any, kind: Any, *arguments: Any) -> None:
+            if kind == "agreed":
+                task.reach("agreed")
+            send(handovers, kind, *arguments)
+
+        staged._Cell.computing = noted  # type: ignore[method-assign,assignment]
+        staged.Staged.agree = summed  # type: ignore[method-assign]
+        Handovers.send_note = sends  # type: ignore[method-assign]
+        return super().optimizer(named)
+
+    def reach(self, place: str) -> None:
+        if self.mine == self.stage or place == "build":
+            super().reach(place)
 
 
 class Wide(Faulty):

@@ -46,13 +46,13 @@ def losses(job: Job) -> list[float]:
     return [event["loss"] for event in read_events(LocalFolder(result.path)) if event["kind"] == "step_committed"]
 
 
-def plain_losses(job: Job, named: bool, transform: Any = None) -> list[float]:
+def plain_losses(job: Job, transform: Any = None) -> list[float]:
     """The same training as a loop that anybody could write, from what DESIGN and the docstrings document."""
-    task = Net(named)
+    task = Net(**job.args)
     seen = index(job.data.path)
     line = line_of(job, seen)
     rows = Rows(index=seen, line=line, seed=job.seed, transform=transform, granule=job.data.granule)
-    if named:
+    if task.named:
         model = nn.Sequential()
         for name, build in task.parts().items():
             set_random_key(random_key(job.seed, "init", name))
@@ -79,7 +79,7 @@ def plain_losses(job: Job, named: bool, transform: Any = None) -> list[float]:
                 end = [*starts, table.num_rows][number + 1]
                 batch = task.collate(table.slice(start, end - start))
                 x = batch["x"]
-                if named:
+                if task.named or task.plain:
                     for name, layer in model.named_children():
                         set_random_key(random_key(job.seed, step, shard, number, name, 0))
                         x = layer(x)
@@ -103,13 +103,21 @@ def plain_losses(job: Job, named: bool, transform: Any = None) -> list[float]:
     return told
 
 
-@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["layers", "model"])
-def test_losses_are_those_of_a_plain_loop_for_any_number_of_workers(tmp_path: Path, named: bool) -> None:
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        pytest.param({"named": False}, marks=pytest.mark.slow),
+        pytest.param({"named": False, "plain": True}, marks=pytest.mark.slow),
+    ],
+    ids=["layers", "model", "sequence"],
+)
+def test_losses_are_those_of_a_plain_loop_for_any_number_of_workers(tmp_path: Path, args: dict[str, bool]) -> None:
     write_data(tmp_path / "data")
-    base = job(tmp_path, args={"named": named}, parallel=Parallel(microbatches=2))
-    expected = plain_losses(base, named)
+    base = job(tmp_path, args=args, parallel=Parallel(microbatches=2))
+    expected = plain_losses(base)
     assert expected[-1] < 0.7 * expected[0]
-    for workers in (1, 2, 3, 4) if named else (3,):
+    for workers in (3,) if args else (1, 2, 3, 4):
         got = losses(replace(base, name=f"on-{workers}", workers=Workers(min=workers)))
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=f"{workers} workers")
 
@@ -119,7 +127,7 @@ def test_torch_collective_short_last_step_and_augmentation(tmp_path: Path) -> No
     data = Data(path=str(tmp_path / "data"), batch_size=48, shards=8, transform="tasks:noisy", granule=7, cache_mb=0)
     base = job(tmp_path, data=data, steps=None, epochs=3, collective="torch", workers=Workers(min=3))
     got = losses(base)
-    np.testing.assert_allclose(got, plain_losses(base, True, noisy), rtol=1e-5)
+    np.testing.assert_allclose(got, plain_losses(base, noisy), rtol=1e-5)
     events = list(read_events(LocalFolder(tmp_path / "runs" / "run")))
     assert sum(event["samples"] for event in events if event["kind"] == "step_committed") == 3 * 517
     assert next(event for event in events if event["kind"] == "view_formed")["collective"] == "torch"

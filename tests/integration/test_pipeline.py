@@ -100,7 +100,7 @@ def test_the_bits_are_those_of_one_worker(
 def elastic(tmp_path: Path, spares: int = 0, **changes: Any) -> tuple[Run, dict[int, float]]:
     """Two cells of two stages that have made some steps, and their processes."""
     workers = Workers(min=2, max=4 - 2 * bool(spares), spares=spares)
-    run = Run(staged(tmp_path, 4, 2, args={"pad_s": PAD_S}, **{"workers": workers, **changes}))
+    run = Run(staged(tmp_path, 4, 2, **{"args": {"pad_s": PAD_S}, "workers": workers, **changes}))
     before = born(run.until_size(run.job.workers.max or run.job.workers.min))
     run.until_step(10)
     return run, before
@@ -125,6 +125,34 @@ def test_a_killed_stage_takes_its_cell_out_until_it_is_replaced(
     healthy = [pid for pid in before if pid != victim["pid"]]
     kept = {member["pid"] for view in run.events("view_formed")[1:] for member in view["members"]}
     assert kept >= set(healthy), "who was left of the broken cell trains on, once there is another"
+    assert len(run.events("worker_lost")) == 1
+
+
+WHERE = ("F0", "F3", "B4", "B7", "summed", "agreed", "exchanged", "apply", "applied")
+"""Warm-up, steady state, drain; then between the sums, the ring's number, the cell's exchange and the apply."""
+
+
+@pytest.mark.parametrize(
+    ("where", "stage"),
+    [
+        pytest.param(where, stage, marks=() if (where, stage) in (("F3", 1), ("exchanged", 0)) else SLOW)
+        for where in WHERE
+        for stage in (0, 1)
+    ],
+)
+def test_a_stage_that_dies_anywhere_in_a_step(tmp_path: Path, alone: Result, where: str, stage: int) -> None:
+    # "agreed" is reached once for each stage of the cell that it tells.
+    after = 40 if where == "agreed" else 20
+    args = {"fault": f"{where}:kill:{after}", "stage": stage, "pad_s": PAD_S}
+    run, before = elastic(tmp_path, task="tasks:FaultyStage", args=args)
+    recovered = run.until_told("recovered")
+    [lost] = run.events("worker_lost")
+    assert recovered["steps_lost"] == recovered["steps_recomputed"] == 0
+    members = {member["pid"]: member["stage"] for member in run.events("view_formed")[0]["members"]}
+    assert members[lost["pid"]] == stage
+    check(run, alone)
+    kept = {member["pid"] for view in run.events("view_formed")[1:] for member in view["members"]}
+    assert kept >= before.keys() - {lost["pid"]}
     assert len(run.events("worker_lost")) == 1
 
 
