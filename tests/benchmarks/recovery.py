@@ -2,9 +2,10 @@
 
 python -m tests.benchmarks.recovery [--model byte_gpt] [--kills 60] [--peers 10] [--only ours,torchft] [--keep FOLDER]
 
-Four workers train; one drawn by chance is killed with SIGKILL. The stall runs from the last step before the kill to the
-next one that needed all who were left, less one step. torchft is measured where it is installed (`torchft==0.2.0`).
-What is wanted of the byte GPT, the small model, is told with its figures.
+Four workers train, as four copies of the model or as two cells of two stages; one drawn by chance is killed with
+SIGKILL. The stall runs from the last step before the kill to the next one that needed all who were left, less one step.
+torchft is measured where it is installed (`torchft==0.2.0`). What is wanted of the byte GPT, the small model, is told
+with its figures.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ Measure = Callable[..., list[Incident]]
 CONTESTANTS: dict[str, tuple[str, Measure, float]] = {
     "ours": ("raytrain_plus, shrinking", ours.measure, 1.0),
     "spare": ("raytrain_plus, with a spare", partial(ours.measure, spares=1), 1.0),
+    "stages": ("raytrain_plus, 2 x 2 stages", partial(ours.measure, pipeline=2), 1.0),
+    "stages_spare": ("raytrain_plus, 2 x 2, a spare", partial(ours.measure, pipeline=2, spares=1), 1.0),
     "torchft": ("torchft 0.2.0", torchft.measure, 1.0),
     "torchrun": ("torchrun, restarts", torchrun.measure, 1.0),
     "ray_train": ("Ray Train V2", ray_train.measure, 1.0),
@@ -53,7 +56,12 @@ def row(name: str, incidents: Sequence[Incident]) -> str:
     )
 
 
-LONGEST_S = {"ours": {"p50": 0.35, "max": 1.5}, "spare": {"p50": 0.6}}
+LONGEST_S = {
+    "ours": {"p50": 0.35, "max": 1.5},
+    "spare": {"p50": 0.6},
+    "stages": {"p50": 0.6},
+    "stages_spare": {"p50": 0.6},
+}
 """Wanted of the stalls, in seconds."""
 KEPT = 97.0
 """Wanted: the percentage of the kills that leave every survivor's process in place."""
@@ -103,7 +111,7 @@ def main() -> None:
             if key == "torchft" and find_spec("torchft") is None:
                 print(f"  {name:30} is not installed: pip install torchft==0.2.0", flush=True)
                 continue
-            mine = key in ("ours", "spare")
+            mine = key in LONGEST_S
             kills = options.kills if mine else round(share * options.peers)
             measured[key] = measure(folder / key, kills, model=options.model)
             print(row(name, measured[key]), flush=True)

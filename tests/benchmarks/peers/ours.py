@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 
 from examples.byte_gpt import VOCABULARY, ByteGPT
-from raytrain_plus import Data, Elastic, Job, Workers, run
+from raytrain_plus import Data, Elastic, Job, Parallel, Workers, run
 from raytrain_plus.observe.events import read_events
 from raytrain_plus.observe.progress import PlainView
 from raytrain_plus.storage.local import LocalFolder
@@ -47,11 +47,11 @@ class Logged(ByteGPT):
         return inner
 
 
-def measure(folder: Path, kills: int, *, model: str = "byte_gpt", spares: int = 0) -> list[Incident]:
+def measure(folder: Path, kills: int, *, model: str = "byte_gpt", spares: int = 0, pipeline: int = 1) -> list[Incident]:
     """Kills `kills` workers, one after the other, in runs under `folder`."""
 
     def start(made: Path) -> AbstractContextManager[object]:
-        return started(DRIVER, made, model, str(spares), settings={"RAY_AUTH_MODE": "disabled"})
+        return started(DRIVER, made, model, str(spares), str(pipeline), settings={"RAY_AUTH_MODE": "disabled"})
 
     return kill_some(start, folder, kills, replaces=True, spares=spares)
 
@@ -62,7 +62,7 @@ def recoveries(folder: Path) -> list[Mapping[str, Any]]:
     return [event for file in files for event in read_events(LocalFolder(file.parent)) if event["kind"] == "recovered"]
 
 
-def drive(folder: Path, model: str, spares: int) -> None:
+def drive(folder: Path, model: str, spares: int, pipeline: int) -> None:
     """Trains on a Ray of its own, until it is ended."""
     size = SIZES[model]
     data = folder / "data"
@@ -77,6 +77,7 @@ def drive(folder: Path, model: str, spares: int) -> None:
         data=Data(path=str(data), batch_size=WORKERS * size.rows, shards=WORKERS * size.rows),
         steps=1_000_000,
         workers=Workers(min=2, max=WORKERS, spares=spares),
+        parallel=Parallel(pipeline=pipeline),
         elastic=Elastic(stop_grace_s=3),
         storage=str(folder / "runs"),
     )
@@ -87,4 +88,4 @@ if __name__ == "__main__":
     # Under its own name: a task in `__main__` would travel by value.
     from tests.benchmarks.peers import ours
 
-    ours.drive(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    ours.drive(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
