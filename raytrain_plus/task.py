@@ -38,6 +38,15 @@ class Task:
         """The whole model, freshly initialised on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} must define model() or layers()")
 
+    def tied(self) -> Mapping[str, str]:
+        """Parameters that are one and the same, in different `layers`: {"head.out.weight": "embed.tokens.weight"}.
+
+        Each layer keeps a copy of its own, so that the model can be cut between them. The first-named starts with the
+        other's values, and both take the sum of their gradients; `optimizer` must give them the same settings. What an
+        nn.Sequential shares between its modules is found by itself, and what a layer shares inside needs no word.
+        """
+        return {}
+
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer over (name, parameter) pairs. Default: AdamW with a learning rate of 1e-3."""
         return torch.optim.AdamW([parameter for _, parameter in parameters], lr=1e-3)

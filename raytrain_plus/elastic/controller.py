@@ -509,10 +509,8 @@ class Controller:
             costs = next(ready.layers for ready in self._ready.values())
             self._cuts[stage.of] = laid_over(costs, self._order.plan.job.parallel.schedule, stage.of)
         cut = self._cuts[stage.of]
-        others = [chunks for number, chunks in enumerate(cut) if number != stage.number]
-        return Layers(
-            stage, cut[stage.number], frozenset(name for chunks in others for chunk in chunks for name in chunk)
-        )
+        stages = {name: number for number, chunks in enumerate(cut) for chunk in chunks for name in chunk}
+        return Layers(stage, cut[stage.number], stages)
 
     def _parameters(self, view: View) -> dict[str, int]:
         """How many numbers each member trains."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy as shallow
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,10 +19,13 @@ from raytrain_plus.training.randomness import random_key, set_random_key
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model, or a run of its layers, and their names in order (none where the task did not say them)."""
+    """A model, or a run of its layers."""
 
     module: nn.Module
     layers: tuple[str, ...]
+    """Their names in order; none where the task did not say them."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """In the whole model: the name of a parameter that is a copy -> that of the one that it is a copy of."""
 
 
 def build_model(task: Task, seed: int, device: torch.device) -> Built:
@@ -34,9 +37,11 @@ def build_model(task: Task, seed: int, device: torch.device) -> Built:
     """
     layers = task.layers()
     if layers is not None:
-        return _built(layers, tuple(layers), seed, device)
+        [built] = _built(task, layers, [tuple(layers)], seed, device)
+        return built
     module = _whole(task, seed)
-    return Built(module.to(device), tuple(_children(module)))
+    children = _children(module)
+    return Built(module.to(device), tuple(children), _untied(children))
 
 
 def build_chunks(task: Task, seed: int, device: torch.device, chunks: Sequence[Sequence[str]]) -> tuple[Built, ...]:
@@ -46,13 +51,14 @@ def build_chunks(task: Task, seed: int, device: torch.device, chunks: Sequence[S
     """
     layers = task.layers()
     if layers is not None:
-        return tuple(_built(layers, names, seed, device) for names in chunks)
+        return _built(task, layers, chunks, seed, device)
     children = _children(_whole(task, seed))
     if not children:
         raise _no_layers()
+    tied = _untied(children)
     _check_apart(children)
     return tuple(
-        Built(nn.Sequential(OrderedDict((name, children[name]) for name in names)).to(device), tuple(names))
+        Built(nn.Sequential(OrderedDict((name, children[name]) for name in names)).to(device), tuple(names), tied)
         for names in chunks
     )
 
@@ -60,20 +66,26 @@ def build_chunks(task: Task, seed: int, device: torch.device, chunks: Sequence[S
 def layer_names(task: Task, seed: int) -> tuple[str, ...]:
     """The names of the model's layers, in order; what has to be built for it holds no values, where that is possible.
 
-    Raises `TaskError` where the task does not say them.
+    Raises `TaskError` where the task does not say them, and where they cannot be cut apart.
     """
-    layers = task.layers()
-    if layers is not None:
-        return tuple(layers)
     try:
         with torch.device("meta"):
-            names = tuple(_children(task.model()))
+            layers = task.layers()
+            children = _children(task.model()) if layers is None else {name: build() for name, build in layers.items()}
     except Exception:
         # Of a model that reads its values from a file, say.
-        names = tuple(_children(_whole(task, seed)))
-    if not names:
+        layers = task.layers()
+        return tuple(layers if layers is not None else _children(_whole(task, seed))) or _raise(_no_layers())
+    if not children:
         raise _no_layers()
-    return names
+    if layers is None:
+        _untied(children)
+    _check_apart(children)
+    return tuple(children)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _no_layers() -> TaskError:
@@ -85,17 +97,87 @@ def _no_layers() -> TaskError:
 
 
 def _built(
-    layers: Mapping[str, Callable[[], nn.Module]], names: Sequence[str], seed: int, device: torch.device
-) -> Built:
-    parts: OrderedDict[str, nn.Module] = OrderedDict()
-    for name in names:
+    task: Task,
+    layers: Mapping[str, Callable[[], nn.Module]],
+    chunks: Sequence[Sequence[str]],
+    seed: int,
+    device: torch.device,
+) -> tuple[Built, ...]:
+    def layer(name: str) -> nn.Module:
         set_random_key(random_key(seed, "init", name))
-        parts[name] = layers[name]()
-        _check_module(parts[name], f"layers()['{name}']")
-    module = nn.Sequential(parts)
-    if len(names) == len(layers):
-        _check_module(module, "model()")
-    return Built(module.to(device), tuple(names))
+        built = layers[name]()
+        _check_module(built, f"layers()['{name}']")
+        return built
+
+    made = {name: layer(name) for names in chunks for name in names}
+    tied = dict(task.tied())
+    _check_tied(tied, layers)
+    for copy, owner in tied.items():
+        (at, name), (owner_at, owner_name) = _place(copy), _place(owner)
+        if at in made:
+            # Where the other is elsewhere, its layer is built once more, for its values.
+            source = made[owner_at] if owner_at in made else layer(owner_at)
+            _copy(_parameter(source, owner_name, owner), _parameter(made[at], name, copy), copy, owner)
+    built = []
+    for names in chunks:
+        module = nn.Sequential(OrderedDict((name, made[name]) for name in names))
+        if len(names) == len(layers):
+            _check_module(module, "model()")
+        built.append(Built(module.to(device), tuple(names), tied))
+    return tuple(built)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """A parameter's layer, and its name there."""
+    layer, _, rest = name.partition(".")
+    return layer, rest
+
+
+def _check_tied(tied: Mapping[str, str], layers: Collection[str]) -> None:
+    for copy, owner in tied.items():
+        for name in (copy, owner):
+            if _place(name)[0] not in layers:
+                raise _not_tied(copy, owner, f"there is no layer '{_place(name)[0]}'")
+        if _place(copy)[0] == _place(owner)[0]:
+            raise _not_tied(copy, owner, "both are in one layer, which can share them itself")
+        if owner in tied:
+            raise _not_tied(copy, owner, f"'{owner}' is a copy itself, of '{tied[owner]}'")
+
+
+def _parameter(layer: nn.Module, name: str, whole: str) -> nn.Parameter:
+    try:
+        return layer.get_parameter(name)
+    except AttributeError:
+        raise TaskError(f"tied() names '{whole}', which is no parameter of its layer", where="Task.tied") from None
+
+
+def _copy(source: nn.Parameter, target: nn.Parameter, copy: str, owner: str) -> None:
+    if (source.shape, source.dtype, source.requires_grad) != (target.shape, target.dtype, target.requires_grad):
+        raise _not_tied(copy, owner, "they differ in shape, type, or in whether they train")
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def _not_tied(copy: str, owner: str, why: str) -> TaskError:
+    return TaskError(f"'{copy}' cannot be tied to '{owner}': {why}", where="Task.tied")
+
+
+def _untied(children: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Gives each layer of a sequence its own copy of a parameter that several share; which are copies of which."""
+    owners: dict[int, tuple[str, str]] = {}
+    tied: dict[str, str] = {}
+    for layer, child in children.items():
+        copies: dict[int, nn.Parameter] = {}
+        for name, value in list(child.named_parameters(remove_duplicate=False)):
+            first, owner = owners.setdefault(id(value), (layer, f"{layer}.{name}"))
+            if first == layer:
+                continue
+            if id(value) not in copies:
+                copies[id(value)] = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
+                tied[f"{layer}.{name}"] = owner
+            path, _, attribute = name.rpartition(".")
+            setattr(child.get_submodule(path), attribute, copies[id(value)])
+    return tied
 
 
 def _whole(task: Task, seed: int) -> nn.Module:
@@ -115,7 +197,7 @@ def _check_apart(children: Mapping[str, nn.Module]) -> None:
                 raise TaskError(
                     f"'{name}.{own}' is a tensor of the layer '{other}', too, and could be on another stage",
                     where="parallel.pipeline",
-                    expected="layers that share no parameter and no buffer",
+                    expected="layers that share no tensor; Task.tied says which parameters are one",
                 )
 
 

@@ -74,6 +74,9 @@ class Passes(Protocol):
     def figures(self, batches: ShardBatches, hosted: Sequence[int], control: Control) -> Figures:
         """What the held-out batches of the hosted shards give; the same on all stages of a cell."""
 
+    def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The gradients of all tied parameters of the cell, out of those that are held here."""
+
     def agree(
         self, step: int, settled: bool, squares: Mapping[str, float], world: World, control: Control, wait_s: float
     ) -> tuple[bool, dict[str, float]]:
@@ -144,6 +147,10 @@ class Whole:
                     given = self._task.evaluate(part.module, to_device(microbatch.batch, self._device))
                 found.add(shard, microbatch.rows, given)
         return found
+
+    def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `Passes`: all are here."""
+        return gradients
 
     def agree(
         self, step: int, settled: bool, squares: Mapping[str, float], world: World, control: Control, wait_s: float

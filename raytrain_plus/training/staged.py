@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,13 +50,16 @@ class Staged:
         stages: int,
         device: torch.device,
         shards: int,
+        tied: Mapping[int, Collection[str]] = MappingProxyType({}),
     ) -> None:
-        """`parts`: the chunks of the stage that `peers.rank` says, in order; `shards`: of the job."""
+        """`parts`: the chunks of the stage that `peers.rank` says, in order; `shards`: of the job; `tied`: the tied
+        parameters that each stage has, where others have some that are tied to them."""
         self._task = task
         self._stages = stages
         self._stage = peers.rank
         self._device = device
         self._shards = shards
+        self._tied = tied
         self._handovers = Handovers(peers, device)
         self.bars: list[Bar] = []
         where = holders(schedule, stages)
@@ -126,6 +130,23 @@ class Staged:
                     found.add(shard, microbatch.rows, one)
                 self._handovers.finish()
                 control.enter("data")
+        return found
+
+    def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `passes.Passes`."""
+        found = dict(gradients)
+        if self._stage not in self._tied:
+            return found
+        # Frozen ones have none, here and there alike; a view would be sent with all of what it is a view of.
+        own = {name: gradients[name].cpu().clone() for name in self._tied[self._stage] if name in gradients}
+        for stage in self._tied:
+            if stage != self._stage:
+                self._handovers.send_note("tied", self._stage, own, stage)
+        for stage in self._tied:
+            if stage != self._stage:
+                told = self._handovers.take_note("tied", stage, stage)
+                found |= {name: value.to(self._device) for name, value in told.items()}
+        self._handovers.finish()
         return found
 
     def agree(

@@ -12,7 +12,7 @@ fits: nothing has changed by then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,6 +98,9 @@ class Stepper:
             *(exact for part in self.parts for exact in part.gradients.exact),
             *(part.buffers.exact for part in self.parts if part.buffers.exact),
         ]
+        self.tied = built[0].tied
+        """In the whole model, parameters that are copies -> what they are copies of."""
+        self._tied = _groups(self.tied, dict(self.named).keys())
         self._frozen = [(name, value) for name, value in named if not value.requires_grad]
         self._persistent = [
             name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
@@ -165,6 +168,8 @@ class Stepper:
             if settled:
                 for part in self.parts:
                     part.gradients.take_means(totals.weight)
+            self._take_tied(settled)
+            if settled:
                 grids = {name: scale for reading in readings for name, scale in reading.scales.items()}
                 self._summed = _Summed(step, totals, grids)
             squares = self._squares() if settled else {}
@@ -257,11 +262,23 @@ class Stepper:
             scales |= exact.scales_from(part)
         return scales
 
+    def _take_tied(self, settled: bool) -> None:
+        """Gives tied parameters the sum of their gradients, in the order of names, wherever in the cell they are."""
+        if not self._tied:
+            return
+        own = dict(self.named)
+        found = self.passes.tied({name: _gradient(own[name]) for names in self._tied for name in names if name in own})
+        for names in self._tied if settled else ():
+            total = sum((found[name] for name in names[1:]), found[names[0]])
+            for name in names:
+                if name in own:
+                    _gradient(own[name]).copy_(total)
+
     def _squares(self) -> dict[str, float]:
-        """Of each parameter's gradient, the square of its norm, where it is to be clipped."""
+        """Of each parameter's gradient, tied ones once, the square of its norm, where it is to be clipped."""
         if self._clip_norm is None:
             return {}
-        return {name: square_norm(_gradient(value)) for name, value in self.named}
+        return {name: square_norm(_gradient(value)) for name, value in self.named if name not in self.tied}
 
     def _clip(self, step: int, limit: float, squares: Mapping[str, float]) -> None:
         # In the order of names, however the model is cut.
@@ -300,6 +317,14 @@ def _part(
         Buffers(built.module, task, exact_shards, label),
         LayerKeys(built.module, built.layers, seed),
     )
+
+
+def _groups(tied: Mapping[str, str], own: Set[str]) -> list[list[str]]:
+    """The tied parameters that train and of which one at least is here, each group in the order of names."""
+    groups: dict[str, list[str]] = {}
+    for copy, owner in tied.items():
+        groups.setdefault(owner, [owner]).append(copy)
+    return [sorted(names) for _, names in sorted(groups.items()) if not own.isdisjoint(names)]
 
 
 def _check_exact(named: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -69,11 +69,29 @@ class Layers:
     stage: Stage
     chunks: Chunks
     """The layers of that stage; none where it is the whole model."""
-    others: frozenset[str]
-    """The layers of the other stages."""
+    stages: Mapping[str, int]
+    """For each layer of the model, the stage that has it; none where that is the only one."""
+
+    @property
+    def others(self) -> frozenset[str]:
+        """The layers of the other stages."""
+        return frozenset(layer for layer, stage in self.stages.items() if stage != self.stage.number)
+
+    def apart(self, tied: Mapping[str, str]) -> dict[int, list[str]]:
+        """Of parameters that are tied (a copy -> what it is a copy of), those that each stage has, where others have
+        some that are tied to them."""
+        groups: dict[str, set[str]] = {}
+        for copy, owner in tied.items():
+            groups.setdefault(owner, {owner}).add(copy)
+        found: dict[int, list[str]] = {}
+        for names in groups.values():
+            places = {name: self.stages.get(name.partition(".")[0], 0) for name in names}
+            for name in names if len(set(places.values())) > 1 else ():
+                found.setdefault(places[name], []).append(name)
+        return {stage: sorted(names) for stage, names in sorted(found.items())}
 
 
-WHOLE = Layers(Stage(), (), frozenset())
+WHOLE = Layers(Stage(), (), {})
 """All of it."""
 
 

@@ -520,6 +520,7 @@ class Worker:
                 stages=assignment.layers.stage.of,
                 device=self._device,
                 shards=self._plan.job.data.shards,
+                tied=assignment.layers.apart(self._stepper.tied),
             )
         form_s = time.monotonic() - start
         if assignment.lacks == "newer":

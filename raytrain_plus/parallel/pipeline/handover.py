@@ -28,9 +28,9 @@ _MICROBATCHES = 1 << 16
 """More than a cell ever has in one step."""
 
 Pass = Literal["forward", "backward"]
-Note = Literal["batch", "flags", "header", "agreed", "figures"]
+Note = Literal["batch", "flags", "header", "tied", "agreed", "figures"]
 Kind = Literal[Pass, Note]
-_KINDS: tuple[Kind, ...] = ("forward", "backward", "batch", "flags", "header", "agreed", "figures")
+_KINDS: tuple[Kind, ...] = ("forward", "backward", "batch", "flags", "header", "tied", "agreed", "figures")
 
 
 class Peers(Protocol):

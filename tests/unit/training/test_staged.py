@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.elastic.view import host_shards
 from raytrain_plus.errors import Interrupted, TaskError, TrainingError
 from raytrain_plus.job import Schedule
-from raytrain_plus.parallel.mesh import Shape
+from raytrain_plus.parallel.mesh import Shape, Stage
 from raytrain_plus.parallel.pipeline.cut import Layer, cut
 from raytrain_plus.parallel.pipeline.layout import holders
 from raytrain_plus.parallel.pipeline.timeline import Kind
@@ -33,9 +34,10 @@ from raytrain_plus.state.named import optimizer_state, state_sha256
 from raytrain_plus.training import staged as module
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.model import build_chunks, build_model
+from raytrain_plus.training.model import build_chunks, build_model, layer_names
 from raytrain_plus.training.staged import AT_ONCE, Staged
 from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.workers.plan import Layers
 from tests.unit.parallel.pipeline import cells
 from tests.unit.parallel.pipeline.cells import COMPUTES, Mail, Threads
 
@@ -222,9 +224,10 @@ def together(
 ) -> list[Any]:
     """What each worker of so many cells of so many stages makes of it, or of `act`."""
     where = holders(schedule, shape.stages)
-    names = list(task().layers() or ())
+    names = list(layer_names(task(), SEED))
     spans = cut([Layer(name, 1.0, 0) for name in names], len(where))
     assert spans is not None
+    where_is = {name: stage for (a, b), stage in zip(spans, where, strict=True) for name in names[a:b]}
     rings = [Ring(shape.cells) for _ in range(shape.stages)]
     mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.cells)]
     hosted = host_shards(SHARDS, shape.cells)
@@ -243,6 +246,7 @@ def together(
             stages=shape.stages,
             device=CPU,
             shards=SHARDS,
+            tied=Layers(Stage(stage, shape.stages), (), where_is).apart(one.tied),
         )
         world = RingWorld(cell, rings[stage])
         if act is not None:
@@ -328,6 +332,41 @@ def test_a_step_that_others_have_applied_is_finished_to_the_same_bits(schedule: 
     assert state_sha256(whole) == state_sha256(state)
 
 
+class Tied(Deep):
+    """Two parameters in one, at both ends and in the middle; the optimizer keeps figures of each copy."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        layers = super().layers()
+        return {
+            "in": lambda: nn.Linear(6, 8, bias=False),
+            "back": lambda: nn.Linear(8, 6, bias=False),
+            "again": lambda: nn.Linear(6, 8, bias=False),
+            **{name: layers[name] for name in ("drop", "middle", "act")},
+            "last": lambda: nn.Linear(8, 6, bias=False),
+            "out": lambda: nn.Linear(6, 3),
+        }
+
+    def tied(self) -> dict[str, str]:
+        return {"again.weight": "in.weight", "last.weight": "back.weight"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule"),
+    [(Shape(2, 2), "1f1b"), (Shape(1, 2), "zero-bubble"), pytest.param(Shape(1, 4), "1f1b", marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_tied_layers_have_the_bits_of_one_worker_and_stay_the_same(shape: Shape, schedule: Schedule) -> None:
+    applied, state = alone(exact=True, task=Tied)
+    told = together(shape, schedule, exact=True, task=Tied)
+    assert [found for found, _ in told] == [applied] * shape.size
+    whole = state_of(told, shape, shape.cells - 1)
+    assert state_sha256(whole) == state_sha256(state)
+    for copy, owner in Tied().tied().items():
+        for kind in ("param/{}", "optim/{}/exp_avg"):
+            assert torch.equal(whole[kind.format(copy)], whole[kind.format(owner)])
+    assert not torch.equal(whole["param/in.weight"], build_model(Tied(), SEED, CPU).module.get_parameter("in.weight"))
+
+
 def test_sums_of_a_ring_agree_to_rounding() -> None:
     applied, state = alone(exact=False)
     told = together(Shape(2, 2), "1f1b", exact=False)
@@ -396,19 +435,90 @@ def test_a_loss_that_writes_into_its_batch_writes_into_it_once() -> None:
             assert [one.loss for one in found] == pytest.approx([one.loss for one in applied], rel=1e-5)
 
 
-class Tied(Task):
-    """Two layers share their weights."""
+class Sequence(Task):
+    """Modules of a plain sequence share a weight, and another that does not train."""
 
     def model(self) -> nn.Module:
-        made = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        made[2].weight = made[0].weight
+        made = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+        made[3].weight = made[2].weight = made[0].weight
+        made[2].bias = made[3].bias.requires_grad_(False)
         return made
 
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
 
-def test_layers_that_share_weights_are_not_cut_apart_in_silence() -> None:
-    with pytest.raises(TaskError, match=r"'2\.weight' is a tensor of the layer '0', too"):
-        build_chunks(Tied(), SEED, CPU, [["0", "1"], ["2"]])
-    assert build_model(Tied(), SEED, CPU).layers == ("0", "1", "2")
+
+def test_what_a_sequence_shares_is_tied_by_itself() -> None:
+    built = build_model(Sequence(), SEED, CPU)
+    assert built.layers == ("0", "1", "2", "3", "4")
+    assert built.tied == {"2.weight": "0.weight", "3.weight": "0.weight", "3.bias": "2.bias"}
+    apart = [one.module for one in build_chunks(Sequence(), SEED, CPU, [["0", "1"], ["2"], ["3", "4"]])]
+    values = {name: value for module in apart for name, value in module.named_parameters()}
+    assert torch.equal(values["0.weight"], values["3.weight"])
+    assert len({id(value) for value in values.values()}) == len(values) == 8
+    applied, state = alone(exact=True, task=Sequence)
+    told = together(Shape(2, 2), "1f1b", exact=True, task=Sequence)
+    assert told[0][0] == applied
+    assert state_sha256(state_of(told, Shape(2, 2), 0)) == state_sha256(state)
+    assert torch.equal(state["param/0.weight"], state["param/3.weight"])
+
+
+def test_tied_weights_learn_as_one_that_is_shared() -> None:
+    class Truly(Sequence):
+        """The same, and says nothing of its layers: the sequence keeps one tensor."""
+
+        def model(self) -> nn.Module:
+            class Whole(nn.Sequential):
+                pass
+
+            return Whole(*super().model())
+
+    _, state = alone(exact=False, task=Sequence)
+    _, shared = alone(exact=False, task=Truly)
+    assert "param/3.weight" not in shared
+    for name, value in shared.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tied", "what"),
+    [
+        ({"out.weight": "norm.weight"}, "they differ in shape"),
+        ({"out.weight": "inn.weight"}, "there is no layer 'inn'"),
+        ({"out.wait": "in.weight"}, "tied() names 'out.wait', which is no parameter of its layer"),
+        ({"norm.bias": "norm.weight"}, "both are in one layer, which can share them itself"),
+        ({"norm.bias": "norm.weight", "out.bias": "norm.bias"}, "both are in one layer"),
+        ({"out.bias": "middle.1.bias", "again.inner.1.bias": "out.bias"}, "'out.bias' is a copy itself"),
+    ],
+)
+def test_what_cannot_be_tied_is_told(tied: dict[str, str], what: str) -> None:
+    class Wrong(Deep):
+        def tied(self) -> dict[str, str]:
+            return tied
+
+    with pytest.raises(TaskError, match=re.escape(what)):
+        build_model(Wrong(), SEED, CPU)
+
+
+def test_layers_that_share_a_buffer_are_not_cut_apart() -> None:
+    class Shares(Task):
+        def model(self) -> nn.Module:
+            made = nn.Sequential(nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4))
+            made[2].running_mean = made[0].running_mean
+            return made
+
+    with pytest.raises(TaskError, match=r"'2\.running_mean' is a tensor of the layer '0', too"):
+        build_chunks(Shares(), SEED, CPU, [["0", "1"], ["2"]])
+
+
+def test_layers_that_share_by_a_closure_are_told_to_say_so() -> None:
+    class Closed(Deep):
+        def layers(self) -> dict[str, Callable[[], nn.Module]]:
+            one = nn.Linear(8, 8)
+            return {**super().layers(), "frozen": lambda: one, "act": lambda: one}
+
+    with pytest.raises(TaskError, match=r"'act\.weight' is a tensor of the layer 'frozen', too(.|\n)*Task.tied"):
+        layer_names(Closed(), SEED)
 
 
 def test_layers_that_are_computed_again_change_no_buffer_twice(monkeypatch: pytest.MonkeyPatch) -> None:
