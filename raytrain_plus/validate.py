@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from raytrain_plus.data.granule import Rows
 from raytrain_plus.data.line import read_factor
 from raytrain_plus.data.of_job import line_of
-from raytrain_plus.data.reader import first_microbatch
 from raytrain_plus.data.source import Index, check_alike, check_enough, exists, index
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
@@ -135,7 +134,7 @@ def _forecast(job: Job, task: Task, roots: Sequence[Path], size: Size, seen: Ind
 
     transform = load_function(job.data.transform, roots) if job.data.transform else None
     rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=transform, granule=job.data.granule)
-    layers = measured_here(job, task, first_microbatch(rows, job.parallel.microbatches, task.collate))
+    layers = measured_here(job, task, rows)
     return forecast(layers, job.parallel.schedule, job.parallel.pipeline, size.shards * job.parallel.microbatches)
 
 

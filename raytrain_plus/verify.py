@@ -164,11 +164,12 @@ def _check(job: Job, sizes: Sequence[int]) -> None:
             "there is nothing to compare a single run with", where="--workers", remedy="name two sizes: --workers 1,2"
         )
     for size in sizes:
-        if not 1 <= size <= job.data.shards:
+        most = job.data.shards * job.parallel.pipeline
+        if not 1 <= size <= most:
             raise InputError(
                 f"{size} workers cannot train this job",
                 where="--workers",
-                expected=f"from 1 to data.shards = {job.data.shards}",
+                expected=f"from 1 to {'data.shards = ' * (job.parallel.pipeline == 1)}{most}",
             )
 
 

@@ -17,6 +17,7 @@ from raytrain_plus.elastic.order import Order
 from raytrain_plus.elastic.publisher import Published, Publisher
 from raytrain_plus.elastic.saving import Abandoned, Saving
 from raytrain_plus.elastic.view import Member
+from raytrain_plus.errors import TaskError
 from raytrain_plus.past import Past
 from raytrain_plus.state.manifest import Manifest, joined, name_of, void
 from raytrain_plus.state.stages import whole_tree
@@ -119,7 +120,11 @@ class Checkpoints:
     def make(self) -> None:
         """Makes those whose shares are all written, as far as their steps are committed."""
         for shares in self._saving.whole(self._journal.committed):
-            manifest = self._manifest(shares)
+            try:
+                manifest = self._manifest(shares)
+            except TaskError as error:
+                self._give_up([Abandoned(shares[0].step, shares[0].generation, str(error))])
+                continue
             self._publishing.add(manifest.name)
             self._publisher.publish(manifest)
 

@@ -462,7 +462,7 @@ class Controller:
                     writers=shape.size,
                     rank=member.cell,
                     size=shape.cells,
-                    first_stage=stage.number == 0,
+                    speaks=self._speaks(stage),
                 ),
             )
             self._pulses.left(name, time.monotonic())
@@ -511,6 +511,14 @@ class Controller:
         cut = self._cuts[stage.of]
         stages = {name: number for number, chunks in enumerate(cut) for chunk in chunks for name in chunk}
         return Layers(stage, cut[stage.number], stages)
+
+    def _speaks(self, stage: Stage) -> bool:
+        """Whether this stage is the first that trains anything."""
+        if stage.of == 1:
+            return True
+        trains = {layer.name for layer in next(iter(self._ready.values())).layers if layer.parameters}
+        stages = self._layers(stage).stages
+        return stage.number == min(stages[name] for name in stages if name in trains)
 
     def _parameters(self, view: View) -> dict[str, int]:
         """How many numbers each member trains."""
@@ -745,7 +753,7 @@ class Controller:
                 writers=len(keepers),
                 rank=alike.index(name),
                 size=len(alike),
-                first_stage=stages[name].number == 0,
+                speaks=self._speaks(stages[name]),
             )
             self._pool.ask(name, self._posted(self._kept, name), "keep", self._me, share)
         return True

@@ -114,13 +114,18 @@ def free(group: Group) -> list[str]:
     return sorted(able, key=lambda name: (name not in group.seats, -holds(group, name)))
 
 
-def holders(group: Group) -> list[str]:
-    """Workers that may have the state after the last committed step; of those inside, nothing newer is known."""
-    return [
-        name
-        for name, worker in group.workers.items()
-        if worker.state == "in" or (worker.state == "idle" and holds(group, name) >= max(group.committed, 0))
-    ]
+def holders(group: Group) -> list[list[str]]:
+    """For each stage, the workers that may have its state after the last committed step; of those inside, nothing newer
+    is known."""
+    found: list[list[str]] = [[] for _ in range(group.shape.stages)]
+    for name, worker in group.workers.items():
+        if worker.state == "in" and name in group.seats:
+            found[group.shape.stage(group.seats.index(name)).number].append(name)
+        elif worker.state == "idle" and holds(group, name) >= max(group.committed, 0):
+            stage = worker.stage
+            if stage is not None and stage.of == group.shape.stages:
+                found[stage.number].append(name)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,8 @@ class Journal:
         steps = [record for record in records if isinstance(record, StepRecord)]
         moved = [_on_our_clock(record, self._offsets[worker]) for record in steps]
         for record in steps:
-            self._waited[record.step] = max(record.waited_s, self._waited.get(record.step, 0.0))
+            if record.step > self.committed:
+                self._waited[record.step] = max(record.waited_s, self._waited.get(record.step, 0.0))
             drawing = self._bubble.report(worker, record, self._offsets[worker])
             if drawing is not None:
                 self._draw(record.step, drawing)
@@ -376,6 +377,7 @@ class Journal:
         title = f"step {step + 1}, generation {self.generation}"
 
         def draw() -> None:
+            self.check_fence()
             self._run.write(PICTURE, [svg(drawing, title).encode()])
             self._run.write(TRACE, [json.dumps(trace(drawing)).encode() + b"\n"])
 

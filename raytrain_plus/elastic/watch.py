@@ -67,11 +67,16 @@ class Verdict:
 
 
 def judge(
-    pulses: Mapping[str, Pulse], inside: Collection[str], holders: Collection[str], hang_s: float, now: float
+    pulses: Mapping[str, Pulse],
+    inside: Collection[str],
+    holders: Collection[Collection[str]],
+    hang_s: float,
+    now: float,
 ) -> Verdict:
     """Who has hung. `inside` are the members of the present generation; `hang_s` is `elastic.hang_timeout_s`.
 
-    `holders` are the workers that may have the newest state: they are not given up all at once before `LAST_S` more.
+    `holders` are, for each stage, the workers that may have its newest state: they are not given up all at once before
+    `LAST_S` more.
     """
     wrong = {name: found for name, pulse in pulses.items() if (found := _wrong(pulse, hang_s, now))}
     lost = _given_up({name: over_s for name, (over_s, _) in wrong.items()}, holders)
@@ -84,17 +89,21 @@ def judge(
     return Verdict({}, stuck)
 
 
-def _given_up(late_s: Mapping[str, float], holders: Collection[str]) -> list[str]:
-    """Of those that are late by so many seconds, who is lost; where all `holders` are late, only after `LAST_S`."""
-    if holders and set(holders) <= late_s.keys():
-        return [name for name, since_s in late_s.items() if since_s > LAST_S]
-    return list(late_s)
+def _given_up(late_s: Mapping[str, float], holders: Collection[Collection[str]]) -> list[str]:
+    """Of those that are late by so many seconds, who is lost.
+
+    Where all `holders` of a stage are late, they are only after `LAST_S`; where those of all stages are, nobody is
+    before.
+    """
+    wholly = [set(of_stage) for of_stage in holders if of_stage and set(of_stage) <= late_s.keys()]
+    last = late_s.keys() if wholly and len(wholly) == len(holders) else {name for one in wholly for name in one}
+    return [name for name, since_s in late_s.items() if name not in last or since_s > LAST_S]
 
 
-def silent(pulses: Mapping[str, Pulse], holders: Collection[str], limit_s: float, now: float) -> list[str]:
+def silent(pulses: Mapping[str, Pulse], holders: Collection[Collection[str]], limit_s: float, now: float) -> list[str]:
     """Who has owed an answer for longer than `limit_s`.
 
-    Where all `holders` have, it may be our own network that is gone, and they have `LAST_S` more.
+    Where all `holders` of a stage have, it may be our own network that is gone, and they have `LAST_S` more.
     """
     late_s = {name: pulse.silent_s(now) - limit_s for name, pulse in pulses.items() if pulse.silent_s(now) > limit_s}
     return _given_up(late_s, holders)
@@ -113,10 +122,11 @@ def _wrong(pulse: Pulse, hang_s: float, now: float) -> tuple[float, str] | None:
     return None
 
 
-def overdue(pulses: Mapping[str, Pulse], now: float, holders: Collection[str]) -> list[str]:
+def overdue(pulses: Mapping[str, Pulse], now: float, holders: Collection[Collection[str]]) -> list[str]:
     """Who was told to leave its world, and is known to be inside a collective still, or says nothing from there.
 
-    `holders` are the workers that may have the newest state: they are not given up all at once before `LAST_S`.
+    `holders` are, for each stage, the workers that may have its newest state: they are not given up all at once before
+    `LAST_S`.
     """
     late = {}
     for name, pulse in pulses.items():

@@ -16,13 +16,16 @@ def cuts_of(job: Job, layers: Sequence[str] | None = None) -> tuple[int, ...]:
 
     Raises `InputError` where the wished one is not possible.
     """
-    wished, least = job.parallel.pipeline, job.workers.min
-    fault = _fault(job, wished, layers)
+    wished = job.parallel.pipeline
+    fault = _fault(job, wished, largest(job), layers)
     if fault is not None:
         raise fault
+    cuts = [wished]
     # With at least as many workers as a cell has there is no need of another cut.
-    smaller = range(wished - 1, least - 1, -1)
-    return (wished, *(stages for stages in smaller if _fault(job, stages, layers) is None))
+    for stages in range(wished - 1, job.workers.min - 1, -1):
+        if _fault(job, stages, cuts[-1] - 1, layers) is None:
+            cuts.append(stages)
+    return tuple(cuts)
 
 
 def largest(job: Job) -> int:
@@ -43,6 +46,8 @@ def shapes_of(job: Job, cuts: Sequence[int]) -> dict[int, Shape]:
 def left_out(job: Job, cuts: Sequence[int]) -> str:
     """Says how many workers are formed where these are fewer than `workers.max`; empty where they are not."""
     maximum = job.workers.max or job.workers.min
+    if cuts[-1] > job.workers.min:
+        return f"workers.min counts as {cuts[-1]}: on fewer workers no cut of the model goes with the schedule"
     shape = useful_shape(maximum, job.workers.min, maximum, job.data.shards, cuts)
     if shape is None or shape.size == maximum:
         return ""
@@ -55,8 +60,8 @@ def left_out(job: Job, cuts: Sequence[int]) -> str:
     return f"at most {shape.size} of workers.max = {maximum} are formed: {why}"
 
 
-def _fault(job: Job, stages: int, layers: Sequence[str] | None) -> InputError | None:
-    """What keeps the job from being run in so many stages."""
+def _fault(job: Job, stages: int, most: int, layers: Sequence[str] | None) -> InputError | None:
+    """What keeps the job from being run in so many stages, on up to `most` workers."""
     schedule, shards = job.parallel.schedule, job.data.shards
     if stages == 1:
         return None
@@ -68,7 +73,7 @@ def _fault(job: Job, stages: int, layers: Sequence[str] | None) -> InputError | 
             expected="at least one layer for each stage, and two for each of interleaved and zero-bubble",
             remedy="say smaller layers in the task's layers(), or take fewer stages",
         )
-    for cells in range(1, max(1, largest(job) // stages) + 1):
+    for cells in range(1, max(1, min(most // stages, shards)) + 1):
         for hosted in {shards // cells, -(-shards // cells)}:
             problem = amiss(schedule, stages, hosted * job.parallel.microbatches)
             if problem:

@@ -26,7 +26,8 @@ class Holding:
     parameters: Sequence[tuple[str, nn.Parameter]]
     """Those that train."""
     frozen: Sequence[tuple[str, nn.Parameter]]
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
+    """None where nothing trains."""
     scheduler: Any
     scales: dict[str, int]
     """The grids of the next exact sums; empty where sums are not exact."""
@@ -49,6 +50,9 @@ def saved_model(holding: Holding) -> dict[str, torch.Tensor]:
 def described(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
     """The state as tensors, which are the live ones, and a tree. Raises `TaskError` for what cannot be written down."""
     tensors = model_state(holding)
+    rest = {"scales": dict(holding.scales), "persistent": list(holding.persistent)}
+    if holding.optimizer is None:
+        return tensors, {"classes": None, "optimizer": {}, "groups": None, "scheduler": None, **rest}
     names = {id(value): name for name, value in holding.parameters}
     optimizer = {
         names[id(parameter)]: to_json(dict(state), f"optim/{names[id(parameter)]}", tensors)
@@ -69,8 +73,7 @@ def described(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
         "optimizer": optimizer,
         "groups": groups,
         "scheduler": scheduler,
-        "scales": dict(holding.scales),
-        "persistent": list(holding.persistent),
+        **rest,
     }
 
 
@@ -85,7 +88,9 @@ def other_classes(tree: Json, holding: Holding) -> list[str]:
 
     What one class keeps another may take without a word, and go on with it in its own way.
     """
-    here, there = _classes(holding), tree.get("classes", {})
+    if holding.optimizer is None or tree.get("classes") is None:
+        return []
+    here, there = _classes(holding), tree["classes"]
     return [
         f"the {what} is {there[what] or 'none'} in the checkpoint, {here[what] or 'none'} in the task"
         for what in here
@@ -98,6 +103,9 @@ def put_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device],
 
     Raises `TaskError` where optimizer or scheduler are others, or have other groups: before anything is changed.
     """
+    if holding.optimizer is None:
+        _put_scales(tree, holding)
+        return
     others = other_classes(tree, holding)
     if others:
         raise TaskError(f"the task built other things than the state that it takes is of: {'; '.join(others)}")
@@ -121,5 +129,9 @@ def put_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device],
         group.update(from_json(held["settings"], at(any_device)))
     if holding.scheduler is not None:
         holding.scheduler.load_state_dict(from_json(tree["scheduler"], at(any_device)))
+    _put_scales(tree, holding)
+
+
+def _put_scales(tree: Json, holding: Holding) -> None:
     holding.scales.clear()
     holding.scales.update(tree["scales"])

@@ -20,13 +20,13 @@ class HostMemory:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, holding: Holding, rank: int, size: int, first_stage: bool = True) -> tuple[list[Copy], Json]:
+    def copy(self, holding: Holding, rank: int, size: int, speaks: bool = True) -> tuple[list[Copy], Json]:
         """The pieces that this one, of so many who hold the same, writes, and the tree. They stand until the next call.
 
-        What belongs to no layer is written where the model's first stage is.
+        What belongs to no layer is written by who `speaks` for all stages.
         """
         tensors, tree = described(holding)
-        if not first_stage:
+        if not speaks:
             tensors = {name: value for name, value in tensors.items() if layer_of(name) is not None}
         sizes = {name: (tuple(value.shape), value.nbytes) for name, value in tensors.items()}
         pieces = share_out(sizes, size)[rank]

@@ -21,9 +21,11 @@ def named_state(
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]
+    optimizer: torch.optim.Optimizer | None, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> dict[str, torch.Tensor]:
-    """The optimizer's part of it."""
+    """The optimizer's part of it; nothing where there is none."""
+    if optimizer is None:
+        return {}
     state: dict[str, torch.Tensor] = {}
     names = {id(parameter): name for name, parameter in parameters}
     for parameter, values in optimizer.state.items():

@@ -1,7 +1,7 @@
 """The state of a model in stages: put together out of its stages', or cut down to one of them. Pure.
 
 A tensor's name says its layer (`param/<layer>.<rest>`, `optim/<layer>.<rest>/<key>`); what belongs to no layer, as the
-optimizer's groups and the scheduler do, is the same on every stage, and the first one speaks for it.
+optimizer's groups and the scheduler do, is the same on every stage, and the first one that trains speaks for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def own_tree(tree: Tree, others: Collection[str]) -> Tree:
     return {
         **tree,
         "optimizer": {name: tree["optimizer"][name] for name in mine(list(tree["optimizer"]))},
-        "groups": [{**group, "parameters": mine(group["parameters"])} for group in tree["groups"]],
+        "groups": tree["groups"] and [{**group, "parameters": mine(group["parameters"])} for group in tree["groups"]],
         "scales": {name: tree["scales"][name] for name in mine(list(tree["scales"]))},
         "persistent": mine(tree["persistent"]),
     }
@@ -50,8 +50,10 @@ def own_tree(tree: Tree, others: Collection[str]) -> Tree:
 
 def whole_tree(trees: Sequence[Tree]) -> Tree:
     """One tree out of those of all stages, by stage. Raises `TaskError` where they are no parts of one."""
-    first = trees[0]
-    counts = {len(tree["groups"]) for tree in trees}
+    # A stage that trains nothing has no optimizer, and no say in what belongs to no layer.
+    training = [tree for tree in trees if tree["groups"] is not None]
+    first = (training or trees)[0]
+    counts = {len(tree["groups"]) for tree in training}
     if len(counts) > 1:
         raise TaskError(
             f"the optimizer has {min(counts)} groups of parameters on one stage, {max(counts)} on another",
@@ -62,8 +64,8 @@ def whole_tree(trees: Sequence[Tree]) -> Tree:
         **first,
         "optimizer": {name: state for tree in trees for name, state in tree["optimizer"].items()},
         "groups": [
-            {**group, "parameters": [name for tree in trees for name in tree["groups"][number]["parameters"]]}
-            for number, group in enumerate(first["groups"])
+            {**group, "parameters": [name for tree in training for name in tree["groups"][number]["parameters"]]}
+            for number, group in enumerate(first["groups"] or ())
         ],
         "scales": {name: scale for tree in trees for name, scale in tree["scales"].items()},
         "persistent": [name for tree in trees for name in tree["persistent"]],

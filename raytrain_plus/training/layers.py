@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job import Job
-from raytrain_plus.taskfile import build_task, load_task
+from raytrain_plus.taskfile import build_task, load_task, trim_traceback
 
 
 def layers_of(job: Job, roots: Sequence[Path]) -> tuple[str, ...] | None:
@@ -16,4 +17,14 @@ def layers_of(job: Job, roots: Sequence[Path]) -> tuple[str, ...] | None:
     # Here, because it loads torch.
     from raytrain_plus.training.model import layer_names
 
-    return layer_names(build_task(load_task(job.task, roots), job.args), job.seed)
+    task = build_task(load_task(job.task, roots), job.args)
+    try:
+        return layer_names(task, job.seed)
+    except RaytrainError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"the layers of {type(task).__name__} cannot be built: {type(error).__name__}: {error}",
+            where=f"task: {job.task}",
+            user_traceback=trim_traceback(error),
+        ) from None

@@ -164,6 +164,6 @@ def _pipelined(bars: Sequence[Bar], drawn: bool) -> dict[str, Any]:
         return {}
     return {
         "busy_s": sum(bar.end - bar.start for bar in bars),
-        "passes_s": bars[-1].end - bars[0].start,
+        "passes": (bars[0].start, bars[-1].end),
         "bars": tuple(bars) if drawn else (),
     }

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.data.granule import Rows
+from raytrain_plus.data.reader import Microbatch, first_microbatch
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job import Job
 from raytrain_plus.parallel.pipeline.chunk import Chunk
@@ -70,11 +71,12 @@ def measured(task: Task, seed: int, device: torch.device, microbatch: Microbatch
     return tuple(found)
 
 
-def measured_here(job: Job, task: Task, microbatch: Microbatch) -> tuple[Layer, ...]:
-    """The same on this machine's processor, for a look before a run. Raises `TaskError` where a layer fails."""
+def measured_here(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
+    """The same on this machine's processor, for a look before a run. Raises `TaskError` where the task fails."""
     threads = torch.get_num_threads()
     torch.set_num_threads(job.workers.threads)
     try:
+        microbatch = first_microbatch(rows, job.parallel.microbatches, task.collate)
         return measured(task, job.seed, torch.device("cpu"), microbatch)
     except RaytrainError:
         raise

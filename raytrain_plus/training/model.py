@@ -81,6 +81,9 @@ def layer_names(task: Task, seed: int) -> tuple[str, ...]:
     if layers is None:
         _untied(children)
     _check_apart(children)
+    for name in children:
+        if "/" in name:
+            raise TaskError(f"the layer '{name}' has a slash in its name", where="layers()", expected="a name without")
     return tuple(children)
 
 

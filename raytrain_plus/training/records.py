@@ -24,8 +24,8 @@ class StepRecord:
     """What each shard gave: `data.ledger.NOTE`s in shard order."""
     busy_s: float = 0.0
     """Where the model is in stages: for how long this one computed its forward and backward passes,"""
-    passes_s: float = 0.0
-    """and how long they took, waits for other stages included."""
+    passes: tuple[float, float] | None = None
+    """and from when to when they took, in Unix seconds by this worker's clock, waits for other stages included."""
     bars: tuple[Bar, ...] = ()
     """What it did when, by this worker's clock, of a step that is drawn."""
 

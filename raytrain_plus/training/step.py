@@ -84,9 +84,9 @@ class Stepper:
         )
         named = [pair for part in self.parts for pair in part.parameters]
         self.named = [(name, value) for name, value in named if value.requires_grad]
-        # A stage may have frozen layers alone, or none with weights.
-        self.optimizer = task.optimizer(self.named) if self.named else torch.optim.SGD([torch.zeros(0)], lr=0.0)
-        self.scheduler = task.scheduler(self.optimizer)
+        self.optimizer = task.optimizer(self.named) if self.named else None
+        """None where a stage trains nothing: it has frozen layers alone, or none with weights."""
+        self.scheduler = None if self.optimizer is None else task.scheduler(self.optimizer)
         self.device = device
         self.passes: Passes = Whole(task, self.parts[0], device, shards)
         """Where the model is in stages, others for each generation."""
@@ -231,7 +231,8 @@ class Stepper:
         self.held = None
         # An optimizer may draw, too.
         self.parts[0].keys.apply(step)
-        self.optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
         for part in self.parts:

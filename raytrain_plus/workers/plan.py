@@ -107,7 +107,8 @@ class ShareOf:
     rank: int = 0
     """Among those who hold the same stage, this one; and how many they are."""
     size: int = 1
-    first_stage: bool = True
+    speaks: bool = True
+    """Whether it writes what belongs to no layer: the first stage that trains anything."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -92,7 +92,7 @@ class Saver:
         if not self._free.wait(FREE_S):
             raise WaitExpired(f"an earlier checkpoint was still being written after {FREE_S:g} s")
         began, start = time.time(), time.monotonic()
-        copies, tree = self._memory.copy(self._holding(), part.of.rank, part.of.size, part.of.first_stage)
+        copies, tree = self._memory.copy(self._holding(), part.of.rank, part.of.size, part.of.speaks)
         stall_s = time.monotonic() - start
         self._free.clear()
         self._open = step, part.of.generation

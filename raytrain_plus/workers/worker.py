@@ -95,6 +95,8 @@ FIRST_STEP_S = 300.0
 """Limit of a first step and of an evaluation: they compile, open files, and have no earlier step to be measured by."""
 TELL_TRIES = 3
 """How often the controller is told that a share is written, until it has heard."""
+EXPORT_S = 120.0
+"""Limit of the other stages' states on their way to who hands the model over."""
 LOOK_S = 0.02
 """Seconds between two looks for a wish, while a copy of the state is on its way."""
 
@@ -174,7 +176,10 @@ class Worker:
         """Applies the step of which it has all sums, because others of its generation have: see `Stepper.finish`."""
 
         def finished() -> Outcome:
+            assert self._plan is not None
             assert self._stepper is not None
+            self._control.patience(self._plan.job.elastic.hang_timeout_s)
+            self._control.enter("applying")
             self._stepper.finish(squares)
             return self._outcome("interrupted")
 
@@ -498,7 +503,11 @@ class Worker:
         if assignment.gives:
             # What it held is gone then.
             self._wait_for(self._given.setdefault(assignment.generation, Future()))
+        # It waits for nobody meanwhile, whoever is lost.
+        self._control.enter("preparing")
         self._build(assignment.layers)
+        self._control.check()
+        self._control.enter("joining")
 
     def _join(self, assignment: Assignment, stack: ExitStack) -> tuple[World, float]:
         """Forms its worlds, which `stack` leaves, and takes the state, where there is one to take; the world of its
@@ -562,13 +571,7 @@ class Worker:
         while not ray.wait([reference], timeout=LOOK_S)[0]:
             if self._control.over(generation):
                 raise Interrupted("the group changes")
-        try:
-            snapshot: Snapshot = ray.get(reference)
-        except ray.exceptions.RayError as error:
-            raise Interrupted(f"the donor's state did not come: {type(error).__name__}") from None
-        if digest(snapshot.step, snapshot.tensors, snapshot.values) != snapshot.digest:
-            raise Interrupted("the donor's state came damaged")
-        return snapshot
+        return _received(reference, None)
 
     def _train(self, assignment: Assignment, feed: Feed, world: World, tell: Callable[[Any], None]) -> Any:
         assert self._plan is not None
@@ -633,8 +636,8 @@ class Worker:
         assert self._stepper is not None
         stepper, held = self._stepper, self._stepper.held
         assert held is not None
-        # Each is asked for on the side, too, when this one is: it may take its time.
-        others = [self._fetch(self._control.generation, source) for source in sources]
+        # They are given out while this is: the world that they were in is left, one way or another.
+        others = [_received(source, EXPORT_S) for source in sources]
         if any(other.step != held for other in others):
             raise Interrupted("the stages hold different steps")
         state = _state(stepper)
@@ -662,9 +665,24 @@ class Worker:
         assert self._task is not None
         if type(self._task).show is Task.show:
             return None
-        module = build_model(self._task, self._plan.job.seed, torch.device("cpu")).module
-        module.load_state_dict(dict(weights))
+        try:
+            module = build_model(self._task, self._plan.job.seed, torch.device("cpu")).module
+            # What a layer shares inside has one name here, and two there.
+            module.load_state_dict(dict(weights), strict=False)
+        except Exception as error:
+            return f"the whole model could not be put together for Task.show: {type(error).__name__}: {error}"
         return _shown(self._task, module)
+
+
+def _received(reference: Any, limit_s: float | None) -> Snapshot:
+    """A state out of Ray's object store, undamaged. Raises `Interrupted` where it does not come."""
+    try:
+        snapshot: Snapshot = ray.get(reference, timeout=limit_s)
+    except RayError as error:
+        raise Interrupted(f"the donor's state did not come: {type(error).__name__}") from None
+    if digest(snapshot.step, snapshot.tensors, snapshot.values) != snapshot.digest:
+        raise Interrupted("the donor's state came damaged")
+    return snapshot
 
 
 def _shown(task: Task, module: nn.Module) -> str | None:

@@ -12,10 +12,9 @@ from raytrain_plus.training.records import StepRecord
 
 
 def record(
-    step: int, busy_s: float = 0.0, passes_s: float = 0.0, at: float | None = None, stage: int = 0
+    step: int, busy_s: float = 0.0, passes: tuple[float, float] = (0.0, 0.0), at: float | None = None, stage: int = 0
 ) -> StepRecord:
     """`at`: when its one bar begins, if it is drawn."""
-    bars = () if at is None else (Bar(stage, Action("F", stage, 0), at, at + 0.5),)
     return StepRecord(
         step=step,
         rows=8,
@@ -24,8 +23,8 @@ def record(
         waited_s=0.0,
         time=at or 0.0,
         busy_s=busy_s,
-        passes_s=passes_s,
-        bars=bars,
+        passes=passes,
+        bars=() if at is None else (Bar(stage, Action("F", stage, 0), at, at + 0.5),),
     )
 
 
@@ -34,9 +33,11 @@ def test_the_share_of_the_time_in_which_stages_wait() -> None:
     assert bubble.share is None
     bubble.formed(form_view(0, ["a", "b"], Shape(1, 2), 4))
     for step in range(3):
-        bubble.report("a", record(step, 0.3, 0.4), 0.0)
-        bubble.report("b", record(step, 0.1, 0.4), 0.0)
-    assert bubble.share == pytest.approx(0.5)
+        # The front begins first and ends last; the clock of b is ten seconds late.
+        bubble.report("a", record(step, 0.3, (step, step + 0.4)), 0.0)
+        bubble.report("b", record(step, 0.1, (step - 9.9, step - 9.7)), 10.0)
+    bubble.report("a", record(3, 0.3, (3.0, 9.0)), 0.0)
+    assert bubble.share == pytest.approx(0.5), "what only one of a cell has told does not count"
 
 
 def test_a_step_is_drawn_when_all_members_have_told_it() -> None:

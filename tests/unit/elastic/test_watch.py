@@ -48,7 +48,7 @@ WAITS = pulse("collective", 100.0)
     ],
 )
 def test_the_one_that_does_not_wait_has_hung(culprit: Pulse, word: str) -> None:
-    verdict = judge({"a": WAITS, "b": culprit, "c": WAITS}, ["a", "b", "c"], ["a", "b", "c"], HANG_S, NOW)
+    verdict = judge({"a": WAITS, "b": culprit, "c": WAITS}, ["a", "b", "c"], [["a", "b", "c"]], HANG_S, NOW)
     assert list(verdict.hung) == ["b"]
     assert word in verdict.hung["b"]
     assert not verdict.stuck
@@ -67,76 +67,76 @@ def test_the_one_that_does_not_wait_has_hung(culprit: Pulse, word: str) -> None:
     ],
 )
 def test_slow_is_not_hung(healthy: Pulse) -> None:
-    verdict = judge({"a": WAITS, "b": healthy}, ["a", "b"], ["a", "b"], HANG_S, NOW)
+    verdict = judge({"a": WAITS, "b": healthy}, ["a", "b"], [["a", "b"]], HANG_S, NOW)
     assert verdict.hung == {}
     assert not verdict.stuck
 
 
 def test_all_inside_a_collective_are_stuck() -> None:
-    assert judge({"a": WAITS, "b": WAITS, "spare": pulse("idle", 1)}, ["a", "b"], ["a", "b"], HANG_S, NOW).stuck
-    assert not judge({"a": WAITS}, ["a", "b"], ["a", "b"], HANG_S, NOW).stuck
-    assert not judge({"a": WAITS}, [], [], HANG_S, NOW).stuck
+    assert judge({"a": WAITS, "b": WAITS, "spare": pulse("idle", 1)}, ["a", "b"], [["a", "b"]], HANG_S, NOW).stuck
+    assert not judge({"a": WAITS}, ["a", "b"], [["a", "b"]], HANG_S, NOW).stuck
+    assert not judge({"a": WAITS}, [], [[]], HANG_S, NOW).stuck
 
 
 def test_one_that_does_not_come_out_of_its_world_at_a_boundary_is_stuck() -> None:
-    assert judge({"a": pulse("leaving", 31.0), "b": pulse("idle", 31.0)}, ["a"], ["a", "b"], HANG_S, NOW).stuck
+    assert judge({"a": pulse("leaving", 31.0), "b": pulse("idle", 31.0)}, ["a"], [["a", "b"]], HANG_S, NOW).stuck
 
 
 def test_all_who_hold_the_state_have_hung_only_after_more_time() -> None:
     long = {name: pulse("computing", HANG_S + 1) for name in "ab"}
-    assert judge(long, ["a", "b"], ["a", "b"], HANG_S, NOW).hung == {}
-    assert list(judge(long, ["a", "b"], ["a", "b", "c"], HANG_S, NOW).hung) == ["a", "b"]
+    assert judge(long, ["a", "b"], [["a", "b"]], HANG_S, NOW).hung == {}
+    assert list(judge(long, ["a", "b"], [["a", "b", "c"]], HANG_S, NOW).hung) == ["a", "b"]
     longer = {name: pulse("computing", HANG_S + LAST_S + 1) for name in "ab"}
-    assert list(judge(longer, ["a", "b"], ["a", "b"], HANG_S, NOW).hung) == ["a", "b"]
+    assert list(judge(longer, ["a", "b"], [["a", "b"]], HANG_S, NOW).hung) == ["a", "b"]
     silent = {name: pulse("collective", 1.0, silent_s=HANG_S + 1) for name in "ab"}
-    assert judge(silent, ["a", "b"], ["a", "b"], HANG_S, NOW).hung == {}
+    assert judge(silent, ["a", "b"], [["a", "b"]], HANG_S, NOW).hung == {}
 
 
 def test_a_silence_of_all_who_hold_the_state_may_be_our_own() -> None:
     quiet = {name: pulse("computing", 1.0, silent_s=4.0) for name in "ab"}
-    assert silent(quiet, ["a", "b", "c"], 3.0, NOW) == ["a", "b"]
-    assert silent(quiet, [], 3.0, NOW) == ["a", "b"]
-    assert silent(quiet, ["a", "b"], 3.0, NOW) == []
-    assert silent(quiet, ["a"], 4.0, NOW) == []
+    assert silent(quiet, [["a", "b", "c"]], 3.0, NOW) == ["a", "b"]
+    assert silent(quiet, [[]], 3.0, NOW) == ["a", "b"]
+    assert silent(quiet, [["a", "b"]], 3.0, NOW) == []
+    assert silent(quiet, [["a"]], 4.0, NOW) == []
     longer = {name: pulse("computing", 1.0, silent_s=3.0 + LAST_S + 0.1) for name in "ab"}
-    assert silent(longer, ["a", "b"], 3.0, NOW) == ["a", "b"]
+    assert silent(longer, [["a", "b"]], 3.0, NOW) == ["a", "b"]
 
 
 def test_what_was_long_when_last_heard_of_counts_not_what_may_have_ended_since() -> None:
     heard = Pulse(doing="computing", since=NOW - 45, limit_s=HANG_S, heard=NOW - 20)
-    assert judge({"a": heard}, ["a"], ["a", "b"], HANG_S, NOW).hung == {}
+    assert judge({"a": heard}, ["a"], [["a", "b"]], HANG_S, NOW).hung == {}
 
 
 def test_who_is_told_to_leave_and_computes_has_time_and_who_waits_has_not() -> None:
     told = NOW - 2 * LEAVE_S
     inside = Pulse(doing="collective", heard=NOW, told=told)
-    assert overdue({"a": inside}, NOW, ["a", "b"]) == ["a"]
-    assert overdue({"a": replace(inside, heard=told + LEAVE_S / 2)}, NOW, ["a", "b"]) == []
-    assert overdue({"a": replace(inside, doing="computing")}, NOW, ["a", "b"]) == []
-    assert overdue({"a": replace(inside, told=None)}, NOW, ["a", "b"]) == []
+    assert overdue({"a": inside}, NOW, [["a", "b"]]) == ["a"]
+    assert overdue({"a": replace(inside, heard=told + LEAVE_S / 2)}, NOW, [["a", "b"]]) == []
+    assert overdue({"a": replace(inside, doing="computing")}, NOW, [["a", "b"]]) == []
+    assert overdue({"a": replace(inside, told=None)}, NOW, [["a", "b"]]) == []
     silent = Pulse(doing="collective", heard=NOW - 5, asked=NOW - 2, told=NOW - LEAVE_SILENT_S - 0.1)
-    assert overdue({"a": silent}, NOW, ["a", "b"]) == ["a"]
+    assert overdue({"a": silent}, NOW, [["a", "b"]]) == ["a"]
 
 
 def test_who_computed_until_a_moment_ago_has_had_that_moment_only() -> None:
     leaves = Pulse(doing="leaving", since=NOW - 0.05, heard=NOW, told=NOW - 3)
-    assert overdue({"a": leaves}, NOW, ["a", "b"]) == []
-    assert overdue({"a": replace(leaves, since=NOW - 2 * LEAVE_S)}, NOW, ["a", "b"]) == ["a"]
+    assert overdue({"a": leaves}, NOW, [["a", "b"]]) == []
+    assert overdue({"a": replace(leaves, since=NOW - 2 * LEAVE_S)}, NOW, [["a", "b"]]) == ["a"]
 
 
 def test_a_formation_may_take_longer_to_leave() -> None:
     joining = Pulse(doing="joining", heard=NOW, told=NOW - 2 * LEAVE_S)
-    assert overdue({"a": joining}, NOW, ["a", "b"]) == []
-    assert overdue({"a": replace(joining, told=NOW - LEAVE_JOINING_S - 0.1)}, NOW, ["a", "b"]) == ["a"]
+    assert overdue({"a": joining}, NOW, [["a", "b"]]) == []
+    assert overdue({"a": replace(joining, told=NOW - LEAVE_JOINING_S - 0.1)}, NOW, [["a", "b"]]) == ["a"]
 
 
 def test_all_who_hold_the_state_are_not_given_up_at_once() -> None:
     late = {name: Pulse(doing="collective", heard=NOW, told=NOW - 1) for name in "ab"}
-    assert overdue(late, NOW, ["a", "b", "c"]) == ["a", "b"]
-    assert overdue(late, NOW, ["a", "b"]) == []
-    assert overdue({**late, "b": replace(late["b"], doing="idle")}, NOW, ["a", "b"]) == ["a"]
+    assert overdue(late, NOW, [["a", "b", "c"]]) == ["a", "b"]
+    assert overdue(late, NOW, [["a", "b"]]) == []
+    assert overdue({**late, "b": replace(late["b"], doing="idle")}, NOW, [["a", "b"]]) == ["a"]
     lost = {name: replace(pulse, told=NOW - LAST_S - 0.1) for name, pulse in late.items()}
-    assert overdue(lost, NOW, ["a", "b"]) == ["a", "b"]
+    assert overdue(lost, NOW, [["a", "b"]]) == ["a", "b"]
 
 
 def test_questions_and_answers() -> None:
@@ -165,5 +165,16 @@ def test_nobody_is_blamed_for_a_pause_of_our_own() -> None:
     pulses.asked("a", 1.0)
     pulses.told("a", 1.0)
     pulses.forgive(100.0)
-    assert judge(pulses.all, ["a"], ["a", "b"], 30.0, 125.0).hung == {}
-    assert overdue(pulses.all, 101.1, ["a", "b"]) == []
+    assert judge(pulses.all, ["a"], [["a", "b"]], 30.0, 125.0).hung == {}
+    assert overdue(pulses.all, 101.1, [["a", "b"]]) == []
+
+
+def test_the_only_holder_of_a_stage_has_longer() -> None:
+    told = NOW - 1.0
+    late = pulse("collective", 5.0)
+    late = replace(late, told=told, heard=told + 2 * LEAVE_S)
+    cells = [["a0", "b0"], ["a1", "b1"]]
+    assert overdue({"a0": late}, NOW, cells) == ["a0"]
+    # Its stage's state is in nobody else's memory.
+    assert overdue({"a0": late}, NOW, [["a0"], ["a1", "b1"]]) == []
+    assert overdue({"a0": late, "a1": late}, NOW, [["a0"], ["a1", "b1"]]) == ["a1"]

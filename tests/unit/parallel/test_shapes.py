@@ -30,6 +30,8 @@ def job(minimum: int, maximum: int, *, shards: int = 4, **parallel: Any) -> Job:
         (job(4, 8, pipeline=4), (4,)),
         (job(1, 8, pipeline=4), (4, 3, 2, 1)),
         (job(3, 8, pipeline=4), (4, 3)),
+        # With fewer workers than a cell has there is one cell, which has all shards.
+        (job(1, 16, pipeline=4), (4, 3, 2, 1)),
         # Of 16 microbatches three stages would make 5 rounds.
         (job(1, 4, pipeline=4, schedule="interleaved"), (4, 2, 1)),
     ],
@@ -80,3 +82,9 @@ def test_fewer_microbatches_than_the_schedule_needs() -> None:
         in str(caught.value)
     )
     assert cuts_of(job(4, 16, pipeline=4, microbatches=2, schedule="gpipe")) == (4,)
+
+
+def test_a_minimum_that_no_cut_bears_is_told() -> None:
+    made = job(3, 4, pipeline=4, schedule="interleaved")
+    assert cuts_of(made) == (4,)
+    assert left_out(made, cuts_of(made)).startswith("workers.min counts as 4: on fewer workers no cut")

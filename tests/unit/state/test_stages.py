@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state import stages
-from raytrain_plus.state.holding import described
+from raytrain_plus.state.holding import described, other_classes
 from raytrain_plus.state.named import state_sha256
 from raytrain_plus.state.stages import own_tensors, own_tree, whole_tree
 from raytrain_plus.state.transfer import Snapshot, hashed, put, restricted, take
@@ -78,3 +79,22 @@ def test_stages_whose_optimizers_have_other_groups_are_refused() -> None:
 
     with pytest.raises(TaskError, match=r"1 groups of parameters on one stage, 2 on another(.|\n)*some may be empty"):
         whole_tree([tree(2), tree(1)])
+
+
+def test_a_stage_that_trains_nothing_has_no_say_in_what_belongs_to_no_layer() -> None:
+    one, other = trained(1, 3), trained(2, 1)
+    snapshot = take(2, one.holding())
+    frozen = Holder(OPTIMIZERS[0], 3)
+    for _, value in frozen.named:
+        value.requires_grad_(False)
+    bare = replace(frozen.holding(), parameters=[], optimizer=None, scheduler=None, buffers={}, frozen=[])
+    nothing = take(2, bare)
+    assert not nothing.tensors
+    # First among the stages, and yet the others' learning rate is theirs.
+    put(restricted([nothing, snapshot], ()), other.holding())
+    assert other.sha() == one.sha()
+    assert other.optimizer.param_groups[0]["lr"] == one.optimizer.param_groups[0]["lr"] > 0
+    # It takes nothing of that itself, out of one stage's state or of all, of whatever class the optimizer is.
+    put(restricted([nothing, snapshot], LAYERS), bare)
+    put(nothing, bare)
+    assert other_classes(json.loads(snapshot.values), bare) == []

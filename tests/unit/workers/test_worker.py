@@ -32,7 +32,7 @@ WHOLE = Snapshot(4, TENSORS, b"values", digest(4, TENSORS, b"values"))
 
 def fetched(monkeypatch: pytest.MonkeyPatch, sent: Snapshot) -> Snapshot:
     monkeypatch.setattr(module.ray, "wait", lambda references, timeout: (references, []))
-    monkeypatch.setattr(module.ray, "get", lambda reference: sent)
+    monkeypatch.setattr(module.ray, "get", lambda reference, timeout: sent)
     return Worker("worker-0")._fetch(0, "a reference")
 
 
