@@ -267,7 +267,8 @@ def _run(group: Group) -> Outcome:
         group = with_worker(group, name, proved=True)
     commands: list[e.Command] = []
     for name, worker in list(group.workers.items()):
-        if worker.state != "idle":
+        # Who is back from the last step already may be the only one who holds its stage.
+        if worker.state != "idle" or name in group.seats:
             continue
         if worker.leaving:
             group = without(group, name)
@@ -462,7 +463,8 @@ def _notice_gather(group: Group, event: e.Notice) -> Outcome:
 
 def _notice_train(group: Group, event: e.Notice) -> Outcome:
     group = _notice(group, event)[0]
-    if group.workers[event.worker].state == "idle":
+    # One that came back from the last step before the others did may be the only one who holds its stage.
+    if group.workers[event.worker].state == "idle" and event.worker not in group.seats:
         group = without(group, event.worker)
         group, started = _staff(group)
         return group, [e.Dismiss(event.worker), *started]

@@ -71,7 +71,7 @@ from raytrain_plus.training.loop import Evaluation, Feed, Limits, train
 from raytrain_plus.training.measure import measured
 from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.randomness import random_key, repeatable, set_random_key
-from raytrain_plus.training.records import Activity
+from raytrain_plus.training.records import Activity, Evaluated, StepRecord
 from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.plan import (
@@ -115,6 +115,8 @@ class Worker:
         self._stepper: Stepper | None = None
         self._stage: Stage | None = None
         """What the stepper holds: the model, or a stage of it. A model in stages is built when the stage is known."""
+        self._before: tuple[Stage, Stepper] | None = None
+        """What it held before a generation in which it holds another stage, until that one has made a step."""
         self._rows: Rows | None = None
         self._evaluation: Evaluation | None = None
         self._feed: Batches | None = None
@@ -476,7 +478,8 @@ class Worker:
                 world, form_s = self._join(assignment, stack)
                 joined = True
                 controller.joined.remote(self._name, generation, form_s)
-                why = self._train(assignment, feed, world, reporter.tell)
+                why = self._train(assignment, feed, world, lambda record: self._made(record, reporter.tell))
+            self._go_back_to_before()
             outcome = self._outcome(why)
             if why == "finished":
                 assert self._stepper is not None
@@ -484,13 +487,16 @@ class Worker:
         except (Interrupted, WaitExpired) as error:
             # That a peer is gone is told by others, and better.
             known = control.interrupted() or (joined and isinstance(error, Interrupted))
+            self._go_back_to_before()
             outcome = replace(self._outcome("interrupted"), fault="" if known else str(error))
         except RaytrainError as error:
             final = isinstance(error, (TrainingError, TaskError))
             fault = f"{type(error).__name__}: {error}"
+            self._go_back_to_before()
             outcome = replace(self._outcome("failed"), error=error, fault=fault, final=final)
         # SystemExit would end the process, as if it had been lost.
         except (Exception, SystemExit) as error:
+            self._go_back_to_before()
             outcome = replace(self._outcome("failed"), error=_users_error(error), fault=fault_of(error))
         self._given.clear()
         control.enter("idle")
@@ -503,11 +509,33 @@ class Worker:
         if assignment.gives:
             # What it held is gone then.
             self._wait_for(self._given.setdefault(assignment.generation, Future()))
+        if assignment.lacks == "newer" and self._stepper is not None and self._stepper.held is not None:
+            assert self._stage is not None
+            self._before = self._stage, self._stepper
         # It waits for nobody meanwhile, whoever is lost.
         self._control.enter("preparing")
         self._build(assignment.layers)
         self._control.check()
         self._control.enter("joining")
+
+    def _made(self, record: StepRecord | Evaluated, tell: Callable[[Any], None]) -> None:
+        """A step of the generation is made: all its members have the state that they are to have."""
+        if isinstance(record, StepRecord):
+            self._before = None
+        tell(record)
+
+    def _go_back_to_before(self) -> None:
+        """Where the generation ends before that, this one may be the only one who has what it came with.
+
+        Of more stages than before it has less of the model now; else what it has taken in is as good.
+        """
+        before, self._before = self._before, None
+        if before is None:
+            return
+        stepper, stage = self._stepper, self._stage
+        taken = stepper is not None and stepper.held is not None and stepper.held == before[1].held
+        if not taken or stage is None or stage.of > before[0].of:
+            self._stage, self._stepper = before
 
     def _join(self, assignment: Assignment, stack: ExitStack) -> tuple[World, float]:
         """Forms its worlds, which `stack` leaves, and takes the state, where there is one to take; the world of its

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from torch import nn
 
-from raytrain_plus import Data, Evaluate, Job, Workers
-from raytrain_plus.errors import DataError, TaskError
+from raytrain_plus import Data, Evaluate, Job, Parallel, Task, Workers
+from raytrain_plus.errors import DataError, InputError, TaskError
 from raytrain_plus.validate import validate_job
 
 
@@ -67,3 +72,68 @@ def test_more_workers_than_shards_are_said_not_to_be_formed(tmp_path: Path) -> N
     report = validate_job(replace(whole, workers=Workers(min=2, max=7)), [])
     assert "at most 4 of workers.max = 7 are formed" in report.lines()[-1]
     assert not validate_job(replace(whole, workers=Workers(min=2, max=4)), []).left_out
+
+
+class Layered(Task):
+    """Two layers, or what is wrong with them."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        if self.wrong == "layers":
+            raise ZeroDivisionError("in layers")
+        name = "in/out" if self.wrong == "slash" else "in"
+        return {name: lambda: nn.Linear(1, 4), "out": lambda: nn.Linear(5 if self.wrong == "width" else 4, 1)}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["x"][:, None].float()).square().mean()
+
+    def collate(self, table: pa.Table) -> dict[str, torch.Tensor]:
+        if self.wrong == "collate":
+            raise KeyError("label")
+        batch: dict[str, torch.Tensor] = super().collate(table)
+        return batch
+
+
+def staged(tmp_path: Path, wrong: str = "", **parallel: Any) -> Job:
+    write(tmp_path / "data", "x")
+    plain = replace(job(tmp_path), task=Layered, args={"wrong": wrong}, evaluate=None, workers=Workers(min=2, max=4))
+    return replace(
+        plain,
+        data=replace(plain.data, batch_size=16, shards=4),
+        parallel=Parallel(**{"pipeline": 2, "microbatches": 2, **parallel}),
+    )
+
+
+def test_the_cut_is_shown(tmp_path: Path) -> None:
+    report = validate_job(staged(tmp_path), [])
+    assert report.cut is not None
+    assert [stage.layers for stage in report.cut.stages] == [(("in",),), (("out",),)]
+    lines = report.lines()
+    assert "  4 workers: 2 cells of 2 stages, 2 shards on the fullest, 100 % efficiency" in lines
+    assert lines[-3].startswith("    stage 0: in; 8 parameters, 0.0 MB, ")
+    assert lines[-1].startswith("    bubble to expect: ")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ("layers", "the layers of Layered cannot be built: ZeroDivisionError: in layers"),
+        ("slash", "the layer 'in/out' has a slash in its name"),
+        ("width", "the layers cannot be run one after the other: RuntimeError"),
+        ("collate", "the layers cannot be run one after the other: KeyError: 'label'"),
+    ],
+)
+def test_what_keeps_a_model_from_being_cut_is_the_users_to_mend(tmp_path: Path, wrong: str, what: str) -> None:
+    with pytest.raises(TaskError, match=re.escape(what)):
+        validate_job(staged(tmp_path, wrong), [])
+
+
+def test_more_stages_than_layers_and_fewer_microbatches_than_the_schedule_needs(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="2 stages of interleaved need 4 layers, and the model has 2: in, out"):
+        validate_job(staged(tmp_path, schedule="interleaved"), [])
+    (tmp_path / "other").mkdir()
+    few = replace(staged(tmp_path / "other", microbatches=1), workers=Workers(min=2, max=8))
+    with pytest.raises(InputError, match="1f1b needs as many microbatches in a cell as it has stages: 2, not 1"):
+        validate_job(few, [])

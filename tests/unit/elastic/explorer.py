@@ -40,6 +40,8 @@ class Proc(NamedTuple):
     """It has all sums of the step after that."""
     line: int = 0
     """Which history its state is of: steps that are made again begin another one."""
+    before: tuple[int, Stage] | None = None
+    """What it held when it began to take another stage; as long as that generation has made no step."""
     copying: bool = False
     interrupted: bool = False
 
@@ -224,6 +226,7 @@ def _key(world: World) -> Any:
             held = proc.holds if going or not proc.copying else None
             real = proc.inside >= 0, _number(held), proc.copying and going, proc.interrupted
             real += _place(proc.stage), proc.summed, going and name in world.summed, proc.line == world.line
+            real += ((-3, (-1, 0)) if proc.before is None else (proc.before[0], _place(proc.before[1])),)
         lead = phase is Phase.CLOSE and name in group.leads
         seat = group.seats.index(name) if name in group.seats and group.shape.stages > 1 else name in group.seats
         roles = seat, name in world.starting, name in givers, lead
@@ -331,8 +334,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         peers_gone = any(member not in procs for member in applied)
         if proc.interrupted or peers_gone:
             took("interrupted")
-            holds = None if proc.copying else proc.holds
-            yield _leave(world, name, _left(world, name, holds, "interrupted"))
+            yield _interrupted(world, name)
             if proc.interrupted:
                 continue
         if proc.copying:
@@ -341,7 +343,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             givers = [world.donors[stage.number]] if same else list(world.donors)
             if not all(giver in procs for giver in givers) and not peers_gone:
                 took("interrupted")
-                yield _leave(world, name, _left(world, name, None, "interrupted"))
+                yield _interrupted(world, name)
             if formed and not peers_gone and all(giver in procs for giver in givers):
                 took("copied")
                 donor_holds = procs[givers[0]].holds
@@ -408,7 +410,7 @@ def _apply(world: World, name: str, proc: Proc, step: int) -> Iterator[World]:
     members = tuple((m, step if m == name else s) for m, s in world.members)
     summed = tuple(member for member in world.summed if member != name)
     stage = _stage_of(world, name)
-    proc = proc._replace(holds=step, stage=stage, summed=False)
+    proc = proc._replace(holds=step, stage=stage, summed=False, before=None)
     after = _with(world._replace(members=members, summed=summed, newest=max(world.newest, step)), name, proc)
     steps = [s for _, s in members if s is not None]
     proven = max(min(steps), max(steps) - 1)
@@ -430,8 +432,21 @@ def _left(world: World, name: str, holds: int | None, why: e.Why) -> e.Left:
     return e.Left(name, world.group.generation, holds, why, stage=proc.stage, ready=ready)
 
 
+def _interrupted(world: World, name: str) -> World:
+    """A member leaves a broken world, with what it came with where it has less than that now."""
+    proc = dict(world.procs)[name]
+    holds = None if proc.copying else proc.holds
+    if proc.before is not None:
+        step, stage = proc.before
+        if holds != step or proc.stage is None or proc.stage.of > stage.of:
+            holds = step
+            world = _with(world, name, proc._replace(stage=stage))
+    return _leave(world, name, _left(world, name, holds, "interrupted"))
+
+
 def _leave(world: World, name: str, message: e.Left) -> World:
-    proc = dict(world.procs)[name]._replace(inside=-1, holds=message.holds, copying=False, interrupted=False)
+    proc = dict(world.procs)[name]
+    proc = proc._replace(inside=-1, holds=message.holds, before=None, copying=False, interrupted=False)
     return _with(world._replace(mail=(*world.mail, message)), name, proc)
 
 
@@ -654,7 +669,10 @@ def _join(world: World, command: e.Join) -> World:
         if lacks is None and proc.stage not in (None, stage):
             raise Violation(f"{name} would start step {command.first_step} from {proc.holds}")
         copying = lacks == "newer"
-        proc = proc._replace(inside=view.generation, copying=copying, interrupted=False, summed=False)
+        before = None
+        if copying and proc.holds is not None and proc.stage is not None and proc.stage != stage:
+            before = proc.holds, proc.stage
+        proc = proc._replace(inside=view.generation, copying=copying, interrupted=False, summed=False, before=before)
         if not copying:
             if lacks == "initial":
                 proc = proc._replace(holds=-1, line=world.line)

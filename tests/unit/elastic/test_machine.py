@@ -514,6 +514,7 @@ STAGED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int]]] = {
     "one cell, a stop that takes too long": (2, 2, (2,), {"capacity": 2, "stops": 1, "lates": 1}),
     "cut anew": (1, 2, (2, 1), {"capacity": 2, "drains": 1}),
     "cut anew, and back": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1}),
+    "cut anew for one that dies": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1, "deaths": 1}),
     "cut anew from a checkpoint": (1, 2, (2, 1), {"capacity": 2, "deaths": 1, "saves": 1}),
 }
 """(minimum, maximum, cuts) and what may happen."""
@@ -538,6 +539,22 @@ def test_every_order_of_events_among_stages(name: str) -> None:
     taken = explore(staged(*STAGED[name]))
     assert taken["summed"]
     assert taken["applied"]
+
+
+@pytest.mark.parametrize(
+    "happening", [{"capacity": 1, "arrivals": 1, "lates": 2}, {"capacity": 2, "drains": 1, "lates": 1}]
+)
+def test_no_step_is_made_again_where_nobody_dies_however_often_a_cut_does_not_come_about(
+    happening: dict[str, int],
+) -> None:
+    def look(world: Any) -> None:
+        assert world.line == 0, world
+
+    # Who is dismissed because it does not leave in time counts as dead.
+    with broken(**rules(LEAVE_Late=Rule(stay, (L,)))):
+        taken = explore(staged(1, 2, (2, 1), happening), look=look)
+    assert taken["late"]
+    assert taken["copied"]
 
 
 @pytest.mark.slow
