@@ -18,6 +18,7 @@ from raytrain_plus.elastic.group import (
     Standing,
     Worker,
     free,
+    holds,
     members_in,
     preparing,
     shape_for,
@@ -177,7 +178,12 @@ def _join(group: Group, best: Standing) -> Outcome:
     able = free(group)
     shape = shape_for(group, len(able))
     assert shape is not None, "there are enough"
-    seats = seated(group.seats, group.shape, able, shape)
+    holding = {
+        name: stage.number
+        for name in able
+        if (stage := group.workers[name].stage) and stage.of == shape.stages and holds(group, name) == best.step
+    }
+    seats = seated(group.seats, group.shape, able, shape, holding)
     lacks: dict[str, e.Lacks] = {}
     # Sums of a step that was not applied are those of this generation alone.
     workers = {name: replace(worker, ready=None) for name, worker in group.workers.items()}

@@ -6,8 +6,9 @@ A seat is a number: the seats of cell 0, by stage, then those of cell 1. A cell 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from raytrain_plus.elastic.policy import useful_size
 
@@ -90,8 +91,15 @@ def useful_shape(available: int, minimum: int, maximum: int, shards: int, cuts: 
     return None
 
 
-def seated(before: Sequence[str], old: Shape, available: Collection[str], new: Shape) -> tuple[str, ...]:
+def seated(
+    before: Sequence[str],
+    old: Shape,
+    available: Collection[str],
+    new: Shape,
+    holding: Mapping[str, int] = MappingProxyType({}),
+) -> tuple[str, ...]:
     """Who sits where in `new`: `new.size` of the `available`, by seat; `before`, by seat in `old`, is who sat where.
+    `holding`: of which stage of `new` some have the state.
 
     Nobody changes the stage without need, since its state would have to come from another. A cell that goes on keeps
     who is left of it. Its holes are filled by members of the same stage out of cells that do not go on, then by those
@@ -102,6 +110,24 @@ def seated(before: Sequence[str], old: Shape, available: Collection[str], new: S
     >>> seated(("a0", "a1", "b0", "b1"), Shape(2, 2), ("a0", "b1"), Shape(1, 2))
     ('a0', 'b1')
     """
+    return _at_home(_seated(before, old, available, new), new, holding)
+
+
+def _at_home(seats: Sequence[str], shape: Shape, holding: Mapping[str, int]) -> tuple[str, ...]:
+    """Has those change places who hold the stage of another's seat."""
+    found = list(seats)
+    for seat in range(shape.size):
+        stage = shape.place(seat)[1]
+        if holding.get(found[seat]) == stage:
+            continue
+        for other in range(shape.size):
+            if holding.get(found[other]) == stage != shape.place(other)[1]:
+                found[seat], found[other] = found[other], found[seat]
+                break
+    return tuple(found)
+
+
+def _seated(before: Sequence[str], old: Shape, available: Collection[str], new: Shape) -> tuple[str, ...]:
     members = [worker for worker in before if worker in available]
     fresh = [worker for worker in available if worker not in members]
     if not members or old.stages != new.stages:

@@ -110,3 +110,28 @@ def test_a_cell_that_is_whole_goes_on_whole() -> None:
 def test_a_new_cut_keeps_the_front_in_front(new: Shape, after: tuple[str, ...]) -> None:
     sat = ("a0", "a1", "a2", "a3")
     assert seated(sat, Shape(1, 4), ("a0", "a1"), new) == after
+
+
+def test_who_holds_a_stage_sits_there() -> None:
+    # Left over of a cell that was left out, in whatever order.
+    assert seated((), Shape(1), ("x1", "x0"), Shape(1, 2), {"x0": 0, "x1": 1}) == ("x0", "x1")
+    assert seated(("a0", "a1"), Shape(1, 2), ("a0", "y", "x1"), Shape(1, 2), {"a0": 0, "x1": 1}) == ("a0", "y")
+    assert seated((), Shape(1), ("x1", "y", "x0"), Shape(1, 3), {"x0": 0, "x1": 1}) == ("x0", "x1", "y")
+
+
+@given(cells=st.integers(1, 3), stages=st.integers(1, 3), data=st.data())
+def test_nobody_is_moved_from_the_stage_that_it_holds(cells: int, stages: int, data: st.DataObject) -> None:
+    shape = Shape(cells, stages)
+    workers = [f"w{number}" for number in range(shape.size)]
+    holding = {worker: data.draw(st.integers(0, stages - 1)) for worker in workers if data.draw(st.booleans())}
+    plain = seated((), Shape(1), workers, shape)
+    after = seated((), Shape(1), workers, shape, holding)
+    assert sorted(after) == sorted(plain)
+
+    def at_home(seats: tuple[str, ...]) -> set[str]:
+        return {worker for seat, worker in enumerate(seats) if holding.get(worker) == shape.place(seat)[1]}
+
+    assert at_home(plain) <= at_home(after)
+    for stage in range(stages):
+        of_stage = [worker for worker, held in holding.items() if held == stage]
+        assert len(at_home(after) & set(of_stage)) == min(len(of_stage), cells)
