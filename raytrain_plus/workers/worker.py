@@ -68,11 +68,9 @@ from raytrain_plus.task import Task
 from raytrain_plus.taskfile import build_task, fault_of, load_function, load_task, trim_traceback
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.loop import Evaluation, Feed, Limits, train
-from raytrain_plus.training.measure import measured
 from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.randomness import random_key, repeatable, set_random_key
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
-from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.plan import (
     WHOLE,
@@ -385,6 +383,10 @@ class Worker:
         assert self._plan is not None
         assert self._task is not None
         assert self._rows is not None
+        # Loads torch's schedules, too, before the first world forms.
+        from raytrain_plus.training.measure import measured
+        from raytrain_plus.training.staged import Staged  # noqa: F401
+
         job = self._plan.job
         batch = first_microbatch(self._rows, job.parallel.microbatches, self._task.collate)
         found = measured(self._task, job.seed, self._device, batch)
@@ -547,6 +549,9 @@ class Worker:
         # The last to come is the first to go: others wait until this world is left, not for the rest.
         stack.callback(self._leave, world)
         if assignment.cell is not None:
+            # torch's schedules take a while to load: here, where they are wanted.
+            from raytrain_plus.training.staged import Staged
+
             cell = TorchWorld(assignment.cell)
             stack.callback(self._leave, cell)
             self._stepper.passes = Staged(
