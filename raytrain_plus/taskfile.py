@@ -8,14 +8,15 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 
 import torch
 
-from raytrain_plus.errors import TaskError
+from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.task import Task
 
 
@@ -60,6 +61,19 @@ def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
             where=f"task: {cls.__module__}:{cls.__qualname__}",
             remedy=f"check the job's args (given: {given})" if isinstance(error, TypeError) else "",
             user_traceback=trim_traceback(error),
+        ) from None
+
+
+@contextmanager
+def told_as_task_error(what: str, where: str) -> Iterator[None]:
+    """What the task's code raises while it is open becomes a `TaskError` that says `what` went wrong, in its frames."""
+    try:
+        yield
+    except RaytrainError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"{what}: {type(error).__name__}: {error}", where=where, user_traceback=trim_traceback(error)
         ) from None
 
 

@@ -14,6 +14,7 @@ from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.source import Index, check_alike, check_enough, exists, index
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
+from raytrain_plus.observe.standing import plural
 from raytrain_plus.parallel.shapes import cuts_of, left_out, shapes_of
 from raytrain_plus.taskfile import build_task, load_function, load_task
 from raytrain_plus.training.layers import layers_of
@@ -77,9 +78,9 @@ class Report:
             if self.read_factor > FACTOR_WARNING:
                 said.append("  warning: that is much; write smaller row groups, or use fewer data.shards")
         for size in self.sizes:
-            cells = f"{_some(size.cells, 'cell')} of {_some(size.stages, 'stage')}, " * (self.most_stages > 1)
+            cells = f"{plural(size.cells, 'cell')} of {plural(size.stages, 'stage')}, " * (self.most_stages > 1)
             said.append(
-                f"  {_some(size.workers, 'worker')}: {cells}{size.shards} shards on the fullest, "
+                f"  {plural(size.workers, 'worker')}: {cells}{size.shards} shards on the fullest, "
                 f"{100 * size.efficiency:.0f} % efficiency"
             )
         if self.left_out:
@@ -136,10 +137,6 @@ def _forecast(job: Job, task: Task, roots: Sequence[Path], size: Size, seen: Ind
     rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=transform, granule=job.data.granule)
     layers = measured_here(job, task, rows)
     return forecast(layers, job.parallel.schedule, job.parallel.pipeline, size.shards * job.parallel.microbatches)
-
-
-def _some(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _cut_lines(cut: Forecast) -> list[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job import Job
-from raytrain_plus.taskfile import build_task, load_task, trim_traceback
+from raytrain_plus.taskfile import build_task, load_task, told_as_task_error
 
 
 def layers_of(job: Job, roots: Sequence[Path]) -> tuple[str, ...] | None:
@@ -18,13 +17,5 @@ def layers_of(job: Job, roots: Sequence[Path]) -> tuple[str, ...] | None:
     from raytrain_plus.training.model import layer_names
 
     task = build_task(load_task(job.task, roots), job.args)
-    try:
+    with told_as_task_error(f"the layers of {type(task).__name__} cannot be built", f"task: {job.task}"):
         return layer_names(task, job.seed)
-    except RaytrainError:
-        raise
-    except Exception as error:
-        raise TaskError(
-            f"the layers of {type(task).__name__} cannot be built: {type(error).__name__}: {error}",
-            where=f"task: {job.task}",
-            user_traceback=trim_traceback(error),
-        ) from None

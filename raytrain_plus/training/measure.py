@@ -12,14 +12,13 @@ from torch import nn
 
 from raytrain_plus.data.granule import Rows
 from raytrain_plus.data.reader import Microbatch, first_microbatch
-from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job import Job
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.cut import Layer
 from raytrain_plus.parallel.pipeline.handover import Tensors
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.task import Task
-from raytrain_plus.taskfile import trim_traceback
+from raytrain_plus.taskfile import told_as_task_error
 from raytrain_plus.training.model import build_chunks, layer_names, to_device
 from raytrain_plus.training.passes import weighed
 from raytrain_plus.training.randomness import random_key, set_random_key
@@ -76,16 +75,9 @@ def measured_here(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
     threads = torch.get_num_threads()
     torch.set_num_threads(job.workers.threads)
     try:
-        microbatch = first_microbatch(rows, job.parallel.microbatches, task.collate)
-        return measured(task, job.seed, torch.device("cpu"), microbatch)
-    except RaytrainError:
-        raise
-    except Exception as error:
-        raise TaskError(
-            f"the layers cannot be run one after the other: {type(error).__name__}: {error}",
-            where=f"task: {job.task}",
-            user_traceback=trim_traceback(error),
-        ) from error
+        with told_as_task_error("the layers cannot be run one after the other", f"task: {job.task}"):
+            microbatch = first_microbatch(rows, job.parallel.microbatches, task.collate)
+            return measured(task, job.seed, torch.device("cpu"), microbatch)
     finally:
         torch.set_num_threads(threads)
 

@@ -12,7 +12,7 @@ fits: nothing has changed by then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from raytrain_plus.collective.world import World, wait
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.parallel.data import BUCKET_BYTES, Gradients, square_norm
+from raytrain_plus.parallel.pipeline.layout import tied_groups
 from raytrain_plus.state import transfer
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.named import dtype_name
@@ -100,7 +101,7 @@ class Stepper:
         ]
         self.tied = built[0].tied
         """In the whole model, parameters that are copies -> what they are copies of."""
-        self._tied = _groups(self.tied, dict(self.named).keys())
+        self._tied = [names for names in tied_groups(self.tied) if not dict(self.named).keys().isdisjoint(names)]
         self._frozen = [(name, value) for name, value in named if not value.requires_grad]
         self._persistent = [
             name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
@@ -318,14 +319,6 @@ def _part(
         Buffers(built.module, task, exact_shards, label),
         LayerKeys(built.module, built.layers, seed),
     )
-
-
-def _groups(tied: Mapping[str, str], own: Set[str]) -> list[list[str]]:
-    """The tied parameters that train and of which one at least is here, each group in the order of names."""
-    groups: dict[str, list[str]] = {}
-    for copy, owner in tied.items():
-        groups.setdefault(owner, [owner]).append(copy)
-    return [sorted(names) for _, names in sorted(groups.items()) if not own.isdisjoint(names)]
 
 
 def _check_exact(named: Sequence[tuple[str, nn.Parameter]]) -> None:

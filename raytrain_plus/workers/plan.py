@@ -13,7 +13,7 @@ from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job import Job
 from raytrain_plus.parallel.mesh import Stage
 from raytrain_plus.parallel.pipeline.cut import Layer
-from raytrain_plus.parallel.pipeline.layout import Chunks
+from raytrain_plus.parallel.pipeline.layout import Chunks, tied_groups
 from raytrain_plus.state.manifest import Share
 from raytrain_plus.training.records import Evaluated, StepRecord
 
@@ -80,11 +80,8 @@ class Layers:
     def apart(self, tied: Mapping[str, str]) -> dict[int, list[str]]:
         """Of parameters that are tied (a copy -> what it is a copy of), those that each stage has, where others have
         some that are tied to them."""
-        groups: dict[str, set[str]] = {}
-        for copy, owner in tied.items():
-            groups.setdefault(owner, {owner}).add(copy)
         found: dict[int, list[str]] = {}
-        for names in groups.values():
+        for names in tied_groups(tied):
             places = {name: self.stages.get(name.partition(".")[0], 0) for name in names}
             for name in names if len(set(places.values())) > 1 else ():
                 found.setdefault(places[name], []).append(name)

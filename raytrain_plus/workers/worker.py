@@ -37,7 +37,15 @@ from raytrain_plus.data.granule import Rows, Transform
 from raytrain_plus.data.line import Line
 from raytrain_plus.data.of_job import evaluation_line, line_of
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.data.reader import Batches, Collate, Counts, first_microbatch, held_out, held_out_counts
+from raytrain_plus.data.reader import (
+    Batches,
+    Collate,
+    Counts,
+    first_microbatch,
+    held_out,
+    held_out_counts,
+    microbatch_rows,
+)
 from raytrain_plus.data.source import Index, differences, index
 from raytrain_plus.elastic.events import Why
 from raytrain_plus.errors import (
@@ -65,7 +73,7 @@ from raytrain_plus.state.transfer import Snapshot, digest, hashed, restricted
 from raytrain_plus.storage.folder import open_folder
 from raytrain_plus.storage.tries import tried
 from raytrain_plus.task import Task
-from raytrain_plus.taskfile import build_task, fault_of, load_function, load_task, trim_traceback
+from raytrain_plus.taskfile import build_task, fault_of, load_function, load_task, told_as_task_error, trim_traceback
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.loop import Evaluation, Feed, Limits, train
 from raytrain_plus.training.model import build_chunks, build_model
@@ -353,7 +361,7 @@ class Worker:
         assert self._task is not None
         job, task = self._plan.job, self._task
         self._stepper = self._stage = None
-        try:
+        with told_as_task_error(f"{type(task).__name__} cannot be built", f"task: {job.task}"):
             if layers.chunks:
                 built = build_chunks(task, job.seed, self._device, layers.chunks)
             else:
@@ -367,14 +375,6 @@ class Worker:
                 device=self._device,
                 exact=job.reduction == "exact",
             )
-        except TaskError:
-            raise
-        except Exception as error:
-            raise TaskError(
-                f"{type(task).__name__} cannot be built: {type(error).__name__}: {error}",
-                where=f"task: {job.task}",
-                user_traceback=trim_traceback(error),
-            ) from None
         check_storable(self._stepper.holding())
         self._stage = layers.stage
 
@@ -644,7 +644,8 @@ class Worker:
             return found
         assert plan is not None
         assert plan.held_out is not None
-        line, rows = evaluation_line(plan.job, plan.held_out), _held_out_rows(plan.job)
+        line = evaluation_line(plan.job, plan.held_out)
+        rows = microbatch_rows(line, plan.job.parallel.microbatches)
         return replace(found, batches=lambda shard: held_out_counts(line, shard, rows))
 
     def _open_feed(self, hosted: tuple[int, ...], first_step: int, *, stream: bool) -> Batches:
@@ -736,13 +737,9 @@ def _evaluation(plan: Plan, collate: Collate, transform: Transform | None) -> Ev
     job, seen = plan.job, plan.held_out
     if job.evaluate is None or seen is None:
         return None
-    rows, size = _rows(seen, evaluation_line(job, seen), job, transform), _held_out_rows(job)
+    rows = _rows(seen, evaluation_line(job, seen), job, transform)
+    size = microbatch_rows(rows.line, job.parallel.microbatches)
     return Evaluation(every_steps=job.evaluate.every_steps, batches=lambda shard: held_out(rows, shard, size, collate))
-
-
-def _held_out_rows(job: Job) -> int:
-    """Rows of a microbatch of an evaluation."""
-    return job.data.batch_size // job.data.shards // job.parallel.microbatches
 
 
 def _state(stepper: Stepper) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from raytrain_plus.job import Schedule
 from raytrain_plus.parallel.pipeline.cut import Layer, cut
@@ -59,3 +59,15 @@ def laid_over(layers: Sequence[Layer], schedule: Schedule, stages: int) -> tuple
     return tuple(
         tuple(chunk for chunk, holder in zip(names, where, strict=True) if holder == stage) for stage in range(stages)
     )
+
+
+def tied_groups(tied: Mapping[str, str]) -> list[list[str]]:
+    """The parameters that are one, out of copy -> what it is a copy of; each group in the order of names.
+
+    >>> tied_groups({"head.out": "embed.in", "mid.out": "embed.in"})
+    [['embed.in', 'head.out', 'mid.out']]
+    """
+    groups: dict[str, list[str]] = {}
+    for copy, owner in tied.items():
+        groups.setdefault(owner, [owner]).append(copy)
+    return [sorted(names) for _, names in sorted(groups.items())]

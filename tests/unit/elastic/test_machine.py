@@ -589,22 +589,25 @@ def test_what_is_held_of_steps_that_are_made_again_counts_no_more() -> None:
     assert (join.donors, join.view.shape, join.lacks) == (("a", "b"), Shape(1, 2), {})
 
 
+ALL: dict[str, int] = {
+    "capacity": 3,
+    "deaths": 3,
+    "arrivals": 2,
+    "drains": 1,
+    "doubles": 2,
+    "losses": 2,
+    "faults": 1,
+    "lates": 1,
+    "saves": 2,
+    "damages": 1,
+}
+"""Everything that can happen, and how often."""
+
 STAGES_AND_ALL = staged(
     1,
     4,
     (2, 1),
-    {
-        "capacity": 3,
-        "deaths": 3,
-        "arrivals": 2,
-        "drains": 1,
-        "doubles": 2,
-        "losses": 2,
-        "faults": 1,
-        "lates": 1,
-        "saves": 2,
-        "damages": 1,
-    },
+    ALL,
 )
 """All that can happen, to one or two cells of two stages that may be cut anew into one."""
 
@@ -677,18 +680,7 @@ EVERYTHING = scope(
     1,
     1,
     3,
-    {
-        "capacity": 3,
-        "deaths": 3,
-        "arrivals": 2,
-        "drains": 1,
-        "doubles": 2,
-        "losses": 2,
-        "faults": 1,
-        "lates": 1,
-        "saves": 2,
-        "damages": 1,
-    },
+    ALL,
 )
 """All that can happen, in one world of three workers and a spare: too large to be visited whole."""
 
