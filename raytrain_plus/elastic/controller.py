@@ -440,7 +440,7 @@ class Controller:
         shape = view.shape
         rings = [self._formations(f"stage{stage}", shape.ring(stage), names) for stage in range(shape.stages)]
         cells = [self._formations(f"cell{cell}", shape.cell(cell), names) for cell in range(shape.cells)]
-        takes = {name for name, what in command.lacks.items() if what == "newer"}
+        takes = {name for name, what in command.lacks.items() if what != "initial"}
         sources: dict[str, Any] = {}
         if takes:
             sources = {name: self._pool.call(name, "snapshot", view.generation) for name in command.donors}

@@ -15,9 +15,10 @@ from raytrain_plus.parallel.mesh import Stage
 Why = Literal["paused", "finished", "interrupted", "failed"]
 """Why a member came back: at a boundary that was wished for, at the last step, out of a broken world, by an error."""
 
-Lacks = Literal["initial", "newer"]
-"""What a member does not have when its generation begins: the initial state, which it makes by itself; or the state
-that others hold, which it takes from them."""
+Lacks = Literal["initial", "newer", "stage"]
+"""What a member does not have when its generation begins: the initial state, which it makes by itself; the state that
+others hold, which it takes from them; or its new stage of the state that it holds another stage of, taken alike. Until
+a step is made that one is kept: no other worker may have it."""
 
 
 @dataclass(frozen=True, slots=True)

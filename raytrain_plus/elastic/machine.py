@@ -193,7 +193,7 @@ def _join(group: Group, best: Standing) -> Outcome:
             if worker.holds != -1 or worker.stage not in (None, stage):
                 lacks[name] = "initial"
         elif (worker.holds, worker.stage) != (best.step, stage):
-            lacks[name] = "newer"
+            lacks[name] = "stage" if worker.holds == best.step else "newer"
         workers[name] = replace(worker, state="in", joined=False)
     generation = group.generation + 1
     group = replace(
@@ -315,8 +315,9 @@ def _up(group: Group, event: e.Up) -> Outcome:
 
 def _warm(group: Group, event: e.Warm) -> Outcome:
     state = group.workers[event.worker].state
-    # Whoever rehearses has lost the initial state: word of that is late.
-    if state not in ("coming", "up", "rehearsing", "restoring") or (state == "rehearsing" and event.holds is not None):
+    # Whoever rehearses, or reads a checkpoint, has lost the initial state: word of that is late.
+    late = (state == "rehearsing" and event.holds is not None) or (state == "restoring" and event.holds == -1)
+    if state not in ("coming", "up", "rehearsing", "restoring") or late:
         return group, []
     # One that has not rehearsed while others train has yet to show that it can make a step.
     proved = state == "rehearsing" or group.generation < 0

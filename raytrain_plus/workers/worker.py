@@ -511,7 +511,8 @@ class Worker:
         if assignment.gives:
             # What it held is gone then.
             self._wait_for(self._given.setdefault(assignment.generation, Future()))
-        if assignment.lacks == "newer" and self._stepper is not None and self._stepper.held is not None:
+        if assignment.lacks == "stage":
+            assert self._stepper is not None
             assert self._stage is not None
             self._before = self._stage, self._stepper
         # It waits for nobody meanwhile, whoever is lost.
@@ -565,7 +566,7 @@ class Worker:
                 tied=assignment.layers.apart(self._stepper.tied),
             )
         form_s = time.monotonic() - start
-        if assignment.lacks == "newer":
+        if assignment.lacks in ("newer", "stage"):
             self._stepper.adopt(self._copied(assignment))
         return world, form_s
 

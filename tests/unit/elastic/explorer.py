@@ -528,7 +528,9 @@ def _counts(group: Group, message: e.Event) -> bool:
 def _equals(group: Group, commands: list[e.Command]) -> Iterator[tuple[Group, e.Command]]:
     """What else could be done where the machine has chosen one of several workers that are equally advanced."""
     last = commands[-1] if commands else None
-    if not isinstance(last, e.HandOver) and not (isinstance(last, e.Join) and "newer" in last.lacks.values()):
+    if not isinstance(last, e.HandOver) and not (
+        isinstance(last, e.Join) and set(last.lacks.values()) & {"newer", "stage"}
+    ):
         return
     [best] = last.donors if isinstance(last, e.Join) else last.workers
     chosen = group.workers[best]
@@ -668,9 +670,11 @@ def _join(world: World, command: e.Join) -> World:
             raise Violation(f"{name} would go on from {proc.holds} of another history")
         if lacks is None and proc.stage not in (None, stage):
             raise Violation(f"{name} would start step {command.first_step} from {proc.holds}")
-        copying = lacks == "newer"
+        copying = lacks in ("newer", "stage")
         before = None
-        if copying and proc.holds is not None and proc.stage is not None and proc.stage != stage:
+        if lacks == "stage":
+            if proc.holds is None or proc.stage is None:
+                raise Violation(f"{name} holds nothing that it could keep")
             before = proc.holds, proc.stage
         proc = proc._replace(inside=view.generation, copying=copying, interrupted=False, summed=False, before=before)
         if not copying:
@@ -680,7 +684,7 @@ def _join(world: World, command: e.Join) -> World:
             world = world._replace(mail=(*world.mail, e.Joined(name, view.generation)))
         world = _with(world, name, proc)
     step = command.first_step - 1
-    members = tuple((name, None if command.lacks.get(name) == "newer" else step) for name in names)
+    members = tuple((name, None if command.lacks.get(name) in ("newer", "stage") else step) for name in names)
     # What its members go on from is told to be committed: one that lives holds it.
     announced = max(world.announced, step)
     procs = dict(world.procs)

@@ -589,6 +589,29 @@ def test_what_is_held_of_steps_that_are_made_again_counts_no_more() -> None:
     assert (join.donors, join.view.shape, join.lacks) == (("a", "b"), Shape(1, 2), {})
 
 
+def test_who_takes_another_stage_keeps_what_it_held_only_where_that_counts() -> None:
+    limits = Limits(minimum=2, maximum=2, spares=0, shards=2, steps=9, max_failures=None, expected=2, cuts=(2, 1))
+    whole = Worker("idle", holds=3, stage=Stage(0, 1))
+    group = Group(limits=limits, phase=G, generation=1, seats=("a",), workers={"a": whole}, committed=3)
+    new = {**group.workers, "b": Worker("up")}
+    _, [join] = step(replace(group, workers=new), e.Warm("b", -1))
+    assert isinstance(join, e.Join)
+    assert join.lacks == {"a": "stage", "b": "newer"}
+    # What it has read of a damaged checkpoint.
+    void = {**group.workers, "b": Worker("restoring")}
+    _, [join] = step(replace(group, workers=void), e.Warm("b", 3, Stage(1, 2)))
+    assert isinstance(join, e.Join)
+    assert join.lacks == {"a": "stage", "b": "newer"}
+
+
+def test_who_reads_a_checkpoint_has_not_read_it_because_it_was_warm_before() -> None:
+    limits = Limits(minimum=1, maximum=1, spares=0, shards=2, steps=9, max_failures=None, expected=1)
+    reader = Worker("restoring", stage=Stage(0, 1))
+    group = Group(limits=limits, phase=G, generation=1, workers={"a": reader}, committed=3, durable=3)
+    assert step(group, e.Warm("a", -1))[0] == group
+    assert step(group, e.Warm("a", 3, Stage(0, 1)))[0].phase is J
+
+
 ALL: dict[str, int] = {
     "capacity": 3,
     "deaths": 3,
