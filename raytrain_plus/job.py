@@ -95,6 +95,9 @@ class Elastic:
     wait_s: float = 60.0
     """Seconds to wait for the workers that a run needs before it gives up."""
 
+    copy_every: int = 1
+    """Steps between two copies of state that one worker alone holds into another's memory."""
+
     stop_grace_s: float = 3.0
     """Seconds that a stopped run has to come to a step boundary and save its result."""
 
@@ -458,6 +461,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("elastic.hang_timeout_s",), _above_zero),
     (("elastic.max_failures",), _at_least(0)),
     (("elastic.wait_s",), _above_zero),
+    (("elastic.copy_every",), _at_least(1)),
     (("elastic.stop_grace_s",), _above_zero),
     (("checkpoint.every_steps",), _at_least(1)),
     (("checkpoint.every_s",), _above_zero),

@@ -50,6 +50,10 @@ class Result:
     """From the first step made to the last."""
     bubble: float | None = None
     """Where the model was in stages: the share of their time in which they waited for one another."""
+    copies: int = 0
+    """How often the state, where workers held parts of it alone, was copied into others' memory."""
+    copy_s: float = 0.0
+    """Seconds for which those copies held the steps up, together."""
     error: str | None = None
     """What ended a failed run."""
     show: str | None = None

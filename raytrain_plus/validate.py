@@ -153,4 +153,10 @@ def _cut_lines(cut: Forecast) -> list[str]:
             f"    stage {number}: {chunks}; {stage.parameters:,} parameters, {stage.bytes / 1e6:,.1f} MB, "
             f"{1000 * stage.seconds:.1f} ms a microbatch"
         )
-    return [*said, f"    bubble to expect: {100 * cut.bubble:.0f} %"]
+    # Two of its own and two of another's, at most.
+    copied = 4 * max(stage.state_bytes for stage in cut.stages)
+    return [
+        *said,
+        f"    bubble to expect: {100 * cut.bubble:.0f} %",
+        f"    where there is one cell, copies in memory: up to {copied / 1e6:,.1f} MB more on each worker",
+    ]

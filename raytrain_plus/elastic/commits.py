@@ -36,12 +36,12 @@ class Commits(Generic[Record]):
         """A new generation begins, of these members and with the state after step `held`, which they all have or copy.
 
         The records of the steps that this commits, in order: a living member holds them. Later ones are forgotten: who
-        applied them is gone, and they will be made again.
+        applied them is gone, and they will be made again. What is committed stays so, though it may be made again, too.
         """
         committed = [self._records[step] for step in range(self.next_step, held + 1)]
         self._records.clear()
         self._applied = dict.fromkeys(members, held)
-        self.next_step = held + 1
+        self.next_step = max(self.next_step, held + 1)
         return committed
 
     def report(self, member: str, records: Sequence[Record]) -> list[Record]:

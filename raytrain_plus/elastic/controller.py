@@ -25,8 +25,9 @@ from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
+from raytrain_plus.elastic.buddies import buddies
 from raytrain_plus.elastic.checkpoints import Checkpoints
-from raytrain_plus.elastic.group import Phase, holders, holds, members_in, standing
+from raytrain_plus.elastic.group import Phase, Worker, holders, members_in, standing
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.elastic.nodes import Nodes
 from raytrain_plus.elastic.order import Closing, Order
@@ -52,7 +53,19 @@ from raytrain_plus.state.checkpoint import MISSING, amiss
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.folder import open_folder
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
-from raytrain_plus.workers.plan import WHOLE, Assignment, Export, Layers, Outcome, Place, Ready, ShareOf, Written
+from raytrain_plus.workers.plan import (
+    WHOLE,
+    Assignment,
+    Buddy,
+    Export,
+    Layers,
+    Outcome,
+    Place,
+    Ready,
+    Sent,
+    ShareOf,
+    Written,
+)
 from raytrain_plus.workers.pool import Pool, answer
 
 TICK_S = 0.05
@@ -84,6 +97,10 @@ class _Round:
     view: View
     rings: list[RendezvousServer] = field(default_factory=list)
     cells: list[RendezvousServer] = field(default_factory=list)
+    buddies: dict[str, str] = field(default_factory=dict)
+    """For each member whose state nobody else holds, who keeps a copy of it."""
+    sent: dict[int, dict[str, Sent]] = field(default_factory=dict)
+    """For each step of which not all copies are known to be where they belong: those that are, by member."""
     slowest_s: float = 0.0
     """Of those that have joined, how long the slowest took to form its worlds."""
     shas: dict[str, str] = field(default_factory=dict)
@@ -129,6 +146,8 @@ class Controller:
             self._run, order, self._journal, self._post, lambda step: self._feed(e.Saved(step)), self._settled
         )
         self._ends_kept = 0
+        self._handing = -1
+        """The step whose model is handed over."""
         self._restored: Manifest | None = None
         self._going_on = order.past is not None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -339,14 +358,15 @@ class Controller:
             self._export = None
             self._errors.pop("export", None)
             self._ends_kept = 0
-            lead, *others = command.workers
-            if self._journal.opened and holds(self._group, lead) < self._journal.committed:
+            self._handing = command.step
+            if self._journal.opened and command.step < self._journal.committed:
                 # Nobody holds what was committed, and nothing more will be made.
                 self._journal.base += 1
-                self._go_back_to(holds(self._group, lead), self._group.generation)
-            sources = tuple(self._pool.call(name, "snapshot", self._group.generation) for name in others)
+                self._go_back_to(command.step, self._group.generation)
+            lead = command.workers[0]
+            sources = self._snapshots(command.workers, command.step, self._group.workers[lead])
             # First of all: a share that is still being written may keep it waiting.
-            self._pool.ask(lead, self._posted(self._handed, lead), "export", sources)
+            self._pool.ask(lead, self._posted(self._handed, lead), "export", command.step, sources)
         elif isinstance(command, e.Wait):
             if self._group.generation >= 0:
                 self._waits(command.have)
@@ -418,6 +438,7 @@ class Controller:
             self._lost(name, f"its step for practice failed: {error}")
             return
         self._feed(e.Warm(name, None))
+        self._look_for_buddies()
 
     # A generation
 
@@ -430,7 +451,8 @@ class Controller:
             self._journal.open(fence, order.job_yaml, order.versions, address, order.plan.index.to_json())
             self._checkpoints.restart_clock()
         self._journal.renew()
-        self._go_back_to(command.first_step - 1, view.generation)
+        if not command.again:
+            self._go_back_to(command.first_step - 1, view.generation)
         self._checkpoints.formed(self._journal.base + view.generation, view.members)
         names = [member.worker for member in view.members]
         self._journal.regroup(time.time(), names, command.first_step - 1, view.generation)
@@ -441,9 +463,10 @@ class Controller:
         rings = [self._formations(f"stage{stage}", shape.ring(stage), names) for stage in range(shape.stages)]
         cells = [self._formations(f"cell{cell}", shape.cell(cell), names) for cell in range(shape.cells)]
         takes = {name for name, what in command.lacks.items() if what != "initial"}
-        sources: dict[str, Any] = {}
+        sources: tuple[Any, ...] = ()
         if takes:
-            sources = {name: self._pool.call(name, "snapshot", view.generation) for name in command.donors}
+            sources = self._snapshots(command.donors, command.first_step - 1)
+        self._round.buddies = self._buddies()
         for seat, member in enumerate(view.members):
             name, stage = member.worker, shape.stage(seat)
             assignment = Assignment(
@@ -454,7 +477,8 @@ class Controller:
                 shards=member.shards,
                 first_step=command.first_step,
                 lacks=command.lacks.get(name),
-                gives=name in sources,
+                gives=command.donors.count(name) if takes else 0,
+                buddy=self._buddy(name),
                 evaluated=self._journal.evaluated,
                 share=ShareOf(
                     generation=self._journal.base + view.generation,
@@ -471,9 +495,81 @@ class Controller:
             if name in takes:
                 # Where the model is cut as before, one of them has all that is wanted.
                 same = len(command.donors) == stage.of
-                givers = [command.donors[stage.number]] if same else command.donors
+                given = (sources[stage.number],) if same else sources
                 # A call of its own, which ends: a reference lives as long as the call that it was given to.
-                self._pool.call(name, "take", view.generation, tuple(sources[giver] for giver in givers))
+                self._pool.call(name, "take", view.generation, given)
+
+    def _snapshots(self, donors: Sequence[str], step: int, but: Worker | None = None) -> tuple[Any, ...]:
+        """References to the states after `step`, by stage, without the one that `but` holds."""
+        generation, of = self._group.generation, len(donors)
+        stages = [Stage(number, of) for number in range(of)]
+        return tuple(
+            self._pool.call(name, "snapshot", generation, step, stage)
+            for name, stage in zip(donors, stages, strict=True)
+            if but is None or (but.holds, but.stage) != (step, stage)
+        )
+
+    # Copies in memory
+
+    def _buddies(self) -> dict[str, str]:
+        """For each member of the present generation, who keeps copies of its state, where nobody else holds that."""
+        now, group = self._round, self._group
+        if now is None or now.view.shape.cells > 1:
+            return {}
+        owners = [member.worker for member in now.view.members]
+        spares = [
+            name
+            for name, worker in group.workers.items()
+            if worker.state == "idle" and not worker.leaving and name not in owners and name in self._places
+        ]
+        nodes = {name: self._places[name].node for name in (*owners, *spares)}
+        return buddies([name for name in owners if name in group.workers], spares, nodes, now.buddies)
+
+    def _buddy(self, owner: str) -> Buddy | None:
+        now = self._round
+        name = None if now is None else now.buddies.get(owner)
+        return None if name is None or name not in self._pool else Buddy(name, self._pool.actor(name))
+
+    def _look_for_buddies(self) -> None:
+        """Has others keep the copies that a worker kept which is gone, or could not be kept till now."""
+        now = self._round
+        if now is None or self._group.phase not in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE):
+            return
+        before, now.buddies = now.buddies, self._buddies()
+        for owner in now.buddies.keys() | before.keys():
+            if before.get(owner) != now.buddies.get(owner) and owner in self._pool:
+                self._pool.call(owner, "copy_to", self._group.generation, self._buddy(owner))
+
+    def copied(self, sent: Sent) -> None:
+        """A copy of a worker's state is in its buddy's memory."""
+        self._post(partial(self._sent, sent))
+
+    def _sent(self, sent: Sent) -> None:
+        now = self._round
+        if now is None or self._stale(sent.generation, f"a copy of {sent.worker}"):
+            return
+        if now.buddies.get(sent.worker) != sent.buddy:
+            # It is gone meanwhile; the copy is sent to another.
+            return
+        told = now.sent.setdefault(sent.step, {})
+        told[sent.worker] = sent
+        copies: dict[str, tuple[Stage, ...]] = {}
+        for seat, member in enumerate(now.view.members):
+            if member.worker not in told:
+                return
+            for keeper in (member.worker, told[member.worker].buddy):
+                copies[keeper] = (*copies.get(keeper, ()), now.view.shape.stage(seat))
+        now.sent.clear()
+        self._journal.copied(told.values())
+        self._settle_copies(sent.step, copies)
+
+    def _settle_copies(self, step: int, copies: Mapping[str, tuple[Stage, ...]]) -> None:
+        """Only these are needed from now on."""
+        generation = self._group.generation
+        self._feed(e.Copied(generation, step, copies))
+        for name, worker in self._group.workers.items():
+            if name in self._pool and worker.state in ("in", "idle"):
+                self._pool.call(name, "copied", generation, step)
 
     def _formations(self, world: str, seats: Sequence[int], names: Sequence[str]) -> list[Formation]:
         """The invitations to one world of the present generation, for the workers of these seats."""
@@ -553,6 +649,9 @@ class Controller:
             for name, worker in self._group.workers.items()
             if name not in members and not worker.leaving and worker.state in ("idle", "rehearsing")
         ]
+        if formed.view.shape.cells > 1 and any(worker.copies for worker in self._group.workers.values()):
+            # All that is held is held twice now.
+            self._settle_copies(self._group.committed, {})
         collective = self._order.plan.collective
         counts = self._parameters(formed.view)
         self._journal.formed(time.time(), formed.view, counts, spares, collective, formed.slowest_s)
@@ -721,10 +820,9 @@ class Controller:
         self._journal.go_back(step, generation, checkpoint, made, min(evaluated, step))
         self._checkpoints.go_back(self._journal.generation, step)
 
-    def _keeps_the_end(self, lead: str) -> bool:
+    def _keeps_the_end(self) -> bool:
         """Has a checkpoint made of the state that the run ends with, by all who hold it; whether one is being made."""
-        group = self._group
-        step = holds(group, lead)
+        step = self._handing
         differ = self._round is not None and self._round.differ
         if step <= self._checkpoints.durable or self._ends_kept == ENDS_KEPT or differ:
             return False
@@ -737,7 +835,7 @@ class Controller:
         able = [name for name, worker in group.workers.items() if worker.state == "idle" and name in self._pool]
         keepers = [name for name in able if group.workers[name].holds == step]
         best = standing(group)
-        if best is None or best.step != step or not keepers:
+        if best is None or best.step != step or best.copied or not keepers:
             return False
         stages = {name: group.workers[name].stage or Stage() for name in keepers}
         keepers = [name for name in keepers if stages[name].of == len(best.donors)]
@@ -785,6 +883,7 @@ class Controller:
                 self._journal.broke(time.time(), f"{name} was lost: {cause}")
         self._dismiss(name)
         self._feed(e.Lost(name, cause))
+        self._look_for_buddies()
 
     def _dismiss(self, name: str) -> None:
         self._pulses.drop(name)
@@ -840,14 +939,14 @@ class Controller:
         except RaytrainError as error:
             self._errors["export"] = error
         # What it alone holds is committed now that it is out of its hands.
-        self._journal.regroup(time.time(), [name], holds(self._group, name), self._group.generation)
+        self._journal.regroup(time.time(), [name], self._handing, self._group.generation)
         self._hand_over()
 
     def _hand_over(self) -> None:
         """The run can end when the model is here, and the last checkpoint is made or given up."""
         if self._group.phase is not Phase.CLOSE or not self._handed_over or self._checkpoints.busy:
             return
-        if not self._keeps_the_end(self._group.leads[0]):
+        if not self._keeps_the_end():
             self._feed(e.Handed())
 
     @property

@@ -126,7 +126,19 @@ class Unreadable:
     durable: int
 
 
-Event = Up | Warm | Joined | Committed | Left | Lost | Notice | Stop | Late | Stuck | Handed | Saved | Unreadable
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The state after `step` is in memory twice: of each stage there is a copy beside its owner's own."""
+
+    generation: int
+    step: int
+    copies: Mapping[str, tuple[Stage, ...]]
+    """Of which stages each of these workers keeps it from now on, whatever it does; no older one is kept."""
+
+
+Event = (
+    Up | Warm | Joined | Committed | Left | Lost | Notice | Stop | Late | Stuck | Handed | Saved | Unreadable | Copied
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +161,8 @@ class Join:
     donors: tuple[str, ...]
     lacks: Mapping[str, Lacks]
     """Of the members that do not have it."""
+    again: bool = False
+    """Its first steps were made before, in the same history: nothing of them is told again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +221,10 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """These workers, one for each stage, give the model out."""
+    """These workers, one for each stage, give the model after `step` out."""
 
     workers: tuple[str, ...]
+    step: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ class Worker:
     """Of which stage; None where it is the initial state, of any, or none."""
     ready: int | None = None
     """The step after it, where it could apply that, too."""
+    copies: frozenset[tuple[int, Stage]] = frozenset()
+    """Steps and stages of which it keeps copies in memory, beside what it holds."""
     leaving: bool = False
     joined: bool = False
     proved: bool = False
@@ -79,6 +81,8 @@ class Group:
     committed: int = -1
     durable: int = -1
     """The step of the newest complete checkpoint; the state after -1, the initial one, can always be had again."""
+    again: int = -1
+    """Up to this step all were committed in this very history, though the group has gone back and makes some again."""
     kept: int = -1
     """The newest step whose state was to be kept because all who hold it will go."""
     leads: tuple[str, ...] = ()
@@ -134,13 +138,16 @@ class Standing:
 
     step: int
     donors: tuple[str, ...]
-    """For each stage, one who holds it; none where it is the initial state, which anybody makes anew."""
+    """For each stage, one who has it; none where it is the initial state, which anybody makes anew."""
+    copied: bool = False
+    """Whether of some stage there is nothing but a copy."""
 
 
 def standing(group: Group) -> Standing | None:
-    """The newest state of which clean workers hold every stage; the initial one where there is none, but workers.
+    """The newest state of which clean workers have every stage; the initial one where there is none, but workers.
 
-    Of those who hold a stage alike, one that stays and sits first is named.
+    Of those who have a stage alike, one that holds it comes before one that keeps a copy, then one that stays and sits
+    first.
     """
     idle = {name: worker for name, worker in group.workers.items() if worker.state == "idle"}
     order = {name: place for place, name in enumerate(group.seats)}
@@ -150,11 +157,16 @@ def standing(group: Group) -> Standing | None:
         held, stage = idle[name].holds, idle[name].stage
         if held is not None and held >= 0 and stage is not None:
             found.setdefault((held, stage.of), {}).setdefault(stage.number, name)
+    held_ones = {key: frozenset(donors) for key, donors in found.items()}
+    for name in ranked:
+        for step, stage in idle[name].copies:
+            found.setdefault((step, stage.of), {}).setdefault(stage.number, name)
     whole = [(held, of) for (held, of), donors in found.items() if len(donors) == of]
     if whole:
         # The same state in two cuts is there only where a checkpoint has been read.
         held, of = max(whole, key=lambda one: (one[0], one[1] == group.shape.stages))
-        return Standing(held, tuple(found[held, of][number] for number in range(of)))
+        copied = len(held_ones.get((held, of), ())) < of
+        return Standing(held, tuple(found[held, of][number] for number in range(of)), copied)
     return Standing(-1, ()) if idle else None
 
 

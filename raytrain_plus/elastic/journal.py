@@ -28,7 +28,7 @@ from raytrain_plus.runfolder import DATASET, JOB, MODEL, PICTURE, TRACE, Fence, 
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.tries import tried
 from raytrain_plus.training.records import Evaluated, StepRecord
-from raytrain_plus.workers.plan import Export, Place
+from raytrain_plus.workers.plan import Export, Place, Sent
 
 log = logging.getLogger(__name__)
 
@@ -255,6 +255,10 @@ class Journal:
         if self._log is not None:
             # The next checkpoint waits for it in any case.
             self._later(self._log.sync, "the resumption cannot be made durable yet")
+
+    def copied(self, sent: Iterable[Sent]) -> None:
+        """The state after a step is in memory twice: these are the copies."""
+        self._totals.copied(list(sent))
 
     def settle(self) -> None:
         """Makes ledger and events durable, up to what is committed by now. Raises `OSError` where it cannot, and

@@ -94,7 +94,8 @@ def _settle(group: Group) -> Outcome:
 
 
 def _ended(group: Group, best: Standing | None) -> bool:
-    return group.finished and best is not None and best.step == group.limits.steps - 1
+    # Who has a copy of a stage alone takes it in first, as a member.
+    return group.finished and best is not None and best.step == group.limits.steps - 1 and not best.copied
 
 
 def _finish(group: Group, late: tuple[str, ...]) -> Outcome:
@@ -108,11 +109,13 @@ def _finish(group: Group, late: tuple[str, ...]) -> Outcome:
 
 def _go_back(group: Group) -> Outcome:
     """Nobody alive holds the state after the last committed step: the newest that can be had counts from now on."""
+    made = max(group.committed, group.again)
     group = replace(group, committed=group.durable, finished=False)
     best = standing(group)
     if best is not None and best.step >= group.committed:
-        return _settle(group)
-    group = _forget(group, group.committed)
+        # Copies are older by a step or a few, and of the same history: nothing of it is undone.
+        return _settle(replace(group, committed=best.step, again=made if best.copied else -1))
+    group = _forget(replace(group, again=-1), group.committed)
     group, read = _restore(group)
     group, gathered = _gather(group)
     return group, [*read, *gathered]
@@ -121,6 +124,9 @@ def _go_back(group: Group) -> Outcome:
 def _forget(group: Group, step: int) -> Group:
     """What idle workers hold of later steps counts no more: made again, these may end in other last bits."""
     for name, worker in group.workers.items():
+        copies = frozenset(copy for copy in worker.copies if copy[0] <= step)
+        if copies != worker.copies:
+            group = with_worker(group, name, copies=copies)
         if worker.state == "idle" and worker.holds is not None and worker.holds > step:
             group = with_worker(group, name, holds=None, stage=None)
     return group
@@ -157,7 +163,7 @@ def _gather(group: Group) -> Outcome:
 def _keep(group: Group) -> Outcome:
     """Has a checkpoint made of the newest state where all who hold a stage of it will go with their machines."""
     best = standing(group)
-    if best is None or not any(group.workers[name].leaving for name in best.donors):
+    if best is None or best.copied or not any(group.workers[name].leaving for name in best.donors):
         return group, []
     if best.step < group.committed or best.step <= max(group.durable, group.kept):
         return group, []
@@ -206,7 +212,8 @@ def _join(group: Group, best: Standing) -> Outcome:
         committed=max(group.committed, best.step),
         durable=min(group.durable, best.step),
     )
-    return group, [e.Join(form_view(generation, seats, shape, limits.shards), best.step + 1, best.donors, lacks)]
+    view = form_view(generation, seats, shape, limits.shards)
+    return group, [e.Join(view, best.step + 1, best.donors, lacks, again=best.step < group.again)]
 
 
 def _close(group: Group) -> Outcome:
@@ -214,10 +221,12 @@ def _close(group: Group) -> Outcome:
     if group.generation < 0 or (group.committed < 0 and (best is None or best.step < 0)):
         return _end(group)
     if best is None or best.step < group.committed:
-        if group.stopping or group.failure:
+        if not (group.stopping or group.failure):
+            return _go_back(group)
+        if best is None or not best.copied or best.step < group.durable:
             return _end(group, _all_lost(group))
-        return _go_back(group)
-    return replace(group, phase=Phase.CLOSE, leads=best.donors), [e.HandOver(best.donors)]
+        group = replace(group, committed=best.step)
+    return replace(group, phase=Phase.CLOSE, leads=best.donors), [e.HandOver(best.donors, best.step)]
 
 
 def _all_lost(group: Group) -> str:
@@ -357,6 +366,13 @@ def _committed(group: Group, event: e.Committed) -> Outcome:
 
 def _saved(group: Group, event: e.Saved) -> Outcome:
     return replace(group, durable=max(group.durable, event.step)), []
+
+
+def _copied(group: Group, event: e.Copied) -> Outcome:
+    for name in group.workers:
+        copies = frozenset((event.step, stage) for stage in event.copies.get(name, ()))
+        group = with_worker(group, name, copies=copies)
+    return group, []
 
 
 def _unreadable(group: Group, event: e.Unreadable) -> Outcome:
@@ -609,6 +625,8 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_C, e.Stuck): Rule(_nothing, (_C,)),
     (_C, e.Handed): Rule(_handed, (_E,)),
     **{(phase, e.Saved): Rule(_saved, (phase,)) for phase in (_J, _T, _P, _L, _C)},
+    **{(phase, e.Copied): Rule(_copied, (phase,)) for phase in (_J, _T, _P, _L)},
+    **{(phase, e.Copied): Rule(_nothing, (phase,)) for phase in (_G, _C)},
     **{(phase, e.Unreadable): Rule(_unreadable, (phase,)) for phase in (_J, _T, _P, _L, _C)},
     **{(_E, kind): Rule(_nothing, (_E,)) for kind in get_args(e.Event)},
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +27,11 @@ class _Record(Protocol):
     def time(self) -> float: ...
 
 
+class _Sent(Protocol):
+    @property
+    def stall_s(self) -> float: ...
+
+
 class Totals:
     """Running sums over the committed steps."""
 
@@ -43,6 +48,8 @@ class Totals:
         self.stall_s = 0.0
         self.again_s = 0.0
         """Seconds of steps that had been made before."""
+        self.copies = 0
+        self.copy_s = 0.0
         self._again_to = -1
 
     def back_to(self, step: int, samples: int, made: int) -> None:
@@ -63,6 +70,11 @@ class Totals:
         if record.time - self._begin > WARM_UP_S:
             self._warm_s += record.seconds
             self._warm_waited_s += record.waited_s
+
+    def copied(self, sent: Sequence[_Sent]) -> None:
+        """Counts the copies of one step's state; all members stood still for as long as the slowest."""
+        self.copies += 1
+        self.copy_s += max(one.stall_s for one in sent)
 
     def recovered(self, stall_s: float) -> None:
         """Counts one recovery, from the last commit before to the first after: steps made again lie in between."""
@@ -110,6 +122,8 @@ class Totals:
             setup_s=None if self.first_time is None else self.first_time - began,
             seconds=0.0 if self.first_time is None else self.last_time - self.first_time,
             bubble=bubble,
+            copies=self.copies,
+            copy_s=self.copy_s,
             error=error,
             show=show,
         )

@@ -70,6 +70,9 @@ def _time(result: Result) -> list[str]:
             f"  stages   waited {100 * result.bubble:.0f} % of their time for one another; one step is drawn in "
             f"{within(without_secrets(str(result.path)), 'pipeline.svg')}"
         )
+    if result.copies:
+        share = 100 * result.copy_s / result.seconds if result.seconds > 0 else 0.0
+        lines.append(f"  copies   {result.copies:,} of the state in other workers' memory, {share:.1f} % of the time")
     if result.recoveries:
         losses = f"{result.recoveries:,} loss{'' if result.recoveries == 1 else 'es'}"
         lines.append(

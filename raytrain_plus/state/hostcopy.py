@@ -1,7 +1,13 @@
-"""A worker's share of the state, copied into memory of its own: all of a checkpoint that a step waits for."""
+"""The state, or a share of it, copied into memory of its own: all of a checkpoint that a step waits for."""
 
 from __future__ import annotations
 
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 import torch
 
 from raytrain_plus.errors import TaskError
@@ -11,11 +17,12 @@ from raytrain_plus.state.holding import Holding, described
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.state.shares import share_out
 from raytrain_plus.state.stages import layer_of
+from raytrain_plus.state.transfer import Array, Snapshot, bytes_of
 from raytrain_plus.state.tree import Json
 
 
 class HostMemory:
-    """Memory for copies, kept from one checkpoint to the next: fresh pages cost as much as the copy itself."""
+    """Memory for a copy, kept from one to the next: fresh pages cost as much as the copy itself."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -30,22 +37,49 @@ class HostMemory:
             tensors = {name: value for name, value in tensors.items() if layer_of(name) is not None}
         sizes = {name: (tuple(value.shape), value.nbytes) for name, value in tensors.items()}
         pieces = share_out(sizes, size)[rank]
-        total = sum(piece.bytes for piece in pieces)
-        on_gpu = any(value.is_cuda for value in tensors.values())
-        if self._memory.nbytes < total:
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
-        copies = []
-        at = 0
-        for piece in pieces:
-            value = tensors[piece.tensor]
-            source = value.contiguous().reshape(-1).view(torch.uint8)[piece.start : piece.start + piece.bytes]
-            target = self._memory[at : at + piece.bytes]
-            target.copy_(source, non_blocking=True)
-            copies.append(Copy(piece, dtype_name(value.dtype), tuple(value.shape), target.numpy()))
-            at += piece.bytes
+        copied = self._copied(
+            [bytes_of(tensors[piece.tensor])[piece.start : piece.start + piece.bytes] for piece in pieces]
+        )
+        return [
+            Copy(piece, dtype_name(tensors[piece.tensor].dtype), tuple(tensors[piece.tensor].shape), data)
+            for piece, data in zip(pieces, copied, strict=True)
+        ], tree
+
+    def snapshot(self, step: int, holding: Holding) -> Snapshot:
+        """All of the state after `step`, its digest not yet made. It stands until the next call."""
+        tensors, tree = described(holding)
+        copied = self._copied([bytes_of(value) for value in tensors.values()])
+        packed = {
+            name: (dtype_name(value.dtype), tuple(value.shape), data)
+            for (name, value), data in zip(tensors.items(), copied, strict=True)
+        }
+        return Snapshot(step, packed, json.dumps(tree).encode(), "")
+
+    def keep(self, snapshot: Snapshot) -> Snapshot:
+        """The same one, in this memory. It stands until the next call."""
+        rooms = self._rooms([data.nbytes for _, _, data in snapshot.tensors.values()], pinned=False)
+        packed = {}
+        for (name, (dtype, shape, data)), room in zip(snapshot.tensors.items(), rooms, strict=True):
+            np.copyto(room.numpy(), data)
+            packed[name] = dtype, shape, room.numpy()
+        return replace(snapshot, tensors=packed)
+
+    def _copied(self, sources: Sequence[torch.Tensor]) -> list[Array]:
+        """Copies of these bytes."""
+        on_gpu = any(source.is_cuda for source in sources)
+        rooms = self._rooms([source.nbytes for source in sources], pinned=on_gpu)
+        for room, source in zip(rooms, sources, strict=True):
+            room.copy_(source, non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
-        return copies, tree
+        return [room.numpy() for room in rooms]
+
+    def _rooms(self, sizes: Sequence[int], pinned: bool) -> list[torch.Tensor]:
+        """Memory of these sizes in bytes."""
+        if self._memory.nbytes < sum(sizes):
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        ends = list(itertools.accumulate(sizes))
+        return [self._memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def check_storable(holding: Holding) -> None:

@@ -109,18 +109,18 @@ def unpacked(packed: Packed, device: torch.device) -> torch.Tensor:
 
 
 def _pack(tensor: torch.Tensor) -> Packed:
-    return dtype_name(tensor.dtype), tuple(tensor.shape), _bytes(tensor.detach().cpu().contiguous())
+    return dtype_name(tensor.dtype), tuple(tensor.shape), bytes_of(tensor.cpu()).numpy()
 
 
-def _bytes(tensor: torch.Tensor) -> Array:
-    """The memory of a contiguous tensor on the CPU."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, in one dimension; its own memory where it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _fill(target: torch.Tensor, packed: Packed) -> None:
     """Copies packed values into `target`; what came through Ray's object store is neither kept nor written to."""
     dtype, _, data = packed
     if target.device.type == "cpu" and target.is_contiguous() and dtype_name(target.dtype) == dtype:
-        np.copyto(_bytes(target), data)
+        np.copyto(bytes_of(target).numpy(), data)
     else:
         target.copy_(torch.from_numpy(np.array(data)).view(getattr(torch, dtype)).reshape(target.shape))

@@ -1,7 +1,7 @@
 """The header: what all workers must know of a step beside its gradients, as one int64 vector summed once a step.
 
     shard 0                              shard 1 ...   flags
-    start | rows | ids | weight | loss                 pause | save | busy    (`data.ledger.NOTE`, `Flags`)
+    start | rows | ids | weight | loss                 pause | save | ...     (`data.ledger.NOTE`, `Flags`)
 
 Each shard's slots have one writer and everyone else adds zero, so a sum hands the writer's bits to all unchanged, and
 every worker computes the same loss, in shard order, whatever the ring did.
@@ -52,6 +52,8 @@ class Flags:
     """A checkpoint is to be made of the state after this step."""
     busy: bool = False
     """An earlier checkpoint is still being written."""
+    uncopied: bool = False
+    """No copy of the state can be made for a buddy: there is none, or the copy before is still on its way."""
 
 
 _FLAGS = len(fields(Flags))

@@ -55,6 +55,19 @@ class Saving(Protocol):
         """Copies this worker's share of the state after `step`, with those figures, and writes it meanwhile."""
 
 
+class Copying(Protocol):
+    """Where copies of the state go that keep it, in memory, from being lost with this worker."""
+
+    def ready(self) -> bool:
+        """Whether this worker could make one now."""
+
+    def due(self, step: int) -> bool:
+        """Whether there is to be one of the state after `step`, if all can; the same for every member."""
+
+    def copy(self, step: int) -> None:
+        """Copies the state after `step`, and sends it meanwhile."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """How long things may last, in seconds."""
@@ -80,6 +93,7 @@ def train(
     evaluated: int,
     limits: Limits,
     saving: Saving,
+    copying: Copying,
     tell: Callable[[StepRecord | Evaluated], None],
     control: Control,
 ) -> Literal["paused", "finished"]:
@@ -121,6 +135,15 @@ def train(
         control.enter("saving")
         saving.copy(step, metrics)
 
+    def copy_after(step: int, able: bool) -> None:
+        if able and copying.due(step):
+            control.enter("saving")
+            copying.copy(step)
+
+    def flags() -> Flags:
+        return Flags(pause=control.pausing(), save=control.saving(), busy=saving.busy(), uncopied=not copying.ready())
+
+    copy_after(first_step - 1, copying.ready())
     evaluate_after(first_step - 1)
     for step in range(first_step, steps):
         start = time.monotonic()
@@ -135,7 +158,7 @@ def train(
             control=control,
             wait_s=limits.wait_s,
             meanwhile=feed.more,
-            busy=saving.busy,
+            flags=flags,
         )
         tell(
             StepRecord(
@@ -149,6 +172,7 @@ def train(
                 **_pipelined(stepper.passes.bars, drawn=step == first_step + DRAWN),
             )
         )
+        copy_after(step, not applied.flags.uncopied)
         metrics = evaluate_after(step)
         if step + 1 < steps:
             # What a run ends with is kept when it ends.

@@ -66,10 +66,10 @@ class Passes(Protocol):
         shards: Mapping[int, Sequence[Microbatch]],
         world: World,
         control: Control,
-        busy: Callable[[], bool],
+        flags: Callable[[], header.Flags],
     ) -> list[Work]:
-        """Leaves the shards' gradients and buffers in the parts, and the header in the first part's rider; the sums of
-        both that it has started over `world`."""
+        """Leaves the shards' gradients and buffers in the parts, and the header, with the `flags` that this worker
+        raises, in the first part's rider; the sums of both that it has started over `world`."""
 
     def figures(self, batches: ShardBatches, hosted: Sequence[int], control: Control) -> Figures:
         """What the held-out batches of the hosted shards give; the same on all stages of a cell."""
@@ -102,7 +102,7 @@ class Whole:
         shards: Mapping[int, Sequence[Microbatch]],
         world: World,
         control: Control,
-        busy: Callable[[], bool],
+        flags: Callable[[], header.Flags],
     ) -> list[Work]:
         """See `Passes`."""
         part = self._part
@@ -125,8 +125,7 @@ class Whole:
                     seen = part.buffers.seen()
                     keyed.backward()
                     if shard == last and index + 1 == len(shards[shard]):
-                        flags = header.Flags(pause=control.pausing(), save=control.saving(), busy=busy())
-                        put_header(part.gradients, header.encode(reports, self._shards, flags))
+                        put_header(part.gradients, header.encode(reports, self._shards, flags()))
                         with part.buffers.swapped(seen):
                             return part.gradients.reduce_during((loss * weight).backward, world, control.check)
                     with part.buffers.swapped(seen):

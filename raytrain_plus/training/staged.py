@@ -82,12 +82,12 @@ class Staged:
         shards: Mapping[int, Sequence[Microbatch]],
         world: World,
         control: Control,
-        busy: Callable[[], bool],
+        flags: Callable[[], header.Flags],
     ) -> list[Work]:
         """See `passes.Passes`. Of its microbatches the first stage alone has the batches and ids; all know the rows."""
         # Until the first activations come, others are waited for.
         control.enter("collective")
-        flags = header.Flags(pause=control.pausing(), save=control.saving(), busy=busy())
+        said_here = flags()
         work = _Cell(self, step, shards, control)
         self.bars = work.bars
         for stage in range(self._stages):
@@ -95,7 +95,7 @@ class Staged:
             if self._stage == self._last:
                 self._handovers.expect_note("flags", stage, stage)
         self._handovers.expect_note("header", self._stage, self._last)
-        self._handovers.send_note("flags", self._stage, flags, self._last)
+        self._handovers.send_note("flags", self._stage, said_here, self._last)
         self._hand_on_batches(work)
         self._pipeline.run(work, len(work.places))
         if self._stage == self._last:

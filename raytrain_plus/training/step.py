@@ -132,12 +132,12 @@ class Stepper:
         control: Control,
         wait_s: float,
         meanwhile: Callable[[], None] = lambda: None,
-        busy: Callable[[], bool] = lambda: False,
+        flags: Callable[[], header.Flags] = header.Flags,
     ) -> Applied:
         """Makes step `step` over the microbatches of the hosted `shards`, together with the world's other members.
 
-        `meanwhile` is called when its own part is computed, before the wait for the others'; `busy` says whether an
-        earlier checkpoint is still being written here.
+        `meanwhile` is called when its own part is computed, before the wait for the others'; `flags` what this worker
+        has to say to all.
 
         Raises `TrainingError` where a loss is not finite (before anything changed) and `Interrupted` or `WaitExpired`
         (after `wait_s` in one collective) where the world breaks.
@@ -150,7 +150,7 @@ class Stepper:
             for part in self.parts:
                 part.gradients.begin(scales)
                 part.buffers.begin_step(scales)
-            works = self.passes.run(step, shards, world, control, busy)
+            works = self.passes.run(step, shards, world, control, flags)
             control.enter("collective")
             meanwhile()
             for index, work in enumerate(works):

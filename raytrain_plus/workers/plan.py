@@ -108,6 +108,27 @@ class ShareOf:
     """Whether it writes what belongs to no layer: the first stage that trains anything."""
 
 
+@dataclass(frozen=True, slots=True)
+class Buddy:
+    """Who keeps copies of a worker's state."""
+
+    name: str
+    actor: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """A worker's state is in its buddy's memory, too."""
+
+    worker: str
+    buddy: str
+    generation: int
+    step: int
+    bytes: int
+    stall_s: float
+    """For how long the copy held the training up."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
     """A member's part in one generation."""
@@ -122,8 +143,10 @@ class Assignment:
     first_step: int
     lacks: Lacks | None
     """What it does not have yet. `Worker.take` is told of what others give."""
-    gives: bool
-    """Whether others are given what it holds."""
+    gives: int
+    """How often it is asked for a state that others take."""
+    buddy: Buddy | None
+    """Who keeps copies of its state; None where others hold that, too, or there is nobody."""
     share: ShareOf
     evaluated: int
     """The highest step whose evaluation has been heard of; -2 where none has."""

@@ -65,6 +65,10 @@ class Pool:
     def __iter__(self) -> Iterator[str]:
         return iter(tuple(self._handles))
 
+    def actor(self, name: str) -> Any:
+        """A worker's actor, for others to call."""
+        return self._handles[name].actor
+
     def call(self, name: str, method: str, *arguments: Any) -> Any:
         """Starts a worker's method; the reference of its answer."""
         return self._handles[name].actor.call.remote(method, *arguments)

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -80,9 +81,11 @@ from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.randomness import random_key, repeatable, set_random_key
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.plan import (
     WHOLE,
     Assignment,
+    Buddy,
     Export,
     Layers,
     Outcome,
@@ -127,9 +130,10 @@ class Worker:
         self._evaluation: Evaluation | None = None
         self._feed: Batches | None = None
         self._saver: Saver | None = None
+        self._copier: Copier | None = None
         self._copies: dict[int, Future[list[Snapshot]]] = {}
-        self._given: dict[int, Future[None]] = {}
-        """For each generation: whether others have been given the state that it began with here."""
+        self._given: Counter[int] = Counter()
+        """For each generation: how often others have been given a state that they begin it with."""
         self._aside = False
 
     def place(self) -> Place:
@@ -196,17 +200,37 @@ class Worker:
         except RaytrainError as error:
             return replace(self._outcome("failed"), holds=None, error=error, fault=f"{type(error).__name__}: {error}")
 
-    def snapshot(self, generation: int) -> Snapshot:
-        """This worker's state, for others, who begin that generation with it.
+    def snapshot(self, generation: int, step: int, stage: Stage) -> Snapshot:
+        """That stage's state after `step`, which this worker holds or has a copy of, for who begins a generation so.
 
         It is between two steps, and stays so until whoever copies has copied.
         """
-        assert self._stepper is not None
-        snapshot = self._stepper.snapshot()
-        given = self._given.setdefault(generation, Future())
-        if not given.done():
-            given.set_result(None)
+        assert self._stepper is not None or self._copier is not None
+        if self._stepper is not None and (self._stepper.held, self._stage) == (step, stage):
+            snapshot = self._stepper.snapshot()
+        else:
+            assert self._copier is not None
+            found = self._copier.find(step, stage)
+            if found is None:
+                raise RunError(f"{self._name} has neither {stage} of step {step} nor a copy of it")
+            snapshot = found
+        self._given[generation] += 1
         return snapshot
+
+    def keep_copy(self, generation: int, stage: Stage, snapshot: Snapshot) -> None:
+        """Keeps a copy of another worker's state, which that one alone holds."""
+        assert self._copier is not None
+        self._copier.keep(generation, stage, snapshot)
+
+    def copied(self, generation: int, step: int) -> None:
+        """The copies of that step are all where they belong: those of earlier ones are needed no more."""
+        if self._copier is not None:
+            self._copier.settled(generation, step)
+
+    def copy_to(self, generation: int, buddy: Buddy | None) -> None:
+        """From now on another one keeps the copies of its state."""
+        if self._copier is not None:
+            self._copier.send_to(generation, buddy)
 
     def pause(self, generation: int) -> None:
         """Wishes that the group stops at the next step boundary; the wish travels in the header."""
@@ -253,9 +277,10 @@ class Worker:
             return None
         return self._outcome("interrupted")
 
-    def export(self, sources: tuple[Any, ...] = ()) -> Export:
-        """The model as it stands, and what the task shows; `sources` are references to the states of other stages."""
-        return self._do(lambda: self._export(sources))
+    def export(self, step: int, sources: tuple[Any, ...] = ()) -> Export:
+        """The model after `step`, and what the task shows; `sources` are references to the states of other stages, or
+        of all, where this worker does not hold its own."""
+        return self._do(lambda: self._export(step, sources))
 
     def _outcome(self, why: Why) -> Outcome:
         """What it holds now."""
@@ -327,6 +352,7 @@ class Worker:
                     where="collective: horovod",
                     remedy=f"{REMEDY}, on every node",
                 ) from None
+        self._copier = Copier(self._name, self._holding, job.elastic.copy_every)
         self._saver = Saver(
             open_folder(plan.folder),
             self._holding,
@@ -466,6 +492,10 @@ class Worker:
         control, generation = self._control, assignment.generation
         reporter = Reporter(lambda records: controller.report.remote(self._name, generation, records))
         self._saver.begin(self._part(controller, assignment.share, reporter.soon))
+        assert self._copier is not None
+        self._copier.begin(
+            generation, assignment.layers.stage, assignment.buddy, lambda sent: controller.copied.remote(sent)
+        )
         outcome = Outcome(holds=None, why="interrupted")
         joined = False
         try:
@@ -500,6 +530,7 @@ class Worker:
         except (Exception, SystemExit) as error:
             self._go_back_to_before()
             outcome = replace(self._outcome("failed"), error=_users_error(error), fault=fault_of(error))
+        self._copier.end()
         self._given.clear()
         control.enter("idle")
         return replace(outcome, records=reporter.rest())
@@ -508,9 +539,10 @@ class Worker:
         """Builds what this member is to hold, where it holds something else, or must begin anew."""
         if self._stage == assignment.layers.stage and assignment.lacks != "initial":
             return
-        if assignment.gives:
-            # What it held is gone then.
-            self._wait_for(self._given.setdefault(assignment.generation, Future()))
+        # What it held is gone then.
+        while self._given[assignment.generation] < assignment.gives:
+            self._control.check()
+            time.sleep(LOOK_S)
         if assignment.lacks == "stage":
             assert self._stepper is not None
             assert self._stage is not None
@@ -611,6 +643,7 @@ class Worker:
         assert self._plan is not None
         assert self._stepper is not None
         assert self._saver is not None
+        assert self._copier is not None
         job = self._plan.job
         return train(
             self._stepper,
@@ -626,6 +659,7 @@ class Worker:
                 step_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S, wait_s=assignment.ring.timeout_s
             ),
             saving=self._saver,
+            copying=self._copier,
             tell=tell,
             control=self._control,
         )
@@ -667,17 +701,19 @@ class Worker:
         )
         return self._feed
 
-    def _export(self, sources: tuple[Any, ...]) -> Export:
-        assert self._stepper is not None
-        stepper, held = self._stepper, self._stepper.held
-        assert held is not None
+    def _export(self, step: int, sources: tuple[Any, ...]) -> Export:
         # They are given out while this is: the world that they were in is left, one way or another.
         others = [_received(source, EXPORT_S) for source in sources]
-        if any(other.step != held for other in others):
+        if any(other.step != step for other in others):
             raise Interrupted("the stages hold different steps")
-        state = _state(stepper)
+        state: dict[str, torch.Tensor] = {}
         for other in others:
             state |= hashed(other)
+        stepper = self._stepper
+        own = stepper is not None and stepper.held == step
+        if own:
+            assert stepper is not None
+            state |= _state(stepper)
         sha = state_sha256(state)
         weights = {
             name.partition("/")[2]: value.cpu().contiguous()
@@ -685,8 +721,9 @@ class Worker:
             if name.startswith(("param/", "buffer/"))
         }
         model = safetensors.torch.save(weights)
-        self._unchanged_since(held)
-        if others:
+        if own:
+            self._unchanged_since(step)
+        if others or stepper is None:
             return Export(model=model, show=self._show_whole(weights), state_sha256=sha)
         if self._aside:
             # The model is in use.

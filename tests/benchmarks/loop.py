@@ -35,6 +35,7 @@ from raytrain_plus.training.control import Control
 from raytrain_plus.training.loop import Limits, train
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.saver import Saver
 
 
@@ -120,6 +121,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
             evaluated=-2,
             limits=Limits(step_s=60, first_step_s=60, wait_s=60),
             saving=Saver(LocalFolder(Path(folder)), stepper.holding, None, best=False),
+            copying=Copier("alone", stepper.holding, 1),
             tell=told.append,
             control=control,
         )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from raytrain_plus import Checkpoint, Data, Evaluate, Job, Parallel, Result, Workers, resume
+from raytrain_plus import Checkpoint, Data, Elastic, Evaluate, Job, Parallel, Result, Workers, resume
 from raytrain_plus.data.audit import audit
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Event, Run, born, job, raylets
@@ -177,8 +177,54 @@ def test_a_spare_takes_the_place_of_any_stage(tmp_path: Path, cluster: Cluster, 
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW)])
+def test_a_stage_that_nobody_else_holds_comes_from_its_buddys_memory(tmp_path: Path, alone: Result, stage: int) -> None:
+    run, before = elastic(tmp_path, workers=Workers(min=2))
+    victim = at(run, 0, stage)
+    run.kill(victim)
+    recovered = run.until_told("recovered")
+    assert recovered["steps_lost"] == 0
+    assert {one["pid"] for one in recovered["kept"]} == set(before) - {victim["pid"]}
+    result = check(run, alone)
+    assert not run.events("resumed")
+    assert result.copies > 20
+
+
+def test_the_model_is_cut_anew_out_of_copies_where_nobody_replaces_a_stage(
+    tmp_path: Path, cluster: Cluster, alone: Result
+) -> None:
+    for one in list(cluster.worker_nodes)[2:]:
+        cluster.remove_node(one)
+    run = Run(staged(tmp_path, 2, 2, args={"pad_s": PAD_S}, workers=Workers(min=1, max=2)))
+    run.until_size(2)
+    run.until_step(10)
+    victim = at(run, 0, 1)
+    node = next(one for one in cluster.worker_nodes if one.node_id == victim["node"])
+    cluster.remove_node(node)
+    [whole] = run.until_size(1)
+    assert whole["stage"] == 0
+    assert run.until_told("recovered")["steps_lost"] == 0
+    check(run, alone)
+    assert not run.events("resumed")
+
+
+def test_what_one_worker_holds_alone_is_in_its_spares_memory(tmp_path: Path, alone: Result) -> None:
+    run = Run(staged(tmp_path, 1, 1, args={"pad_s": PAD_S}, workers=Workers(min=1, max=1, spares=1)))
+    run.until_size(1)
+    [spare] = run.until(lambda: run.events("view_formed")[-1]["spares"], "a spare")
+    run.until_step(10)
+    run.kill(at(run, 0, 0))
+    recovered = run.until_told("recovered")
+    assert recovered["steps_lost"] == 0
+    assert [one["worker"] for one in recovered["replaced"]] == [spare]
+    check(run, alone)
+    assert not run.events("resumed")
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW)])
 def test_a_stage_that_nobody_else_holds_is_read_from_the_checkpoint(tmp_path: Path, alone: Result, stage: int) -> None:
-    run, _ = elastic(tmp_path, workers=Workers(min=2), checkpoint=Checkpoint(every_steps=5))
+    # There is one copy, of the first step, which is older.
+    settings = {"checkpoint": Checkpoint(every_steps=5), "elastic": Elastic(wait_s=30, copy_every=1000)}
+    run, _ = elastic(tmp_path, workers=Workers(min=2), **settings)
     run.until_told("checkpoint_saved")
     run.kill(at(run, 0, stage))
     resumed = run.until_told("resumed")

@@ -182,6 +182,7 @@ FREE = {
     "elastic.hang_timeout_s": "5",
     "elastic.max_failures": "3",
     "elastic.wait_s": "5",
+    "elastic.copy_every": "5",
     "elastic.stop_grace_s": "5",
     "checkpoint.every_steps": "5",
     "checkpoint.every_s": "5",

@@ -112,8 +112,11 @@ def test_the_cut_is_shown(tmp_path: Path) -> None:
     assert [stage.layers for stage in report.cut.stages] == [(("in",),), (("out",),)]
     lines = report.lines()
     assert "  4 workers: 2 cells of 2 stages, 2 shards on the fullest, 100 % efficiency" in lines
-    assert lines[-3].startswith("    stage 0: in; 8 parameters, 0.0 MB, ")
-    assert lines[-1].startswith("    bubble to expect: ")
+    assert lines[-4].startswith("    stage 0: in; 8 parameters, 0.0 MB, ")
+    assert lines[-2].startswith("    bubble to expect: ")
+    assert re.fullmatch(
+        r"    where there is one cell, copies in memory: up to [\d.]+ MB more on each worker", lines[-1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ class StageForecast:
     parameters: int
     bytes: int
     """Parameters, gradients, optimizer state, and the activations of all microbatches that are in flight at once."""
+    state_bytes: int
+    """Parameters and optimizer state: what a copy of it takes, about."""
     seconds: float
     """Of one microbatch, forward and backward."""
 
@@ -53,6 +55,8 @@ def forecast(layers: Sequence[Layer], schedule: Schedule, stages: int, microbatc
                 layers=chunks,
                 parameters=sum(layer.parameters for layer in own),
                 bytes=sum(layer.bytes for layer in own) + round(open_at_once * sum(layer.activations for layer in own)),
+                # Of the four that are reckoned for each parameter, all but the gradient.
+                state_bytes=sum(layer.bytes for layer in own) * 3 // 4,
                 seconds=sum(layer.seconds for layer in own),
             )
         )

@@ -44,6 +44,8 @@ class Proc(NamedTuple):
     """What it held when it began to take another stage; as long as that generation has made no step."""
     copying: bool = False
     interrupted: bool = False
+    copies: tuple[tuple[int, Stage, int], ...] = ()
+    """(step, stage, history) that it keeps beside that."""
 
 
 class World(NamedTuple):
@@ -60,6 +62,8 @@ class World(NamedTuple):
     """Of the members, also of the dead, those that have all sums of the step after the one that they applied last."""
     donors: tuple[str, ...] = ()
     """Who gives the state, by stage, to the members that lack it; no member itself where it is to leave."""
+    begun: int = -1
+    """The step whose state the present generation began with."""
     paused: int = -1
     """The generation that was asked to pause."""
     announced: int = -1
@@ -75,6 +79,7 @@ class World(NamedTuple):
     stops: int = 0
     saves: int = 0
     damages: int = 0
+    copies: int = 0
     noticed: tuple[str, ...] = ()
     """Workers whose machines will go, as the group has been told."""
     stopped: bool = False
@@ -169,6 +174,7 @@ def first_world(
     stops: int = 0,
     saves: int = 0,
     damages: int = 0,
+    copies: int = 0,
     durable: int = -1,
     alike: bool = False,
 ) -> World:
@@ -186,6 +192,7 @@ def first_world(
         stops=stops,
         saves=saves,
         damages=damages,
+        copies=copies,
         announced=durable,
         alike=alike,
     )
@@ -222,11 +229,13 @@ def _key(world: World) -> Any:
             joined = known.joined and phase is Phase.JOIN
             told = known.state, _number(known.holds), known.leaving, joined, known.proved, name in world.noticed
             told += _place(known.stage), _number(known.ready)
+            told += (tuple(sorted((step, _place(stage)) for step, stage in known.copies)),)
         if proc:
             held = proc.holds if going or not proc.copying else None
             real = proc.inside >= 0, _number(held), proc.copying and going, proc.interrupted
             real += _place(proc.stage), proc.summed, going and name in world.summed, proc.line == world.line
             real += ((-3, (-1, 0)) if proc.before is None else (proc.before[0], _place(proc.before[1])),)
+            real += (tuple(sorted((step, _place(stage), line == world.line) for step, stage, line in proc.copies)),)
         lead = phase is Phase.CLOSE and name in group.leads
         seat = group.seats.index(name) if name in group.seats and group.shape.stages > 1 else name in group.seats
         roles = seat, name in world.starting, name in givers, lead
@@ -240,6 +249,7 @@ def _key(world: World) -> Any:
         min(group.unformed, 1),
         group.committed,
         group.durable,
+        group.again,
         group.kept,
         group.stopping,
         group.finished,
@@ -253,7 +263,7 @@ def _key(world: World) -> Any:
         world.capacity,
         world.stopped,
         (world.deaths, world.arrivals, world.drains, world.doubles, world.losses, world.faults, world.lates),
-        (world.stops, world.saves, world.damages),
+        (world.stops, world.saves, world.damages, world.copies),
     )
 
 
@@ -346,7 +356,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
                 yield _interrupted(world, name)
             if formed and not peers_gone and all(giver in procs for giver in givers):
                 took("copied")
-                donor_holds = procs[givers[0]].holds
+                donor_holds = world.begun
                 done = proc._replace(copying=False, holds=donor_holds, stage=stage, line=world.line)
                 yield _with(
                     world._replace(
@@ -395,11 +405,39 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
     if world.saves and world.announced > world.group.durable and phase is not Phase.END:
         took("saved")
         yield from _deliver(world._replace(saves=world.saves - 1), e.Saved(world.announced))
+    if world.copies:
+        for after in _copied(world):
+            took("kept")
+            yield after
     if world.stops:
         took("stop")
         yield from _deliver(world._replace(stops=world.stops - 1, stopped=True), e.Stop())
     if not world.mail and not (room and world.starting) and phase in (Phase.GATHER, Phase.JOIN, Phase.CLOSE):
         yield from _deliver(world, e.Late(generation))
+
+
+def _copied(world: World) -> Iterator[World]:
+    """Each member's state after a step that all have applied is now in a neighbour's memory, too, or a spare's."""
+    group, procs = world.group, dict(world.procs)
+    names, steps = [name for name, _ in world.members], [step for _, step in world.members]
+    if group.shape.cells > 1 or group.phase not in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE, Phase.LEAVE):
+        return
+    spares = [name for name, worker in group.workers.items() if worker.state == "idle" and name not in names]
+    others = names if len(names) > 1 else [*names, *spares[:1]]
+    if None in steps or len(others) < 2:
+        return
+    step = min(step for step in steps if step is not None)
+    if step < 0 or any(copy[0] >= step for name in procs for copy in procs[name].copies if copy[2] == world.line):
+        return
+    copies: dict[str, list[Stage]] = {}
+    for seat, name in enumerate(names):
+        copies.setdefault(name, []).append(group.shape.stage(seat))
+        copies.setdefault(others[(seat + 1) % len(others)], []).append(group.shape.stage(seat))
+    for name, proc in procs.items():
+        kept = tuple((step, stage, world.line) for stage in copies.get(name, ()))
+        world = _with(world, name, proc._replace(copies=kept))
+    told = {name: tuple(stages) for name, stages in copies.items()}
+    yield from _deliver(world._replace(copies=world.copies - 1), e.Copied(group.generation, step, told))
 
 
 def _room(world: World) -> bool:
@@ -458,7 +496,7 @@ def _deliver(world: World, event: e.Event) -> Iterator[World]:
     before = world.group
     group, commands = machine.step(before, event)
     _check(world, event, group, commands)
-    if group.committed < before.committed:
+    if group.committed < before.committed and group.again < world.announced:
         world = world._replace(announced=group.committed)
     mail = tuple(message for message in world.mail if _counts(group, message))
     world = world._replace(group=group, mail=mail)
@@ -480,6 +518,12 @@ def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]
         known = [one for one in world.procs if (worker := group.workers.get(one[0])) and worker.state != "restoring"]
         if not isinstance(event, e.Late) and _held(known) >= before.committed:
             raise Violation(f"committed steps were forgotten, though {_held(known)} is held")
+        had = _had(known, world.line)
+        if not isinstance(event, e.Late) and group.committed < had:
+            raise Violation(f"back to {group.committed}, though there are copies of {had}")
+        ends = group.phase in (Phase.CLOSE, Phase.END)
+        if group.committed == had > group.durable and group.again < world.announced and not ends:
+            raise Violation(f"steps above {had} are undone, though there are copies")
     if group.generation not in (before.generation, before.generation + 1):
         raise Violation(f"the generation went from {before.generation} to {group.generation}")
     ended = [command.status for command in commands if isinstance(command, e.End)]
@@ -541,7 +585,7 @@ def _equals(group: Group, commands: list[e.Command]) -> Iterator[tuple[Group, e.
         if isinstance(last, e.Join):
             yield group, replace(last, donors=(name,))
         else:
-            yield replace(group, leads=(name,)), e.HandOver((name,))
+            yield replace(group, leads=(name,)), e.HandOver((name,), last.step)
 
 
 def _obey(world: World, commands: list[e.Command]) -> World:
@@ -583,13 +627,19 @@ def _obey(world: World, commands: list[e.Command]) -> World:
                 raise Violation(f"a checkpoint of step {command.step}, which is held by those who stay")
             world = world._replace(mail=(*world.mail, e.Saved(command.step)))
         elif isinstance(command, e.HandOver) and all(name in procs for name in command.workers):
-            held = {procs[name].holds for name in command.workers}
-            if len(held) != 1 or _number(min(held, key=_number)) < world.announced:
-                raise Violation(f"{command.workers} hand over {held}, though {world.announced} is committed")
-            if [procs[name].stage for name in command.workers] != _stages(len(command.workers)):
-                raise Violation(f"{command.workers} have not all stages of the model")
+            stages = _stages(len(command.workers))
+            had = [_steps(procs[name], stage) for name, stage in zip(command.workers, stages, strict=True)]
+            held, committed = set.intersection(*had), min(world.announced, world.group.committed)
+            if not held or max(held) < committed:
+                raise Violation(f"{command.workers} hand over {had}, though {committed} is committed")
             world = world._replace(mail=(*world.mail, e.Handed()))
     return world
+
+
+def _steps(proc: Proc, stage: Stage) -> set[int]:
+    """The steps of which it has that stage, held or copied."""
+    held = {proc.holds} if proc.holds is not None and proc.stage in (None, stage) else set()
+    return held | {step for step, copied, _ in proc.copies if copied == stage}
 
 
 def _stages(of: int) -> list[Stage]:
@@ -606,6 +656,15 @@ def _held(procs: Sequence[tuple[str, Proc]]) -> int:
         if proc.stage is not None:
             found.setdefault((held, proc.stage.of), set()).add(proc.stage.number)
     return max((held for (held, of), numbers in found.items() if len(numbers) == of), default=-2)
+
+
+def _had(procs: Sequence[tuple[str, Proc]], line: int) -> int:
+    """The newest step of which copies of every stage are kept by who is in no world."""
+    found: dict[tuple[int, int], set[int]] = {}
+    for step, stage, history in (copy for _, proc in procs if proc.inside < 0 for copy in proc.copies):
+        if history == line:
+            found.setdefault((step, stage.of), set()).add(stage.number)
+    return max((step for (step, of), numbers in found.items() if len(numbers) == of), default=-2)
 
 
 def _finish(world: World, command: e.Finish) -> World:
@@ -643,8 +702,10 @@ def _join(world: World, command: e.Join) -> World:
             raise Violation(f"{name}, which is to leave, is in a new view")
     if world.alike and any(worker.state == "idle" and not worker.leaving for worker in world.group.workers.values()):
         raise ValueError("where some are held back, workers are not alike")
-    if command.first_step <= world.announced:
+    if command.first_step <= world.announced and not command.again:
         raise Violation(f"step {command.first_step} would be done again, and {world.announced} is committed")
+    if command.again and command.first_step > world.announced:
+        raise Violation(f"step {command.first_step} was never made, and nothing would be told of it")
     for name, proc in procs.items():
         if proc.inside >= 0:
             raise Violation(f"{name} is inside {proc.inside} while {view.generation} forms")
@@ -654,10 +715,16 @@ def _join(world: World, command: e.Join) -> World:
         }
         world = world._replace(line=world.line + 1, newest=command.first_step - 1)
         for name, proc in world.procs:
-            world = _with(world, name, proc._replace(line=world.line if kept[name] else -1))
+            copies = tuple(
+                (step, stage, world.line if line + 1 == world.line and step < command.first_step else -1)
+                for step, stage, line in proc.copies
+            )
+            world = _with(world, name, proc._replace(line=world.line if kept[name] else -1, copies=copies))
         procs = dict(world.procs)
     for number, name in enumerate(command.donors):
         stage = Stage(number, len(command.donors))
+        if name in procs and (command.first_step - 1, stage, world.line) in procs[name].copies:
+            continue
         if name in procs and procs[name].line != world.line:
             raise Violation(f"the donor {name} holds what others have made again")
         if name in procs and (procs[name].holds, procs[name].stage) != (command.first_step - 1, stage):
@@ -689,4 +756,4 @@ def _join(world: World, command: e.Join) -> World:
     announced = max(world.announced, step)
     procs = dict(world.procs)
     world = world._replace(procs=tuple((name, proc._replace(summed=False)) for name, proc in procs.items()))
-    return world._replace(members=members, summed=(), donors=command.donors, announced=announced)
+    return world._replace(members=members, summed=(), donors=command.donors, announced=announced, begun=step)

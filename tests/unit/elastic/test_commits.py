@@ -49,3 +49,12 @@ def test_after_a_loss_what_a_living_member_holds_is_committed_and_the_rest_forgo
     # Had `a` lived, its step would have counted.
     commits.report("b", [Record(3)])
     assert commits.regroup(["b"], held=3) == [Record(3)]
+
+
+def test_what_is_made_again_is_committed_once() -> None:
+    commits: Commits[Record] = Commits(["a"], first_step=0)
+    assert [record.step for record in commits.report("a", [Record(0), Record(1), Record(2)])] == [0, 1, 2]
+    # There was nothing but a copy of step 0.
+    assert commits.regroup(["b"], held=0) == []
+    assert commits.report("b", [Record(1), Record(2)]) == []
+    assert commits.report("b", [Record(3)]) == [Record(3)]

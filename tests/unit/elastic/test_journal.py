@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from raytrain_plus.data import parts
@@ -24,7 +26,7 @@ from raytrain_plus.storage import tries
 from raytrain_plus.storage.folder import Buffer, Folder
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.records import StepRecord
-from raytrain_plus.workers.plan import Export, Place
+from raytrain_plus.workers.plan import Export, Place, Sent
 
 NOTES = np.zeros(4, NOTE).tobytes()
 
@@ -270,3 +272,28 @@ def test_who_is_overtaken_writes_no_more(run: Folder, monkeypatch: pytest.Monkey
     del before["lease.json"]
     assert {name: run.read(name) for name in before} == before
     assert set(run.files()) == {*before, "lease.json", "claims/00000002.json"}
+
+
+def test_steps_that_are_made_again_out_of_copies_are_told_once(run: Folder) -> None:
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
+    for name in ("a", "b"):
+        journal.came(Place(worker=name, pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+    journal.report("a", [step(0), step(1), step(2)])
+    journal.copied([Sent(worker="a", buddy="b", generation=0, step=0, bytes=8, stall_s=0.25)])
+    journal.broke(2.5, "a was lost")
+    journal.regroup(3.0, ["b"], 0, 1)
+    assert journal.committed == 2
+    journal.report("b", [step(1), step(2), step(3)])
+    result = journal.finish("x", "finished", None, None, 0.0)
+    journal.close()
+    events = read_events(run)
+    assert [event["step"] for event in events if event["kind"] == "step_committed"] == [0, 1, 2, 3]
+    assert not [event for event in events if event["kind"] == "resumed"]
+    assert (result.steps, result.samples) == (4, 32)
+    assert (result.copies, result.copy_s) == (1, 0.25)
+    [part] = run.files("ledger")
+    table = pq.read_table(pa.BufferReader(run.read(part)))
+    assert sorted(set(table["step"].to_pylist())) == [0, 1, 2, 3]
+    assert len(table) == 4 * 4

@@ -63,6 +63,7 @@ def event_of(kind: type[Any], generation: int, **changes: Any) -> e.Event:
         "stage": WHOLE if generation >= 0 else None,
         "step": 2,
         "durable": -1,
+        "copies": {"a": (WHOLE,)},
         **changes,
     }
     names = [name for name in kind.__dataclass_fields__ if name in about]
@@ -136,6 +137,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (C, e.Late): (E, ["End"], {}),
     (C, e.Handed): (E, ["End"], {}),
     **{(phase, e.Saved): (phase, [], {"durable": 2}) for phase in (G, J, T, P, L, C)},
+    **{(phase, e.Copied): (phase, [], {"a.copies": frozenset({(2, WHOLE)})}) for phase in (J, T, P, L)},
 }
 """What the event does to the group of `group_in`; pairs that are not here change nothing at all."""
 
@@ -214,7 +216,7 @@ def test_every_rule_that_acts_is_seen_acting() -> None:
 
 
 @pytest.mark.parametrize("phase", [J, T, P, L, C, E])
-@pytest.mark.parametrize("kind", [e.Joined, e.Committed, e.Left, e.Late, e.Stuck])
+@pytest.mark.parametrize("kind", [e.Joined, e.Committed, e.Left, e.Late, e.Stuck, e.Copied])
 def test_messages_of_another_generation_have_no_effect(phase: Phase, kind: type[Any]) -> None:
     before = group_in(phase)
     for generation in (-1, 1, 7):
@@ -235,7 +237,7 @@ def test_a_run_without_incident() -> None:
     assert group.phase is T
     group, _ = step(group, left("worker-0", 0, 3, "finished"))
     group, commands = step(group, left("worker-1", 0, 3, "finished"))
-    assert commands == [e.HandOver(("worker-0",))]
+    assert commands == [e.HandOver(("worker-0",), 3)]
     group, commands = step(group, e.Handed())
     assert commands == [e.End("finished", "")]
 
@@ -266,7 +268,7 @@ def test_the_same_error_at_the_same_step_twice_ends_the_run() -> None:
         group, commands = step(group, left("b", generation, 1, "interrupted"))
         if generation == 0:
             assert [type(command) for command in commands] == [e.Join]
-    assert commands == [e.HandOver(("b",))]
+    assert commands == [e.HandOver(("b",), 1)]
     group, commands = step(group, e.Handed())
     assert commands == [e.End("failed", "ValueError: no")]
 
@@ -284,7 +286,7 @@ def test_failures_are_bounded() -> None:
     group, _ = step(group, e.Lost("a"))
     group, commands = step(group, left("b", 0, 1, "interrupted"))
     assert group.failure == "more failures than elastic.max_failures = 0"
-    assert commands == [e.HandOver(("b",))]
+    assert commands == [e.HandOver(("b",), 1)]
 
 
 def test_a_size_that_makes_no_step_faster_is_not_formed() -> None:
@@ -374,7 +376,7 @@ def test_a_run_that_is_to_stop_does_not_fail_by_its_limits() -> None:
     group, _ = step(group, e.Late(0))
     group, _ = step(group, left("a", 0, 1, "interrupted"))
     group, commands = step(group, left("b", 0, 1, "interrupted"))
-    assert (group.failure, commands) == ("", [e.HandOver(("a",))])
+    assert (group.failure, commands) == ("", [e.HandOver(("a",), 1)])
 
 
 def test_who_was_lost_while_others_trained_does_not_count_when_too_few_are_left() -> None:
@@ -394,7 +396,7 @@ def test_workers_that_wait_for_one_another_twice_at_one_step_end_the_run() -> No
             assert [type(command) for command in commands] == [e.Join]
             for name in ("a", "b"):
                 group, _ = step(group, e.Joined(name, 1))
-    assert commands == [e.HandOver(("a",))]
+    assert commands == [e.HandOver(("a",), 1)]
     assert group.failure == "all workers waited for one another in step 2, twice: the collective does not move"
 
 
@@ -408,7 +410,7 @@ def test_a_loss_in_what_follows_the_last_step_does_not_cost_it() -> None:
     assert join.first_step == LIMITS.steps
     group, _ = step(group, e.Joined("b", 1))
     group, commands = step(group, left("b", 1, 3, "finished"))
-    assert commands == [e.HandOver(("b",))]
+    assert commands == [e.HandOver(("b",), 3)]
 
 
 def test_a_stop_ends_stopped_even_where_nothing_can_be_saved() -> None:
@@ -520,13 +522,15 @@ STAGED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int]]] = {
 """(minimum, maximum, cuts) and what may happen."""
 
 
-def staged(minimum: int, maximum: int, cuts: tuple[int, ...], happening: dict[str, Any]) -> Any:
+def staged(
+    minimum: int, maximum: int, cuts: tuple[int, ...], happening: dict[str, Any], steps: int = 2, spares: int = 0
+) -> Any:
     limits = Limits(
         minimum=minimum,
         maximum=maximum,
-        spares=0,
+        spares=spares,
         shards=2,
-        steps=2,
+        steps=steps,
         max_failures=None,
         expected=happening["capacity"],
         cuts=cuts,
@@ -539,6 +543,41 @@ def test_every_order_of_events_among_stages(name: str) -> None:
     taken = explore(staged(*STAGED[name]))
     assert taken["summed"]
     assert taken["applied"]
+
+
+COPIED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int], int]] = {
+    "one cell, a death": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1}, 0),
+    "one cell, a death, a checkpoint": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1, "saves": 1}, 0),
+    "one cell, a fault": (2, 2, (2,), {"capacity": 2, "faults": 1}, 0),
+    "one cell, a death, a stop": (2, 2, (2,), {"capacity": 2, "deaths": 1, "stops": 1}, 0),
+    "cut anew for one that dies": (1, 2, (2, 1), {"capacity": 2, "deaths": 1}, 0),
+    "one worker and a spare": (1, 1, (1,), {"capacity": 2, "deaths": 1}, 1),
+}
+"""(minimum, maximum, cuts), what may happen and spares, where there is one copy of a state that has no other."""
+
+
+def copied(name: str) -> Any:
+    minimum, maximum, cuts, happening, spares = COPIED[name]
+    return staged(minimum, maximum, cuts, {**happening, "copies": 1}, steps=3, spares=spares)
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_every_order_of_events_where_there_are_copies_in_memory(name: str) -> None:
+    again = []
+
+    def look(world: Any) -> None:
+        again.append(world.group.again >= 0)
+
+    taken = explore(copied(name), look=look)
+    assert taken["kept"]
+    assert any(again)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_order_of_two_deaths_where_there_are_copies_in_memory() -> None:
+    happening = {"capacity": 2, "deaths": 2, "arrivals": 2, "copies": 2}
+    assert explore(staged(2, 2, (2,), happening, steps=3))["worlds"] > 40_000
 
 
 @pytest.mark.parametrize(
@@ -589,6 +628,30 @@ def test_what_is_held_of_steps_that_are_made_again_counts_no_more() -> None:
     assert (join.donors, join.view.shape, join.lacks) == (("a", "b"), Shape(1, 2), {})
 
 
+def test_a_copy_of_what_was_undone_counts_no_more() -> None:
+    limits = Limits(minimum=3, maximum=3, spares=0, shards=3, steps=9, max_failures=None, expected=3, cuts=(3,))
+    old = frozenset({(5, Stage(0, 3)), (5, Stage(1, 3)), (2, Stage(0, 3))})
+    workers = {"a": Worker("idle", holds=5, stage=Stage(0, 3), copies=old), "b": Worker("in", holds=5)}
+    group = Group(limits=limits, phase=L, generation=1, seats=("a", "b", "c"), workers=workers, committed=5, durable=3)
+    group, _ = step(group, e.Lost("b"))
+    assert group.phase is G
+    assert group.committed == 3
+    assert group.workers["a"].copies == {(2, Stage(0, 3))}
+
+
+def test_copies_are_newer_than_a_checkpoint_or_are_not_taken() -> None:
+    limits = Limits(minimum=1, maximum=1, spares=1, shards=1, steps=99, max_failures=None, expected=1)
+    spare = Worker("idle", copies=frozenset({(7, WHOLE)}))
+    group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": Worker("in"), "s": spare})
+    after, commands = step(replace(group, committed=9, durable=5), e.Lost("a"))
+    [join] = [command for command in commands if isinstance(command, e.Join)]
+    assert (join.first_step, join.donors, join.lacks, join.again) == (8, ("s",), {"s": "newer"}, True)
+    assert (after.committed, after.again) == (7, 9)
+    after, commands = step(replace(group, committed=9, durable=8), e.Lost("a"))
+    assert after.phase is G
+    assert e.Restore("s", 8, WHOLE) in commands
+
+
 def test_who_takes_another_stage_keeps_what_it_held_only_where_that_counts() -> None:
     limits = Limits(minimum=2, maximum=2, spares=0, shards=2, steps=9, max_failures=None, expected=2, cuts=(2, 1))
     whole = Worker("idle", holds=3, stage=Stage(0, 1))
@@ -623,6 +686,7 @@ ALL: dict[str, int] = {
     "lates": 1,
     "saves": 2,
     "damages": 1,
+    "copies": 3,
 }
 """Everything that can happen, and how often."""
 
@@ -861,7 +925,8 @@ def one_stage_is_enough(group: Group) -> Standing | None:
 def hand_over_the_first(group: Group) -> Any:
     after, commands = _close(group)
     return after, [
-        e.HandOver(command.workers[:1]) if isinstance(command, e.HandOver) else command for command in commands
+        replace(command, workers=command.workers[:1]) if isinstance(command, e.HandOver) else command
+        for command in commands
     ]
 
 
@@ -886,6 +951,43 @@ def test_a_table_that_is_broken_for_stages_is_caught(name: str) -> None:
     caught: list[str] = []
     for world in [staged(*STAGED[scope]) for scope in CATCHING]:
         with broken(**STAGED_MUTANTS[name]):
+            try:
+                explore(world)
+            except (Violation, KeyError, ValueError, IndexError) as error:
+                caught.append(f"{type(error).__name__}: {error}")
+                break
+    print(caught)
+    assert caught
+
+
+def without_copies(group: Group) -> Standing | None:
+    bare = {name: replace(worker, copies=frozenset()) for name, worker in group.workers.items()}
+    return standing(replace(group, workers=bare))
+
+
+def told_twice(group: Group, best: Standing) -> Any:
+    after, [join] = _join(group, best)
+    assert isinstance(join, e.Join)
+    return after, [replace(join, again=False)]
+
+
+def a_copy_is_held(group: Group) -> Standing | None:
+    best = standing(group)
+    return None if best is None else replace(best, copied=False)
+
+
+COPIES_MUTANTS: dict[str, dict[str, Any]] = {
+    "copies are not looked for": {"standing": without_copies},
+    "what is made again is told again": {"_join": told_twice},
+    "what has a copy is undone": {"standing": a_copy_is_held},
+}
+
+
+@pytest.mark.parametrize("name", COPIES_MUTANTS)
+def test_a_table_that_is_broken_for_copies_is_caught(name: str) -> None:
+    caught: list[str] = []
+    for world in [copied(small) for small in COPIED]:
+        with broken(**COPIES_MUTANTS[name]):
             try:
                 explore(world)
             except (Violation, KeyError, ValueError, IndexError) as error:

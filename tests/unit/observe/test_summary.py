@@ -118,3 +118,9 @@ def test_a_run_without_a_step_claims_no_times() -> None:
 
 def test_a_setup_that_was_not_measured_is_left_out() -> None:
     assert "  time     1.2 % of step time was spent waiting for data" in summary(result(setup_s=None), None)
+
+
+def test_what_copies_in_memory_have_cost_is_said() -> None:
+    lines = summary(result(copies=1200, copy_s=0.6), standing())
+    assert "  copies   1,200 of the state in other workers' memory, 0.5 % of the time" in lines
+    assert not [line for line in summary(result(), standing()) if "copies" in line]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from raytrain_plus.state.named import optimizer_state, state_sha256
 from raytrain_plus.training import staged as module
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import evaluate
+from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks, build_model, layer_names
 from raytrain_plus.training.staged import AT_ONCE, Staged
 from raytrain_plus.training.step import Applied, Stepper
@@ -219,7 +221,7 @@ def together(
     schedule: Schedule,
     exact: bool,
     task: type[Task] = Deep,
-    wished: Callable[[int, int], Control] = lambda seat, step: control(),
+    wished: Callable[[int, int], Flags] = lambda seat, step: Flags(),
     act: Callable[..., Any] | None = None,
 ) -> list[Any]:
     """What each worker of so many cells of so many stages makes of it, or of `act`."""
@@ -252,7 +254,14 @@ def together(
         if act is not None:
             return act(one, world, hosted[cell], stage == 0)
         applied = [
-            one.run(step, batches(step, hosted[cell], data=stage == 0), world, control=wished(seat, step), wait_s=5)
+            one.run(
+                step,
+                batches(step, hosted[cell], data=stage == 0),
+                world,
+                control=control(),
+                wait_s=5,
+                flags=partial(wished, seat, step),
+            )
             for step in range(STEPS)
         ]
         return applied, state_of_one(one)
@@ -584,11 +593,8 @@ def test_what_a_layer_must_not_do_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_wish_of_any_stage_is_heard_by_all_at_the_same_step() -> None:
     wishes = {(0, 1): 1, (1, 0): 2}
 
-    def wished(seat: int, step: int) -> Control:
-        made = control()
-        if wishes.get(Shape(2, 2).place(seat)) == step:
-            made.pause(0)
-        return made
+    def wished(seat: int, step: int) -> Flags:
+        return Flags(pause=wishes.get(Shape(2, 2).place(seat)) == step)
 
     told = together(Shape(2, 2), "1f1b", exact=True, wished=wished)
     for found, _ in told:

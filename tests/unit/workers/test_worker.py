@@ -94,7 +94,7 @@ def test_the_state_is_given_out_in_the_midst_of_a_step_that_is_never_applied(tmp
     assert (outcome.holds, outcome.why) == (0, "interrupted")
     # Its share of a checkpoint of that generation will never come.
     assert (outcome.copied, outcome.saved_as) == (-1, 12)
-    given = worker.export()
+    given = worker.export(0)
     assert given.state_sha256 == before
     model = safetensors.torch.load(given.model)
     assert all(torch.equal(model[name], weights[name]) for name in model)

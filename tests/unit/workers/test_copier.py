@@ -1,0 +1,200 @@
+"""A state that one worker alone holds is in another's memory, too, as it was at the copy."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ray.exceptions import RayError
+
+from raytrain_plus.errors import RunError
+from raytrain_plus.parallel.mesh import Stage
+from raytrain_plus.state.holding import Holding
+from raytrain_plus.state.transfer import Snapshot, put, take
+from raytrain_plus.workers import copier as module
+from raytrain_plus.workers.copier import Copier
+from raytrain_plus.workers.plan import Buddy, Sent
+
+STAGE = Stage(1, 2)
+
+
+class Ray:
+    """Calls of actors that are answered at once, or never."""
+
+    def wait(self, references: list[Future[Any]], timeout: float) -> tuple[list[Any], list[Any]]:
+        return ([], references) if not references[0].done() and not time.sleep(0.01) else (references, [])
+
+    def get(self, reference: Future[Any]) -> Any:
+        return reference.result(0)
+
+
+class Actor:
+    """What stands for a worker's actor; `keep` is what it does with a copy."""
+
+    def __init__(self, keep: Callable[[int, Stage, Snapshot], None]) -> None:
+        self.call = self
+        self._keep = keep
+
+    def remote(self, method: str, generation: int, stage: Stage, snapshot: Snapshot) -> Future[Any]:
+        assert method == "keep_copy"
+        told: Future[Any] = Future()
+        try:
+            told.set_result(self._keep(generation, stage, snapshot))
+        except Exception as error:
+            told.set_exception(error)
+        return told
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ray", Ray())
+
+
+def holding() -> Holding:
+    model = torch.nn.Linear(5, 3)
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW([value for _, value in named])
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    return Holding({}, named, [], optimizer, None, {"weight": -3})
+
+
+def change(held: Holding, by: float) -> None:
+    with torch.no_grad():
+        for _, value in held.parameters:
+            value.add_(by)
+
+
+def alike(one: Snapshot, other: Snapshot) -> bool:
+    return one.values == other.values and all(
+        np.array_equal(one.tensors[name][2], other.tensors[name][2]) for name in one.tensors | other.tensors
+    )
+
+
+class Pair:
+    """A worker, and another that keeps its copies."""
+
+    def __init__(self, every_steps: int = 1) -> None:
+        self.held = holding()
+        self.told: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self.owner = Copier("a", lambda: self.held, every_steps)
+        self.keeper = Copier("b", lambda: self.held, every_steps)
+        self.buddy = Buddy("b", Actor(self.keeper.keep))
+
+    def begin(self, generation: int = 0, buddy: Buddy | None = None) -> None:
+        self.owner.begin(generation, STAGE, buddy or self.buddy, self.told.put)
+
+    def settled(self, generation: int, step: int) -> None:
+        for one in (self.owner, self.keeper):
+            one.settled(generation, step)
+
+
+def test_a_copy_is_the_state_between_the_steps_where_it_was_made() -> None:
+    pair = Pair()
+    pair.begin()
+    taken = take(3, pair.held)
+    before = replace(taken, tensors={name: (a, b, data.copy()) for name, (a, b, data) in taken.tensors.items()})
+    pair.owner.copy(3)
+    change(pair.held, 1.0)
+    sent = pair.told.get(timeout=5)
+    assert (sent.worker, sent.buddy, sent.generation, sent.step) == ("a", "b", 0, 3)
+    assert sent.bytes == sum(data.nbytes for _, _, data in before.tensors.values())
+    for one in (pair.owner, pair.keeper):
+        found = one.find(3, STAGE)
+        assert found is not None
+        assert alike(found, before)
+        assert found.digest == before.digest
+    # Who takes it in changes it, and not what is kept.
+    put(found, pair.held)
+    change(pair.held, 1.0)
+    for parameter in dict(pair.held.parameters).values():
+        for value in pair.held.optimizer.state[parameter].values():  # type: ignore[union-attr]
+            value.add_(1)
+    assert alike(found, before)
+    assert pair.keeper.find(3, Stage(0, 2)) is None
+    assert pair.keeper.find(2, STAGE) is None
+
+
+def test_the_next_copy_waits_until_all_of_the_one_before_are_where_they_belong() -> None:
+    pair = Pair(every_steps=3)
+    pair.begin()
+    assert not pair.owner.due(-1), "the initial state can be made anew"
+    assert pair.owner.due(0)
+    assert pair.owner.ready()
+    pair.owner.copy(0)
+    pair.told.get(timeout=5)
+    assert not pair.owner.ready()
+    pair.settled(0, 0)
+    assert pair.owner.ready()
+    assert [step for step in range(1, 5) if pair.owner.due(step)] == [3, 4]
+    pair.owner.end()
+    assert not pair.owner.ready()
+
+
+def test_two_of_each_are_kept_at_most() -> None:
+    pair = Pair()
+    pair.begin()
+    for step in range(20):
+        pair.owner.copy(step)
+        pair.told.get(timeout=5)
+        for one in (pair.owner, pair.keeper):
+            assert one.find(step, STAGE) is not None
+            assert one.find(step - 1, STAGE) is not None or step == 0, "all have to be able to go back to it"
+            assert len(one._kept) + len(one._free) <= 2
+        pair.settled(0, step)
+        for one in (pair.owner, pair.keeper):
+            assert list(one._kept) == [(step, STAGE)]
+        change(pair.held, 1.0)
+
+
+def test_what_an_earlier_generation_left_behind_goes_though_its_step_is_later() -> None:
+    pair = Pair()
+    pair.begin(0)
+    pair.owner.copy(8)
+    pair.told.get(timeout=5)
+    pair.owner.end()
+    pair.begin(1)
+    pair.owner.copy(5)
+    pair.told.get(timeout=5)
+    pair.settled(1, 5)
+    for one in (pair.owner, pair.keeper):
+        assert list(one._kept) == [(5, STAGE)]
+
+
+def test_a_copy_that_was_sent_to_one_who_is_gone_is_sent_to_another() -> None:
+    pair = Pair()
+    dead: list[int] = []
+
+    def dying(generation: int, stage: Stage, snapshot: Snapshot) -> None:
+        dead.append(snapshot.step)
+        raise RayError("it died")
+
+    pair.begin(buddy=Buddy("c", Actor(dying)))
+    pair.owner.copy(4)
+    while not dead:
+        time.sleep(0.01)
+    pair.owner.send_to(0, pair.buddy)
+    assert pair.told.get(timeout=5).buddy == "b"
+    # It died after it had taken the copy, and before those of the others came where they belong.
+    other = Copier("d", lambda: pair.held, 1)
+    pair.owner.send_to(0, Buddy("d", Actor(other.keep)))
+    while pair.told.get(timeout=5).buddy != "d":
+        pass
+    assert other.find(4, STAGE) is not None
+    pair.owner.send_to(7, None)
+    pair.settled(0, 4)
+    assert pair.owner.ready(), "the word of another generation changes nothing"
+
+
+def test_a_damaged_copy_is_refused() -> None:
+    pair = Pair()
+    with pytest.raises(RunError, match="a copy of step 3 came damaged"):
+        pair.keeper.keep(0, STAGE, replace(take(3, pair.held), digest="0"))
+    assert pair.keeper.find(3, STAGE) is None
