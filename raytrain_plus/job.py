@@ -68,7 +68,7 @@ class Workers:
     """Threads that torch uses inside a worker. Part of the job, because results depend on it in the last bits."""
 
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,11 @@ class Parallel:
 
     schedule: Schedule = "1f1b"
     """In which order a cell's stages make their forward and backward passes: `gpipe`, `1f1b`, `interleaved` (two chunks
-    of layers a stage), `zero-bubble` (two chunks, and backward passes in two parts)."""
+    of layers a stage), `zero-bubble` (two chunks, and backward passes in two parts), `pipedream` (steps overlap: no
+    bubble between them, and gradients of weights that are some microbatches old)."""
+
+    commit_every: int = 16
+    """Under `pipedream`, the steps after which all stages come together; these are committed together."""
 
     microbatches: int = 1
     """Parts in which a shard's rows of a step pass through the model; divides `batch_size / shards`."""
@@ -400,6 +404,23 @@ def _one_cell(maximum: int | None, minimum: int, pipeline: int) -> _Problem:
     return f"{most} workers are fewer than the {pipeline} stages of parallel.pipeline", f"{pipeline} or more", ""
 
 
+def _pipedream(schedule: str, pipeline: int, reduction: str, clip_norm: float | None, minimum: int) -> _Problem:
+    if schedule != "pipedream":
+        return None
+    if pipeline == 1:
+        return "pipedream is a schedule of stages, and there is one", "parallel.pipeline of 2 or more", ""
+    if reduction == "exact":
+        what = "what it makes of a step depends on how far each stage is; reduction: exact cannot go with it"
+        return what, "reduction: ring, or another schedule", ""
+    if clip_norm is not None:
+        what = "clip_norm needs the gradients of all stages at one step, and pipedream's stages are at different ones"
+        return what, "no clip_norm, or another schedule", ""
+    if minimum < pipeline:
+        what = f"with workers.min = {minimum} the model would be cut anew in the run, which pipedream does not bear"
+        return what, f"workers.min of at least parallel.pipeline = {pipeline}", ""
+    return None
+
+
 EXACT_SHARDS = 4096
 """With more of them the grid of `reduction: exact` would have to be coarser than float32 is."""
 
@@ -455,6 +476,8 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("workers.gpus",), _gpus),
     (("workers.threads",), _at_least(1)),
     (("parallel.microbatches",), _at_least(1)),
+    (("parallel.commit_every",), _at_least(1)),
+    (("parallel.schedule", "parallel.pipeline", "reduction", "clip_norm", "workers.min"), _pipedream),
     (("parallel.microbatches", "data.batch_size", "data.shards"), _microbatches),
     (("reduction", "data.shards"), _exact),
     (("clip_norm",), _above_zero),

@@ -136,7 +136,9 @@ def _forecast(job: Job, task: Task, roots: Sequence[Path], size: Size, seen: Ind
     transform = load_function(job.data.transform, roots) if job.data.transform else None
     rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=transform, granule=job.data.granule)
     layers = measured_here(job, task, rows)
-    return forecast(layers, job.parallel.schedule, job.parallel.pipeline, size.shards * job.parallel.microbatches)
+    together = job.parallel.commit_every if job.parallel.schedule == "pipedream" else 1
+    microbatches = size.shards * job.parallel.microbatches * together
+    return forecast(layers, job.parallel.schedule, job.parallel.pipeline, microbatches)
 
 
 def _cut_lines(cut: Forecast) -> list[str]:

@@ -132,6 +132,8 @@ class Controller:
         job = order.plan.job
         self._order = order
         self._elastic = job.elastic
+        self._overlaps = job.parallel.schedule == "pipedream"
+        """Whether a loss in the midst of steps takes all back to where they began."""
         self._pool = Pool(job.workers.cpus, job.workers.gpus)
         past = order.past or Past()
         self._run = open_folder(order.plan.folder)
@@ -479,6 +481,7 @@ class Controller:
                 lacks=command.lacks.get(name),
                 gives=command.donors.count(name) if takes else 0,
                 buddy=self._buddy(name),
+                copies=bool(self._round.buddies) or self._overlaps,
                 evaluated=self._journal.evaluated,
                 share=ShareOf(
                     generation=self._journal.base + view.generation,
@@ -548,7 +551,7 @@ class Controller:
         now = self._round
         if now is None or self._stale(sent.generation, f"a copy of {sent.worker}"):
             return
-        if now.buddies.get(sent.worker) != sent.buddy:
+        if now.buddies.get(sent.worker, "") != sent.buddy:
             # It is gone meanwhile; the copy is sent to another.
             return
         told = now.sent.setdefault(sent.step, {})
@@ -557,7 +560,7 @@ class Controller:
         for seat, member in enumerate(now.view.members):
             if member.worker not in told:
                 return
-            for keeper in (member.worker, told[member.worker].buddy):
+            for keeper in filter(None, (member.worker, told[member.worker].buddy)):
                 copies[keeper] = (*copies.get(keeper, ()), now.view.shape.stage(seat))
         now.sent.clear()
         self._journal.copied(told.values())
@@ -649,7 +652,7 @@ class Controller:
             for name, worker in self._group.workers.items()
             if name not in members and not worker.leaving and worker.state in ("idle", "rehearsing")
         ]
-        if formed.view.shape.cells > 1 and any(worker.copies for worker in self._group.workers.values()):
+        if not (formed.buddies or self._overlaps) and any(worker.copies for worker in self._group.workers.values()):
             # All that is held is held twice now.
             self._settle_copies(self._group.committed, {})
         collective = self._order.plan.collective

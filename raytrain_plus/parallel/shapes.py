@@ -75,7 +75,8 @@ def _fault(job: Job, stages: int, most: int, layers: Sequence[str] | None) -> In
         )
     for cells in range(1, max(1, min(most // stages, shards)) + 1):
         for hosted in {shards // cells, -(-shards // cells)}:
-            problem = amiss(schedule, stages, hosted * job.parallel.microbatches)
+            together = job.parallel.commit_every if schedule == "pipedream" else 1
+            problem = amiss(schedule, stages, hosted * job.parallel.microbatches * together)
             if problem:
                 return InputError(
                     f"{problem}: with {cells} cell{'s' * (cells != 1)}, one has {hosted} of the {shards} shards",

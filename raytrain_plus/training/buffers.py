@@ -124,6 +124,13 @@ class Buffers:
             if self.exact is not None:
                 self.exact.add(means)
 
+    def check_unchanged(self) -> None:
+        """Raises `TrainingError` where one has changed, in steps that leave all as they are."""
+        for name, (owner, attribute) in self._owners.items():
+            buffer = owner._buffers[attribute]
+            if buffer is None or buffer.shape != self.committed[name].shape or not _equal(buffer, self.committed[name]):
+                raise TrainingError(f"the buffer '{name}' changed in a forward pass: under pipedream none may")
+
     def to_reduce(self) -> Iterator[tuple[torch.Tensor, str, Operation]]:
         """(vector, name, operation): what is to be reduced over workers, in place."""
         if len(self._flat):

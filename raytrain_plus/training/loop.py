@@ -17,6 +17,7 @@ from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.figures import ShardBatches
 from raytrain_plus.training.header import Flags
+from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper
 
@@ -40,6 +41,16 @@ class Evaluation:
 
     every_steps: int
     batches: ShardBatches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Where steps overlap, and are committed some at a time."""
+
+    every: int
+    """Steps after which all come together."""
+    counted: Callable[[int], Shards]
+    """How many rows each microbatch of a step has."""
 
 
 class Saving(Protocol):
@@ -89,6 +100,7 @@ def train(
     shards: int,
     first_step: int,
     steps: int,
+    window: Window | None,
     evaluation: Evaluation | None,
     evaluated: int,
     limits: Limits,
@@ -145,41 +157,93 @@ def train(
 
     copy_after(first_step - 1, copying.ready())
     evaluate_after(first_step - 1)
-    for step in range(first_step, steps):
-        start = time.monotonic()
+    step = first_step
+    while step < steps:
         limit_s = limits.first_step_s if step == first_step else limits.step_s
         control.patience(limit_s)
-        control.enter("data")
-        batches = feed.get(step, limit_s, control.check)
-        applied = stepper.run(
-            step,
-            batches.shards,
+        made = range(step, steps_end(step, steps, window, evaluation, saving) + 1)
+        records, heard = _make(
+            stepper,
+            feed,
             world,
+            made,
+            window,
+            drawn=first_step + DRAWN,
             control=control,
-            wait_s=limits.wait_s,
-            meanwhile=feed.more,
             flags=flags,
+            limit_s=limit_s,
+            wait_s=limits.wait_s,
         )
-        tell(
-            StepRecord(
-                step=step,
-                rows=applied.rows,
-                loss=applied.loss,
-                seconds=time.monotonic() - start,
-                waited_s=batches.waited_s,
-                time=time.time(),
-                notes=applied.notes,
-                **_pipelined(stepper.passes.bars, drawn=step == first_step + DRAWN),
-            )
-        )
-        copy_after(step, not applied.flags.uncopied)
+        for record in records:
+            tell(record)
+        step = made[-1]
+        copy_after(step, not heard.uncopied)
         metrics = evaluate_after(step)
         if step + 1 < steps:
             # What a run ends with is kept when it ends.
-            save_after(step, metrics, applied.flags)
-            if applied.flags.pause:
+            save_after(step, metrics, heard)
+            if heard.pause:
                 return "paused"
+        step += 1
     return "finished"
+
+
+def _make(
+    stepper: Stepper,
+    feed: Feed,
+    world: World,
+    steps: range,
+    window: Window | None,
+    *,
+    drawn: int,
+    control: Control,
+    flags: Callable[[], Flags],
+    limit_s: float,
+    wait_s: float,
+) -> tuple[list[StepRecord], Flags]:
+    """Makes one step, or some that overlap; what is told of them, and what was wished for at their end."""
+    start, waits_s = time.monotonic(), []
+
+    def batches(step: int) -> Shards:
+        control.enter("data")
+        found = feed.get(step, limit_s, control.check)
+        waits_s.append(found.waited_s)
+        return found.shards
+
+    if window is None:
+        own = batches(steps[0])
+        applied = [stepper.run(steps[0], own, world, control=control, wait_s=wait_s, meanwhile=feed.more, flags=flags)]
+    else:
+        applied = stepper.run_window(steps, window.counted, batches, world, control=control, wait_s=wait_s, flags=flags)
+    seconds = time.monotonic() - start
+    records = [
+        StepRecord(
+            step=step,
+            rows=one.rows,
+            loss=one.loss,
+            seconds=seconds / len(steps),
+            waited_s=sum(waits_s) / len(steps),
+            time=time.time(),
+            notes=one.notes,
+            # Of steps that overlap, the passes of all are told with the last.
+            **_pipelined(stepper.passes.bars if step == steps[-1] else (), drawn in steps),
+        )
+        for step, one in zip(steps, applied, strict=True)
+    ]
+    return records, applied[-1].flags
+
+
+def steps_end(step: int, steps: int, window: Window | None, evaluation: Evaluation | None, saving: Saving) -> int:
+    """The last of the steps, from `step` on, that are committed together; the same for every member."""
+    if window is None:
+        return step
+
+    def ends(last: int) -> bool:
+        evaluated = evaluation is not None and (last + 1) % evaluation.every_steps == 0
+        whole = (last + 1) % window.every == 0 or last + 1 == steps
+        return whole or evaluated or saving.due(last, evaluated)
+
+    return next(last for last in range(step, steps) if ends(last))
 
 
 def _pipelined(bars: Sequence[Bar], drawn: bool) -> dict[str, Any]:

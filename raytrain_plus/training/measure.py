@@ -12,6 +12,7 @@ from torch import nn
 
 from raytrain_plus.data.granule import Rows
 from raytrain_plus.data.reader import Microbatch, first_microbatch
+from raytrain_plus.errors import TaskError
 from raytrain_plus.job import Job
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.cut import Layer
@@ -19,7 +20,7 @@ from raytrain_plus.parallel.pipeline.handover import Tensors
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.task import Task
 from raytrain_plus.taskfile import told_as_task_error
-from raytrain_plus.training.model import build_chunks, layer_names, to_device
+from raytrain_plus.training.model import Built, build_chunks, layer_names, to_device
 from raytrain_plus.training.passes import weighed
 from raytrain_plus.training.randomness import random_key, set_random_key
 
@@ -29,19 +30,30 @@ COPIES = 4
 """Of each parameter a worker keeps its gradient, too, and two figures of its optimizer, as a rule."""
 
 
-def measured(task: Task, seed: int, device: torch.device, microbatch: Microbatch) -> tuple[Layer, ...]:
+def measured(
+    task: Task, seed: int, device: torch.device, microbatch: Microbatch, overlaps: bool = False
+) -> tuple[Layer, ...]:
     """The layers of the task's model, each with the seconds of a microbatch's forward and backward pass, and what a
     worker keeps of it: parameters and what goes with them, and a microbatch's activations.
 
-    The last one's seconds hold those of the loss. Raises `TaskError` where the model does not say its layers, and what
-    the task raises.
+    The last one's seconds hold those of the loss. `overlaps`: whether the schedule lets steps overlap. Raises
+    `TaskError` where the model does not say its layers, or does not go with that, and what the task raises.
     """
     work = _Alone(task, seed, device, microbatch)
     names = layer_names(task, seed)
     given: Tensors | None = None
     found = []
-    for number, (name, module) in enumerate(_each(task, seed, device, names)):
+    for number, (name, built) in enumerate(_each(task, seed, device, names)):
+        if overlaps and built.tied:
+            copy, owner = next(iter(built.tied.items()))
+            raise TaskError(
+                f"'{copy}' and '{owner}' are tied, and under pipedream no two stages are at the same step",
+                where="parallel.schedule: pipedream",
+                remedy="take another schedule, or weights that are not tied",
+            )
+        module = built.module
         module.train()
+        before = {buffer: value.clone() for buffer, value in module.named_buffers()} if overlaps else {}
         chunk = Chunk(module, number, [0] * len(names))
         seconds = []
         for _ in range(TIMES):
@@ -56,6 +68,13 @@ def measured(task: Task, seed: int, device: torch.device, microbatch: Microbatch
                 chunk.set_local_bwd_input(gradients, 0)
             chunk.backward_one_chunk(0)
             seconds.append(work.taken())
+        for buffer, value in module.named_buffers() if overlaps else ():
+            if not torch.equal(value, before[buffer]):
+                raise TaskError(
+                    f"the buffer '{buffer}' changes in a forward pass, and under pipedream steps overlap",
+                    where="parallel.schedule: pipedream",
+                    remedy="take another schedule, or layers that keep no running figures (LayerNorm, GroupNorm)",
+                )
         parameters = list(module.parameters())
         found.append(
             Layer(
@@ -77,19 +96,19 @@ def measured_here(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
     try:
         with told_as_task_error("the layers cannot be run one after the other", f"task: {job.task}"):
             microbatch = first_microbatch(rows, job.parallel.microbatches, task.collate)
-            return measured(task, job.seed, torch.device("cpu"), microbatch)
+            overlaps = job.parallel.schedule == "pipedream"
+            return measured(task, job.seed, torch.device("cpu"), microbatch, overlaps)
     finally:
         torch.set_num_threads(threads)
 
 
-def _each(task: Task, seed: int, device: torch.device, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+def _each(task: Task, seed: int, device: torch.device, names: tuple[str, ...]) -> Iterator[tuple[str, Built]]:
     if task.layers() is None:
-        whole = build_chunks(task, seed, device, [(name,) for name in names])
-        yield from ((name, built.module) for name, built in zip(names, whole, strict=True))
+        yield from zip(names, build_chunks(task, seed, device, [(name,) for name in names]), strict=True)
         return
     for name in names:
         [built] = build_chunks(task, seed, device, [(name,)])
-        yield name, built.module
+        yield name, built
 
 
 class _Saved:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -84,6 +85,31 @@ class Passes(Protocol):
 
         Comes back when every member of every stage's `world` is known to hold its sums.
         """
+
+
+Shards = Mapping[int, Sequence[Microbatch]]
+"""For each hosted shard, its microbatches of a step."""
+
+
+@runtime_checkable
+class Overlapping(Passes, Protocol):
+    """Passes of several steps, of which some begin before others have ended."""
+
+    def run_window(
+        self,
+        steps: range,
+        counted: Callable[[int], Shards],
+        batches: Callable[[int], Shards],
+        control: Control,
+        flags: Callable[[], header.Flags],
+        end: Callable[[int], None],
+    ) -> None:
+        """Makes the passes of these steps. `counted`: how many rows each microbatch of a step has; `batches`, asked for
+        one step after the other where the data is read, has them. `end` is called when this worker's gradients of a
+        step are complete, its header in the first part's rider."""
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Open while the weights are changed in place."""
 
 
 class Whole:

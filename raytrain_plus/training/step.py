@@ -32,7 +32,7 @@ from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import Built
-from raytrain_plus.training.passes import Part, Passes, Whole
+from raytrain_plus.training.passes import Overlapping, Part, Passes, Shards, Whole
 from raytrain_plus.training.randomness import LayerKeys
 
 TRIES = 3
@@ -108,6 +108,8 @@ class Stepper:
         ]
         self._clip_norm = clip_norm
         self._summed: _Summed | None = None
+        self._ended: int | None = None
+        """The last step of a window that is made here, and is not known to be made everywhere."""
         self.squares: dict[str, float] = {}
         """Of the step that was applied last, the squares of the norms of all the model's gradients, where they are
         clipped: who has yet to apply it needs them."""
@@ -115,7 +117,7 @@ class Stepper:
     @property
     def ready(self) -> int | None:
         """The step that it can `finish`, if there is one."""
-        return None if self._summed is None else self._summed.step
+        return self._ended if self._summed is None else self._summed.step
 
     @property
     def module(self) -> nn.Module:
@@ -155,14 +157,7 @@ class Stepper:
             meanwhile()
             for index, work in enumerate(works):
                 wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
-            head = self.parts[0].gradients.rider
-            totals = header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype)))
-            if totals.bad_shards:
-                raise TrainingError(_not_finite(step, totals.bad_shards))
-            if not totals.weight:
-                raise TrainingError(
-                    f"the weights that the task's loss gave in step {step} add up to 0: there is no mean to learn from"
-                )
+            totals = self._totals(step)
             self._reduce_buffers(step, world, wait_s, control)
             readings = [exact.read() for exact in self._exact]
             settled = all(reading.settled for reading in readings)
@@ -190,9 +185,65 @@ class Stepper:
         self._apply(squares)
         return Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes)
 
+    def run_window(
+        self,
+        steps: range,
+        counted: Callable[[int], Shards],
+        batches: Callable[[int], Shards],
+        world: World,
+        *,
+        control: Control,
+        wait_s: float,
+        flags: Callable[[], header.Flags] = header.Flags,
+    ) -> list[Applied]:
+        """Makes these steps by passes that overlap: `passes.Overlapping` says what the arguments are.
+
+        A stage is changed by each step when its own part of that is there, and the state is one again after the last.
+        Raises what `run` raises; the state is none where it has begun to change.
+        """
+        passes = self.passes
+        assert isinstance(passes, Overlapping)
+        for part in self.parts:
+            part.module.train()
+            part.gradients.begin({})
+        self._summed = self._ended = None
+        made: list[Applied] = []
+
+        def end(step: int) -> None:
+            works = [
+                work for part in self.parts for work in part.gradients.reduce_during(lambda: None, world, control.check)
+            ]
+            control.enter("collective")
+            for index, work in enumerate(works):
+                wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
+            totals = self._totals(step)
+            for part in self.parts:
+                part.gradients.take_means(totals.weight)
+            control.check()
+            control.enter("applying")
+            self.held = None
+            with passes.updating():
+                self._change(step)
+            for part in self.parts:
+                part.gradients.begin({})
+            made.append(Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes))
+
+        passes.run_window(steps, counted, batches, control, flags, end)
+        for part in self.parts:
+            part.buffers.check_unchanged()
+        self._ended = steps[-1]
+        passes.agree(steps[-1], True, {}, world, control, wait_s)
+        control.check()
+        self.finish({})
+        return made
+
     def finish(self, squares: Mapping[str, float]) -> None:
-        """Applies the step of which it has all sums, because others have: these are the `squares` they agreed on."""
-        self._apply(squares)
+        """Applies the step of which it has all sums, because others have: these are the `squares` they agreed on. Or
+        takes the steps for made that others, too, have come to the end of."""
+        if self._ended is None:
+            self._apply(squares)
+        else:
+            self.held, self._ended = self._ended, None
 
     def snapshot(self) -> transfer.Snapshot:
         """The committed state, for a worker that lacks it. Not to be called while a step applies."""
@@ -201,7 +252,7 @@ class Stepper:
 
     def adopt(self, snapshot: transfer.Snapshot) -> None:
         """Takes another worker's state in place of its own."""
-        self.held = self._summed = None
+        self.held = self._summed = self._ended = None
         transfer.put(snapshot, self.holding())
         self.restore_buffers()
         self.held = snapshot.step
@@ -230,17 +281,32 @@ class Stepper:
         if self._clip_norm is not None:
             self._clip(step, self._clip_norm, squares)
         self.held = None
+        self._change(step)
+        for part in self.parts:
+            part.buffers.commit(summed.totals.rows)
+        self.scales = summed.scales
+        self.squares = dict(squares)
+        self.held = step
+
+    def _change(self, step: int) -> None:
         # An optimizer may draw, too.
         self.parts[0].keys.apply(step)
         if self.optimizer is not None:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        for part in self.parts:
-            part.buffers.commit(summed.totals.rows)
-        self.scales = summed.scales
-        self.squares = dict(squares)
-        self.held = step
+
+    def _totals(self, step: int) -> header.StepTotals:
+        """What the step's header says. Raises `TrainingError` where there is nothing to learn from."""
+        head = self.parts[0].gradients.rider
+        totals = header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype)))
+        if totals.bad_shards:
+            raise TrainingError(_not_finite(step, totals.bad_shards))
+        if not totals.weight:
+            raise TrainingError(
+                f"the weights that the task's loss gave in step {step} add up to 0: there is no mean to learn from"
+            )
+        return totals
 
     def _reduce_buffers(self, step: int, world: World, wait_s: float, control: Control) -> None:
         works = [world.reduce(*vector) for part in self.parts for vector in part.buffers.to_reduce()]

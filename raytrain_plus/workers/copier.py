@@ -60,14 +60,19 @@ class Copier:
         self._send_open: Callable[[], None] = lambda: None
         self._generation = -1
         self._stage = Stage()
+        self._copies = self._alone = False
         self._buddy: Buddy | None = None
         self._tell: Callable[[Sent], None] = lambda sent: None
         self._next = 0
 
-    def begin(self, generation: int, stage: Stage, buddy: Buddy | None, tell: Callable[[Sent], None]) -> None:
-        """In that generation it holds this stage, and `buddy` keeps the copies; None where none are made."""
+    def begin(
+        self, generation: int, stage: Stage, copies: bool, buddy: Buddy | None, tell: Callable[[Sent], None]
+    ) -> None:
+        """In that generation it holds this stage; `copies`: whether copies of that are made, which `buddy` keeps, too,
+        where there is one."""
         with self._lock:
             self._generation, self._stage, self._tell = generation, stage, tell
+            self._copies, self._alone = copies, copies and buddy is None
             self._buddy, self._open, self._next = buddy, None, -1
 
     def send_to(self, generation: int, buddy: Buddy | None) -> None:
@@ -82,11 +87,11 @@ class Copier:
     def end(self) -> None:
         """The generation is over: nothing more is sent."""
         with self._lock:
-            self._generation, self._buddy = -1, None
+            self._generation, self._copies = -1, False
 
     def ready(self) -> bool:
-        """Whether a copy can be made: somebody would keep it, and the one before is where it belongs."""
-        return self._buddy is not None and self._open is None
+        """Whether a copy can be made: the one before is where it belongs."""
+        return self._copies and self._open is None
 
     def due(self, step: int) -> bool:
         """Whether the state after `step` is to be copied, if all can; the same for every member."""
@@ -146,8 +151,19 @@ class Copier:
         whole = replace(snapshot, digest=digest(snapshot.step, snapshot.tensors, snapshot.values))
         self._put(stage, replace(made, snapshot=whole))
         size = sum(data.nbytes for _, _, data in whole.tensors.values())
+        sent = Sent(
+            worker=self._worker,
+            buddy="",
+            generation=made.generation,
+            step=snapshot.step,
+            bytes=size,
+            stall_s=stall_s,
+        )
         while made.generation == self._generation:
             buddy = self._buddy
+            if self._alone:
+                tell(sent)
+                return
             if buddy is None:
                 time.sleep(AGAIN_S)
                 continue
@@ -159,16 +175,7 @@ class Copier:
                     log.warning("a copy of step %d did not arrive; trying again", snapshot.step, exc_info=True)
                 time.sleep(AGAIN_S)
                 continue
-            tell(
-                Sent(
-                    worker=self._worker,
-                    buddy=buddy.name,
-                    generation=made.generation,
-                    step=snapshot.step,
-                    bytes=size,
-                    stall_s=stall_s,
-                )
-            )
+            tell(replace(sent, buddy=buddy.name))
             return
 
     def _wait(self, reference: Any, generation: int, limit_s: float) -> None:

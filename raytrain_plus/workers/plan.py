@@ -118,10 +118,11 @@ class Buddy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """A worker's state is in its buddy's memory, too."""
+    """A copy of a worker's state is made, and in its buddy's memory, too."""
 
     worker: str
     buddy: str
+    """Empty where nobody but the worker keeps it."""
     generation: int
     step: int
     bytes: int
@@ -147,6 +148,8 @@ class Assignment:
     """How often it is asked for a state that others take."""
     buddy: Buddy | None
     """Who keeps copies of its state; None where others hold that, too, or there is nobody."""
+    copies: bool
+    """Whether its state is copied at all."""
     share: ShareOf
     evaluated: int
     """The highest step whose evaluation has been heard of; -2 where none has."""

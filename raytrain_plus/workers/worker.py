@@ -76,7 +76,7 @@ from raytrain_plus.storage.tries import tried
 from raytrain_plus.task import Task
 from raytrain_plus.taskfile import build_task, fault_of, load_function, load_task, told_as_task_error, trim_traceback
 from raytrain_plus.training.control import Control
-from raytrain_plus.training.loop import Evaluation, Feed, Limits, train
+from raytrain_plus.training.loop import Evaluation, Feed, Limits, Window, train
 from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.randomness import random_key, repeatable, set_random_key
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
@@ -293,7 +293,7 @@ class Worker:
             holds=stepper.held,
             why=why,
             stage=self._stage,
-            ready=stepper.ready if staged and stepper.held is not None else None,
+            ready=stepper.ready if staged else None,
             squares=stepper.squares,
             copied=saver.copied,
             saved_as=saver.generation,
@@ -415,7 +415,7 @@ class Worker:
 
         job = self._plan.job
         batch = first_microbatch(self._rows, job.parallel.microbatches, self._task.collate)
-        found = measured(self._task, job.seed, self._device, batch)
+        found = measured(self._task, job.seed, self._device, batch, overlaps=job.parallel.schedule == "pipedream")
         return Ready(
             parameters=sum(layer.parameters for layer in found),
             state_bytes=sum(layer.bytes for layer in found),
@@ -494,7 +494,11 @@ class Worker:
         self._saver.begin(self._part(controller, assignment.share, reporter.soon))
         assert self._copier is not None
         self._copier.begin(
-            generation, assignment.layers.stage, assignment.buddy, lambda sent: controller.copied.remote(sent)
+            generation,
+            assignment.layers.stage,
+            assignment.copies,
+            assignment.buddy,
+            lambda sent: controller.copied.remote(sent),
         )
         outcome = Outcome(holds=None, why="interrupted")
         joined = False
@@ -583,11 +587,13 @@ class Worker:
         stack.callback(self._leave, world)
         if assignment.cell is not None:
             # torch's schedules take a while to load: here, where they are wanted.
+            from raytrain_plus.training.pipedream import PipeDream
             from raytrain_plus.training.staged import Staged
 
             cell = TorchWorld(assignment.cell)
             stack.callback(self._leave, cell)
-            self._stepper.passes = Staged(
+            kind = PipeDream if self._plan.job.parallel.schedule == "pipedream" else Staged
+            self._stepper.passes = kind(
                 self._stepper.task,
                 self._stepper.parts,
                 cell,
@@ -653,6 +659,7 @@ class Worker:
             shards=job.data.shards,
             first_step=assignment.first_step,
             steps=self._plan.steps,
+            window=self._window_of(assignment),
             evaluation=self._evaluation_of(assignment.layers.stage),
             evaluated=assignment.evaluated,
             limits=Limits(
@@ -671,6 +678,15 @@ class Worker:
             job = self._plan.job
             return Counts(line_of(job, self._plan.index), assignment.shards, job.parallel.microbatches)
         return stack.enter_context(self._open_feed(assignment.shards, assignment.first_step, stream=True))
+
+    def _window_of(self, assignment: Assignment) -> Window | None:
+        """How many steps are committed together, where they overlap."""
+        assert self._plan is not None
+        job = self._plan.job
+        if job.parallel.schedule != "pipedream":
+            return None
+        counts = Counts(line_of(job, self._plan.index), assignment.shards, job.parallel.microbatches)
+        return Window(every=job.parallel.commit_every, counted=lambda step: counts.get(step, 0.0).shards)
 
     def _evaluation_of(self, stage: Stage) -> Evaluation | None:
         """Of the held-out rows, too."""

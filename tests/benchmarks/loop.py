@@ -117,6 +117,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
             shards=job.data.shards,
             first_step=0,
             steps=line.steps,
+            window=None,
             evaluation=None,
             evaluated=-2,
             limits=Limits(step_s=60, first_step_s=60, wait_s=60),

@@ -250,6 +250,13 @@ class FaultyStage(Faulty):
             super().reach(place)
 
 
+class Flowing(Faulty):
+    """Layers that steps can overlap in: without running figures."""
+
+    def parts(self) -> dict[str, Any]:
+        return {**super().parts(), "norm": lambda: nn.LayerNorm(16)}
+
+
 class Wide(Faulty):
     """50 MB of weights and optimizer state."""
 

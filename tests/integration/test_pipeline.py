@@ -220,6 +220,42 @@ def test_what_one_worker_holds_alone_is_in_its_spares_memory(tmp_path: Path, alo
     assert not run.events("resumed")
 
 
+@pytest.mark.parametrize(
+    ("size", "stage"), [(2, 1), pytest.param(2, 0, marks=SLOW), (4, 0), pytest.param(4, 1, marks=SLOW)]
+)
+def test_steps_that_overlap_are_committed_together_and_lost_together(tmp_path: Path, size: int, stage: int) -> None:
+    job = staged(
+        tmp_path,
+        size,
+        2,
+        "pipedream",
+        task="tasks:Flowing",
+        args={"pad_s": PAD_S},
+        reduction="ring",
+        clip_norm=None,
+        parallel=Parallel(pipeline=2, schedule="pipedream", microbatches=4, commit_every=8),
+        workers=Workers(min=2, max=size),
+    )
+    run = Run(job)
+    before = born(run.until_size(size))
+    run.until_step(10)
+    victim = at(run, 0, stage)
+    run.kill(victim)
+    recovered = run.until_told("recovered")
+    assert recovered["steps_lost"] == 0
+    assert {one["pid"] for one in recovered["kept"]} <= set(before) - {victim["pid"]}
+    result = run.finish()
+    assert (result.status, result.error) == ("finished", None)
+    losses = run.losses()
+    assert len(losses) == 80
+    assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+    assert not run.events("resumed")
+    found = audit(result.path)
+    assert found.clean, found.faults
+    kept = {member["pid"] for view in run.events("view_formed")[1:] for member in view["members"]}
+    assert kept >= set(before) - {victim["pid"]}
+
+
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW)])
 def test_a_stage_that_nobody_else_holds_is_read_from_the_checkpoint(tmp_path: Path, alone: Result, stage: int) -> None:
     # There is one copy, of the first step, which is older.

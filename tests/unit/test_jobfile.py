@@ -35,6 +35,9 @@ def test_a_good_job(tmp_path: Path) -> None:
     assert (job.name, job.clip_norm, job.workers.min, job.data.shuffle) == ("job", 0.001, 2, "rows")
 
 
+PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedream}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
@@ -66,6 +69,12 @@ def test_a_good_job(tmp_path: Path) -> None:
         (GOOD + "task_args: [1\n", [], "/job.yaml:5:1: is not YAML"),
         (GOOD + "storage: ftp://KEY:SECRET@host\n", [], "storage: nothing is known of 'ftp://...'"),
         (GOOD + "args: !!python/object:os.system x\n", [], "args: the tag tag:yaml.org,2002:python/object:os.system"),
+        (GOOD + PIPEDREAM, ["parallel.pipeline=1"], "pipedream is a schedule of stages, and there is one"),
+        (GOOD + PIPEDREAM, ["reduction=exact"], "reduction: exact cannot go with it"),
+        (GOOD + PIPEDREAM, ["clip_norm=1"], "clip_norm needs the gradients of all stages at one step"),
+        (GOOD + PIPEDREAM, ["workers.min=1"], "the model would be cut anew in the run"),
+        (GOOD + "parallel: {commit_every: 0}\n", [], "parallel.commit_every: 0"),
+        (GOOD + "elastic: {copy_every: 0}\n", [], "elastic.copy_every: 0"),
         (GOOD + "parallel: {microbatches: 3}\n", [], "parallel.microbatches: 3 does not divide the 8 rows"),
         (GOOD + "evaluate: {path: x}\n", [], "evaluate.every_steps: is missing"),
         (GOOD.replace("examples.digits:Digits", "digits"), [], "task: 'digits' names nothing that can be imported"),
@@ -178,6 +187,7 @@ FREE = {
     "workers.gpus": "1",
     "parallel.pipeline": "2",
     "parallel.schedule": "gpipe",
+    "parallel.commit_every": "4",
     "collective": "torch",
     "elastic.hang_timeout_s": "5",
     "elastic.max_failures": "3",

@@ -31,8 +31,8 @@ def amiss(schedule: Schedule, stages: int, microbatches: int) -> str:
     >>> amiss("1f1b", 4, 3)
     '1f1b needs as many microbatches in a cell as it has stages: 4, not 3'
     """
-    if schedule == "1f1b" and microbatches < stages:
-        return f"1f1b needs as many microbatches in a cell as it has stages: {stages}, not {microbatches}"
+    if schedule in ("1f1b", "pipedream") and microbatches < stages:
+        return f"{schedule} needs as many microbatches in a cell as it has stages: {stages}, not {microbatches}"
     if schedule == "interleaved" and microbatches % max(1, microbatches // stages):
         rounds = microbatches // stages
         return f"interleaved needs a number of microbatches in a cell that {rounds} divides, not {microbatches}"

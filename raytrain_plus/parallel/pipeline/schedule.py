@@ -23,6 +23,8 @@ _CLASSES: dict[Schedule, Any] = {
     "1f1b": pipelining.Schedule1F1B,
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero-bubble": pipelining.ScheduleZBVZeroBubble,
+    # The same order, over the microbatches of several steps.
+    "pipedream": pipelining.Schedule1F1B,
 }
 
 
@@ -30,7 +32,7 @@ def orders(schedule: Schedule, stages: int, microbatches: int) -> Orders:
     """For each stage, its actions in their order."""
     if schedule == "gpipe":
         return timeline.gpipe(stages, microbatches)
-    if schedule == "1f1b":
+    if schedule in ("1f1b", "pipedream"):
         return timeline.one_forward_one_backward(stages, microbatches)
     count = len(holders(schedule, stages))
     own: list[Any] = [

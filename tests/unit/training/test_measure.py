@@ -106,3 +106,31 @@ def test_names_are_told_without_values() -> None:
             return nn.Sequential(nn.Linear(1 << 19, 1 << 19), nn.Linear(1 << 19, 1))
 
     assert layer_names(Large(), 3) == ("0", "1")
+
+
+def test_what_steps_that_overlap_do_not_bear_is_told_with_the_layers_name() -> None:
+    class Running(Plain):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Slow(), Both())
+
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.mask
+
+    class Masked(Plain):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(6, 8), Constant(), Slow(), Both())
+
+    class Tied(Layered):
+        def tied(self) -> dict[str, str]:
+            return {"head.inner.weight": "wide.weight"}
+
+    assert len(measured(Running(), 3, CPU, BATCH)) == len(measured(Masked(), 3, CPU, BATCH, overlaps=True)) == 4
+    with pytest.raises(TaskError, match=r"the buffer '1\.running_mean' changes in a forward pass(.|\n)*LayerNorm"):
+        measured(Running(), 3, CPU, BATCH, overlaps=True)
+    with pytest.raises(TaskError, match="'head.inner.weight' and 'wide.weight' are tied".replace(".", r"\.")):
+        measured(Tied(), 3, CPU, BATCH, overlaps=True)

@@ -89,7 +89,7 @@ class Pair:
         self.buddy = Buddy("b", Actor(self.keeper.keep))
 
     def begin(self, generation: int = 0, buddy: Buddy | None = None) -> None:
-        self.owner.begin(generation, STAGE, buddy or self.buddy, self.told.put)
+        self.owner.begin(generation, STAGE, True, buddy or self.buddy, self.told.put)
 
     def settled(self, generation: int, step: int) -> None:
         for one in (self.owner, self.keeper):

@@ -1,0 +1,235 @@
+"""Passes without a bubble between steps: the stages of a cell begin steps before the last ones have ended everywhere.
+
+Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", SOSP 2019: each stage makes one forward
+and one backward pass by turns, and changes its weights as soon as its own backward passes of a step are made. So a
+microbatch's passes can find newer weights on a stage than its forward pass there had: its backward pass gets those that
+its forward pass used, of which copies are kept as long (weight stashing).
+
+The stages come together at the end of a window of steps. Only then is there one state, and are its steps committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
+from raytrain_plus.training import header
+from raytrain_plus.training.control import Control
+from raytrain_plus.training.passes import Part, Shards, on_device, put_header, weighed
+from raytrain_plus.training.randomness import Keyed
+from raytrain_plus.training.staged import Staged
+
+
+class PipeDream(Staged):
+    """See `passes.Overlapping`. Lives for one generation, as its cell's world does."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        """As `Staged`."""
+        super().__init__(*arguments, **settings)
+        self.weights = Weights([value for part in self._parts.values() for _, value in part.parameters])
+
+    def run_window(
+        self,
+        steps: range,
+        counted: Callable[[int], Shards],
+        batches: Callable[[int], Shards],
+        control: Control,
+        flags: Callable[[], header.Flags],
+        end: Callable[[int], None],
+    ) -> None:
+        """See `passes.Overlapping`."""
+        control.enter("collective")
+        self.weights.forget()
+        said = flags()
+        work = _Window(self, steps, counted, batches, control, end)
+        self.bars = work.bars
+        for stage in range(self._stages):
+            self._handovers.expect_note("agreed", stage, stage)
+            if self._stage == self._last:
+                self._handovers.expect_note("flags", stage, stage)
+        self._handovers.send_note("flags", self._stage, said, self._last)
+        self._pipeline.run(work, len(work.places))
+        work.end_due()
+        self._handovers.finish()
+
+    def updating(self) -> AbstractContextManager[None]:
+        """See `passes.Overlapping`."""
+        return self.weights.updating()
+
+
+class Weights:
+    """The weights of a stage: those of now, and those that backward passes still need."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._trained = tuple(value for value in parameters if value.requires_grad)
+        self._version = 0
+        self._used: dict[int, int] = {}
+        """For each microbatch between its passes, the version that its forward pass used."""
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        self.most_kept = 0
+        """The most versions that were kept at once beside the present one."""
+
+    def forget(self) -> None:
+        """No passes are under way: those that were have been broken off."""
+        self._used.clear()
+        self._kept.clear()
+
+    def forward(self, microbatch: int) -> None:
+        """A forward pass uses what is there now."""
+        self._used[microbatch] = self._version
+
+    @contextmanager
+    def backward(self, microbatch: int) -> Iterator[None]:
+        """While it is open, the weights are those that the microbatch's forward pass used."""
+        version = self._used[microbatch]
+        now = [value.data for value in self._trained]
+        if version != self._version:
+            self._put(self._kept[version])
+        try:
+            yield
+        finally:
+            self._put(now)
+            del self._used[microbatch]
+            for old in self._kept.keys() - self._used.values():
+                del self._kept[old]
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """While it is open, the weights may be changed in place; what passes still need is kept as it is."""
+        if self._version in self._used.values():
+            self._kept[self._version] = [value.data for value in self._trained]
+            self._put([value.data.clone() for value in self._trained])
+            self.most_kept = max(self.most_kept, len(self._kept))
+        self._version += 1
+        # Backward passes would refuse weights that have changed since their forward pass; they get the right ones.
+        with _unsafe_preserve_version_counter(self._trained):
+            yield
+
+    def _put(self, values: Sequence[torch.Tensor]) -> None:
+        for parameter, value in zip(self._trained, values, strict=True):
+            parameter.data = value
+
+
+class _Window:
+    """Some steps of a cell, as `chunk.Work`: the microbatches of all their shards, one after the other."""
+
+    def __init__(
+        self,
+        of: PipeDream,
+        steps: range,
+        counted: Callable[[int], Shards],
+        batches: Callable[[int], Shards],
+        control: Control,
+        end: Callable[[int], None],
+    ) -> None:
+        self._of = of
+        self._steps = steps
+        self._counted = {step: counted(step) for step in steps}
+        self._batches = batches
+        self._control = control
+        self._end = end
+        self.places = [
+            (step, shard, index)
+            for step, shards in self._counted.items()
+            for shard in sorted(shards)
+            for index in range(len(shards[shard]))
+        ]
+        self._last_of = {step: number for number, (step, _, _) in enumerate(self.places)}
+        self._open: dict[int, Mapping[tuple[int, int], Any]] = {}
+        """For each step whose batches are here: by shard and microbatch, the batch, where it starts, and its ids."""
+        self._due: int | None = None
+        """The step whose last backward pass is made here."""
+        self._said: header.Flags | None = None
+        self._before = self._part.writes()
+        self._keyed: dict[int, Keyed] = {}
+        self._reports: dict[int, dict[int, header.ShardReport]] = {}
+        self.bars: list[Bar] = []
+
+    @property
+    def _part(self) -> Part:
+        return self._of._first
+
+    def rows(self, number: int) -> int:
+        """See `chunk.Work`."""
+        step, shard, index = self.places[number]
+        return self._counted[step][shard][index].rows
+
+    def batch(self, number: int) -> Any:
+        """See `chunk.Work`. What the ledger wants to know goes along."""
+        step, shard, index = self.places[number]
+        if step not in self._open:
+            of = self._of
+            if of._stage == 0:
+                shards = self._batches(step)
+                self._open[step] = {
+                    (shard, index): (one.batch, one.start, one.ids)
+                    for shard, microbatches in shards.items()
+                    for index, one in enumerate(microbatches)
+                }
+                of._handovers.send_note("batch", step - self._steps[0], self._open[step], of._last)
+                self._control.enter("collective")
+            else:
+                self._open[step] = of._handovers.take_note("batch", step - self._steps[0], 0)
+        given = self._open[step][shard, index]
+        if number == self._last_of[step]:
+            del self._open[step]
+        return given
+
+    def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
+        """See `chunk.Work`."""
+        batch, start, ids = given
+        rows = self.rows(number)
+        loss, weight = weighed(self._of._task, model, on_device(batch, self._of._device, self._part), rows)
+        step, shard, _ = self.places[number]
+        reports = self._reports.setdefault(step, {})
+        before = reports.get(shard) or header.ShardReport(start)
+        reports[shard] = before.plus(rows, ids, weight, float(loss.detach()))
+        return loss * weight
+
+    @contextmanager
+    def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
+        """See `chunk.Work`."""
+        self.end_due()
+        part, (step, shard, index) = self._part, self.places[number]
+        self._control.check()
+        self._control.enter("computing")
+        start, timed = time.time(), time.perf_counter()
+        if kind == "F":
+            self._of.weights.forward(number)
+            with part.keys.microbatch(step, shard, index) as self._keyed[number]:
+                yield
+            part.check_unchanged(self._before)
+        else:
+            keyed = self._keyed.pop(number)
+            keyed.backward()
+            with keyed.open(), self._of.weights.backward(number):
+                yield
+            if number == self._last_of[step]:
+                self._due = step
+        taken = time.perf_counter() - timed
+        self.bars.append(Bar(self._of._stage, Action(kind, chunk, number), start, start + taken))
+        self._control.enter("collective")
+
+    def end_due(self) -> None:
+        """Ends the step whose last backward pass is made, once its gradients are handed on."""
+        step, self._due = self._due, None
+        if step is None:
+            return
+        of = self._of
+        first = (step - self._steps[0]) * of._stages
+        if of._stage == of._last:
+            if self._said is None:
+                notes = [of._handovers.take_note("flags", stage, stage) for stage in range(of._stages)]
+                self._said = header.either(notes)
+            encoded = header.encode(self._reports.pop(step), of._shards, self._said)
+            for stage in range(of._stages):
+                of._handovers.send_note("header", first + stage, encoded, stage)
+        put_header(self._part.gradients, of._handovers.take_note("header", first + of._stage, of._last))
+        self._end(step)

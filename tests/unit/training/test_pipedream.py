@@ -1,0 +1,299 @@
+"""Steps overlap, and every backward pass uses the weights that its forward pass used."""
+
+from __future__ import annotations
+
+import math
+import queue
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from raytrain_plus import Task
+from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.elastic.view import host_shards
+from raytrain_plus.errors import Interrupted, TrainingError
+from raytrain_plus.parallel.mesh import Shape
+from raytrain_plus.parallel.pipeline.schedule import orders
+from raytrain_plus.training.header import Flags
+from raytrain_plus.training.model import build_chunks
+from raytrain_plus.training.pipedream import PipeDream, Weights
+from raytrain_plus.training.step import Applied, Stepper
+from tests.unit.parallel.pipeline import cells
+from tests.unit.parallel.pipeline.cells import Mail, Threads
+from tests.unit.training.test_staged import CPU, Ring, RingWorld, control
+
+SHARDS, MICROBATCHES, ROWS, SEED = 2, 3, 4, 5
+NAMES = ("a", "b", "c", "d")
+
+
+class Scale(nn.Module):
+    """Its backward pass reads the weight itself; a linear layer's reads a view, which stays what it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class Smooth(Task):
+    """Four layers without random numbers; weights are the rows' labels."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        hidden = {name: lambda: nn.Sequential(nn.Linear(6, 6), Scale(), nn.Tanh()) for name in NAMES[:-1]}
+        return {**hidden, NAMES[-1]: lambda: nn.Linear(6, 3)}
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+        return F.cross_entropy(model(batch["x"]), batch["y"]), float(1 + batch["y"].sum())
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam([value for _, value in parameters], lr=0.05)
+
+
+def batches(step: int, hosted: tuple[int, ...], data: bool = True) -> dict[int, list[Microbatch]]:
+    made: dict[int, list[Microbatch]] = {}
+    for shard in hosted:
+        draw = torch.Generator().manual_seed(100 * step + shard)
+        for _ in range(MICROBATCHES):
+            x = torch.randn(ROWS, 6, generator=draw)
+            batch = {"x": x, "y": (x.sum(1) > 0).long() + (x[:, 0] > 1).long()}
+            made.setdefault(shard, []).append(Microbatch(batch if data else None, ROWS, start=step, ids=step + shard))
+    return made
+
+
+def chunks_of(stages: int) -> list[tuple[str, ...]]:
+    each = len(NAMES) // stages
+    return [NAMES[stage * each : (stage + 1) * each] for stage in range(stages)]
+
+
+def together(
+    shape: Shape,
+    windows: list[range],
+    act: Callable[[int, Stepper], None] = lambda seat, one: None,
+    task: type[Task] = Smooth,
+) -> list[tuple[list[Applied], dict[str, torch.Tensor], Stepper]]:
+    """What each worker makes of these windows: what it applied, its weights in the end, and itself."""
+    rings = [Ring(shape.cells) for _ in range(shape.stages)]
+    mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.cells)]
+    hosted = host_shards(SHARDS, shape.cells)
+    workers = []
+    for seat in range(shape.size):
+        cell, stage = shape.place(seat)
+        made = task()
+        built = build_chunks(made, SEED, CPU, [chunks_of(shape.stages)[stage]])
+        one = Stepper(made, built, seed=SEED, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300)
+        one.passes = PipeDream(
+            made,
+            one.parts,
+            Threads(stage, mails[cell]),
+            schedule="pipedream",
+            stages=shape.stages,
+            device=CPU,
+            shards=SHARDS,
+        )
+        act(seat, one)
+        workers.append(one)
+
+    def worker(seat: int) -> Any:
+        cell, stage = shape.place(seat)
+        one, world = workers[seat], RingWorld(cell, rings[stage])
+        applied = [
+            told
+            for window in windows
+            for told in one.run_window(
+                window,
+                lambda step: batches(step, hosted[cell], data=False),
+                lambda step: batches(step, hosted[cell]),
+                world,
+                control=control(),
+                wait_s=5,
+                flags=lambda: Flags(pause=seat == 1),
+            )
+        ]
+        return applied, {name: value.detach().clone() for name, value in one.named}, one
+
+    with ThreadPoolExecutor(shape.size) as pool:
+        running = [pool.submit(worker, seat) for seat in range(shape.size)]
+        errors = [error for one in running if (error := one.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, Interrupted)), errors[0])
+        return [one.result() for one in running]
+
+
+def by_hand(shape: Shape, windows: list[range]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same in one process, by the definition: for each pass the weights of that many steps ago, by hand."""
+    task = Smooth()
+    modules = [build_chunks(task, SEED, CPU, [names])[0].module for names in chunks_of(shape.stages)]
+    optimizers = [task.optimizer(list(module.named_parameters())) for module in modules]
+    now = [{name: value.detach().clone() for name, value in module.named_parameters()} for module in modules]
+    hosted = host_shards(SHARDS, shape.cells)
+    losses = []
+    for window in windows:
+        # For each stage, its weights after so many steps of the window.
+        history = [[weights] for weights in now]
+        places = [
+            [(step, shard, index) for step in window for shard in hosted[cell] for index in range(MICROBATCHES)]
+            for cell in range(shape.cells)
+        ]
+        order = [orders("1f1b", shape.stages, len(places[cell])) for cell in range(shape.cells)]
+        todo = {(cell, stage): list(order[cell][stage]) for cell in range(shape.cells) for stage in range(shape.stages)}
+        done: dict[tuple[int, int], int] = defaultdict(int)
+        used: dict[tuple[int, int, int], tuple[int, torch.Tensor]] = {}
+        forward: dict[tuple[int, int, int], torch.Tensor] = {}
+        backward: dict[tuple[int, int, int], torch.Tensor] = {}
+        sums: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        ended: dict[tuple[int, int], int] = defaultdict(int)
+        totals: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        while any(todo.values()):
+            before = sum(map(len, todo.values()))
+            for (cell, stage), actions in todo.items():
+                if not actions or done[cell, stage] >= len(history[stage]):
+                    continue
+                kind, number = actions[0].kind, actions[0].microbatch
+                step, shard, index = places[cell][number]
+                batch = batches(step, (shard,))[shard][index].batch
+                weight = float(1 + batch["y"].sum())
+                last = stage == shape.stages - 1
+                key = (cell, stage, number)
+                if kind == "F":
+                    if stage and (cell, stage - 1, number) not in forward:
+                        continue
+                    given = forward[cell, stage - 1, number] if stage else batch["x"]
+                    version = done[cell, stage]
+                    used[key] = version, given
+                    with torch.no_grad():
+                        forward[key] = torch.func.functional_call(modules[stage], history[stage][version], (given,))
+                    if last:
+                        loss = F.cross_entropy(forward[key], batch["y"])
+                        totals[step][0] += float(loss) * weight
+                        totals[step][1] += weight
+                else:
+                    if not last and (cell, stage + 1, number) not in backward:
+                        continue
+                    version, given = used[key]
+                    leaf = given.detach().clone().requires_grad_()
+                    weights = {name: value.detach().requires_grad_() for name, value in history[stage][version].items()}
+                    out = torch.func.functional_call(modules[stage], weights, (leaf,))
+                    if last:
+                        out, above = F.cross_entropy(out, batch["y"]) * weight, None
+                    else:
+                        above = backward[cell, stage + 1, number]
+                    found = torch.autograd.grad(out, [leaf, *weights.values()], above)
+                    backward[key] = found[0]
+                    total = sums.setdefault((stage, step), {name: torch.zeros_like(v) for name, v in weights.items()})
+                    for name, value in zip(weights, found[1:], strict=True):
+                        total[name] += value
+                    if number + 1 == len(places[cell]) or places[cell][number + 1][0] != step:
+                        done[cell, stage] += 1
+                        ended[stage, step] += 1
+                        if ended[stage, step] == shape.cells:
+                            history[stage].append({})
+                            for name, value in modules[stage].named_parameters():
+                                value.data = history[stage][-2][name].clone()
+                                value.grad = total[name] / sum(
+                                    float(1 + one.batch["y"].sum())
+                                    for shard in batches(step, tuple(range(SHARDS))).values()
+                                    for one in shard
+                                )
+                            optimizers[stage].step()
+                            history[stage][-1] = {
+                                name: value.detach().clone() for name, value in modules[stage].named_parameters()
+                            }
+                actions.pop(0)
+            assert sum(map(len, todo.values())) < before, "stuck"
+        now = [weights[-1] for weights in history]
+        losses += [totals[step][0] / totals[step][1] for step in window]
+    return losses, {name: value for weights in now for name, value in weights.items()}
+
+
+WINDOWS = [range(4), range(4, 5), range(5, 9)]
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 2), Shape(1, 4), Shape(2, 2)], ids=str)
+def test_weights_and_losses_are_those_of_the_definition(shape: Shape) -> None:
+    losses, weights = by_hand(shape, WINDOWS)
+    told = together(shape, WINDOWS)
+    for applied, own, one in told:
+        assert [step.loss for step in applied] == pytest.approx(losses, rel=1e-6)
+        assert one.held == 8
+        for name, value in own.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6)
+    # Otherwise it would say nothing.
+    assert by_hand(shape, [range(step, step + 1) for step in range(9)])[0] != pytest.approx(losses, rel=1e-3)
+    passes: Any = told[0][2].passes
+    assert passes.weights.most_kept >= 1, "weights are kept where passes need them"
+    assert not passes.weights._kept, "and no longer"
+
+
+def test_the_loss_falls() -> None:
+    applied, _, _ = together(Shape(1, 2), [range(first, first + 10) for first in range(0, 60, 10)])[0]
+    first, last = applied[0].loss, applied[-1].loss
+    print(f"loss {first:.3f} -> {last:.3f}")
+    assert last < 0.6 * first
+
+
+def test_a_wish_is_heard_by_all_at_the_end_of_a_window() -> None:
+    for applied, _, _ in together(Shape(1, 2), [range(4)]):
+        assert applied[-1].flags.pause
+
+
+class Explodes(Smooth):
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+        loss, weight = super().loss(model, batch)
+        return loss * (math.inf if float(batch["x"][0, 0]) == float(BAD) else 1.0), weight
+
+
+BAD = batches(2, (0,))[0][1].batch["x"][0, 0]
+
+
+def test_a_window_that_is_broken_off_leaves_no_state() -> None:
+    workers: list[Stepper] = []
+    with pytest.raises(TrainingError, match="the loss of step 2 is not finite in shard 0"):
+        together(Shape(1, 2), [range(4)], lambda seat, one: workers.append(one), Explodes)
+    assert [one.held for one in workers] == [None, None]
+    assert [one.ready for one in workers] == [None, None]
+
+
+def test_who_has_come_to_the_end_can_say_so_when_others_have_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "LIMIT_S", 0.5)
+    workers: list[Stepper] = []
+
+    def act(seat: int, one: Stepper) -> None:
+        workers.append(one)
+        if seat == 1:
+            monkeypatch.setattr(one.passes, "agree", left)
+
+    def left(*arguments: Any) -> Any:
+        raise Interrupted("the group changes")
+
+    with pytest.raises(Interrupted):
+        together(Shape(1, 2), [range(3)], act)
+    assert (workers[1].held, workers[1].ready) == (None, 2)
+    workers[1].finish({})
+    assert (workers[1].held, workers[1].ready) == (2, None)
+
+
+def test_a_backward_pass_in_the_midst_of_another_version_changes_nothing_else() -> None:
+    weight = nn.Parameter(torch.tensor([2.0]))
+    kept = Weights([weight])
+    kept.forward(0)
+    x = torch.tensor([3.0], requires_grad=True)
+    y = (weight * x).sum()
+    with kept.updating(), torch.no_grad():
+        weight.mul_(10)
+    kept.forward(1)
+    with kept.backward(0):
+        y.backward()
+    assert x.grad == 2.0, "not 20"
+    assert weight.grad == 3.0
+    assert float(weight.detach()) == 20.0
+    with kept.backward(1):
+        assert float(weight.detach()) == 20.0
+    assert not kept._kept
