@@ -101,6 +101,8 @@ class _Round:
     """For each member whose state nobody else holds, who keeps a copy of it."""
     sent: dict[int, dict[str, Sent]] = field(default_factory=dict)
     """For each step of which not all copies are known to be where they belong: those that are, by member."""
+    settled: int = -1
+    """The newest step of which all were."""
     slowest_s: float = 0.0
     """Of those that have joined, how long the slowest took to form its worlds."""
     shas: dict[str, str] = field(default_factory=dict)
@@ -159,6 +161,8 @@ class Controller:
         self._ready: dict[str, Ready] = {}
         self._draining: dict[str, float | None] = {}
         self._round: _Round | None = None
+        self._copies = False
+        """Whether any may be kept somewhere."""
         self._cuts: dict[int, tuple[Chunks, ...]] = {}
         """For each number of stages, the layers of each."""
         self._errors: dict[str, RaytrainError] = {}
@@ -329,6 +333,7 @@ class Controller:
             self._formed(self._round)
         for command in commands:
             self._do(command)
+        self._look_for_buddies()
 
     def _do(self, command: e.Command) -> None:
         now = time.monotonic()
@@ -368,7 +373,7 @@ class Controller:
             lead = command.workers[0]
             sources = self._snapshots(command.workers, command.step, self._group.workers[lead])
             # First of all: a share that is still being written may keep it waiting.
-            self._pool.ask(lead, self._posted(self._handed, lead), "export", command.step, sources)
+            self._pool.ask(lead, self._posted(self._handed, lead, command.step), "export", command.step, sources)
         elif isinstance(command, e.Wait):
             if self._group.generation >= 0:
                 self._waits(command.have)
@@ -440,7 +445,6 @@ class Controller:
             self._lost(name, f"its step for practice failed: {error}")
             return
         self._feed(e.Warm(name, None))
-        self._look_for_buddies()
 
     # A generation
 
@@ -506,6 +510,10 @@ class Controller:
         """References to the states after `step`, by stage, without the one that `but` holds."""
         generation, of = self._group.generation, len(donors)
         stages = [Stage(number, of) for number in range(of)]
+        for name, stage in zip(donors, stages, strict=True):
+            worker = self._group.workers[name]
+            if (worker.holds, worker.stage) != (step, stage):
+                self._pool.ask(name, self._posted(self._has_copy, name), "has_copy", step, stage)
         return tuple(
             self._pool.call(name, "snapshot", generation, step, stage)
             for name, stage in zip(donors, stages, strict=True)
@@ -523,10 +531,14 @@ class Controller:
         spares = [
             name
             for name, worker in group.workers.items()
-            if worker.state == "idle" and not worker.leaving and name not in owners and name in self._places
+            # Who is to rehearse is away for a while.
+            if (worker.state, worker.holds) == ("idle", None) and not worker.leaving and name not in owners
         ]
+        owners = [name for name in owners if name in group.workers]
         nodes = {name: self._places[name].node for name in (*owners, *spares)}
-        return buddies([name for name in owners if name in group.workers], spares, nodes, now.buddies)
+        found = buddies(owners, spares, nodes, now.buddies)
+        self._copies = self._copies or bool(found) or self._overlaps
+        return found
 
     def _buddy(self, owner: str) -> Buddy | None:
         now = self._round
@@ -549,30 +561,46 @@ class Controller:
 
     def _sent(self, sent: Sent) -> None:
         now = self._round
-        if now is None or self._stale(sent.generation, f"a copy of {sent.worker}"):
+        if now is None or self._stale(sent.generation, f"a copy of {sent.worker}") or sent.step <= now.settled:
             return
-        if now.buddies.get(sent.worker, "") != sent.buddy:
-            # It is gone meanwhile; the copy is sent to another.
+        now.sent.setdefault(sent.step, {})[sent.worker] = sent
+        self._look_at_copies()
+
+    def _look_at_copies(self) -> None:
+        """Those of a step count when all are where they belong, and the step is committed: what was never told could
+        not be gone back to."""
+        now = self._round
+        if now is None or self._group.phase not in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE, Phase.LEAVE):
             return
-        told = now.sent.setdefault(sent.step, {})
-        told[sent.worker] = sent
-        copies: dict[str, tuple[Stage, ...]] = {}
-        for seat, member in enumerate(now.view.members):
-            if member.worker not in told:
-                return
-            for keeper in filter(None, (member.worker, told[member.worker].buddy)):
-                copies[keeper] = (*copies.get(keeper, ()), now.view.shape.stage(seat))
-        now.sent.clear()
-        self._journal.copied(told.values())
-        self._settle_copies(sent.step, copies)
+        members = [member.worker for member in now.view.members]
+        for step in sorted(step for step in now.sent if step <= self._journal.committed):
+            told = now.sent[step]
+            # Who has a new buddy meanwhile sends the copy to that one.
+            if any(name not in told or told[name].buddy != now.buddies.get(name, "") for name in members):
+                continue
+            del now.sent[step]
+            now.settled = step
+            copies: dict[str, tuple[Stage, ...]] = {}
+            for seat, name in enumerate(members):
+                for keeper in filter(None, (name, told[name].buddy)):
+                    copies[keeper] = (*copies.get(keeper, ()), now.view.shape.stage(seat))
+            self._journal.copied(told.values())
+            self._settle_copies(step, copies)
 
     def _settle_copies(self, step: int, copies: Mapping[str, tuple[Stage, ...]]) -> None:
         """Only these are needed from now on."""
-        generation = self._group.generation
-        self._feed(e.Copied(generation, step, copies))
-        for name, worker in self._group.workers.items():
-            if name in self._pool and worker.state in ("in", "idle"):
-                self._pool.call(name, "copied", generation, step)
+        self._feed(e.Copied(self._group.generation, step, copies))
+        for name in self._pool:
+            self._pool.call(name, "copied", self._group.generation, step)
+
+    def _has_copy(self, name: str, future: Future[Any]) -> None:
+        try:
+            sound = answer(future, name)
+        except WorkerLost:
+            return
+        if not sound and name in self._group.workers:
+            log.error("%s does not have the copy that it was to give, or a damaged one; please report this", name)
+            self._feed(e.Bare(name))
 
     def _formations(self, world: str, seats: Sequence[int], names: Sequence[str]) -> list[Formation]:
         """The invitations to one world of the present generation, for the workers of these seats."""
@@ -652,8 +680,9 @@ class Controller:
             for name, worker in self._group.workers.items()
             if name not in members and not worker.leaving and worker.state in ("idle", "rehearsing")
         ]
-        if not (formed.buddies or self._overlaps) and any(worker.copies for worker in self._group.workers.values()):
+        if self._copies and not (formed.buddies or self._overlaps):
             # All that is held is held twice now.
+            self._copies = False
             self._settle_copies(self._group.committed, {})
         collective = self._order.plan.collective
         counts = self._parameters(formed.view)
@@ -672,6 +701,7 @@ class Controller:
                     expected=f"one of {', '.join(record.metrics)}",
                 )
         self._journal.report(name, records)
+        self._look_at_copies()
         if self._journal.committed > before:
             self._feed(e.Committed(generation, self._journal.committed))
 
@@ -886,7 +916,6 @@ class Controller:
                 self._journal.broke(time.time(), f"{name} was lost: {cause}")
         self._dismiss(name)
         self._feed(e.Lost(name, cause))
-        self._look_for_buddies()
 
     def _dismiss(self, name: str) -> None:
         self._pulses.drop(name)
@@ -931,8 +960,8 @@ class Controller:
             return
         self._journal.waits(f"{need - have} more of at least {need} workers (each needs {self._pool.need})")
 
-    def _handed(self, name: str, future: Future[Any]) -> None:
-        if self._group.leads[:1] != (name,):
+    def _handed(self, name: str, step: int, future: Future[Any]) -> None:
+        if self._group.phase is not Phase.CLOSE or (self._group.leads[0], self._handing) != (name, step):
             return
         try:
             self._export = answer(future, name)

@@ -136,8 +136,29 @@ class Copied:
     """Of which stages each of these workers keeps it from now on, whatever it does; no older one is kept."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bare:
+    """A worker does not have a copy that it was thought to keep, or a damaged one."""
+
+    worker: str
+
+
 Event = (
-    Up | Warm | Joined | Committed | Left | Lost | Notice | Stop | Late | Stuck | Handed | Saved | Unreadable | Copied
+    Up
+    | Warm
+    | Joined
+    | Committed
+    | Left
+    | Lost
+    | Notice
+    | Stop
+    | Late
+    | Stuck
+    | Handed
+    | Saved
+    | Unreadable
+    | Copied
+    | Bare
 )
 
 

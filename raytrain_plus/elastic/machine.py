@@ -210,7 +210,8 @@ def _join(group: Group, best: Standing) -> Outcome:
         seats=seats,
         workers=workers,
         committed=max(group.committed, best.step),
-        durable=min(group.durable, best.step),
+        # Where steps are made again, nothing of them is undone.
+        durable=group.durable if best.step < group.again else min(group.durable, best.step),
     )
     view = form_view(generation, seats, shape, limits.shards)
     return group, [e.Join(view, best.step + 1, best.donors, lacks, again=best.step < group.again)]
@@ -373,6 +374,10 @@ def _copied(group: Group, event: e.Copied) -> Outcome:
         copies = frozenset((event.step, stage) for stage in event.copies.get(name, ()))
         group = with_worker(group, name, copies=copies)
     return group, []
+
+
+def _bare(group: Group, event: e.Bare) -> Outcome:
+    return with_worker(group, event.worker, copies=frozenset()), []
 
 
 def _unreadable(group: Group, event: e.Unreadable) -> Outcome:
@@ -627,6 +632,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     **{(phase, e.Saved): Rule(_saved, (phase,)) for phase in (_J, _T, _P, _L, _C)},
     **{(phase, e.Copied): Rule(_copied, (phase,)) for phase in (_J, _T, _P, _L)},
     **{(phase, e.Copied): Rule(_nothing, (phase,)) for phase in (_G, _C)},
+    **{(phase, e.Bare): Rule(_bare, (phase,)) for phase in (_G, _J, _T, _P, _L, _C)},
     **{(phase, e.Unreadable): Rule(_unreadable, (phase,)) for phase in (_J, _T, _P, _L, _C)},
     **{(_E, kind): Rule(_nothing, (_E,)) for kind in get_args(e.Event)},
 }

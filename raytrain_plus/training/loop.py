@@ -75,8 +75,8 @@ class Copying(Protocol):
     def due(self, step: int) -> bool:
         """Whether there is to be one of the state after `step`, if all can; the same for every member."""
 
-    def copy(self, step: int) -> None:
-        """Copies the state after `step`, and sends it meanwhile."""
+    def copy(self, step: int, check: Callable[[], None]) -> None:
+        """Copies the state after `step`, and sends it meanwhile. `check` is called while it waits, and may raise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +150,7 @@ def train(
     def copy_after(step: int, able: bool) -> None:
         if able and copying.due(step):
             control.enter("saving")
-            copying.copy(step)
+            copying.copy(step, control.check)
 
     def flags() -> Flags:
         return Flags(pause=control.pausing(), save=control.saving(), busy=saving.busy(), uncopied=not copying.ready())

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -31,7 +29,9 @@ SEND_S = 60.0
 BYTES_PER_S = 20e6
 """The slowest that a copy may travel."""
 AGAIN_S = 0.05
-"""Seconds between two looks for a buddy, while there is none that answers."""
+"""Seconds between two looks whether a copy has arrived, or is still wanted; the least until it is sent again,"""
+LONGEST_AGAIN_S = 5.0
+"""and the most."""
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,16 @@ class _Kept:
     generation: int
     snapshot: Snapshot
     memory: HostMemory
+
+
+@dataclass(frozen=True, slots=True)
+class _Out:
+    """A copy of its own state, which is not known to be where it belongs."""
+
+    kept: _Kept
+    stage: Stage
+    sent: Sent
+    tell: Callable[[Sent], None]
 
 
 class Copier:
@@ -55,13 +65,13 @@ class Copier:
         self._free: list[HostMemory] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copies")
         self._sending: Future[None] | None = None
-        self._open: int | None = None
-        """The step of the copy that is not known to be where it belongs; `_send_open` sends it."""
-        self._send_open: Callable[[], None] = lambda: None
+        self._open: _Out | None = None
         self._generation = -1
         self._stage = Stage()
         self._copies = self._alone = False
         self._buddy: Buddy | None = None
+        self._early: tuple[int, Buddy | None] = (-1, None)
+        """Who keeps copies from a generation on that has not begun here."""
         self._tell: Callable[[Sent], None] = lambda sent: None
         self._next = 0
 
@@ -74,20 +84,27 @@ class Copier:
             self._generation, self._stage, self._tell = generation, stage, tell
             self._copies, self._alone = copies, copies and buddy is None
             self._buddy, self._open, self._next = buddy, None, -1
+        if self._early[0] == generation:
+            self.send_to(*self._early)
 
     def send_to(self, generation: int, buddy: Buddy | None) -> None:
-        """From now on another one keeps the copies, the last one among them."""
+        """From now on another one keeps the copies, the one under way among them."""
         with self._lock:
+            if generation > self._generation:
+                self._early = generation, buddy
             if generation != self._generation:
                 return
             self._buddy = buddy
-            if self._open is not None:
-                self._sending = self._thread.submit(self._send_open)
+            self._copies = self._copies or buddy is not None
+            self._alone = False
+            # Where it is on its way, who sends it looks for itself.
+            if self._open is not None and (self._sending is None or self._sending.done()):
+                self._sending = self._thread.submit(self._send, self._open)
 
     def end(self) -> None:
         """The generation is over: nothing more is sent."""
         with self._lock:
-            self._generation, self._copies = -1, False
+            self._generation, self._copies, self._open = -1, False, None
 
     def ready(self) -> bool:
         """Whether a copy can be made: the one before is where it belongs."""
@@ -97,25 +114,32 @@ class Copier:
         """Whether the state after `step` is to be copied, if all can; the same for every member."""
         return step >= max(self._next, 0)
 
-    def copy(self, step: int) -> None:
-        """Copies the state after `step`, and sends it meanwhile."""
-        if self._sending is not None:
-            # Of an earlier generation; it ends as soon as it looks up.
-            self._sending.result(SEND_S)
+    def copy(self, step: int, check: Callable[[], None]) -> None:
+        """Copies the state after `step`, and sends it meanwhile. `check` is called while it waits, and may raise."""
+        while self._sending is not None and not self._sending.done():
+            # What is no longer wanted ends as soon as it looks up.
+            check()
+            time.sleep(AGAIN_S)
         start = time.monotonic()
         with self._lock:
             memory = self._free.pop() if self._free else HostMemory()
-            generation, stage, tell = self._generation, self._stage, self._tell
-            self._open, self._next = step, step + self._every_steps
         snapshot = memory.snapshot(step, self._holding())
-        stall_s = time.monotonic() - start
         with self._lock:
-            self._send_open = partial(self._send, _Kept(generation, snapshot, memory), stage, stall_s, tell)
-            self._sending = self._thread.submit(self._send_open)
+            sent = Sent(
+                worker=self._worker,
+                buddy="",
+                generation=self._generation,
+                step=step,
+                bytes=sum(data.nbytes for _, _, data in snapshot.tensors.values()),
+                stall_s=time.monotonic() - start,
+            )
+            self._open = _Out(_Kept(self._generation, snapshot, memory), self._stage, sent, self._tell)
+            self._next = step + self._every_steps
+            self._sending = self._thread.submit(self._keep_and_send, self._open)
 
     def keep(self, generation: int, stage: Stage, snapshot: Snapshot) -> None:
         """Keeps a copy of another's state. Raises `RunError` where it came damaged."""
-        if digest(snapshot.step, snapshot.tensors, snapshot.values) != snapshot.digest:
+        if _digest(snapshot) != snapshot.digest:
             raise RunError(f"a copy of step {snapshot.step} came damaged")
         with self._lock:
             memory = self._free.pop() if self._free else HostMemory()
@@ -125,7 +149,7 @@ class Copier:
     def settled(self, generation: int, step: int) -> None:
         """The copies of that step are all where they belong; older ones are not needed any more."""
         with self._lock:
-            if self._generation == generation and self._open == step:
+            if self._open is not None and (self._generation, self._open.sent.step) == (generation, step):
                 self._open = None
             for key, kept in list(self._kept.items()):
                 if (kept.generation, key[0]) < (generation, step):
@@ -139,50 +163,66 @@ class Copier:
             kept = self._kept.get((step, stage))
             return None if kept is None else kept.snapshot
 
+    def sound(self, step: int, stage: Stage) -> bool:
+        """Whether that copy is here, and what it was."""
+        found = self.find(step, stage)
+        return found is not None and _digest(found) == found.digest
+
     def _put(self, stage: Stage, kept: _Kept) -> None:
         with self._lock:
-            before = self._kept.pop((kept.snapshot.step, stage), None)
+            key = kept.snapshot.step, stage
+            before = self._kept.get(key)
+            if before is not None and before.generation > kept.generation:
+                # It came late.
+                self._free.append(kept.memory)
+                return
             if before is not None:
                 self._free.append(before.memory)
-            self._kept[kept.snapshot.step, stage] = kept
+            self._kept[key] = kept
 
-    def _send(self, made: _Kept, stage: Stage, stall_s: float, tell: Callable[[Sent], None]) -> None:
-        snapshot = made.snapshot
-        whole = replace(snapshot, digest=digest(snapshot.step, snapshot.tensors, snapshot.values))
-        self._put(stage, replace(made, snapshot=whole))
-        size = sum(data.nbytes for _, _, data in whole.tensors.values())
-        sent = Sent(
-            worker=self._worker,
-            buddy="",
-            generation=made.generation,
-            step=snapshot.step,
-            bytes=size,
-            stall_s=stall_s,
-        )
-        while made.generation == self._generation:
-            buddy = self._buddy
-            if self._alone:
-                tell(sent)
-                return
-            if buddy is None:
-                time.sleep(AGAIN_S)
-                continue
-            try:
-                told = buddy.actor.call.remote("keep_copy", made.generation, stage, whole)
-                self._wait(told, made.generation, SEND_S + size / BYTES_PER_S)
-            except (RayError, WaitExpired):
-                if made.generation == self._generation:
-                    log.warning("a copy of step %d did not arrive; trying again", snapshot.step, exc_info=True)
-                time.sleep(AGAIN_S)
-                continue
-            tell(replace(sent, buddy=buddy.name))
+    def _keep_and_send(self, out: _Out) -> None:
+        try:
+            snapshot = out.kept.snapshot
+            self._put(out.stage, replace(out.kept, snapshot=replace(snapshot, digest=_digest(snapshot))))
+        except Exception:
+            # A copy is a safeguard: nothing else depends on it.
+            log.exception("a copy of step %d could not be kept", out.sent.step)
             return
+        self._send(out)
 
-    def _wait(self, reference: Any, generation: int, limit_s: float) -> None:
-        until = time.monotonic() + limit_s
-        while not ray.wait([reference], timeout=AGAIN_S)[0]:
-            if generation != self._generation:
+    def _send(self, out: _Out) -> None:
+        again_s = AGAIN_S
+        while self._open is out:
+            buddy, alone = self._buddy, self._alone
+            snapshot = self.find(out.sent.step, out.stage)
+            if snapshot is None:
                 return
+            if alone:
+                out.tell(out.sent)
+                return
+            try:
+                if buddy is not None and self._arrived(out, buddy, snapshot):
+                    out.tell(replace(out.sent, buddy=buddy.name))
+                    return
+            except (RayError, WaitExpired):
+                log.warning("a copy of step %d did not arrive; trying again", out.sent.step, exc_info=True)
+                again_s = min(2 * again_s, LONGEST_AGAIN_S)
+            until = time.monotonic() + again_s
+            while self._open is out and self._buddy is buddy and time.monotonic() < until:
+                time.sleep(AGAIN_S)
+
+    def _arrived(self, out: _Out, buddy: Buddy, snapshot: Snapshot) -> bool:
+        """Whether the buddy has it; not, where it is wanted no longer."""
+        reference = buddy.actor.call.remote("keep_copy", out.kept.generation, out.stage, snapshot)
+        until = time.monotonic() + SEND_S + out.sent.bytes / BYTES_PER_S
+        while not ray.wait([reference], timeout=AGAIN_S)[0]:
+            if self._open is not out:
+                return False
             if time.monotonic() > until:
-                raise WaitExpired(f"the buddy did not take a copy within {limit_s:.0f} s")
+                raise WaitExpired(f"{buddy.name} did not take a copy of step {out.sent.step} in time")
         ray.get(reference)
+        return self._open is out
+
+
+def _digest(snapshot: Snapshot) -> str:
+    return digest(snapshot.step, snapshot.tensors, snapshot.values)

@@ -16,8 +16,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raytrain_plus.errors import WorkerLost
 from raytrain_plus.workers.actor import WorkerActor
 
-CALLS = 8
-"""Calls that a worker answers at the same time: those that stay pending, and short ones."""
+CALLS = 32
+"""Calls that a worker answers at the same time: those that stay pending, short ones, and copies that others send."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -92,6 +93,7 @@ from raytrain_plus.workers.plan import (
     Place,
     Plan,
     Ready,
+    Sent,
     ShareOf,
     Written,
 )
@@ -132,6 +134,7 @@ class Worker:
         self._saver: Saver | None = None
         self._copier: Copier | None = None
         self._copies: dict[int, Future[list[Snapshot]]] = {}
+        self._giving = threading.Lock()
         self._given: Counter[int] = Counter()
         """For each generation: how often others have been given a state that they begin it with."""
         self._aside = False
@@ -214,8 +217,15 @@ class Worker:
             if found is None:
                 raise RunError(f"{self._name} has neither {stage} of step {step} nor a copy of it")
             snapshot = found
-        self._given[generation] += 1
+        with self._giving:
+            self._given[generation] += 1
         return snapshot
+
+    def has_copy(self, step: int, stage: Stage) -> bool:
+        """Whether it holds that stage's state after `step`, or has an undamaged copy of it."""
+        if self._stepper is not None and (self._stepper.held, self._stage) == (step, stage):
+            return True
+        return self._copier is not None and self._copier.sound(step, stage)
 
     def keep_copy(self, generation: int, stage: Stage, snapshot: Snapshot) -> None:
         """Keeps a copy of another worker's state, which that one alone holds."""
@@ -492,13 +502,19 @@ class Worker:
         control, generation = self._control, assignment.generation
         reporter = Reporter(lambda records: controller.report.remote(self._name, generation, records))
         self._saver.begin(self._part(controller, assignment.share, reporter.soon))
+
+        def copied(sent: Sent) -> None:
+            # A copy counts when its step is known to be committed.
+            reporter.soon()
+            controller.copied.remote(sent)
+
         assert self._copier is not None
         self._copier.begin(
             generation,
             assignment.layers.stage,
             assignment.copies,
             assignment.buddy,
-            lambda sent: controller.copied.remote(sent),
+            copied,
         )
         outcome = Outcome(holds=None, why="interrupted")
         joined = False

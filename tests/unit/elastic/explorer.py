@@ -427,7 +427,8 @@ def _copied(world: World) -> Iterator[World]:
     if None in steps or len(others) < 2:
         return
     step = min(step for step in steps if step is not None)
-    if step < 0 or any(copy[0] >= step for name in procs for copy in procs[name].copies if copy[2] == world.line):
+    had = max((copy[0] for name in procs for copy in procs[name].copies if copy[2] == world.line), default=-1)
+    if not had < step <= world.announced:
         return
     copies: dict[str, list[Stage]] = {}
     for seat, name in enumerate(names):
@@ -548,7 +549,7 @@ def _refuses(group: Group) -> None:
     """Raises `Violation` where a message has an effect that is of an earlier generation, of nobody, or said before."""
     old, nobody = group.generation - 1, f"worker-{group.named}"
     said: list[e.Event] = [e.Committed(old, 99), e.Late(old), e.Stuck(old), e.Up(nobody), e.Warm(nobody, 0)]
-    said += [e.Lost(nobody), e.Notice(nobody), e.Unreadable(nobody, -1)]
+    said += [e.Lost(nobody), e.Notice(nobody), e.Unreadable(nobody, -1), e.Bare(nobody)]
     for name in group.workers:
         said += [e.Joined(name, old), e.Left(name, old, 0, "interrupted")]
         said += [e.Joined(name, group.generation), e.Left(name, group.generation, 0, "interrupted")]

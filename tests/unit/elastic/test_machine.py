@@ -40,6 +40,7 @@ def group_in(phase: Phase) -> Group:
         E: {"a": Worker("idle", holds=3, stage=WHOLE)},
     }[phase]
     started = phase is not G
+    workers["a"] = replace(workers["a"], copies=frozenset({(0, WHOLE)} if started else ()))
     return Group(
         limits=LIMITS,
         phase=phase,
@@ -137,6 +138,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (C, e.Late): (E, ["End"], {}),
     (C, e.Handed): (E, ["End"], {}),
     **{(phase, e.Saved): (phase, [], {"durable": 2}) for phase in (G, J, T, P, L, C)},
+    **{(phase, e.Bare): (phase, [], {"a.copies": frozenset()}) for phase in (J, T, P, L, C)},
     **{(phase, e.Copied): (phase, [], {"a.copies": frozenset({(2, WHOLE)})}) for phase in (J, T, P, L)},
 }
 """What the event does to the group of `group_in`; pairs that are not here change nothing at all."""
@@ -206,9 +208,11 @@ def test_every_phase_has_a_rule_for_what_happens_outside_the_world(phase: Phase,
 
 def test_every_rule_that_acts_is_seen_acting() -> None:
     acting = {pair for pair, rule in TABLE.items() if rule.act is not machine._nothing}
-    # That training is late counts where a member is to leave: there are tests of their own.
+    # That training is late counts where a member is to leave, and no copies are there before any world: there are
+    # tests of their own.
     seen_acting = {
         (T, e.Late),
+        (G, e.Bare),
         *EXPECTED,
         *((phase, kind) for kind, state in OUTSIDE for phase in OUTSIDE[kind, state]),
     }
@@ -650,6 +654,19 @@ def test_copies_are_newer_than_a_checkpoint_or_are_not_taken() -> None:
     after, commands = step(replace(group, committed=9, durable=8), e.Lost("a"))
     assert after.phase is G
     assert e.Restore("s", 8, WHOLE) in commands
+
+
+def test_who_has_lost_a_copy_is_not_asked_for_it_twice() -> None:
+    limits = Limits(minimum=1, maximum=1, spares=1, shards=1, steps=99, max_failures=None, expected=1)
+    spare = Worker("idle", copies=frozenset({(7, WHOLE)}))
+    group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": Worker("in"), "s": spare})
+    group, _ = step(replace(group, committed=9, durable=5), e.Lost("a"))
+    assert group.phase is J
+    group, _ = step(group, e.Bare("s"))
+    group, commands = step(group, left("s", group.generation, None, "interrupted"))
+    assert e.Restore("s", 5, WHOLE) in commands
+    waiting = replace(group, phase=G, workers={"s": spare})
+    assert not step(waiting, e.Bare("s"))[0].workers["s"].copies
 
 
 def test_who_takes_another_stage_keeps_what_it_held_only_where_that_counts() -> None:

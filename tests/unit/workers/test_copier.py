@@ -91,6 +91,9 @@ class Pair:
     def begin(self, generation: int = 0, buddy: Buddy | None = None) -> None:
         self.owner.begin(generation, STAGE, True, buddy or self.buddy, self.told.put)
 
+    def copy(self, step: int) -> None:
+        self.owner.copy(step, lambda: None)
+
     def settled(self, generation: int, step: int) -> None:
         for one in (self.owner, self.keeper):
             one.settled(generation, step)
@@ -101,7 +104,7 @@ def test_a_copy_is_the_state_between_the_steps_where_it_was_made() -> None:
     pair.begin()
     taken = take(3, pair.held)
     before = replace(taken, tensors={name: (a, b, data.copy()) for name, (a, b, data) in taken.tensors.items()})
-    pair.owner.copy(3)
+    pair.copy(3)
     change(pair.held, 1.0)
     sent = pair.told.get(timeout=5)
     assert (sent.worker, sent.buddy, sent.generation, sent.step) == ("a", "b", 0, 3)
@@ -128,7 +131,7 @@ def test_the_next_copy_waits_until_all_of_the_one_before_are_where_they_belong()
     assert not pair.owner.due(-1), "the initial state can be made anew"
     assert pair.owner.due(0)
     assert pair.owner.ready()
-    pair.owner.copy(0)
+    pair.copy(0)
     pair.told.get(timeout=5)
     assert not pair.owner.ready()
     pair.settled(0, 0)
@@ -142,7 +145,7 @@ def test_two_of_each_are_kept_at_most() -> None:
     pair = Pair()
     pair.begin()
     for step in range(20):
-        pair.owner.copy(step)
+        pair.copy(step)
         pair.told.get(timeout=5)
         for one in (pair.owner, pair.keeper):
             assert one.find(step, STAGE) is not None
@@ -157,11 +160,11 @@ def test_two_of_each_are_kept_at_most() -> None:
 def test_what_an_earlier_generation_left_behind_goes_though_its_step_is_later() -> None:
     pair = Pair()
     pair.begin(0)
-    pair.owner.copy(8)
+    pair.copy(8)
     pair.told.get(timeout=5)
     pair.owner.end()
     pair.begin(1)
-    pair.owner.copy(5)
+    pair.copy(5)
     pair.told.get(timeout=5)
     pair.settled(1, 5)
     for one in (pair.owner, pair.keeper):
@@ -177,7 +180,7 @@ def test_a_copy_that_was_sent_to_one_who_is_gone_is_sent_to_another() -> None:
         raise RayError("it died")
 
     pair.begin(buddy=Buddy("c", Actor(dying)))
-    pair.owner.copy(4)
+    pair.copy(4)
     while not dead:
         time.sleep(0.01)
     pair.owner.send_to(0, pair.buddy)
@@ -185,12 +188,81 @@ def test_a_copy_that_was_sent_to_one_who_is_gone_is_sent_to_another() -> None:
     # It died after it had taken the copy, and before those of the others came where they belong.
     other = Copier("d", lambda: pair.held, 1)
     pair.owner.send_to(0, Buddy("d", Actor(other.keep)))
-    while pair.told.get(timeout=5).buddy != "d":
-        pass
-    assert other.find(4, STAGE) is not None
-    pair.owner.send_to(7, None)
+    assert pair.told.get(timeout=5).buddy == "d"
+    before = other.find(4, STAGE)
+    assert before is not None
+    pair.owner.send_to(-1, None)
     pair.settled(0, 4)
     assert pair.owner.ready(), "the word of another generation changes nothing"
+    # What is made next takes no memory in which the present one is.
+    change(pair.held, 1.0)
+    for step in (5, 6):
+        pair.copy(step)
+        pair.told.get(timeout=5)
+        assert pair.owner.sound(step, STAGE)
+        assert pair.owner.sound(step - 1, STAGE)
+        pair.settled(0, step)
+    assert alike(other.find(4, STAGE) or before, before)
+
+
+def test_who_has_no_buddy_yet_copies_when_there_is_one() -> None:
+    pair = Pair()
+    pair.owner.begin(0, STAGE, False, None, pair.told.put)
+    assert not pair.owner.ready()
+    pair.owner.send_to(0, pair.buddy)
+    assert pair.owner.ready()
+    # One that is named before the generation has begun here.
+    pair.owner.end()
+    pair.owner.send_to(1, pair.buddy)
+    assert not pair.owner.ready()
+    pair.owner.begin(1, STAGE, False, None, pair.told.put)
+    pair.copy(2)
+    assert pair.told.get(timeout=5).buddy == "b"
+
+
+def test_what_did_not_arrive_before_the_generation_ended_is_told_to_nobody() -> None:
+    pair = Pair()
+    under_way: Future[None] = Future()
+
+    class Slow:
+        def remote(self, *arguments: Any) -> Future[None]:
+            return under_way
+
+    slow = Slow()
+    slow.call = slow  # type: ignore[attr-defined]
+    pair.begin(buddy=Buddy("b", slow))
+    pair.copy(3)
+    time.sleep(0.1)
+    pair.owner.end()
+    pair.begin(1)
+    pair.copy(3)
+    assert pair.told.get(timeout=5).generation == 1
+    assert pair.told.empty()
+
+
+def test_a_copy_of_an_earlier_generation_that_comes_late_replaces_none() -> None:
+    pair = Pair()
+    old = take(3, pair.held)
+    old = replace(old, tensors={name: (a, b, data.copy()) for name, (a, b, data) in old.tensors.items()})
+    change(pair.held, 1.0)
+    new = take(3, pair.held)
+    pair.keeper.keep(2, STAGE, new)
+    pair.keeper.keep(1, STAGE, old)
+    found = pair.keeper.find(3, STAGE)
+    assert found is not None
+    assert alike(found, new)
+    assert pair.keeper.sound(3, STAGE)
+    found.tensors["param/weight"][2][0] ^= 1
+    assert not pair.keeper.sound(3, STAGE)
+    assert not pair.keeper.sound(4, STAGE)
+
+
+def test_alone_it_keeps_copies_for_itself() -> None:
+    pair = Pair()
+    pair.owner.begin(0, STAGE, True, None, pair.told.put)
+    pair.copy(3)
+    assert pair.told.get(timeout=5).buddy == ""
+    assert pair.owner.sound(3, STAGE)
 
 
 def test_a_damaged_copy_is_refused() -> None:
