@@ -56,6 +56,8 @@ class Report:
     """Which of the workers that the job allows are never formed, and why; empty where all can be."""
     cut: Forecast | None = None
     """Where the model is in stages: those of the largest number of workers."""
+    misfits: tuple[str, ...] = ()
+    """Of the numbers of stages that it may be cut into, those that this machine's memory is too small for, and why."""
 
     @property
     def most_stages(self) -> int:
@@ -85,7 +87,10 @@ class Report:
             )
         if self.left_out:
             said.append(f"  warning: {self.left_out}")
-        return said + (_cut_lines(self.cut) if self.cut is not None else [])
+        said += _cut_lines(self.cut) if self.cut is not None else []
+        return said + [
+            f"  warning: on workers with this machine's memory it does not fit: {why}" for why in self.misfits
+        ]
 
 
 def sizes_of(job: Job, cuts: Sequence[int] = (1,)) -> tuple[Size, ...]:
@@ -123,22 +128,31 @@ def validate_job(job: Job, roots: Sequence[Path]) -> Report:
         check_alike(seen, held_out)
     line = line_of(job, seen)
     units = len(seen.unit_rows)
-    cut = _forecast(job, task, search, sizes[-1], seen) if job.parallel.pipeline > 1 else None
-    return Report(job.name, sizes, seen.rows, units, line.steps, read_factor(line, units), unformed, cut)
+    cut, misfits = _forecast(job, task, search, sizes[-1], cuts, seen) if job.parallel.pipeline > 1 else (None, ())
+    return Report(job.name, sizes, seen.rows, units, line.steps, read_factor(line, units), unformed, cut, misfits)
 
 
-def _forecast(job: Job, task: Task, roots: Sequence[Path], size: Size, seen: Index) -> Forecast:
-    """Runs each layer of the model once, here, and cuts it as the job wishes. Raises `TaskError` where one fails."""
+def _forecast(
+    job: Job, task: Task, roots: Sequence[Path], size: Size, cuts: Sequence[int], seen: Index
+) -> tuple[Forecast, tuple[str, ...]]:
+    """Runs each layer of the model once, here, and cuts it as the job wishes; and into which of `cuts` it would not fit
+    here. Raises `TaskError` where a layer fails."""
     # Here, because they load torch.
     from raytrain_plus.parallel.pipeline.forecast import forecast
-    from raytrain_plus.training.measure import measured_here
+    from raytrain_plus.parallel.pipeline.memory import Misfit, within
+    from raytrain_plus.training.measure import measured_here, room_of
 
     transform = load_function(job.data.transform, roots) if job.data.transform else None
     rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=transform, granule=job.data.granule)
     layers = measured_here(job, task, rows)
     together = job.parallel.commit_every if job.parallel.schedule == "pipedream" else 1
     microbatches = size.shards * job.parallel.microbatches * together
-    return forecast(layers, job.parallel.schedule, job.parallel.pipeline, microbatches)
+    schedule = job.parallel.schedule
+    # What a GPU has is known where there is one.
+    room = room_of() if not job.workers.gpus else None
+    tried = [] if room is None else [within(layers, schedule, stages, microbatches, room) for stages in cuts]
+    misfits = tuple(str(found) for found in tried if isinstance(found, Misfit))
+    return forecast(layers, schedule, job.parallel.pipeline, microbatches), misfits
 
 
 def _cut_lines(cut: Forecast) -> list[str]:

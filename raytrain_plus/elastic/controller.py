@@ -13,9 +13,10 @@ import queue
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,8 @@ from raytrain_plus.errors import (
     WorkerLost,
 )
 from raytrain_plus.parallel.mesh import Stage
-from raytrain_plus.parallel.pipeline.layout import Chunks, laid_over
+from raytrain_plus.parallel.pipeline.layout import Chunks
+from raytrain_plus.parallel.pipeline.memory import Misfit, within
 from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import claim
@@ -434,7 +436,43 @@ class Controller:
                 raise
             self._lost(name, str(error))
             return
+        if self._ready[name].layers and self._group.generation < 0:
+            self._look_what_fits()
         self._feed(e.Warm(name, -1))
+
+    def _look_what_fits(self) -> None:
+        """Leaves out the cuts of the model of which a stage is too large for a worker.
+
+        Raises `InputError` where that is the wished one.
+        """
+        limits, parallel = self._group.limits, self._order.plan.job.parallel
+        self._cuts = {}
+        for stages in limits.cuts:
+            found = self._laid(stages)
+            if not isinstance(found, Misfit):
+                self._cuts[stages] = found
+            elif stages == parallel.pipeline:
+                raise InputError(
+                    f"the model does not fit: {found}",
+                    where=f"parallel.pipeline: {stages}",
+                    remedy="take more stages, smaller layers, more microbatches, or larger machines",
+                )
+            else:
+                log.warning("fewer than %d workers cannot hold the model: %s", min(self._cuts), found)
+        cuts = tuple(self._cuts)
+        limits = replace(limits, cuts=cuts, minimum=max(limits.minimum, cuts[-1]))
+        self._group = replace(self._group, limits=limits)
+
+    def _laid(self, stages: int) -> tuple[Chunks, ...] | Misfit:
+        """The layers of each of so many stages, where they fit."""
+        job = self._order.plan.job
+        sharing = Counter(self._places[name].node for name in self._ready)
+        room = min(
+            ready.room if job.workers.gpus else ready.room // sharing[self._places[name].node]
+            for name, ready in self._ready.items()
+        )
+        layers = next(ready.layers for ready in self._ready.values())
+        return within(layers, job.parallel.schedule, stages, job.data.shards * job.parallel.microbatches, room)
 
     def _rehearsed(self, name: str, future: Future[Any]) -> None:
         try:
@@ -632,9 +670,6 @@ class Controller:
         """What of the model belongs to a stage: the same for as long as this controller lives."""
         if stage.of == 1:
             return WHOLE
-        if stage.of not in self._cuts:
-            costs = next(ready.layers for ready in self._ready.values())
-            self._cuts[stage.of] = laid_over(costs, self._order.plan.job.parallel.schedule, stage.of)
         cut = self._cuts[stage.of]
         stages = {name: number for number, chunks in enumerate(cut) for chunk in chunks for name in chunk}
         return Layers(stage, cut[stage.number], stages)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -100,6 +101,13 @@ def measured_here(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
             return measured(task, job.seed, torch.device("cpu"), microbatch, overlaps)
     finally:
         torch.set_num_threads(threads)
+
+
+def room_of(device: torch.device | None = None) -> int:
+    """The bytes of memory that a device has; of a processor, or without one, this machine."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return int(psutil.virtual_memory().total)
 
 
 def _each(task: Task, seed: int, device: torch.device, names: tuple[str, ...]) -> Iterator[tuple[str, Built]]:

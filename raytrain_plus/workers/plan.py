@@ -60,6 +60,8 @@ class Ready:
     """What a copy of the training state may weigh."""
     layers: tuple[Layer, ...] = ()
     """What each costs, where the model is to be cut into stages."""
+    room: int = 0
+    """Bytes of memory where the model is: of its device, or of its machine, which it may share with others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -420,7 +420,7 @@ class Worker:
         assert self._task is not None
         assert self._rows is not None
         # Loads torch's schedules, too, before the first world forms.
-        from raytrain_plus.training.measure import measured
+        from raytrain_plus.training.measure import measured, room_of
         from raytrain_plus.training.staged import Staged  # noqa: F401
 
         job = self._plan.job
@@ -430,6 +430,7 @@ class Worker:
             parameters=sum(layer.parameters for layer in found),
             state_bytes=sum(layer.bytes for layer in found),
             layers=found,
+            room=room_of(self._device),
         )
 
     def _rehearse(self) -> None:

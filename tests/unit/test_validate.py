@@ -16,6 +16,7 @@ from torch import nn
 
 from raytrain_plus import Data, Evaluate, Job, Parallel, Task, Workers
 from raytrain_plus.errors import DataError, InputError, TaskError
+from raytrain_plus.training import measure
 from raytrain_plus.validate import validate_job
 
 
@@ -116,6 +117,15 @@ def test_the_cut_is_shown(tmp_path: Path) -> None:
     assert lines[-2].startswith("    bubble to expect: ")
     assert re.fullmatch(
         r"    where there is one cell, copies in memory: up to [\d.]+ MB more on each worker", lines[-1]
+    )
+
+
+def test_what_does_not_fit_this_machines_memory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "room_of", lambda: 100)
+    report = validate_job(staged(tmp_path), [])
+    [line] = [line for line in report.lines() if "does not fit" in line]
+    assert re.search(
+        r"stage \d of 2 takes \d+ bytes, of which the layer '(in|out)' \d+ bytes, and a worker has 100", line
     )
 
 

@@ -43,6 +43,7 @@ def forecast(layers: Sequence[Layer], schedule: Schedule, stages: int, microbatc
     layer's time, half of them for its weights, and a hand-over to take none."""
     by_name = {layer.name: layer for layer in layers}
     cut = laid_over(layers, schedule, stages)
+    assert cut is not None, "nothing bounds its memory"
     order = orders(schedule, stages, microbatches)
     found = []
     costs: dict[int, Cost] = {}

@@ -43,8 +43,11 @@ Chunks = tuple[tuple[str, ...], ...]
 """The layers of each of a stage's chunks, by name, in order."""
 
 
-def laid_over(layers: Sequence[Layer], schedule: Schedule, stages: int) -> tuple[Chunks, ...]:
-    """The chunks of each stage, of a model that is cut so that the slowest chunk is as fast as can be.
+def laid_over(
+    layers: Sequence[Layer], schedule: Schedule, stages: int, most_bytes: int | None = None
+) -> tuple[Chunks, ...] | None:
+    """The chunks of each stage, of a model that is cut so that the slowest chunk is as fast as can be; None where no
+    such cut leaves every stage within `most_bytes`, of which each of its chunks has an equal part.
 
     Raises `ValueError` where there are fewer layers than chunks.
 
@@ -53,8 +56,9 @@ def laid_over(layers: Sequence[Layer], schedule: Schedule, stages: int) -> tuple
     (((('a', 'b'),), (('c', 'd'),)), ((('a',), ('d',)), (('b',), ('c',))))
     """
     where = holders(schedule, stages)
-    spans = cut(layers, len(where))
-    assert spans is not None, "nothing bounds their memory"
+    spans = cut(layers, len(where), None if most_bytes is None else most_bytes * stages // len(where))
+    if spans is None:
+        return None
     names = [tuple(layer.name for layer in layers[first:last]) for first, last in spans]
     return tuple(
         tuple(chunk for chunk, holder in zip(names, where, strict=True) if holder == stage) for stage in range(stages)

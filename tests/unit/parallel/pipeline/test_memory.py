@@ -1,0 +1,28 @@
+"""A cut is taken that fits, if there is one; else it is said what does not."""
+
+import doctest
+
+from raytrain_plus.parallel.pipeline import memory as module
+from raytrain_plus.parallel.pipeline.cut import Layer
+from raytrain_plus.parallel.pipeline.memory import Misfit, within
+
+
+def test_the_examples() -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+def test_a_slower_cut_is_taken_where_the_fastest_does_not_fit() -> None:
+    layers = [Layer("a", 3.0, 1), Layer("b", 1.0, 8), Layer("c", 1.0, 8), Layer("d", 1.0, 1)]
+    assert within(layers, "1f1b", 2, 2, room=100) == ((("a",),), (("b", "c", "d"),))
+    assert within(layers, "1f1b", 2, 2, room=10) == ((("a", "b"),), (("c", "d"),))
+    found = within(layers, "1f1b", 2, 2, room=8)
+    assert isinstance(found, Misfit)
+    assert (found.stage, found.bytes, found.layer) == (1, 17, "b")
+
+
+def test_activations_count_as_often_as_the_schedule_holds_them() -> None:
+    layers = [Layer(name, 1.0, 10, activations=5) for name in "ab"]
+    assert not isinstance(within(layers, "1f1b", 2, 8, room=20), Misfit)
+    assert isinstance(within(layers, "gpipe", 2, 8, room=20), Misfit)
+    assert not isinstance(within(layers, "gpipe", 2, 8, room=50), Misfit)
+    assert not isinstance(within(layers, "gpipe", 1, 8, room=30), Misfit)
