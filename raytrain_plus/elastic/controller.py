@@ -355,6 +355,10 @@ class Controller:
                 self._tell_to_leave(name, now)
         elif isinstance(command, e.Finish):
             self._finish_step(command)
+        elif isinstance(command, e.Recall):
+            for name in command.workers:
+                came_out = self._posted(self._came_out, name, command.generation)
+                self._pool.ask(name, came_out, "recall", command.generation, command.step)
         elif isinstance(command, e.Rehearse):
             self._pool.ask(command.worker, self._posted(self._rehearsed, command.worker), "rehearse")
         elif isinstance(command, e.Restore):

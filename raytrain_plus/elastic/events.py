@@ -211,6 +211,15 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Recall:
+    """These members take their copies of their own states after `step` in, and say `Left` once more."""
+
+    workers: tuple[str, ...]
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rehearse:
     """This idle worker makes a step for practice; it holds no state afterwards, and says `Warm` again."""
 
@@ -264,4 +273,6 @@ class End:
     why: str
 
 
-Command = Start | Join | Pause | Interrupt | Finish | Rehearse | Restore | Keep | Dismiss | HandOver | Wait | End
+Command = (
+    Start | Join | Pause | Interrupt | Finish | Recall | Rehearse | Restore | Keep | Dismiss | HandOver | Wait | End
+)

@@ -83,6 +83,8 @@ class Group:
     """The step of the newest complete checkpoint; the state after -1, the initial one, can always be had again."""
     again: int = -1
     """Up to this step all were committed in this very history, though the group has gone back and makes some again."""
+    recalled: bool = False
+    """Whether the members of the present generation were asked to take copies in."""
     kept: int = -1
     """The newest step whose state was to be kept because all who hold it will go."""
     leads: tuple[str, ...] = ()
@@ -176,6 +178,20 @@ def unfinished(group: Group) -> tuple[str, ...]:
     return tuple(
         name for name, worker in group.workers.items() if worker.state == "idle" and worker.ready == newest >= 0
     )
+
+
+def recallable(group: Group, best: Standing) -> tuple[str, ...]:
+    """Workers that have a copy of their own stage of that state, and not the state itself: where all stages can be held
+    by these and those who hold one; else nobody."""
+    idle = {name: worker for name, worker in group.workers.items() if worker.state == "idle" and worker.stage}
+    held = {worker.stage for worker in idle.values() if worker.holds == best.step}
+    able = {
+        name: worker.stage
+        for name, worker in idle.items()
+        if worker.holds != best.step and (best.step, worker.stage) in worker.copies
+    }
+    wanted = {Stage(number, len(best.donors)) for number in range(len(best.donors))}
+    return tuple(able) if wanted <= held | set(able.values()) else ()
 
 
 def holds(group: Group, name: str) -> int:

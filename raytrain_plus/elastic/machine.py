@@ -21,6 +21,7 @@ from raytrain_plus.elastic.group import (
     holds,
     members_in,
     preparing,
+    recallable,
     shape_for,
     standing,
     suspects,
@@ -209,6 +210,7 @@ def _join(group: Group, best: Standing) -> Outcome:
         shape=shape,
         seats=seats,
         workers=workers,
+        recalled=False,
         committed=max(group.committed, best.step),
         # Where steps are made again, nothing of them is undone.
         durable=group.durable if best.step < group.again else min(group.durable, best.step),
@@ -227,7 +229,16 @@ def _close(group: Group) -> Outcome:
         if best is None or not best.copied or best.step < group.durable:
             return _end(group, _all_lost(group))
         group = replace(group, committed=best.step)
+    if best.copied and not group.recalled and (able := recallable(group, best)):
+        return _recall(group, best.step, able)
     return replace(group, phase=Phase.CLOSE, leads=best.donors), [e.HandOver(best.donors, best.step)]
+
+
+def _recall(group: Group, step: int, able: tuple[str, ...]) -> Outcome:
+    """Has copies taken in, so that the state can be kept: these are inside once more until they have done so."""
+    for name in able:
+        group = with_worker(group, name, state="in", holds=None)
+    return replace(group, phase=Phase.LEAVE, recalled=True), [e.Recall(able, step, group.generation)]
 
 
 def _all_lost(group: Group) -> str:

@@ -203,6 +203,19 @@ class Worker:
         except RaytrainError as error:
             return replace(self._outcome("failed"), holds=None, error=error, fault=f"{type(error).__name__}: {error}")
 
+    def recall(self, generation: int, step: int) -> Outcome:
+        """Takes its copy of its own state after `step` in; what it holds then."""
+
+        def recalled() -> Outcome:
+            found = None if self._copier is None or self._stage is None else self._copier.find(step, self._stage)
+            # Aside of a step that is still being made, nothing can be changed.
+            if found is not None and self._stepper is not None and not self._aside:
+                self._control.enter("preparing")
+                self._stepper.adopt(found)
+            return self._outcome("interrupted")
+
+        return self._do(recalled)
+
     def snapshot(self, generation: int, step: int, stage: Stage) -> Snapshot:
         """That stage's state after `step`, which this worker holds or has a copy of, for who begins a generation so.
 

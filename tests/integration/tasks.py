@@ -96,6 +96,13 @@ class Sleeps(Net):
         return super().loss(model, batch)
 
 
+class Paced(Sleeps):
+    """The same, of layers that steps can overlap in: without running figures."""
+
+    def parts(self) -> dict[str, Any]:
+        return {**super().parts(), "norm": lambda: nn.LayerNorm(16)}
+
+
 class Faulty(Net):
     """Goes wrong as it is told: `fault` happens once, to the first process that gets there; `always`, from then on.
 

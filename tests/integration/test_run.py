@@ -239,6 +239,31 @@ def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None
     assert json.loads(out)["steps"] == result["steps"] + 3
 
 
+def test_a_run_whose_steps_overlap_stops_where_they_came_together_last(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    staged = {"pipeline": 2, "schedule": "pipedream", "microbatches": 2, "commit_every": 8}
+    process = command("run", write_job(tmp_path, task="tasks:Paced", steps=500, parallel=staged))
+    events = wait_for_a_step(tmp_path)
+    process.send_signal(signal.SIGINT)
+    signalled = time.time()
+    _, err = process.communicate(timeout=60)
+    assert time.time() - signalled < 3
+    assert process.returncode == 130, err
+    result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
+    # In the midst of steps: what was committed is kept.
+    assert 0 < result["steps"] < 500
+    assert result["steps"] % 8 == 0
+    assert (tmp_path / "runs" / "job" / "model.safetensors").exists()
+    told = [event["kind"] for event in read_events(LocalFolder(events.parent))]
+    assert "resumed" not in told
+    assert "checkpoint_saved" in told
+    code, out, err = raytrain(
+        "resume", "job", "--storage", tmp_path / "runs", "--set", f"steps={result['steps'] + 3}", "--json"
+    )
+    assert code == 0, err
+    assert json.loads(out)["steps"] == result["steps"] + 3
+
+
 def test_a_driver_that_dies_takes_the_run_with_it(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=5000))

@@ -249,7 +249,7 @@ def _key(world: World) -> Any:
         min(group.unformed, 1),
         group.committed,
         group.durable,
-        group.again,
+        (group.again, group.recalled),
         group.kept,
         group.stopping,
         group.finished,
@@ -522,7 +522,7 @@ def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]
         had = _had(known, world.line)
         if not isinstance(event, e.Late) and group.committed < had:
             raise Violation(f"back to {group.committed}, though there are copies of {had}")
-        ends = group.phase in (Phase.CLOSE, Phase.END)
+        ends = group.stopping or bool(group.failure)
         if group.committed == had > group.durable and group.again < world.announced and not ends:
             raise Violation(f"steps above {had} are undone, though there are copies")
     if group.generation not in (before.generation, before.generation + 1):
@@ -608,6 +608,10 @@ def _obey(world: World, commands: list[e.Command]) -> World:
             world = world._replace(procs=left, starting=starting)
         elif isinstance(command, e.Finish):
             world = _finish(world, command)
+        elif isinstance(command, e.Recall):
+            for name in command.workers:
+                if name in procs:
+                    world = _recall(world, name, command.step)
         elif isinstance(command, e.Rehearse):
             if command.worker in procs:
                 world = _with(world, command.worker, procs[command.worker]._replace(holds=None))
@@ -666,6 +670,15 @@ def _had(procs: Sequence[tuple[str, Proc]], line: int) -> int:
         if history == line:
             found.setdefault((step, stage.of), set()).add(stage.number)
     return max((step for (step, of), numbers in found.items() if len(numbers) == of), default=-2)
+
+
+def _recall(world: World, name: str, step: int) -> World:
+    proc = dict(world.procs)[name]
+    if (step, proc.stage, world.line) not in proc.copies:
+        raise Violation(f"{name} has no copy of step {step}")
+    world = _with(world, name, proc._replace(holds=step, summed=False, line=world.line))
+    told = e.Left(name, world.group.generation, step, "interrupted", stage=proc.stage)
+    return world._replace(mail=(*world.mail, told))
 
 
 def _finish(world: World, command: e.Finish) -> World:

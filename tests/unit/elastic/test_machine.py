@@ -555,6 +555,7 @@ COPIED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int], int]] = {
     "one cell, a fault": (2, 2, (2,), {"capacity": 2, "faults": 1}, 0),
     "one cell, a death, a stop": (2, 2, (2,), {"capacity": 2, "deaths": 1, "stops": 1}, 0),
     "cut anew for one that dies": (1, 2, (2, 1), {"capacity": 2, "deaths": 1}, 0),
+    "one cell, a fault, a stop": (2, 2, (2,), {"capacity": 2, "faults": 1, "stops": 1}, 0),
     "one worker and a spare": (1, 1, (1,), {"capacity": 2, "deaths": 1}, 1),
 }
 """(minimum, maximum, cuts), what may happen and spares, where there is one copy of a state that has no other."""
@@ -654,6 +655,27 @@ def test_copies_are_newer_than_a_checkpoint_or_are_not_taken() -> None:
     after, commands = step(replace(group, committed=9, durable=8), e.Lost("a"))
     assert after.phase is G
     assert e.Restore("s", 8, WHOLE) in commands
+
+
+def test_a_run_that_stops_in_the_midst_of_steps_takes_its_copies_in_to_keep_them() -> None:
+    limits = Limits(minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, cuts=(2,))
+    stages = {"a": Stage(0, 2), "b": Stage(1, 2)}
+    workers = {
+        name: Worker("in", holds=7, stage=stage, copies=frozenset({(7, stage)})) for name, stage in stages.items()
+    }
+    group = Group(limits=limits, phase=L, generation=1, shape=Shape(1, 2), seats=("a", "b"), workers=workers)
+    group = replace(group, committed=7, durable=3, stopping=True)
+    group, _ = step(group, e.Left("a", 1, None, "interrupted", stage=stages["a"]))
+    group, commands = step(group, e.Left("b", 1, None, "interrupted", stage=stages["b"]))
+    assert (group.phase, commands) == (L, [e.Recall(("a", "b"), 7, 1)])
+    taken = group
+    for name, stage in stages.items():
+        taken, commands = step(taken, e.Left(name, 1, 7, "interrupted", stage=stage))
+    assert (taken.phase, commands) == (C, [e.HandOver(("a", "b"), 7)])
+    # One that cannot gives its copy out.
+    group, _ = step(group, e.Left("a", 1, 7, "interrupted", stage=stages["a"]))
+    group, commands = step(group, e.Left("b", 1, None, "interrupted", stage=stages["b"]))
+    assert (group.phase, commands) == (C, [e.HandOver(("a", "b"), 7)])
 
 
 def test_who_has_lost_a_copy_is_not_asked_for_it_twice() -> None:
