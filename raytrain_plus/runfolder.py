@@ -253,6 +253,10 @@ def single_writer(run: Folder) -> bool:
     return run.exclusive and (not isinstance(claim, dict) or claim.get("exclusive") is not False)
 
 
+LEASE_BYTES = 512
+"""Length of a lease, whatever it says."""
+
+
 class Lease:
     """Says in a run's folder that somebody holds it; renewed by its holder."""
 
@@ -269,7 +273,8 @@ class Lease:
         """Writes the lease. Raises `OSError` where that is not possible."""
         self._renewed = time.monotonic()
         lease = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
-        self._run.write(LEASE, [json.dumps(lease).encode()])
+        # All as long: pyarrow asks for an object's length first, and would read another one's end, or none.
+        self._run.write(LEASE, [json.dumps(lease).encode().ljust(LEASE_BYTES)])
 
     def release(self) -> None:
         """Gives the folder up. Raises `OSError` where that is not possible."""

@@ -247,6 +247,11 @@ def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch
     assert earlier_result(run, JOB, fresh=True) is None
 
 
+def test_a_lease_is_never_seen_half(run: Folder) -> None:
+    with living(run):
+        assert all(lease_holder(run) is not None for _ in range(100))
+
+
 def test_a_run_that_began_in_the_meantime_is_left_alone(run: Folder) -> None:
     left_by(run, "finished")
     with pytest.raises(InputError, match=r"has begun in the meantime \(and ended\)"):
