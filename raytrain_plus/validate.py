@@ -15,7 +15,7 @@ from raytrain_plus.data.source import Index, check_alike, check_enough, exists, 
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
 from raytrain_plus.observe.standing import plural
-from raytrain_plus.parallel.shapes import cuts_of, left_out, shapes_of
+from raytrain_plus.parallel.shapes import cuts_of, left_out, most_shards, shapes_of
 from raytrain_plus.taskfile import build_task, load_function, load_task
 from raytrain_plus.training.layers import layers_of
 
@@ -150,7 +150,11 @@ def _forecast(
     schedule = job.parallel.schedule
     # What a GPU has is known where there is one.
     room = room_of() if not job.workers.gpus else None
-    tried = [] if room is None else [within(layers, schedule, stages, microbatches, room) for stages in cuts]
+    tried = [
+        within(layers, schedule, stages, most_shards(job, stages) * job.parallel.microbatches, room)
+        for stages in (cuts if room is not None else ())
+        if room is not None
+    ]
     misfits = tuple(str(found) for found in tried if isinstance(found, Misfit))
     return forecast(layers, schedule, job.parallel.pipeline, microbatches), misfits
 

@@ -48,6 +48,7 @@ from raytrain_plus.errors import (
 from raytrain_plus.parallel.mesh import Stage
 from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.pipeline.memory import Misfit, within
+from raytrain_plus.parallel.shapes import most_shards
 from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import claim
@@ -470,13 +471,15 @@ class Controller:
     def _laid(self, stages: int) -> tuple[Chunks, ...] | Misfit:
         """The layers of each of so many stages, where they fit."""
         job = self._order.plan.job
-        sharing = Counter(self._places[name].node for name in self._ready)
+        living = {name: ready for name, ready in self._ready.items() if name in self._group.workers}
+        sharing = Counter(self._places[name].node for name in living)
         room = min(
             ready.room if job.workers.gpus else ready.room // sharing[self._places[name].node]
-            for name, ready in self._ready.items()
+            for name, ready in living.items()
         )
-        layers = next(ready.layers for ready in self._ready.values())
-        return within(layers, job.parallel.schedule, stages, job.data.shards * job.parallel.microbatches, room)
+        layers = next(ready.layers for ready in living.values())
+        microbatches = most_shards(job, stages) * job.parallel.microbatches
+        return within(layers, job.parallel.schedule, stages, microbatches, room)
 
     def _rehearsed(self, name: str, future: Future[Any]) -> None:
         try:
@@ -776,6 +779,7 @@ class Controller:
                 outcome.final,
                 stage=outcome.stage,
                 ready=outcome.ready,
+                copy=outcome.copy,
             )
         )
 
@@ -993,7 +997,7 @@ class Controller:
         self._feed(e.Stop())
 
     def _waits(self, have: int) -> None:
-        need = self._order.limits.minimum
+        need = self._group.limits.minimum
         if have >= need:
             # They are all there, and prepare.
             return

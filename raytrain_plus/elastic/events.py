@@ -70,6 +70,8 @@ class Left:
     """Of which stage the state that it holds is."""
     ready: int | None = None
     """The step after `holds`, where it has all the sums of it, and has not applied them."""
+    copy: int | None = None
+    """The newest step of which it has a copy of that stage, made in that generation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,7 @@ def _close(group: Group) -> Outcome:
 def _recall(group: Group, step: int, able: tuple[str, ...]) -> Outcome:
     """Has copies taken in, so that the state can be kept: these are inside once more until they have done so."""
     for name in able:
-        group = with_worker(group, name, state="in", holds=None)
+        group = with_worker(group, name, state="in", holds=None, ready=None)
     return replace(group, phase=Phase.LEAVE, recalled=True), [e.Recall(able, step, group.generation)]
 
 
@@ -416,7 +416,11 @@ def _committed_join(group: Group, event: e.Committed) -> Outcome:
 
 def _out(group: Group, event: e.Left) -> Group:
     held = {"holds": event.holds, "stage": event.stage, "ready": event.ready}
-    group = with_worker(group, event.worker, state="idle", joined=False, **held)
+    copies = group.workers[event.worker].copies
+    if event.copy is not None and event.stage is not None:
+        # Its own counts as long as it lives itself, though a buddy may not have it yet.
+        copies |= {(event.copy, event.stage)}
+    group = with_worker(group, event.worker, state="idle", joined=False, copies=copies, **held)
     group = replace(group, finished=group.finished or event.why == "finished")
     group = replace(group, cause=event.fault or group.cause)
     if event.why != "failed":

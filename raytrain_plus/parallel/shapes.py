@@ -9,6 +9,9 @@ from raytrain_plus.job import Job
 from raytrain_plus.parallel.mesh import Shape, useful_shape
 from raytrain_plus.parallel.pipeline.layout import amiss, holders
 
+MOST_TOGETHER = 1 << 16
+"""More microbatches than a cell can number until its stages come together."""
+
 
 def cuts_of(job: Job, layers: Sequence[str] | None = None) -> tuple[int, ...]:
     """The numbers of stages that the job's model may be cut into: the wished one, then smaller ones, each taken only
@@ -26,6 +29,11 @@ def cuts_of(job: Job, layers: Sequence[str] | None = None) -> tuple[int, ...]:
         if _fault(job, stages, cuts[-1] - 1, layers) is None:
             cuts.append(stages)
     return tuple(cuts)
+
+
+def most_shards(job: Job, stages: int) -> int:
+    """The most shards that a cell of so many stages hosts, where there are as few cells as may be."""
+    return -(-job.data.shards // max(1, min(job.workers.min // stages, job.data.shards)))
 
 
 def largest(job: Job) -> int:
@@ -77,6 +85,8 @@ def _fault(job: Job, stages: int, most: int, layers: Sequence[str] | None) -> In
         for hosted in {shards // cells, -(-shards // cells)}:
             together = job.parallel.commit_every if schedule == "pipedream" else 1
             problem = amiss(schedule, stages, hosted * job.parallel.microbatches * together)
+            if not problem and hosted * job.parallel.microbatches * together >= MOST_TOGETHER:
+                problem = f"a cell can number {MOST_TOGETHER - 1} microbatches that are made together, not more"
             if problem:
                 return InputError(
                     f"{problem}: with {cells} cell{'s' * (cells != 1)}, one has {hosted} of the {shards} shards",

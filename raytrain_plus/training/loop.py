@@ -215,7 +215,7 @@ def _make(
         applied = [stepper.run(steps[0], own, world, control=control, wait_s=wait_s, meanwhile=feed.more, flags=flags)]
     else:
         applied = stepper.run_window(steps, window.counted, batches, world, control=control, wait_s=wait_s, flags=flags)
-    seconds = time.monotonic() - start
+    seconds, now = time.monotonic() - start, time.time()
     records = [
         StepRecord(
             step=step,
@@ -223,7 +223,7 @@ def _make(
             loss=one.loss,
             seconds=seconds / len(steps),
             waited_s=sum(waits_s) / len(steps),
-            time=time.time(),
+            time=now - seconds * (steps[-1] - step) / len(steps),
             notes=one.notes,
             # Of steps that overlap, the passes of all are told with the last.
             **_pipelined(stepper.passes.bars if step == steps[-1] else (), drawn in steps),

@@ -47,14 +47,12 @@ class PipeDream(Staged):
         """See `passes.Overlapping`."""
         control.enter("collective")
         self.weights.forget()
-        said = flags()
-        work = _Window(self, steps, counted, batches, control, end)
+        work = _Window(self, steps, counted, batches, control, flags, end)
         self.bars = work.bars
         for stage in range(self._stages):
             self._handovers.expect_note("agreed", stage, stage)
             if self._stage == self._last:
                 self._handovers.expect_note("flags", stage, stage)
-        self._handovers.send_note("flags", self._stage, said, self._last)
         self._pipeline.run(work, len(work.places))
         work.end_due()
         self._handovers.finish()
@@ -127,6 +125,7 @@ class _Window:
         counted: Callable[[int], Shards],
         batches: Callable[[int], Shards],
         control: Control,
+        flags: Callable[[], header.Flags],
         end: Callable[[int], None],
     ) -> None:
         self._of = of
@@ -134,6 +133,7 @@ class _Window:
         self._counted = {step: counted(step) for step in steps}
         self._batches = batches
         self._control = control
+        self._flags = flags
         self._end = end
         self.places = [
             (step, shard, index)
@@ -146,7 +146,6 @@ class _Window:
         """For each step whose batches are here: by shard and microbatch, the batch, where it starts, and its ids."""
         self._due: int | None = None
         """The step whose last backward pass is made here."""
-        self._said: header.Flags | None = None
         self._before = self._part.writes()
         self._keyed: dict[int, Keyed] = {}
         self._reports: dict[int, dict[int, header.ShardReport]] = {}
@@ -173,7 +172,10 @@ class _Window:
                     for shard, microbatches in shards.items()
                     for index, one in enumerate(microbatches)
                 }
-                of._handovers.send_note("batch", step - self._steps[0], self._open[step], of._last)
+                number_of_step = step - self._steps[0]
+                of._handovers.send_note("batch", number_of_step, self._open[step], of._last)
+                # No stage is further behind than that, as a rule: nothing keeps those any more.
+                of._handovers.finish_one("batch", 0, number_of_step - of._stages - 1)
                 self._control.enter("collective")
             else:
                 self._open[step] = of._handovers.take_note("batch", step - self._steps[0], 0)
@@ -206,7 +208,12 @@ class _Window:
             with part.keys.microbatch(step, shard, index) as self._keyed[number]:
                 yield
             part.check_unchanged(self._before)
+            if number + 1 == len(self.places):
+                # As late as can be: what was wished for while these steps were made is heard at their end.
+                self._of._handovers.send_note("flags", self._of._stage, self._flags(), self._of._last)
         else:
+            # The stage before has come past that microbatch: nothing keeps its gradients any more.
+            self._of._handovers.finish_one("backward", chunk - 1, number - 2)
             keyed = self._keyed.pop(number)
             keyed.backward()
             with keyed.open(), self._of.weights.backward(number):
@@ -225,10 +232,10 @@ class _Window:
         of = self._of
         first = (step - self._steps[0]) * of._stages
         if of._stage == of._last:
-            if self._said is None:
-                notes = [of._handovers.take_note("flags", stage, stage) for stage in range(of._stages)]
-                self._said = header.either(notes)
-            encoded = header.encode(self._reports.pop(step), of._shards, self._said)
+            said = header.Flags()
+            if step == self._steps[-1]:
+                said = header.either(of._handovers.take_note("flags", stage, stage) for stage in range(of._stages))
+            encoded = header.encode(self._reports.pop(step), of._shards, said)
             for stage in range(of._stages):
                 of._handovers.send_note("header", first + stage, encoded, stage)
         put_header(self._part.gradients, of._handovers.take_note("header", first + of._stage, of._last))

@@ -227,6 +227,8 @@ class Stepper:
             for part in self.parts:
                 part.gradients.begin({})
             made.append(Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes))
+            # What comes next waits for others.
+            control.enter("collective")
 
         passes.run_window(steps, counted, batches, control, flags, end)
         for part in self.parts:

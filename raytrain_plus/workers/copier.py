@@ -163,6 +163,16 @@ class Copier:
             kept = self._kept.get((step, stage))
             return None if kept is None else kept.snapshot
 
+    def own(self) -> int | None:
+        """The newest step of which it has made a copy of its own state in the present generation."""
+        with self._lock:
+            steps = [
+                step
+                for (step, stage), kept in self._kept.items()
+                if stage == self._stage and kept.generation == self._generation
+            ]
+            return max(steps, default=None)
+
     def sound(self, step: int, stage: Stage) -> bool:
         """Whether that copy is here, and what it was."""
         found = self.find(step, stage)
@@ -203,7 +213,12 @@ class Copier:
             try:
                 if buddy is not None and self._arrived(out, buddy, snapshot):
                     out.tell(replace(out.sent, buddy=buddy.name))
-                    return
+                    with self._lock:
+                        # Another may have been named while this one took it.
+                        if self._buddy is buddy:
+                            self._sending = None
+                            return
+                    continue
             except (RayError, WaitExpired):
                 log.warning("a copy of step %d did not arrive; trying again", out.sent.step, exc_info=True)
                 again_s = min(2 * again_s, LONGEST_AGAIN_S)

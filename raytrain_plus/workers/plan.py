@@ -168,6 +168,8 @@ class Outcome:
     """Of which stage that is."""
     ready: int | None = None
     """The step after it, where it has all sums of that, and has not applied them."""
+    copy: int | None = None
+    """The newest step of that generation of which it has a copy of that stage."""
     squares: Mapping[str, float] = field(default_factory=dict)
     """Of the step that it holds, the squares of the norms of all gradients, where they are clipped."""
     error: RaytrainError | None = None

@@ -212,9 +212,14 @@ class Worker:
             if found is not None and self._stepper is not None and not self._aside:
                 self._control.enter("preparing")
                 self._stepper.adopt(found)
-            return self._outcome("interrupted")
+            return replace(self._outcome("interrupted"), ready=None)
 
-        return self._do(recalled)
+        try:
+            return self._do(recalled)
+        except RaytrainError as error:
+            # The copy is there still.
+            log.warning("a copy could not be taken in", exc_info=True)
+            return replace(self._outcome("interrupted"), holds=None, ready=None, fault=str(error))
 
     def snapshot(self, generation: int, step: int, stage: Stage) -> Snapshot:
         """That stage's state after `step`, which this worker holds or has a copy of, for who begins a generation so.
@@ -317,6 +322,7 @@ class Worker:
             why=why,
             stage=self._stage,
             ready=stepper.ready if staged else None,
+            copy=None if self._copier is None else self._copier.own(),
             squares=stepper.squares,
             copied=saver.copied,
             saved_as=saver.generation,

@@ -25,7 +25,7 @@ _HEAD, _REST = TENSORS, TENSORS + 1
 HEAD_BYTES = 4096
 """What is no tensor goes in one message of this size, and in a second one where it is longer."""
 _MICROBATCHES = 1 << 16
-"""More than a cell ever has in one step."""
+"""More than a cell has until its stages come together: see `parallel.shapes`."""
 
 Pass = Literal["forward", "backward"]
 Note = Literal["batch", "flags", "header", "tied", "agreed", "figures"]
@@ -201,6 +201,10 @@ class Handovers:
         """Waits until all that was sent has arrived. Raises `Interrupted` where the world breaks."""
         for key in list(self._going):
             self._finish(*key)
+
+    def finish_one(self, kind: Kind, boundary: int, microbatch: int) -> None:
+        """The same of one thing that was sent, if it was."""
+        self._finish(kind, boundary, microbatch)
 
     def _finish(self, kind: Kind, boundary: int, microbatch: int) -> None:
         for _, transfer, what in self._going.pop((kind, boundary, microbatch), ()):

@@ -44,10 +44,10 @@ def within(
     >>> print(within(each, "1f1b", 2, 2, room=5))
     stage 0 of 2 takes 6 bytes, of which the layer 'a' 6 bytes, and a worker has 5 bytes
     """
-    whole = [
-        replace(layer, bytes=layer.bytes + _open(schedule, stages, microbatches) * layer.activations)
-        for layer in layers
-    ]
+    # Under pipedream there is another version of the weights, too, which are a quarter of what is kept of a layer.
+    quarters = 5 if schedule == "pipedream" else 4
+    in_flight = _open(schedule, stages, microbatches)
+    whole = [replace(layer, bytes=layer.bytes * quarters // 4 + in_flight * layer.activations) for layer in layers]
     found = laid_over(whole, schedule, stages, room)
     if found is not None:
         return found
@@ -55,6 +55,9 @@ def within(
     by_time = laid_over(whole, schedule, stages)
     assert by_time is not None, "nothing bounds it"
     takes = [sum(sizes[name] for chunk in chunks for name in chunk) for chunks in by_time]
+    if max(takes) <= room:
+        # One of a stage's chunks has more than its half.
+        return by_time
     stage = takes.index(max(takes))
     layer = max((name for chunk in by_time[stage] for name in chunk), key=lambda name: sizes[name])
     return Misfit(stages, stage, takes[stage], room, layer, sizes[layer])

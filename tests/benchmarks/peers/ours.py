@@ -12,12 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from torch import nn
 
 from examples.byte_gpt import VOCABULARY, ByteGPT
 from raytrain_plus import Data, Elastic, Job, Parallel, Workers, run
 from raytrain_plus.observe.events import read_events
 from raytrain_plus.observe.progress import PlainView
 from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.training.measure import TIMES
 from tests.benchmarks.incidents import Incident
 from tests.benchmarks.peers.model import REPOSITORY, SIZES, WORKERS, Log, kill_some, started
 
@@ -28,20 +30,31 @@ NAME = "ours"
 class Logged(ByteGPT):
     """The byte GPT; each worker logs the steps that it has applied."""
 
-    def __init__(self, model: str, folder: str) -> None:
+    def __init__(self, model: str, folder: str, pipeline: int) -> None:
         super().__init__(width=SIZES[model].width)
         self._folder = Path(folder)
+        self._log: Log | None = None
+        # In stages the layers are measured, for practice, the first and the last of them with the loss.
+        self._practice = 2 * TIMES if pipeline > 1 else 0
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self._practice -= 1
+        if self._practice == 0:
+            self._finished(0)
+        return super().loss(model, batch)
+
+    def _finished(self, step: int) -> None:
+        if self._log is None:
+            self._log = Log(self._folder)
+        self._log.finished(step)
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         parameters = list(parameters)
         inner = super().optimizer(parameters)
-        log: list[Log] = []
 
         def applied(optimizer: torch.optim.Optimizer, arguments: Any, settings: Any) -> None:
             # A worker that makes a step for practice is no member: it does so at step 0, where nobody is killed.
-            if not log:
-                log.append(Log(self._folder))
-            log[0].finished(int(optimizer.state[parameters[0][1]]["step"]) - 1)
+            self._finished(int(optimizer.state[parameters[0][1]]["step"]) - 1)
 
         inner.register_step_post_hook(applied)
         return inner
@@ -73,7 +86,7 @@ def drive(folder: Path, model: str, spares: int, pipeline: int) -> None:
     job = Job(
         name=NAME,
         task=Logged,
-        args={"model": model, "folder": str(folder)},
+        args={"model": model, "folder": str(folder), "pipeline": pipeline},
         data=Data(path=str(data), batch_size=WORKERS * size.rows, shards=WORKERS * size.rows),
         steps=1_000_000,
         workers=Workers(min=2, max=WORKERS, spares=spares),

@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_plus import Data, Job, Parallel, Workers
 from raytrain_plus.elastic.controller import Controller
-from raytrain_plus.elastic.group import Group, Limits
+from raytrain_plus.elastic.group import Group, Limits, Worker
 from raytrain_plus.errors import InputError
 from raytrain_plus.parallel.mesh import Stage
 from raytrain_plus.parallel.pipeline.cut import Layer
@@ -44,11 +44,12 @@ def fitting(room: int, cuts: tuple[int, ...]) -> Controller:
     )
     controller._order = SimpleNamespace(plan=SimpleNamespace(job=job))  # type: ignore[assignment]
     limits = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=1, max_failures=None, expected=2, cuts=cuts)
-    controller._group = Group(limits=limits)
+    controller._group = Group(limits=limits, workers={"a": Worker("up"), "b": Worker("up")})
     layers = (Layer("front", 1.0, 60), Layer("back", 1.0, 50))
     ready = Ready(parameters=1, state_bytes=1, layers=layers, room=room)
-    controller._ready = {"a": ready, "b": ready}
-    controller._places = {name: Place(worker=name, pid=1, node="n", address="h") for name in "ab"}
+    # One more was lost before anything began.
+    controller._ready = {"a": ready, "b": ready, "lost": ready}
+    controller._places = {name: Place(worker=name, pid=1, node="n", address="h") for name in controller._ready}
     return controller
 
 

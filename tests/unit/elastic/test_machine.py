@@ -678,6 +678,18 @@ def test_a_run_that_stops_in_the_midst_of_steps_takes_its_copies_in_to_keep_them
     assert (group.phase, commands) == (C, [e.HandOver(("a", "b"), 7)])
 
 
+def test_a_members_own_copy_counts_though_no_buddy_has_it_yet() -> None:
+    limits = Limits(minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, cuts=(2,))
+    stages = {"a": Stage(0, 2), "b": Stage(1, 2)}
+    workers = {name: Worker("in", holds=7, stage=stage) for name, stage in stages.items()}
+    group = Group(limits=limits, phase=L, generation=1, shape=Shape(1, 2), seats=("a", "b"), workers=workers)
+    group = replace(group, committed=15, durable=3)
+    group, _ = step(group, e.Left("a", 1, None, "failed", "oops", stage=stages["a"], copy=15))
+    group, [join] = step(group, e.Left("b", 1, None, "interrupted", stage=stages["b"], copy=15))
+    assert isinstance(join, e.Join)
+    assert (join.first_step, join.donors, join.again) == (16, ("a", "b"), False)
+
+
 def test_who_has_lost_a_copy_is_not_asked_for_it_twice() -> None:
     limits = Limits(minimum=1, maximum=1, spares=1, shards=1, steps=99, max_failures=None, expected=1)
     spare = Worker("idle", copies=frozenset({(7, WHOLE)}))

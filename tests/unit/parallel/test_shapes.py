@@ -88,3 +88,9 @@ def test_a_minimum_that_no_cut_bears_is_told() -> None:
     made = job(3, 4, pipeline=4, schedule="interleaved")
     assert cuts_of(made) == (4,)
     assert left_out(made, cuts_of(made)).startswith("workers.min counts as 4: on fewer workers no cut")
+
+
+def test_more_microbatches_than_a_cell_can_number_are_refused() -> None:
+    made = job(2, 2, pipeline=2, schedule="pipedream", microbatches=8, commit_every=10_000)
+    with pytest.raises(InputError, match="a cell can number 65535 microbatches that are made together"):
+        cuts_of(made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.elastic.view import host_shards
 from raytrain_plus.errors import Interrupted, TrainingError
 from raytrain_plus.parallel.mesh import Shape
+from raytrain_plus.parallel.pipeline.handover import Handovers
 from raytrain_plus.parallel.pipeline.schedule import orders
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks
@@ -78,6 +80,7 @@ def together(
     windows: list[range],
     act: Callable[[int, Stepper], None] = lambda seat, one: None,
     task: type[Task] = Smooth,
+    wished: Callable[[int], bool] = lambda seat: False,
 ) -> list[tuple[list[Applied], dict[str, torch.Tensor], Stepper]]:
     """What each worker makes of these windows: what it applied, its weights in the end, and itself."""
     rings = [Ring(shape.cells) for _ in range(shape.stages)]
@@ -114,7 +117,7 @@ def together(
                 world,
                 control=control(),
                 wait_s=5,
-                flags=lambda: Flags(pause=seat == 1),
+                flags=lambda: Flags(pause=wished(seat)),
             )
         ]
         return applied, {name: value.detach().clone() for name, value in one.named}, one
@@ -239,9 +242,51 @@ def test_the_loss_falls() -> None:
     assert last < 0.6 * first
 
 
-def test_a_wish_is_heard_by_all_at_the_end_of_a_window() -> None:
-    for applied, _, _ in together(Shape(1, 2), [range(4)]):
-        assert applied[-1].flags.pause
+def test_what_is_wished_for_in_the_midst_of_steps_is_heard_by_all_at_their_end() -> None:
+    asked: list[int] = []
+
+    def wished(seat: int) -> bool:
+        asked.append(seat)
+        # Half of the steps of the first window are made.
+        return changed.is_set() and seat == 1
+
+    changed = threading.Event()
+
+    def act(seat: int, one: Stepper) -> None:
+        if seat == 1:
+            assert one.optimizer is not None
+            one.optimizer.register_step_post_hook(lambda *unused: changed.set())
+
+    for applied, _, _ in together(Shape(1, 2), [range(4)], act, wished=wished):
+        assert [step.flags.pause for step in applied] == [False, False, False, True]
+    assert sorted(asked) == [0, 1]
+
+
+def test_who_waits_for_others_at_the_end_says_so_and_keeps_nothing_that_they_have() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def act(seat: int, one: Stepper) -> None:
+        passes: Any = one.passes
+        agree = passes.agree
+
+        def looked(*arguments: Any) -> Any:
+            seen.append((arguments[4].activity().doing, len(passes._handovers._going)))
+            return agree(*arguments)
+
+        passes.agree = looked
+
+    most: list[int] = []
+    finish_one = Handovers.finish_one
+
+    def counted(handovers: Handovers, *arguments: Any) -> None:
+        finish_one(handovers, *arguments)
+        most.append(sum(kind == "backward" for kind, _, _ in handovers._going))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Handovers, "finish_one", counted)
+        together(Shape(1, 2), [range(6)], act)
+    assert seen == [("collective", 0)] * 2
+    assert max(most) <= 2, "of 36 microbatches"
 
 
 class Explodes(Smooth):

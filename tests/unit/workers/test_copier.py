@@ -205,6 +205,20 @@ def test_a_copy_that_was_sent_to_one_who_is_gone_is_sent_to_another() -> None:
     assert alike(other.find(4, STAGE) or before, before)
 
 
+def test_the_newest_copy_of_its_own_in_a_generation() -> None:
+    pair = Pair()
+    pair.begin()
+    assert pair.owner.own() is None
+    for number in (3, 4):
+        pair.copy(number)
+        pair.told.get(timeout=5)
+        assert pair.owner.own() == number
+        pair.settled(0, number)
+    assert pair.keeper.own() is None
+    pair.begin(1)
+    assert pair.owner.own() is None, "what it goes on from may be older"
+
+
 def test_who_has_no_buddy_yet_copies_when_there_is_one() -> None:
     pair = Pair()
     pair.owner.begin(0, STAGE, False, None, pair.told.put)

@@ -20,6 +20,12 @@ def test_a_slower_cut_is_taken_where_the_fastest_does_not_fit() -> None:
     assert (found.stage, found.bytes, found.layer) == (1, 17, "b")
 
 
+def test_what_fits_is_never_refused_though_one_of_two_chunks_has_more_than_half() -> None:
+    layers = [Layer(name, 1.0, size) for name, size in zip("abcd", (6, 1, 1, 1), strict=True)]
+    assert within(layers, "zero-bubble", 2, 4, room=10) == ((("a",), ("d",)), (("b",), ("c",)))
+    assert within(layers, "interleaved", 1, 4, room=9) == ((("a", "b"), ("c", "d")),)
+
+
 def test_activations_count_as_often_as_the_schedule_holds_them() -> None:
     layers = [Layer(name, 1.0, 10, activations=5) for name in "ab"]
     assert not isinstance(within(layers, "1f1b", 2, 8, room=20), Misfit)
