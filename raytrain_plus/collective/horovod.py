@@ -16,17 +16,53 @@ from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.errors import Interrupted
 
+_SAME = {
+    # One member a host, by its own account, skips two of the three connection meshes that Horovod would form; the
+    # collectives used here need only the first.
+    "HOROVOD_LOCAL_RANK": "0",
+    "HOROVOD_LOCAL_SIZE": "1",
+    "HOROVOD_CROSS_RANK": "0",
+    "HOROVOD_CROSS_SIZE": "1",
+    "HOROVOD_CONTROLLER": "gloo",
+    "HOROVOD_CPU_OPERATIONS": "gloo",
+    "HOROVOD_STALL_CHECK_DISABLE": "1",
+    "HOROVOD_LOG_LEVEL": "fatal",
+}
+"""What Horovod reads from the environment at each `init`, and is the same for every world."""
+_OF_A_WORLD = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_HOSTNAME",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "HOROVOD_GLOO_IFACE",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS",
+)
+"""What each world sets for itself."""
+
 
 def load_horovod() -> None:
-    """Imports it, which takes a moment that a forming world should not have to wait for."""
+    """Imports it, which takes a moment that a forming world should not have to wait for.
+
+    To be called before other threads work. Every world sets variables of the environment: to change one is safe, but
+    to add one moves the C library's table (glibc before 2.41), and a thread that looks a name up meanwhile, as Arrow's
+    do while they decode, ends the process. So all of them are there from here on.
+    """
     import horovod.torch  # noqa: F401
+
+    os.environ.update(_SAME)
+    for name in _OF_A_WORLD:
+        os.environ.setdefault(name, "")
 
 
 class HorovodWorld:
     """A Horovod world of this process; there is at most one at a time."""
 
     def __init__(self, formation: Formation) -> None:
-        """Joins the world; blocks until all members are there. Raises `Interrupted` where one does not come."""
+        """Joins the world; blocks until all members are there. Raises `Interrupted` where one does not come.
+
+        `load_horovod` has been called.
+        """
         import horovod.torch as hvd
 
         self.rank = formation.rank
@@ -75,29 +111,15 @@ class _HorovodWork:
 
 
 def _environment(formation: Formation) -> dict[str, str]:
-    """Horovod reads its membership from the environment, once at each `init`.
-
-    One member a host, by its own account (LOCAL_SIZE = CROSS_SIZE = 1 and a hostname each), skips two of the three
-    connection meshes it would form; the collectives used here need only the first.
-    """
-    values = {
-        "RANK": formation.rank,
-        "SIZE": formation.size,
-        "LOCAL_RANK": 0,
-        "LOCAL_SIZE": 1,
-        "CROSS_RANK": 0,
-        "CROSS_SIZE": 1,
-        "HOSTNAME": f"{formation.name}-{formation.rank}",
-        "GLOO_RENDEZVOUS_ADDR": formation.server[0],
-        "GLOO_RENDEZVOUS_PORT": formation.server[1],
-        "GLOO_IFACE": interface_of(formation.address),
-        "GLOO_TIMEOUT_SECONDS": max(1, round(formation.timeout_s)),
-        "CONTROLLER": "gloo",
-        "CPU_OPERATIONS": "gloo",
-        "STALL_CHECK_DISABLE": 1,
-        "LOG_LEVEL": "fatal",
-    }
-    return {f"HOROVOD_{key}": str(value) for key, value in values.items()}
+    values = (
+        formation.rank,
+        formation.size,
+        f"{formation.name}-{formation.rank}",
+        *formation.server,
+        interface_of(formation.address),
+        max(1, round(formation.timeout_s)),
+    )
+    return dict(zip(_OF_A_WORLD, map(str, values), strict=True))
 
 
 def interface_of(address: str) -> str:

@@ -356,6 +356,16 @@ class Worker:
         torch.set_num_threads(plan.job.workers.threads)
         if plan.job.reduction == "exact":
             repeatable()
+        if plan.collective == "horovod":
+            try:
+                load_horovod()
+            except Exception as error:
+                raise InputError(
+                    f"Horovod does not load on {os.uname().nodename}: {error}",
+                    where="collective: horovod",
+                    remedy=f"{REMEDY}, on every node",
+                ) from None
+        # What runs from here on may have threads of its own.
         sys.path[:0] = [root for root in plan.roots if root not in sys.path]
         roots = [Path(root) for root in plan.roots]
         job = plan.job
@@ -372,15 +382,6 @@ class Worker:
         self._task = task = build_task(cls, job.args)
         if job.parallel.pipeline == 1:
             self._build(WHOLE)
-        if plan.collective == "horovod":
-            try:
-                load_horovod()
-            except Exception as error:
-                raise InputError(
-                    f"Horovod does not load on {os.uname().nodename}: {error}",
-                    where="collective: horovod",
-                    remedy=f"{REMEDY}, on every node",
-                ) from None
         self._copier = Copier(self._name, self._holding, job.elastic.copy_every)
         self._saver = Saver(
             open_folder(plan.folder),

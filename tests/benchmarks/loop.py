@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain_plus.collective.formation import Formation
-from raytrain_plus.collective.horovod import HorovodWorld, _environment
+from raytrain_plus.collective.horovod import HorovodWorld, _environment, load_horovod
 from raytrain_plus.data.granule import Rows, without_ids
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.reader import Batches
@@ -55,6 +55,7 @@ def main(kind: str, file: str, rank: int, size: int, port: int, warm_up: int) ->
     if kind == "horovod":
         import horovod.torch as hvd
 
+        load_horovod()
         os.environ.update(_environment(formation(rank, size, port)))
         hvd.init()
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -107,6 +108,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
     told: list[Any] = []
     control = Control()
     control.begin(0)
+    load_horovod()
     world = HorovodWorld(formation(rank, size, port))
     with feed, tempfile.TemporaryDirectory() as folder:
         train(

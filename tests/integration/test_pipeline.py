@@ -259,9 +259,10 @@ def test_steps_that_overlap_are_committed_together_and_lost_together(tmp_path: P
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW)])
 def test_a_stage_that_nobody_else_holds_is_read_from_the_checkpoint(tmp_path: Path, alone: Result, stage: int) -> None:
     # There is one copy, of the first step, which is older.
-    settings = {"checkpoint": Checkpoint(every_steps=5), "elastic": Elastic(wait_s=30, copy_every=1000)}
+    settings = {"checkpoint": Checkpoint(every_steps=30), "elastic": Elastic(wait_s=30, copy_every=1000)}
     run, _ = elastic(tmp_path, workers=Workers(min=2), **settings)
-    run.until_told("checkpoint_saved")
+    # Later than the checkpoint, and before the next one: who is left holds a step that nobody can go on from.
+    run.until_step(run.until_told("checkpoint_saved")["step"] + 3)
     run.kill(at(run, 0, stage))
     resumed = run.until_told("resumed")
     assert resumed["checkpoint"] is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from raytrain_plus.collective.formation import Formation
-from raytrain_plus.collective.horovod import HorovodWorld
+from raytrain_plus.collective.horovod import HorovodWorld, load_horovod
 from raytrain_plus.collective.interrupt import cut
 from raytrain_plus.collective.torch import TorchWorld
 from raytrain_plus.collective.world import wait
@@ -40,7 +41,9 @@ class Member:
             self.world.close()
             self.world = None
         self.left = False
+        names = set(os.environ)
         self.world = HorovodWorld(formation) if KIND == "horovod" else TorchWorld(formation)
+        assert set(os.environ) == names, "a thread that looks one up meanwhile would end the process"
         return {"rank": self.world.rank, "size": self.world.size}
 
     def reduce(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -137,6 +140,8 @@ def main() -> None:
         else:
             say(future.result())
 
+    if KIND == "horovod":
+        load_horovod()
     say({"up": True})
     with ThreadPoolExecutor(1) as pool:
         for line in sys.stdin:
