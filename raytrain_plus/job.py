@@ -87,6 +87,16 @@ class Parallel:
     microbatches: int = 1
     """Parts in which a shard's rows of a step pass through the model; divides `batch_size / shards`."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a stage begins with a step before all stages have done with the one before."""
+        return self.schedule == "pipedream"
+
+    @property
+    def steps_together(self) -> int:
+        """The steps that are committed together."""
+        return self.commit_every if self.overlaps else 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elastic:

@@ -9,6 +9,7 @@ from typing import Any
 from raytrain_plus.past import look_back
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import lease_holder, single_writer
+from raytrain_plus.sizetext import size_text
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.folder import Folder, split
 
@@ -51,7 +52,7 @@ class Status:
             said.append(f"  {'checkpoint':<24}{'after step':>12}{'age':>12}{'size':>12}  state")
         for one in self.checkpoints:
             said.append(
-                f"  {one.name:<24}{one.step + 1:>12,}{_spelled_age(one.age_s):>12}{_spelled_size(one.bytes):>12}"
+                f"  {one.name:<24}{one.step + 1:>12,}{_spelled_age(one.age_s):>12}{size_text(one.bytes):>12}"
                 f"  {one.state}"
             )
         if not self.single_writer:
@@ -80,10 +81,3 @@ def _spelled_age(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {word}"
     return f"{seconds:.0f} s"
-
-
-def _spelled_size(size: int) -> str:
-    for scale, word in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if size >= scale:
-            return f"{size / scale:.1f} {word}"
-    return f"{size} B"

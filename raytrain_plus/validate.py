@@ -145,14 +145,13 @@ def _forecast(
     transform = load_function(job.data.transform, roots) if job.data.transform else None
     rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=transform, granule=job.data.granule)
     layers = measured_here(job, task, rows)
-    together = job.parallel.commit_every if job.parallel.schedule == "pipedream" else 1
-    microbatches = size.shards * job.parallel.microbatches * together
+    microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together
     schedule = job.parallel.schedule
     # What a GPU has is known where there is one.
     room = room_of() if not job.workers.gpus else None
     tried = [
         within(layers, schedule, stages, most_shards(job, stages) * job.parallel.microbatches, room)
-        for stages in (cuts if room is not None else ())
+        for stages in cuts
         if room is not None
     ]
     misfits = tuple(str(found) for found in tried if isinstance(found, Misfit))

@@ -137,7 +137,7 @@ class Controller:
         job = order.plan.job
         self._order = order
         self._elastic = job.elastic
-        self._overlaps = job.parallel.schedule == "pipedream"
+        self._overlaps = job.parallel.overlaps
         """Whether a loss in the midst of steps takes all back to where they began."""
         self._pool = Pool(job.workers.cpus, job.workers.gpus)
         past = order.past or Past()

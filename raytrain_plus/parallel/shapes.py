@@ -9,9 +9,6 @@ from raytrain_plus.job import Job
 from raytrain_plus.parallel.mesh import Shape, useful_shape
 from raytrain_plus.parallel.pipeline.layout import amiss, holders
 
-MOST_TOGETHER = 1 << 16
-"""More microbatches than a cell can number until its stages come together."""
-
 
 def cuts_of(job: Job, layers: Sequence[str] | None = None) -> tuple[int, ...]:
     """The numbers of stages that the job's model may be cut into: the wished one, then smaller ones, each taken only
@@ -83,11 +80,7 @@ def _fault(job: Job, stages: int, most: int, layers: Sequence[str] | None) -> In
         )
     for cells in range(1, max(1, min(most // stages, shards)) + 1):
         for hosted in {shards // cells, -(-shards // cells)}:
-            together = job.parallel.commit_every if schedule == "pipedream" else 1
-            problem = amiss(schedule, stages, hosted * job.parallel.microbatches * together)
-            if not problem and hosted * job.parallel.microbatches * together >= MOST_TOGETHER:
-                problem = f"a cell can number {MOST_TOGETHER - 1} microbatches that are made together, not more"
-            if problem:
+            if problem := amiss(schedule, stages, hosted * job.parallel.microbatches * job.parallel.steps_together):
                 return InputError(
                     f"{problem}: with {cells} cell{'s' * (cells != 1)}, one has {hosted} of the {shards} shards",
                     where="parallel.microbatches",

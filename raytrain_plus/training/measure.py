@@ -97,8 +97,7 @@ def measured_here(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
     try:
         with told_as_task_error("the layers cannot be run one after the other", f"task: {job.task}"):
             microbatch = first_microbatch(rows, job.parallel.microbatches, task.collate)
-            overlaps = job.parallel.schedule == "pipedream"
-            return measured(task, job.seed, torch.device("cpu"), microbatch, overlaps)
+            return measured(task, job.seed, torch.device("cpu"), microbatch, job.parallel.overlaps)
     finally:
         torch.set_num_threads(threads)
 

@@ -226,24 +226,26 @@ class Worker:
 
         It is between two steps, and stays so until whoever copies has copied.
         """
-        assert self._stepper is not None or self._copier is not None
-        if self._stepper is not None and (self._stepper.held, self._stage) == (step, stage):
-            snapshot = self._stepper.snapshot()
+        if (own := self._stepper_at(step, stage)) is not None:
+            snapshot: Snapshot | None = own.snapshot()
         else:
-            assert self._copier is not None
-            found = self._copier.find(step, stage)
-            if found is None:
-                raise RunError(f"{self._name} has neither {stage} of step {step} nor a copy of it")
-            snapshot = found
+            snapshot = None if self._copier is None else self._copier.find(step, stage)
+        if snapshot is None:
+            raise RunError(f"{self._name} has neither {stage} of step {step} nor a copy of it")
         with self._giving:
             self._given[generation] += 1
         return snapshot
 
     def has_copy(self, step: int, stage: Stage) -> bool:
         """Whether it holds that stage's state after `step`, or has an undamaged copy of it."""
-        if self._stepper is not None and (self._stepper.held, self._stage) == (step, stage):
+        if self._stepper_at(step, stage) is not None:
             return True
         return self._copier is not None and self._copier.sound(step, stage)
+
+    def _stepper_at(self, step: int, stage: Stage) -> Stepper | None:
+        """The stepper, where it holds that stage's state after `step`."""
+        stepper = self._stepper
+        return stepper if stepper is not None and (stepper.held, self._stage) == (step, stage) else None
 
     def keep_copy(self, generation: int, stage: Stage, snapshot: Snapshot) -> None:
         """Keeps a copy of another worker's state, which that one alone holds."""
@@ -445,7 +447,7 @@ class Worker:
 
         job = self._plan.job
         batch = first_microbatch(self._rows, job.parallel.microbatches, self._task.collate)
-        found = measured(self._task, job.seed, self._device, batch, overlaps=job.parallel.schedule == "pipedream")
+        found = measured(self._task, job.seed, self._device, batch, overlaps=job.parallel.overlaps)
         return Ready(
             parameters=sum(layer.parameters for layer in found),
             state_bytes=sum(layer.bytes for layer in found),
@@ -629,7 +631,7 @@ class Worker:
 
             cell = TorchWorld(assignment.cell)
             stack.callback(self._leave, cell)
-            kind = PipeDream if self._plan.job.parallel.schedule == "pipedream" else Staged
+            kind = PipeDream if self._plan.job.parallel.overlaps else Staged
             self._stepper.passes = kind(
                 self._stepper.task,
                 self._stepper.parts,
@@ -720,7 +722,7 @@ class Worker:
         """How many steps are committed together, where they overlap."""
         assert self._plan is not None
         job = self._plan.job
-        if job.parallel.schedule != "pipedream":
+        if not job.parallel.overlaps:
             return None
         counts = Counts(line_of(job, self._plan.index), assignment.shards, job.parallel.microbatches)
         return Window(every=job.parallel.commit_every, counted=lambda step: counts.get(step, 0.0).shards)

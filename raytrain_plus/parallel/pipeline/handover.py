@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from raytrain_plus.collective.world import Transfer
 from raytrain_plus.errors import TrainingError
+from raytrain_plus.parallel.pipeline.layout import MICROBATCHES
 
 TENSORS = 14
 """The most tensors that may pass between two layers."""
@@ -24,8 +25,6 @@ _PARTS = TENSORS + 2
 _HEAD, _REST = TENSORS, TENSORS + 1
 HEAD_BYTES = 4096
 """What is no tensor goes in one message of this size, and in a second one where it is longer."""
-_MICROBATCHES = 1 << 16
-"""More than a cell has until its stages come together: see `parallel.shapes`."""
 
 Pass = Literal["forward", "backward"]
 Note = Literal["batch", "flags", "header", "tied", "agreed", "figures"]
@@ -183,7 +182,7 @@ class Handovers:
         """The gradients of what was sent, one for each tensor that takes part."""
         taken = self._taken("backward", boundary, microbatch, rows, giver)
         # What these are the gradients of has arrived: nothing keeps it any more.
-        self._finish("forward", boundary, microbatch)
+        self.finish_one("forward", boundary, microbatch)
         return taken
 
     def expect_note(self, kind: Note, number: int, giver: int) -> None:
@@ -200,13 +199,10 @@ class Handovers:
     def finish(self) -> None:
         """Waits until all that was sent has arrived. Raises `Interrupted` where the world breaks."""
         for key in list(self._going):
-            self._finish(*key)
+            self.finish_one(*key)
 
     def finish_one(self, kind: Kind, boundary: int, microbatch: int) -> None:
         """The same of one thing that was sent, if it was."""
-        self._finish(kind, boundary, microbatch)
-
-    def _finish(self, kind: Kind, boundary: int, microbatch: int) -> None:
         for _, transfer, what in self._going.pop((kind, boundary, microbatch), ()):
             transfer.finish(what)
 
@@ -256,5 +252,5 @@ class Handovers:
 
 
 def _tag(kind: Kind, boundary: int, microbatch: int, part: int) -> int:
-    assert microbatch < _MICROBATCHES
-    return ((boundary * len(_KINDS) + _KINDS.index(kind)) * _MICROBATCHES + microbatch) * _PARTS + part
+    assert microbatch < MICROBATCHES
+    return ((boundary * len(_KINDS) + _KINDS.index(kind)) * MICROBATCHES + microbatch) * _PARTS + part

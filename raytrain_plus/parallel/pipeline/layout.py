@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from raytrain_plus.job import Schedule
 from raytrain_plus.parallel.pipeline.cut import Layer, cut
 
+MICROBATCHES = 1 << 16
+"""More than a cell can number until its stages come together."""
+
 
 def holders(schedule: Schedule, stages: int) -> tuple[int, ...]:
     """For each chunk of the model, in order, the stage that has it.
@@ -26,7 +29,8 @@ def splits(schedule: Schedule) -> bool:
 
 
 def amiss(schedule: Schedule, stages: int, microbatches: int) -> str:
-    """What keeps a cell of so many stages, with so many microbatches in a step, from this schedule; empty if nothing.
+    """What keeps a cell of so many stages, with so many microbatches until they come together, from this schedule;
+    empty if nothing.
 
     >>> amiss("1f1b", 4, 3)
     '1f1b needs as many microbatches in a cell as it has stages: 4, not 3'
@@ -36,6 +40,8 @@ def amiss(schedule: Schedule, stages: int, microbatches: int) -> str:
     if schedule == "interleaved" and microbatches % max(1, microbatches // stages):
         rounds = microbatches // stages
         return f"interleaved needs a number of microbatches in a cell that {rounds} divides, not {microbatches}"
+    if microbatches >= MICROBATCHES:
+        return f"a cell can number {MICROBATCHES - 1} microbatches that are made together, not {microbatches}"
     return ""
 
 

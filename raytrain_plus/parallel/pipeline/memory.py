@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from raytrain_plus.job import Schedule
 from raytrain_plus.parallel.pipeline.cut import Layer
 from raytrain_plus.parallel.pipeline.layout import Chunks, laid_over
+from raytrain_plus.sizetext import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class Misfit:
 
     def __str__(self) -> str:
         return (
-            f"stage {self.stage} of {self.stages} takes {_spelled(self.bytes)}, of which the layer '{self.layer}' "
-            f"{_spelled(self.layer_bytes)}, and a worker has {_spelled(self.room)}"
+            f"stage {self.stage} of {self.stages} takes {size_text(self.bytes)}, of which the layer '{self.layer}' "
+            f"{size_text(self.layer_bytes)}, and a worker has {size_text(self.room)}"
         )
 
 
@@ -71,10 +72,3 @@ def _open(schedule: Schedule, stages: int, microbatches: int) -> int:
         return microbatches
     # Of two chunks each holds as many as there are stages, too, about.
     return min(microbatches, stages)
-
-
-def _spelled(size: int) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size} bytes"

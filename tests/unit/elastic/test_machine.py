@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -19,7 +19,7 @@ from raytrain_plus.elastic import machine
 from raytrain_plus.elastic.group import Group, Limits, Phase, Standing, Worker, standing
 from raytrain_plus.elastic.machine import TABLE, Rule, begin, diagram, step
 from raytrain_plus.parallel.mesh import Shape, Stage
-from tests.unit.elastic.explorer import Violation, explore, first_world, mark, wander
+from tests.unit.elastic.explorer import Violation, World, explore, first_world, mark, wander
 
 G, J, T, P, L, C, E = Phase
 WHOLE = Stage()
@@ -848,6 +848,17 @@ def broken(**changes: Any) -> Iterator[None]:
             setattr(machine, name, function)
 
 
+def caught(worlds: Iterable[World], changes: dict[str, Any]) -> str:
+    """What is found in one of these when the machine is changed so; empty if nothing."""
+    for world in worlds:
+        with broken(**changes):
+            try:
+                explore(world)
+            except (Violation, KeyError, ValueError, IndexError) as error:
+                return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def rules(**changes: Rule) -> dict[str, Any]:
     """The table with other rules for `PHASE_Event`."""
     table = dict(TABLE)
@@ -999,16 +1010,7 @@ STAGED_MUTANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", STAGED_MUTANTS)
 def test_a_table_that_is_broken_for_stages_is_caught(name: str) -> None:
-    caught: list[str] = []
-    for world in [staged(*STAGED[scope]) for scope in CATCHING]:
-        with broken(**STAGED_MUTANTS[name]):
-            try:
-                explore(world)
-            except (Violation, KeyError, ValueError, IndexError) as error:
-                caught.append(f"{type(error).__name__}: {error}")
-                break
-    print(caught)
-    assert caught
+    assert caught([staged(*STAGED[scope]) for scope in CATCHING], STAGED_MUTANTS[name])
 
 
 def without_copies(group: Group) -> Standing | None:
@@ -1036,36 +1038,19 @@ COPIES_MUTANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", COPIES_MUTANTS)
 def test_a_table_that_is_broken_for_copies_is_caught(name: str) -> None:
-    caught: list[str] = []
-    for world in [copied(small) for small in COPIED]:
-        with broken(**COPIES_MUTANTS[name]):
-            try:
-                explore(world)
-            except (Violation, KeyError, ValueError, IndexError) as error:
-                caught.append(f"{type(error).__name__}: {error}")
-                break
-    print(caught)
-    assert caught
+    assert caught([copied(small) for small in COPIED], COPIES_MUTANTS[name])
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_table_is_caught(name: str) -> None:
-    caught: list[str] = []
-    for small in (
+    small = (
         "a stop and a death",
         "a drain and a death",
         "on from a damaged checkpoint",
         "a fault",
         "a stop and two deaths",
-    ):
-        sizes, happening = SCOPES[small]
-        with broken(**MUTANTS[name]()):
-            try:
-                explore(scope(*sizes, happening, maximum=2))
-            except (Violation, KeyError, ValueError) as error:
-                caught.append(str(error))
-                break
-    assert caught
+    )
+    assert caught([scope(*SCOPES[one][0], SCOPES[one][1], maximum=2) for one in small], MUTANTS[name]())
 
 
 def test_the_map_shows_the_table() -> None:

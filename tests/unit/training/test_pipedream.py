@@ -7,7 +7,6 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.pipedream import PipeDream, Weights
 from raytrain_plus.training.step import Applied, Stepper
 from tests.unit.parallel.pipeline import cells
-from tests.unit.parallel.pipeline.cells import Mail, Threads
+from tests.unit.parallel.pipeline.cells import Mail, Threads, at_once
 from tests.unit.training.test_staged import CPU, Ring, RingWorld, control
 
 SHARDS, MICROBATCHES, ROWS, SEED = 2, 3, 4, 5
@@ -122,12 +121,7 @@ def together(
         ]
         return applied, {name: value.detach().clone() for name, value in one.named}, one
 
-    with ThreadPoolExecutor(shape.size) as pool:
-        running = [pool.submit(worker, seat) for seat in range(shape.size)]
-        errors = [error for one in running if (error := one.exception()) is not None]
-        if errors:
-            raise next((error for error in errors if not isinstance(error, Interrupted)), errors[0])
-        return [one.result() for one in running]
+    return at_once(worker, range(shape.size))
 
 
 def by_hand(shape: Shape, windows: list[range]) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -7,7 +7,6 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,7 +40,7 @@ from raytrain_plus.training.staged import AT_ONCE, Staged
 from raytrain_plus.training.step import Applied, Stepper
 from raytrain_plus.workers.plan import Layers
 from tests.unit.parallel.pipeline import cells
-from tests.unit.parallel.pipeline.cells import COMPUTES, Mail, Threads
+from tests.unit.parallel.pipeline.cells import COMPUTES, Mail, Threads, at_once
 
 SHARDS, MICROBATCHES, ROWS, STEPS, SEED = 4, 2, 3, 4, 3
 CPU = torch.device("cpu")
@@ -266,12 +265,7 @@ def together(
         ]
         return applied, state_of_one(one)
 
-    with ThreadPoolExecutor(shape.size) as pool:
-        running = [pool.submit(worker, seat) for seat in range(shape.size)]
-        errors = [error for one in running if (error := one.exception()) is not None]
-        if errors:
-            raise next((error for error in errors if not isinstance(error, Interrupted)), errors[0])
-        return [one.result() for one in running]
+    return at_once(worker, range(shape.size))
 
 
 def state_of(told: list[Told], shape: Shape, cell: int) -> dict[str, torch.Tensor]:

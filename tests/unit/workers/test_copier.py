@@ -21,6 +21,7 @@ from raytrain_plus.state.transfer import Snapshot, put, take
 from raytrain_plus.workers import copier as module
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.plan import Buddy, Sent
+from tests.unit.workers.trained import holding
 
 STAGE = Stage(1, 2)
 
@@ -55,15 +56,6 @@ class Actor:
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ray", Ray())
-
-
-def holding() -> Holding:
-    model = torch.nn.Linear(5, 3)
-    named = list(model.named_parameters())
-    optimizer = torch.optim.AdamW([value for _, value in named])
-    model(torch.ones(2, 5)).sum().backward()
-    optimizer.step()
-    return Holding({}, named, [], optimizer, None, {"weight": -3})
 
 
 def change(held: Holding, by: float) -> None:

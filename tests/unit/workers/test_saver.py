@@ -23,17 +23,9 @@ from raytrain_plus.workers import saver as module
 from raytrain_plus.workers.plan import ShareOf, Written
 from raytrain_plus.workers.saver import Part, Saver
 from tests.unit.state.test_checkpoint import described
+from tests.unit.workers.trained import holding
 
 Told = queue.SimpleQueue[Written]
-
-
-def holding() -> Holding:
-    model = torch.nn.Linear(5, 3)
-    named = list(model.named_parameters())
-    optimizer = torch.optim.AdamW([value for _, value in named])
-    model(torch.ones(2, 5)).sum().backward()
-    optimizer.step()
-    return Holding({}, named, [], optimizer, None, {"weight": -3})
 
 
 def saver(run: LocalFolder, held: Holding, told: Told, writer: int = 0, writers: int = 1) -> Saver:

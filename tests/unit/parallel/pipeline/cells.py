@@ -5,15 +5,18 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from raytrain_plus.errors import Interrupted
 
 LIMIT_S = 20.0
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 Mail = defaultdict[tuple[int, int, int], "queue.SimpleQueue[torch.Tensor]"]
 
@@ -56,13 +59,20 @@ class Threads:
 def cell(stages: int, stage: Callable[[Threads], Any]) -> list[Any]:
     """Runs `stage` once for each; what they return. What the first one raised is raised."""
     mail: Mail = defaultdict(queue.SimpleQueue)
-    with ThreadPoolExecutor(stages) as pool:
-        running = [pool.submit(stage, Threads(rank, mail)) for rank in range(stages)]
+    return at_once(stage, [Threads(rank, mail) for rank in range(stages)])
+
+
+def at_once(work: Callable[[S], T], given: Sequence[S]) -> list[T]:
+    """Does `work` with each of these, on threads of their own; what they return.
+
+    What one has raised is raised, before what the others raise because of that.
+    """
+    with ThreadPoolExecutor(len(given)) as pool:
+        running = [pool.submit(work, one) for one in given]
         errors = [error for one in running if (error := one.exception()) is not None]
-        told = [error for error in errors if not isinstance(error, Interrupted)]
-        if errors:
-            raise (told or errors)[0]
-        return [one.result() for one in running]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, Interrupted)), errors[0])
+    return [one.result() for one in running]
 
 
 COMPUTES = threading.RLock()
