@@ -28,7 +28,8 @@ from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
 from raytrain_plus.elastic.buddies import buddies
 from raytrain_plus.elastic.checkpoints import Checkpoints
-from raytrain_plus.elastic.group import Phase, Worker, holders, members_in, standing
+from raytrain_plus.elastic.exporter import Exporter
+from raytrain_plus.elastic.group import Phase, holders, members_in, standing
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.elastic.nodes import Nodes
 from raytrain_plus.elastic.order import Closing, Order
@@ -152,6 +153,7 @@ class Controller:
         self._checkpoints = Checkpoints(
             self._run, order, self._journal, self._post, lambda step: self._feed(e.Saved(step)), self._settled
         )
+        self._exporter = Exporter(self._run, self._pool.begin, self._journal.check_fence)
         self._ends_kept = 0
         self._handing = -1
         """The step whose model is handed over."""
@@ -211,6 +213,7 @@ class Controller:
             if self._round is not None:
                 self._round.cancel()
                 self._round.close()
+            self._exporter.close()
             self._pool.shutdown()
             self._checkpoints.close()
             self._journal.close()
@@ -377,10 +380,9 @@ class Controller:
                 # Nobody holds what was committed, and nothing more will be made.
                 self._journal.base += 1
                 self._go_back_to(command.step, self._group.generation)
-            lead = command.workers[0]
-            sources = self._snapshots(command.workers, command.step, self._group.workers[lead])
-            # First of all: a share that is still being written may keep it waiting.
-            self._pool.ask(lead, self._posted(self._handed, lead, command.step), "export", command.step, sources)
+            holders = self._holders(command.workers, command.step)
+            came = partial(self._exported, command.workers, command.step)
+            self._exporter.export(holders, command.step, lambda sha: self._post(partial(came, sha)))
         elif isinstance(command, e.Wait):
             if self._group.generation >= 0:
                 self._waits(command.have)
@@ -551,19 +553,21 @@ class Controller:
                 # A call of its own, which ends: a reference lives as long as the call that it was given to.
                 self._pool.call(name, "take", view.generation, given)
 
-    def _snapshots(self, donors: Sequence[str], step: int, but: Worker | None = None) -> tuple[Any, ...]:
-        """References to the states after `step`, by stage, without the one that `but` holds."""
-        generation, of = self._group.generation, len(donors)
-        stages = [Stage(number, of) for number in range(of)]
+    def _snapshots(self, donors: Sequence[str], step: int) -> tuple[Any, ...]:
+        """References to the states after `step`, by stage."""
+        generation = self._group.generation
+        return tuple(
+            self._pool.call(name, "snapshot", generation, step, stage) for name, stage in self._holders(donors, step)
+        )
+
+    def _holders(self, donors: Sequence[str], step: int) -> list[tuple[str, Stage]]:
+        """Who gives which stage of the state after `step`; who has but a copy of it is asked whether it is sound."""
+        stages = [Stage(number, len(donors)) for number in range(len(donors))]
         for name, stage in zip(donors, stages, strict=True):
             worker = self._group.workers[name]
             if (worker.holds, worker.stage) != (step, stage):
                 self._pool.ask(name, self._posted(self._has_copy, name), "has_copy", step, stage)
-        return tuple(
-            self._pool.call(name, "snapshot", generation, step, stage)
-            for name, stage in zip(donors, stages, strict=True)
-            if but is None or (but.holds, but.stage) != (step, stage)
-        )
+        return list(zip(donors, stages, strict=True))
 
     # Copies in memory
 
@@ -1003,18 +1007,35 @@ class Controller:
             return
         self._journal.waits(f"{need - have} more of at least {need} workers (each needs {self._pool.need})")
 
-    def _handed(self, name: str, step: int, future: Future[Any]) -> None:
-        if self._group.phase is not Phase.CLOSE or (self._group.leads[0], self._handing) != (name, step):
+    def _exported(self, leads: tuple[str, ...], step: int, came: str | RaytrainError) -> None:
+        """The model is written, and this the hash of the state; or this was in the way."""
+        if not self._hands_over(leads, step) or isinstance(came, (WorkerLost, Interrupted)):
+            # Where a holder is lost, that is told by itself.
+            return
+        if isinstance(came, RaytrainError):
+            self._errors["export"] = came
+            self._handed(leads)
+        else:
+            self._pool.ask(leads[0], self._posted(self._showed, leads, step, came), "show", step)
+
+    def _showed(self, leads: tuple[str, ...], step: int, sha: str, future: Future[Any]) -> None:
+        if not self._hands_over(leads, step):
             return
         try:
-            self._export = answer(future, name)
-        except (WorkerLost, Interrupted):
-            # Where another stage is lost meanwhile, that is told by itself.
+            self._export = Export(show=answer(future, leads[0]), state_sha256=sha)
+        except WorkerLost:
             return
         except RaytrainError as error:
             self._errors["export"] = error
-        # What it alone holds is committed now that it is out of its hands.
-        self._journal.regroup(time.time(), [name], self._handing, self._group.generation)
+        self._handed(leads)
+
+    def _hands_over(self, leads: tuple[str, ...], step: int) -> bool:
+        """Whether it is still they who hand that step over."""
+        return self._group.phase is Phase.CLOSE and (self._group.leads, self._handing) == (leads, step)
+
+    def _handed(self, leads: tuple[str, ...]) -> None:
+        # What they alone hold is committed now that it is out of their hands.
+        self._journal.regroup(time.time(), leads[:1], self._handing, self._group.generation)
         self._hand_over()
 
     def _hand_over(self) -> None:

@@ -24,7 +24,7 @@ from raytrain_plus.observe.picture import svg, trace
 from raytrain_plus.observe.tensorboard import Scalars
 from raytrain_plus.past import Past
 from raytrain_plus.result import RESULT, Result
-from raytrain_plus.runfolder import DATASET, JOB, MODEL, PICTURE, TRACE, Fence, Lease
+from raytrain_plus.runfolder import DATASET, JOB, PICTURE, TRACE, Fence, Lease
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.tries import tried
 from raytrain_plus.training.records import Evaluated, StepRecord
@@ -356,8 +356,6 @@ class Journal:
 
         def made() -> None:
             self.check_fence()
-            if export is not None:
-                self._run.write(MODEL, [export.model])
             parts.flush()
 
         def over() -> None:

@@ -14,10 +14,10 @@ from raytrain_plus.errors import TaskError
 from raytrain_plus.state.checkpoint import Copy
 from raytrain_plus.state.dtypes import DTYPES
 from raytrain_plus.state.holding import Holding, described
-from raytrain_plus.state.named import dtype_name
+from raytrain_plus.state.named import bytes_of, dtype_name
 from raytrain_plus.state.shares import share_out
 from raytrain_plus.state.stages import layer_of
-from raytrain_plus.state.transfer import Array, Snapshot, bytes_of
+from raytrain_plus.state.transfer import Array, Snapshot
 from raytrain_plus.state.tree import Json
 
 

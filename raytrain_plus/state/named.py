@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from raytrain_plus.state.entry import Entry
+
 
 def named_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]
@@ -57,14 +59,21 @@ def state_sha256(state: dict[str, torch.Tensor]) -> str:
     """SHA-256 over the sorted names: name NUL dtype NUL shape NUL little-endian bytes; scalars as float64."""
     digest = hashlib.sha256()
     for name in sorted(state):
-        tensor = state[name].cpu().contiguous()
-        if tensor.dim() == 0:
-            tensor = tensor.to(torch.float64)
-        dtype = dtype_name(tensor.dtype)
-        shape = ",".join(str(length) for length in tensor.shape)
-        digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        entry = entry_of(name, state[name])
+        digest.update(entry.head)
+        digest.update(entry.scalar or bytes_of(state[name].cpu()).numpy().data)
     return digest.hexdigest()
+
+
+def entry_of(name: str, tensor: torch.Tensor) -> Entry:
+    scalar = b"" if tensor.dim() else bytes_of(tensor.cpu().to(torch.float64)).numpy().tobytes()
+    size = tensor.numel() * tensor.element_size()
+    return Entry(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), size=size, scalar=scalar)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, in one dimension; its own memory where it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

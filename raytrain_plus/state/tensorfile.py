@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from raytrain_plus.state.dtypes import DTYPES
 
 
-def header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+def header(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """The header of a file that holds these tensors - name, type in torch's words, shape, bytes - in this order."""
-    entries = {}
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, dtype, shape, size in tensors:
         entries[name] = {"dtype": DTYPES[dtype].word, "shape": list(shape), "data_offsets": [at, at + size]}

@@ -17,7 +17,7 @@ import xxhash
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.holding import Holding, described, model_state, put_tree
-from raytrain_plus.state.named import dtype_name, optimizer_values
+from raytrain_plus.state.named import bytes_of, dtype_name, optimizer_values
 from raytrain_plus.state.stages import own_tensors, own_tree, whole_tree
 from raytrain_plus.state.tree import from_json
 
@@ -110,11 +110,6 @@ def unpacked(packed: Packed, device: torch.device) -> torch.Tensor:
 
 def _pack(tensor: torch.Tensor) -> Packed:
     return dtype_name(tensor.dtype), tuple(tensor.shape), bytes_of(tensor.cpu()).numpy()
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, in one dimension; its own memory where it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _fill(target: torch.Tensor, packed: Packed) -> None:

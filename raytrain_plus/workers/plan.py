@@ -211,10 +211,8 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """What one worker hands over of the model."""
+    """What is told of a model that was handed over."""
 
-    model: bytes
-    """A safetensors file."""
     show: str | None
     """What the task has to show."""
     state_sha256: str

@@ -13,7 +13,7 @@ from ray.exceptions import ActorPlacementGroupRemoved, ActorUnavailableError, Ra
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raytrain_plus.errors import WorkerLost
+from raytrain_plus.errors import Interrupted, WorkerLost
 from raytrain_plus.workers.actor import WorkerActor
 
 CALLS = 32
@@ -77,6 +77,13 @@ class Pool:
         """Starts a worker's method; `answered` gets its answer's future, on a thread of Ray's, when it is there."""
         self.call(name, method, *arguments).future().add_done_callback(answered)
 
+    def begin(self, name: str, method: str, *arguments: Any) -> Callable[[float], Any]:
+        """The same, for who waits: what it returns gives the answer, within so many seconds, and raises as `answer`."""
+        if name not in self._handles:
+            raise WorkerLost(f"{name} is gone")
+        future = self.call(name, method, *arguments).future()
+        return lambda limit_s: answer(future, name, limit_s)
+
     def watch(self, name: str, died: Callable[[Future[Any]], None]) -> None:
         """Tells `died` as soon as the worker's process is gone."""
 
@@ -107,10 +114,13 @@ class Pool:
             self.end(name)
 
 
-def answer(future: Future[Any], worker: str) -> Any:
-    """What a worker answered. Errors of the call are raised as themselves, what is Ray's own as `WorkerLost`."""
+def answer(future: Future[Any], worker: str, limit_s: float = 0) -> Any:
+    """What a worker answered. Errors of the call are raised as themselves, what is Ray's own as `WorkerLost`; and
+    `Interrupted` where the answer is not there within `limit_s`."""
     try:
-        return future.result(timeout=0)
+        return future.result(timeout=limit_s)
+    except TimeoutError:
+        raise Interrupted(f"{worker} did not answer within {limit_s:g} s") from None
     except RayTaskError as error:
         raise error.cause from None
     except RayError as error:

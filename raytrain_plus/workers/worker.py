@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -65,13 +65,15 @@ from raytrain_plus.errors import (
 from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job import Job
 from raytrain_plus.parallel.mesh import Stage
+from raytrain_plus.runfolder import MODEL
 from raytrain_plus.state.checkpoint import read_tensors
+from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.holding import Holding, model_state, other_classes, saved_model
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
-from raytrain_plus.state.named import dtype_name, optimizer_state, state_sha256
+from raytrain_plus.state.named import bytes_of, dtype_name, entry_of, optimizer_state, state_sha256
 from raytrain_plus.state.stages import own_tensors, own_tree
-from raytrain_plus.state.transfer import Snapshot, digest, hashed, restricted
+from raytrain_plus.state.transfer import Array, Snapshot, digest, hashed, restricted
 from raytrain_plus.storage.folder import open_folder
 from raytrain_plus.storage.tries import tried
 from raytrain_plus.task import Task
@@ -87,7 +89,6 @@ from raytrain_plus.workers.plan import (
     WHOLE,
     Assignment,
     Buddy,
-    Export,
     Layers,
     Outcome,
     Place,
@@ -106,8 +107,6 @@ FIRST_STEP_S = 300.0
 """Limit of a first step and of an evaluation: they compile, open files, and have no earlier step to be measured by."""
 TELL_TRIES = 3
 """How often the controller is told that a share is written, until it has heard."""
-EXPORT_S = 120.0
-"""Limit of the other stages' states on their way to who hands the model over."""
 LOOK_S = 0.02
 """Seconds between two looks for a wish, while a copy of the state is on its way."""
 
@@ -134,6 +133,7 @@ class Worker:
         self._saver: Saver | None = None
         self._copier: Copier | None = None
         self._copies: dict[int, Future[list[Snapshot]]] = {}
+        self._copied_state: tuple[tuple[int, Stage], Mapping[str, torch.Tensor]] | None = None
         self._giving = threading.Lock()
         self._given: Counter[int] = Counter()
         """For each generation: how often others have been given a state that they begin it with."""
@@ -307,10 +307,36 @@ class Worker:
             return None
         return self._outcome("interrupted")
 
-    def export(self, step: int, sources: tuple[Any, ...] = ()) -> Export:
-        """The model after `step`, and what the task shows; `sources` are references to the states of other stages, or
-        of all, where this worker does not hold its own."""
-        return self._do(lambda: self._export(step, sources))
+    def inventory(self, step: int, stage: Stage) -> list[Entry]:
+        """The tensors of that stage's state after `step`. Raises `Interrupted` where it has neither that nor an
+        undamaged copy."""
+        if not self.has_copy(step, stage):
+            raise Interrupted(f"{self._name} has neither {stage} of step {step} nor a copy of it")
+        return [entry_of(name, value) for name, value in self._state_of(step, stage).items()]
+
+    def tensors(self, step: int, stage: Stage, names: Sequence[str]) -> list[Array]:
+        """The bytes of some of them."""
+        state = self._state_of(step, stage)
+        found = [bytes_of(state[name].cpu()).numpy() for name in names]
+        # It is still that state.
+        self._state_of(step, stage)
+        return found
+
+    def _state_of(self, step: int, stage: Stage) -> Mapping[str, torch.Tensor]:
+        """What is asked for of one state, piece by piece: of a copy its own tensors, kept until another one's are."""
+        if (own := self._stepper_at(step, stage)) is not None:
+            self._copied_state = None
+            return _state(own)
+        if self._copied_state is None or self._copied_state[0] != (step, stage):
+            found = None if self._copier is None else self._copier.find(step, stage)
+            if found is None:
+                raise Interrupted(f"{self._name} has no copy of {stage} of step {step} any more")
+            self._copied_state = (step, stage), hashed(found)
+        return self._copied_state[1]
+
+    def show(self, step: int) -> str | None:
+        """What the task shows of the model after `step`, which is in the run's folder."""
+        return self._do(lambda: self._show(step))
 
     def _outcome(self, why: Why) -> Outcome:
         """What it holds now."""
@@ -682,7 +708,7 @@ class Worker:
         while not ray.wait([reference], timeout=LOOK_S)[0]:
             if self._control.over(generation):
                 raise Interrupted("the group changes")
-        return _received(reference, None)
+        return _received(reference)
 
     def _train(self, assignment: Assignment, feed: Feed, world: World, tell: Callable[[Any], None]) -> Any:
         assert self._plan is not None
@@ -756,55 +782,39 @@ class Worker:
         )
         return self._feed
 
-    def _export(self, step: int, sources: tuple[Any, ...]) -> Export:
-        # They are given out while this is: the world that they were in is left, one way or another.
-        others = [_received(source, EXPORT_S) for source in sources]
-        if any(other.step != step for other in others):
-            raise Interrupted("the stages hold different steps")
-        state: dict[str, torch.Tensor] = {}
-        for other in others:
-            state |= hashed(other)
-        stepper = self._stepper
-        own = stepper is not None and stepper.held == step
-        if own:
-            assert stepper is not None
-            state |= _state(stepper)
-        sha = state_sha256(state)
-        weights = {
-            name.partition("/")[2]: value.cpu().contiguous()
-            for name, value in state.items()
-            if name.startswith(("param/", "buffer/"))
-        }
-        model = safetensors.torch.save(weights)
-        if own:
-            self._unchanged_since(step)
-        if others or stepper is None:
-            return Export(model=model, show=self._show_whole(weights), state_sha256=sha)
-        if self._aside:
-            # The model is in use.
-            return Export(model=model, show=None, state_sha256=sha)
-        stepper.restore_buffers()
-        return Export(model=model, show=_shown(stepper.task, stepper.module), state_sha256=sha)
-
-    def _show_whole(self, weights: Mapping[str, torch.Tensor]) -> str | None:
-        """What the task shows of a model in stages, which is put together for it; nothing where it shows nothing."""
-        assert self._plan is not None
+    def _show(self, step: int) -> str | None:
         assert self._task is not None
         if type(self._task).show is Task.show:
             return None
+        stepper = self._stepper_at(step, WHOLE.stage)
+        if stepper is None:
+            return self._show_whole()
+        if self._aside:
+            # The model is in use.
+            return None
+        stepper.restore_buffers()
+        return _shown(stepper.task, stepper.module)
+
+    def _show_whole(self) -> str | None:
+        """What the task shows of a model that no worker holds: it is put together for it, out of the run's folder."""
+        assert self._plan is not None
+        assert self._task is not None
+        run = open_folder(self._plan.folder)
         try:
+            local = run.path_of(MODEL)
+            weights = safetensors.torch.load(run.read(MODEL)) if local is None else safetensors.torch.load_file(local)
             module = build_model(self._task, self._plan.job.seed, torch.device("cpu")).module
             # What a layer shares inside has one name here, and two there.
-            module.load_state_dict(dict(weights), strict=False)
+            module.load_state_dict(weights, strict=False)
         except Exception as error:
             return f"the whole model could not be put together for Task.show: {type(error).__name__}: {error}"
         return _shown(self._task, module)
 
 
-def _received(reference: Any, limit_s: float | None) -> Snapshot:
+def _received(reference: Any) -> Snapshot:
     """A state out of Ray's object store, undamaged. Raises `Interrupted` where it does not come."""
     try:
-        snapshot: Snapshot = ray.get(reference, timeout=limit_s)
+        snapshot: Snapshot = ray.get(reference)
     except RayError as error:
         raise Interrupted(f"the donor's state did not come: {type(error).__name__}") from None
     if digest(snapshot.step, snapshot.tensors, snapshot.values) != snapshot.digest:

@@ -2,10 +2,10 @@
 
 python -m tests.benchmarks.recovery [--model byte_gpt] [--kills 60] [--peers 10] [--only ours,torchft] [--keep FOLDER]
 
-Four workers train, as four copies of the model or as two cells of two stages; one drawn by chance is killed with
-SIGKILL. The stall runs from the last step before the kill to the next one that needed all who were left, less one step.
-torchft is measured where it is installed (`torchft==0.2.0`). What is wanted of the byte GPT, the small model, is told
-with its figures.
+Four workers train, as four copies of the model, as two cells of two stages, or as one of four, which is cut into two
+then; one drawn by chance is killed with SIGKILL. The stall runs from the last step before the kill to the next one that
+needed all who were left, less one step. torchft is measured where it is installed (`torchft==0.2.0`). What is wanted of
+the byte GPT, the small model, is told with its figures.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ CONTESTANTS: dict[str, tuple[str, Measure, float]] = {
     "spare": ("raytrain_plus, with a spare", partial(ours.measure, spares=1), 1.0),
     "stages": ("raytrain_plus, 2 x 2 stages", partial(ours.measure, pipeline=2), 1.0),
     "stages_spare": ("raytrain_plus, 2 x 2, a spare", partial(ours.measure, pipeline=2, spares=1), 1.0),
+    "recut": ("raytrain_plus, 4 stages to 2", partial(ours.measure, pipeline=4), 1.0),
     "torchft": ("torchft 0.2.0", torchft.measure, 1.0),
     "torchrun": ("torchrun, restarts", torchrun.measure, 1.0),
     "ray_train": ("Ray Train V2", ray_train.measure, 1.0),
@@ -61,10 +62,13 @@ LONGEST_S = {
     "spare": {"p50": 0.6},
     "stages": {"p50": 0.6},
     "stages_spare": {"p50": 0.6},
+    "recut": {"p50": 1.5},
 }
 """Wanted of the stalls, in seconds."""
 KEPT = 97.0
-"""Wanted: the percentage of the kills that leave every survivor's process in place."""
+"""Wanted: the percentage of the kills after which every survivor steps on in its process."""
+SOME_STAND_BY = ("stages", "recut")
+"""Where who is left of the dead one's cell has no place any more until another worker has come."""
 FASTER = {"torchft": 3, "ray_train": 30}
 """Wanted: how many times longer these stall than this platform, shrinking; by their p50."""
 
@@ -86,7 +90,8 @@ def verdicts(key: str, measured: Mapping[str, Sequence[Incident]]) -> list[str]:
         lost = sum(one.steps_lost for one in measured[key])
         found.append(verdict("0 steps lost", str(lost), lost == 0))
         kept = 100 * statistics.mean(one.kept == 1.0 for one in measured[key])
-        found.append(verdict(f"every survivor kept in >= {KEPT:.0f} % of the kills", f"{kept:.1f} %", kept >= KEPT))
+        if key not in SOME_STAND_BY:
+            found.append(verdict(f"every survivor kept in >= {KEPT:.0f} % of the kills", f"{kept:.1f} %", kept >= KEPT))
     elif key in FASTER and "ours" in measured:
         times = statistics.median(stalls(key)) / max(statistics.median(stalls("ours")), 1e-3)
         found.append(verdict(f">= {FASTER[key]} times as long as this platform", f"{times:.0f}", times >= FASTER[key]))

@@ -80,13 +80,12 @@ def test_what_is_told_is_in_the_folder_in_the_end(run: Folder) -> None:
     journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
     journal.report("a", [step(0), step(1)])
-    result = journal.finish("x", "finished", None, Export(model=b"weights", show=None, state_sha256="ab"), 0.0)
+    result = journal.finish("x", "finished", None, Export(show=None, state_sha256="ab"), 0.0)
     journal.close()
     assert Result.load(run) == result
     assert result.path == (run.path or run.address)
     kinds = [event["kind"] for event in read_events(run)]
     assert kinds == ["run_started", "waiting", "step_committed", "step_committed", "run_finished"]
-    assert run.read("model.safetensors") == b"weights"
     assert set(run.files()) >= {"job.yaml", "dataset.json", "result.json", "claims/00000001.json"}
     assert "lease.json" not in run.files()
     assert len(run.files("ledger")) == len(run.files("tensorboard")) == 1
@@ -105,7 +104,6 @@ class Ending(LocalFolder):
         if name == RESULT:
             assert self.durable[-1] == self.files()["events.ndjson"].bytes
             self.there.append(tuple(event["kind"] for event in read_events(self)))
-            assert "model.safetensors" in self.files()
             assert self.files("ledger")
             if self.fails:
                 raise OSError("killed")
@@ -125,7 +123,7 @@ def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monk
     journal.regroup(0.0, ["a"], -1, 0)
     journal.report("a", [step(0)])
     run.fails = True
-    export = Export(model=b"weights", show=None, state_sha256="ab")
+    export = Export(show=None, state_sha256="ab")
     with pytest.raises(RunError, match="the end of the run cannot be written"):
         journal.finish("x", "finished", None, export, 0.0)
     assert Result.load(run) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import threading
 from dataclasses import replace
@@ -19,6 +20,7 @@ pytest.importorskip("ray")
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.errors import Interrupted, TrainingError
 from raytrain_plus.state.transfer import Snapshot, digest
+from raytrain_plus.state.whole import model_file
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.workers import worker as module
 from raytrain_plus.workers.plan import ShareOf
@@ -32,7 +34,7 @@ WHOLE = Snapshot(4, TENSORS, b"values", digest(4, TENSORS, b"values"))
 
 def fetched(monkeypatch: pytest.MonkeyPatch, sent: Snapshot) -> Snapshot:
     monkeypatch.setattr(module.ray, "wait", lambda references, timeout: (references, []))
-    monkeypatch.setattr(module.ray, "get", lambda reference, timeout: sent)
+    monkeypatch.setattr(module.ray, "get", lambda reference: sent)
     return Worker("worker-0")._fetch(0, "a reference")
 
 
@@ -71,10 +73,14 @@ class Waits(Small):
         assert self.go.wait(10)
         return result
 
+    def show(self, model: nn.Module) -> str:
+        raise AssertionError("the model is in use")
+
 
 def test_the_state_is_given_out_in_the_midst_of_a_step_that_is_never_applied(tmp_path: Path) -> None:
     task, worker = Waits(), Worker("worker-0")
     one = worker._stepper = stepper(task)
+    worker._task, worker._stage = task, module.WHOLE.stage
     worker._saver = Saver(LocalFolder(tmp_path), one.holding, None, best=False)
     worker._saver.begin(Part(ShareOf(generation=12, writer=0, writers=1), lambda written: None))
     worker._control.begin(0)
@@ -94,11 +100,16 @@ def test_the_state_is_given_out_in_the_midst_of_a_step_that_is_never_applied(tmp
     assert (outcome.holds, outcome.why) == (0, "interrupted")
     # Its share of a checkpoint of that generation will never come.
     assert (outcome.copied, outcome.saved_as) == (-1, 12)
-    given = worker.export(0)
-    assert given.state_sha256 == before
-    model = safetensors.torch.load(given.model)
+    digest = hashlib.sha256()
+    stage = module.WHOLE.stage
+    file = model_file([worker.inventory(0, stage)], lambda _, names: lambda: worker.tensors(0, stage, names), digest)
+    model = safetensors.torch.load(b"".join(bytes(piece) for piece in file))
+    assert digest.hexdigest() == before
     assert all(torch.equal(model[name], weights[name]) for name in model)
     assert model.keys() <= weights.keys()
+    assert worker.show(0) is None
+    with pytest.raises(Interrupted, match="nor a copy"):
+        worker.inventory(1, stage)
     task.go.set()
     with pytest.raises(Interrupted):
         stepping.result(10)

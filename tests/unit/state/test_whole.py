@@ -1,0 +1,81 @@
+"""The whole state out of its stages' tensors, a few at a time: the hash and the file that the whole one would give."""
+
+from __future__ import annotations
+
+import doctest
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from raytrain_plus.errors import Interrupted
+from raytrain_plus.state import whole
+from raytrain_plus.state.named import bytes_of, entry_of, state_sha256
+from raytrain_plus.state.whole import model_file
+
+State = dict[str, torch.Tensor]
+
+STAGES: list[State] = [
+    {
+        "param/0.weight": torch.randn(5, 3),
+        "param/tied": torch.randn(2),
+        "param/half": torch.randn(3).bfloat16(),
+        "buffer/0.count": torch.tensor(7),
+        "optim/0.weight/exp_avg": torch.randn(5, 3),
+        "optim/0.weight/step": torch.tensor(3.0),
+    },
+    {
+        "param/1.weight": torch.randn(3, 5).t(),
+        "param/1.mask": torch.tensor([True, False, True]),
+        "param/1.none": torch.zeros(0, 4),
+        "optim/1.weight/exp_avg": torch.randn(3, 5),
+    },
+]
+STAGES[1]["param/tied"] = STAGES[0]["param/tied"]
+WHOLE = STAGES[0] | STAGES[1]
+
+
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(whole).failed == 0
+
+
+def written(stages: Sequence[State], given: Callable[[torch.Tensor], Any] = lambda value: value) -> tuple[bytes, str]:
+    """The file and the hash; and no more than two batches are on their way at once."""
+    coming = 0
+
+    def begin(holder: int, names: tuple[str, ...]) -> Callable[[], Sequence[Any]]:
+        nonlocal coming
+        coming += 1
+        assert coming <= 2
+
+        def wait() -> Sequence[Any]:
+            nonlocal coming
+            coming -= 1
+            return [given(bytes_of(stages[holder][name]).numpy()) for name in names]
+
+        return wait
+
+    inventories = [[entry_of(name, value) for name, value in stage.items()] for stage in stages]
+    digest = hashlib.sha256()
+    file = b"".join(bytes(piece) for piece in model_file(inventories, begin, digest))
+    return file, digest.hexdigest()
+
+
+@pytest.mark.parametrize("most", [1, 30, 1 << 20])
+@pytest.mark.parametrize("stages", [[WHOLE], STAGES, STAGES[::-1]], ids=["one", "two", "reversed"])
+def test_file_and_hash_are_those_of_the_whole(stages: list[State], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "BATCH", most)
+    file, sha = written(stages)
+    assert sha == state_sha256(WHOLE)
+    model = safetensors.torch.load(file)
+    expected = {name.partition("/")[2]: value for name, value in WHOLE.items() if not name.startswith("optim/")}
+    assert model.keys() == expected.keys()
+    assert all(model[name].dtype == value.dtype and torch.equal(model[name], value) for name, value in expected.items())
+
+
+def test_what_is_no_longer_what_it_was_is_noticed() -> None:
+    with pytest.raises(Interrupted, match=r"buffer/0.count came with 7 bytes, not 8"):
+        written(STAGES, lambda data: data[:-1])
