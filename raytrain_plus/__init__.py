@@ -13,7 +13,8 @@ from raytrain_plus.result import Result
 
 if TYPE_CHECKING:
     from raytrain_plus.export import load
-    from raytrain_plus.runner import resume, run
+    from raytrain_plus.handle import Handle, attach
+    from raytrain_plus.runner import resume, run, start
     from raytrain_plus.task import Task
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "DataError",
     "Elastic",
     "Evaluate",
+    "Handle",
     "InputError",
     "Job",
     "JobError",
@@ -34,9 +36,11 @@ __all__ = [
     "Task",
     "TaskError",
     "Workers",
+    "attach",
     "load",
     "resume",
     "run",
+    "start",
 ]
 
 
@@ -46,10 +50,14 @@ def __getattr__(name: str) -> Any:
         from raytrain_plus.task import Task
 
         return Task
-    if name in ("run", "resume"):
+    if name in ("run", "resume", "start"):
         from raytrain_plus import runner
 
         return getattr(runner, name)
+    if name in ("Handle", "attach"):
+        from raytrain_plus import handle
+
+        return getattr(handle, name)
     if name == "load":
         from raytrain_plus.export import load
 

@@ -35,14 +35,23 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 @_set
 @click.option("--address", help="Ray cluster to join; else RAY_ADDRESS, else one is started here for this run.")
 @click.option("--fresh", is_flag=True, help="Move an earlier run of this name aside and start over.")
+@click.option("--detach", is_flag=True, help="Return when it trains; it goes on by itself.")
 @_json
-def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, as_json: bool) -> int:
+def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, detach: bool, as_json: bool) -> int:
     """Run the job in the file JOB to its end."""
     from raytrain_plus.jobfile import load_job
 
     loaded, roots = load_job(job, overrides)
     from raytrain_plus.runner import run as run_job
+    from raytrain_plus.runner import start
 
+    if detach:
+        handle = start(loaded, address=address, fresh=fresh, roots=roots)
+        if as_json:
+            click.echo(json_text({"name": handle.name, "path": str(handle.path)}))
+        else:
+            click.echo(f"{handle.name} goes on by itself; follow it with: raytrain attach '{handle.path}'")
+        return 0
     result = run_job(loaded, address=address, fresh=fresh, quiet=as_json, roots=roots)
     if as_json:
         click.echo(json_text(result.to_json()))
@@ -79,6 +88,86 @@ def resume(run: str, storage: str, overrides: Sequence[str], address: str | None
         if result.error:
             click.echo(result.error, err=True)
     return result.exit_code
+
+
+@cli.command()
+@_run
+@_storage
+@_json
+def attach(run: str, storage: str, as_json: bool) -> int:
+    """Follow the run RUN (a folder, an address, or a name) to its end. Ctrl-C ends the watching, SIGTERM the run."""
+    from raytrain_plus.following import watch
+    from raytrain_plus.observe.progress import view_for
+    from raytrain_plus.runfolder import find_run
+
+    folder = find_run(run, storage)
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+
+    def hand_on() -> None:
+        if asked:
+            asked.clear()
+            from raytrain_plus.control import stop
+
+            stop(folder)
+
+    try:
+        result = watch(folder, None if as_json else view_for(sys.stdout), hand_on)
+    except KeyboardInterrupt:
+        return _say(f"the run goes on; stop it with: raytrain stop '{folder.where}'", 130)
+    if as_json:
+        click.echo(json_text(result.to_json()))
+    return result.exit_code
+
+
+@cli.command()
+@_run
+@_storage
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+def logs(run: str, storage: str, follow: bool) -> int:
+    """Tell what has happened in the run RUN (a folder, an address, or a name)."""
+    from raytrain_plus.following import tell
+    from raytrain_plus.runfolder import find_run
+
+    tell(find_run(run, storage), sys.stdout, follow)
+    return 0
+
+
+@cli.command()
+@_run
+@_storage
+@click.option("--address", help="Its Ray cluster, where the one that the run knows cannot be reached from here.")
+@click.option("--no-wait", is_flag=True, help="Return when the run has heard.")
+def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
+    """Stop the run RUN (a folder, an address, or a name) at the next step boundary; its state is saved."""
+    from raytrain_plus.control import stop as stop_run
+    from raytrain_plus.following import watch
+    from raytrain_plus.runfolder import find_run
+
+    folder = find_run(run, storage)
+    stop_run(folder, address)
+    if not no_wait:
+        result = watch(folder, None)
+        click.echo(f"{result.name}: {result.status} after {result.steps:,} steps")
+    return 0
+
+
+@cli.command()
+@_run
+@_storage
+@click.option("--min", "minimum", type=click.IntRange(1), help="The fewest workers.")
+@click.option("--max", "maximum", type=click.IntRange(1), help="The most workers.")
+@click.option("--spares", type=click.IntRange(0), help="Workers that stand by.")
+@click.option("--address", help="Its Ray cluster, where the one that the run knows cannot be reached from here.")
+def rescale(
+    run: str, storage: str, minimum: int | None, maximum: int | None, spares: int | None, address: str | None
+) -> int:
+    """Have the run RUN (a folder, an address, or a name) go on with other numbers of workers."""
+    from raytrain_plus.control import rescale as rescale_run
+    from raytrain_plus.runfolder import find_run
+
+    rescale_run(find_run(run, storage), minimum, maximum, spares, address)
+    return 0
 
 
 @cli.command()

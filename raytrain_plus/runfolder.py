@@ -260,8 +260,10 @@ LEASE_BYTES = 512
 class Lease:
     """Says in a run's folder that somebody holds it; renewed by its holder."""
 
-    def __init__(self, run: Folder) -> None:
+    def __init__(self, run: Folder, address: str) -> None:
+        """`address`: of the Ray cluster that its holder is on."""
         self._run = run
+        self._address = address
         self._renewed = 0.0
 
     @property
@@ -272,7 +274,10 @@ class Lease:
     def renew(self) -> None:
         """Writes the lease. Raises `OSError` where that is not possible."""
         self._renewed = time.monotonic()
-        lease = {"time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+        # Ray's own processes have it in their environment.
+        token = os.environ.get("RAY_AUTH_MODE") == "token"
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "address": self._address, "token": token}
+        lease = {"time": time.time(), **who}
         # All as long: pyarrow asks for an object's length first, and would read another one's end, or none.
         self._run.write(LEASE, [json.dumps(lease).encode().ljust(LEASE_BYTES)])
 
@@ -311,6 +316,16 @@ def lease_holder(run: Folder) -> str | None:
     One that is damaged is nobody's: its holder writes it again soon.
     """
     return _holder(_lease(run))
+
+
+def lease_address(run: Folder) -> tuple[str, bool] | None:
+    """The address of the Ray cluster on which the folder's holder is, and whether one needs a token there; None where
+    nobody holds it."""
+    document = _lease(run)
+    if _holder(document) is None:
+        return None
+    lease = json.loads(document)
+    return str(lease.get("address", "")), bool(lease.get("token"))
 
 
 def _holder(document: bytes) -> str | None:

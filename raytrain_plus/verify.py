@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from raytrain_plus.cluster import connected
 from raytrain_plus.data.audit import audit
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.prepare import prepare
@@ -19,7 +20,7 @@ from raytrain_plus.job import Job
 from raytrain_plus.observe.events import read_events
 from raytrain_plus.parallel.shapes import cuts_of, shapes_of
 from raytrain_plus.past import look_back
-from raytrain_plus.runner import connected, run
+from raytrain_plus.runner import run
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.folder import Folder

@@ -82,7 +82,7 @@ class Line:
         self._seed = seed
         self._shuffle = shuffle
         self._epochs = epochs
-        self.steps = _steps_of_epochs(self.rows, shards, self.per_shard, epochs) if steps is None else steps
+        self.steps = steps_of_epochs(self.rows, shards, self.per_shard, epochs) if steps is None else steps
         self._tables: OrderedDict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, object]:
@@ -168,7 +168,7 @@ class Line:
         return pieces
 
 
-def _steps_of_epochs(rows: int, shards: int, per_shard: int, epochs: int | None) -> int:
+def steps_of_epochs(rows: int, shards: int, per_shard: int, epochs: int | None) -> int:
     """Steps that use every row of `epochs` epochs once.
 
     What is left after the last full step makes a short step of its own, unless some shard would give fewer than two

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain_plus.data.line import Line
+from raytrain_plus.data.line import Line, steps_of_epochs
 from raytrain_plus.data.source import Index
 from raytrain_plus.job import Job
 
@@ -18,6 +18,14 @@ def line_of(job: Job, data: Index) -> Line:
         steps=job.steps,
         epochs=job.epochs,
     )
+
+
+def steps_of(job: Job, rows: int) -> int:
+    """The steps of a job whose data has so many rows."""
+    if job.steps is not None:
+        return job.steps
+    shards = job.data.shards
+    return steps_of_epochs(rows, shards, job.data.batch_size // shards, job.epochs)
 
 
 def evaluation_line(job: Job, data: Index) -> Line:

@@ -29,10 +29,10 @@ from raytrain_plus.elastic import machine
 from raytrain_plus.elastic.buddies import buddies
 from raytrain_plus.elastic.checkpoints import Checkpoints
 from raytrain_plus.elastic.exporter import Exporter
-from raytrain_plus.elastic.group import Phase, holders, members_in, standing
+from raytrain_plus.elastic.group import Limits, Phase, holders, members_in, standing
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.elastic.nodes import Nodes
-from raytrain_plus.elastic.order import Closing, Order
+from raytrain_plus.elastic.order import Closing, News, Order
 from raytrain_plus.elastic.patience import LEAVE_BEFORE_S, PAUSE_BEFORE_S, PREPARE_S, clock_of, limit_s, stop_limit_s
 from raytrain_plus.elastic.view import View
 from raytrain_plus.elastic.watch import Pulses, judge, overdue, silent
@@ -49,7 +49,7 @@ from raytrain_plus.errors import (
 from raytrain_plus.parallel.mesh import Stage
 from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.pipeline.memory import Misfit, within
-from raytrain_plus.parallel.shapes import most_shards
+from raytrain_plus.parallel.shapes import cuts_of, most_shards
 from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import claim
@@ -88,6 +88,8 @@ RESTORE_AGAIN_S = 5.0
 """Seconds after which a checkpoint that could not be read is read again."""
 ENDS_KEPT = 2
 """How often it is tried to keep the state that a run ends with."""
+LINGER_S = 5.0
+"""For so long after a run its controller can be asked how it ended, where nobody else ends it."""
 EARLY_WAIT_S = 5.0
 """For so long a run that starts says nothing of the workers that it waits for."""
 
@@ -134,9 +136,11 @@ class _Round:
 class Controller:
     """The class behind the actor; the runner makes it one. Public methods may run at the same time as `run`."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, limits: Limits, began: float) -> None:
+        """`began`: Unix seconds at which Ray was there."""
         job = order.plan.job
         self._order = order
+        self._began = began
         self._elastic = job.elastic
         self._overlaps = job.parallel.overlaps
         """Whether a loss in the midst of steps takes all back to where they began."""
@@ -173,6 +177,9 @@ class Controller:
         self._errors: dict[str, RaytrainError] = {}
         self._export: Export | None = None
         self._closing: Closing | None = None
+        self._ended: Closing | None = None
+        """The same, when everything is written and closed."""
+        self._over = False
         self._stopping_since: float | None = None
         self._asked_aside = False
         self._nodes = Nodes(
@@ -182,11 +189,23 @@ class Controller:
         )
         self._here = ray.util.get_node_ip_address()
         self._me: Any = None
-        self._group, self._first = machine.begin(order.limits, self._checkpoints.durable)
+        self._group, self._first = machine.begin(limits, self._checkpoints.durable)
         self._clock: tuple[object, float] = (clock_of(self._group), time.monotonic())
 
-    def run(self) -> Closing:
-        """Runs the job to its end. Input errors that only a worker can see are raised before a folder is made."""
+    def run(self, detached: bool = False) -> Closing:
+        """Runs the job to its end. Input errors that only a worker can see are raised before a folder is made.
+
+        If `detached` nobody else ends this actor: it goes a moment after the run, when followers have heard.
+        """
+        try:
+            self._ended = self._run_to_the_end()
+            return self._ended
+        finally:
+            self._over = True
+            if detached:
+                threading.Timer(LINGER_S, ray.kill, [self._me]).start()
+
+    def _run_to_the_end(self) -> Closing:
         self._me = ray.get_runtime_context().current_actor
         self._nodes.start()
         try:
@@ -230,13 +249,32 @@ class Controller:
         """A worker is in its world, which took `form_s` seconds, and has the state."""
         self._post(partial(self._joined, worker, generation, form_s))
 
-    def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
+    def follow(self, cursor: int, timeout_s: float) -> News:
         """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
-        return self._journal.follow(cursor, timeout_s)
+        # First, so that no event comes after it.
+        closing = self._ended
+        return News(events=self._journal.follow(cursor, timeout_s), closing=closing)
+
+    def folder(self) -> str | None:
+        """The folder of the run; None where it is over."""
+        return None if self._over else self._run.where
 
     def stop(self) -> None:
         """Asks the run to stop at the next step boundary."""
         self._post(self._stop)
+
+    def rescale(self, minimum: int | None, maximum: int | None, spares: int | None) -> None:
+        """Wishes other numbers of workers; what is None stays. Raises `InputError` where the job does not bear them."""
+        job, now = self._order.plan.job, self._group.limits
+        workers = replace(
+            job.workers,
+            min=now.minimum if minimum is None else minimum,
+            max=now.maximum if maximum is None else maximum,
+            spares=now.spares if spares is None else spares,
+        )
+        cuts_of(replace(job, workers=workers))
+        fewest = max(workers.min, now.cuts[-1])
+        self._post(lambda: self._feed(e.Rescale(fewest, max(fewest, workers.max or 0), workers.spares)))
 
     # The loop
 
@@ -1066,8 +1104,7 @@ class Controller:
         self._closing = Closing(result=result, error=error)
 
     def _finish(self, status: str, error: str | None, export: Export | None) -> Result:
-        order = self._order
-        return self._journal.finish(order.plan.job.name, status, error, export, order.began)
+        return self._journal.finish(self._order.plan.job.name, status, error, export, self._began)
 
 
 def _published(servers: Sequence[RendezvousServer]) -> frozenset[tuple[str, int]]:

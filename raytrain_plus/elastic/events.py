@@ -90,6 +90,15 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
+class Rescale:
+    """The user wishes other numbers of workers."""
+
+    minimum: int
+    maximum: int
+    spares: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The user wishes the run to end."""
 
@@ -153,6 +162,7 @@ Event = (
     | Left
     | Lost
     | Notice
+    | Rescale
     | Stop
     | Late
     | Stuck

@@ -97,7 +97,7 @@ class Journal:
         """Begins in the run's folder. `dataset`: what the data is, as in `Index.to_json`."""
         run = self._run
         self._fence = fence
-        self._lease = Lease(run)
+        self._lease = Lease(run, address)
         self._lease.renew()
         run.remove(RESULT)
         run.write(JOB, [job_yaml.encode()])

@@ -516,6 +516,40 @@ def _notice_train(group: Group, event: e.Notice) -> Outcome:
     return group, [*started, *paused]
 
 
+def _rescale(group: Group, event: e.Rescale) -> Outcome:
+    """Whoever is not wanted any more leaves, as if its machine went; who holds nothing goes at once."""
+    limits = replace(group.limits, minimum=event.minimum, maximum=event.maximum, spares=event.spares)
+    group = replace(group, limits=limits)
+    staying = [name for name in reversed(tuple(group.workers)) if not group.workers[name].leaving]
+    order = {name: place for place, name in enumerate(group.seats)}
+    held = ("idle", "restoring", "in")
+    # First those who are not there yet, the last ones first; then who has no seat; then the last seats.
+    ranked = sorted(staying, key=lambda name: (group.workers[name].state in held, -order.get(name, len(order))))
+    commands: list[e.Command] = []
+    for name in ranked[: max(0, len(staying) - limits.useful - limits.spares)]:
+        state = group.workers[name].state
+        if state not in held or (group.phase is Phase.TRAIN and state == "idle" and name not in group.seats):
+            group = without(group, name)
+            commands.append(e.Dismiss(name))
+        else:
+            group = with_worker(group, name, leaving=True)
+    return group, commands
+
+
+def _rescale_gather(group: Group, event: e.Rescale) -> Outcome:
+    group, dismissed = _rescale(group, event)
+    group, started = _staff(group)
+    group, settled = _settle(group)
+    return group, [*dismissed, *started, *settled]
+
+
+def _rescale_train(group: Group, event: e.Rescale) -> Outcome:
+    group, dismissed = _rescale(group, event)
+    group, started = _staff(group)
+    group, paused = _review(group)
+    return group, [*dismissed, *started, *paused]
+
+
 def _stop(group: Group, event: e.Stop) -> Outcome:
     return replace(group, stopping=True), []
 
@@ -583,6 +617,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_G, e.Left): Rule(_nothing, (_G,)),
     (_G, e.Lost): Rule(_lost_gather, (_G, _J, _C, _E)),
     (_G, e.Notice): Rule(_notice_gather, (_G, _J, _C, _E)),
+    (_G, e.Rescale): Rule(_rescale_gather, (_G, _J, _C, _E)),
     (_G, e.Stop): Rule(_stop_gather, (_C, _E)),
     (_G, e.Late): Rule(_late_gather, (_G, _J, _C, _E)),
     (_G, e.Stuck): Rule(_nothing, (_G,)),
@@ -607,6 +642,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_T, e.Left): Rule(_left, (_T, _J, _L, _G, _C, _E)),
     (_T, e.Lost): Rule(_lost_inside, (_T, _J, _P, _L, _G, _C, _E)),
     (_T, e.Notice): Rule(_notice_train, (_T, _P)),
+    (_T, e.Rescale): Rule(_rescale_train, (_T, _P)),
     (_T, e.Stop): Rule(_stop_train, (_P,)),
     (_T, e.Late): Rule(_late_train, (_T, _P)),
     (_T, e.Stuck): Rule(_stuck, (_L,)),
@@ -644,6 +680,8 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_C, e.Late): Rule(_late_close, (_E,)),
     (_C, e.Stuck): Rule(_nothing, (_C,)),
     (_C, e.Handed): Rule(_handed, (_E,)),
+    **{(phase, e.Rescale): Rule(_rescale, (phase,)) for phase in (_J, _P, _L)},
+    (_C, e.Rescale): Rule(_nothing, (_C,)),
     **{(phase, e.Saved): Rule(_saved, (phase,)) for phase in (_J, _T, _P, _L, _C)},
     **{(phase, e.Copied): Rule(_copied, (phase,)) for phase in (_J, _T, _P, _L)},
     **{(phase, e.Copied): Rule(_nothing, (phase,)) for phase in (_G, _C)},

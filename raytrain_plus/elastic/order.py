@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from raytrain_plus.elastic.group import Limits
 from raytrain_plus.errors import RaytrainError
+from raytrain_plus.observe.events import Event
 from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.workers.plan import Plan
@@ -17,7 +17,8 @@ class Order:
     """What the driver asks of the controller."""
 
     plan: Plan
-    limits: Limits
+    cuts: tuple[int, ...]
+    """Numbers of stages that the model can be cut into, the most first."""
     fresh: bool
     """Whether an earlier run's folder is moved aside then."""
     past: Past | None
@@ -26,8 +27,6 @@ class Order:
     """Of the source file of the task's class."""
     job_yaml: str
     versions: Mapping[str, str]
-    began: float
-    """Unix seconds at which Ray was there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,3 +36,12 @@ class Closing:
     result: Result
     error: RaytrainError | None
     """What ended a failed run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class News:
+    """What a follower hears."""
+
+    events: Sequence[Event]
+    closing: Closing | None
+    """How the run ended, when it has; the events are the last ones then."""

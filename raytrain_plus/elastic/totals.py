@@ -109,7 +109,7 @@ class Totals:
         return Result(
             name=name,
             status=status,
-            exit_code=0 if status == "finished" else 1,
+            exit_code={"finished": 0, "stopped": 143}.get(status, 1),
             path=path,
             steps=self.steps,
             samples=self.samples,

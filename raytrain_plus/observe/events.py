@@ -153,20 +153,53 @@ def read_events(run: Folder) -> Iterator[Event]:
     return _events(run, 0)
 
 
+class Tail:
+    """Reads a run's events as they are written, each once."""
+
+    def __init__(self, run: Folder) -> None:
+        self._run = run
+        self._at = 0
+        """How much has been read: bytes of the file, or whole parts."""
+        self._of_part = 0
+        """And events of the part that follows."""
+
+    def read(self) -> list[Event]:
+        """What has been written since the last call. Raises `OSError` where the storage fails, and as `read_events`."""
+        if self._run.path_of(EVENTS) is None:
+            return self._read_parts()
+        found = list(_lines(self._run, self._at))
+        self._at += sum(len(line) + 1 for _, _, line in found)
+        return [_event(self._run, *one) for one in found]
+
+    def _read_parts(self) -> list[Event]:
+        found = list(_lines(self._run, self._at))
+        new = [one for one in found if one[0] != _part(self._at + 1) or one[1] > self._of_part]
+        if found:
+            last = found[-1][0]
+            # The newest may still grow.
+            self._at = int(last.removeprefix("events-").removesuffix(".ndjson")) - 1
+            self._of_part = found[-1][1]
+        return [_event(self._run, *one) for one in new]
+
+
 def event_lines(run: Folder) -> Iterator[str]:
     """The same as they are written, whatever is in them."""
     return (line.decode(errors="replace") for _, _, line in _lines(run, 0))
 
 
 def _events(run: Folder, behind: int) -> Iterator[Event]:
-    for name, number, line in _lines(run, behind):
-        file = f"{run.where}/{name}"
-        event = parse_object(line, file, number, _REMEDY)
-        missing = {"time", "generation", "kind", *FIELDS.get(str(event.get("kind")), ())} - event.keys()
-        if missing or not all(isinstance(event.get(field, 0), int) for field in ("generation", "step")):
-            what = f"the event has no {min(missing)!r}" if missing else "a number is none"
-            raise InputError(f"the file is damaged: {what}", where=f"{file}, line {number}", remedy=_REMEDY)
-        yield event
+    for line in _lines(run, behind):
+        yield _event(run, *line)
+
+
+def _event(run: Folder, name: str, number: int, line: bytes) -> Event:
+    file = f"{run.where}/{name}"
+    event = parse_object(line, file, number, _REMEDY)
+    missing = {"time", "generation", "kind", *FIELDS.get(str(event.get("kind")), ())} - event.keys()
+    if missing or not all(isinstance(event.get(field, 0), int) for field in ("generation", "step")):
+        what = f"the event has no {min(missing)!r}" if missing else "a number is none"
+        raise InputError(f"the file is damaged: {what}", where=f"{file}, line {number}", remedy=_REMEDY)
+    return event
 
 
 def _lines(run: Folder, behind: int) -> Iterator[tuple[str, int, bytes]]:

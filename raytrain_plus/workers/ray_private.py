@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -54,6 +55,22 @@ def settings_of_our_own_ray() -> dict[str, Any]:
     """
     newest = tuple(int(part) for part in ray.__version__.split(".")[:2])
     return {"worker_niceness": 0} if newest <= tuple(int(part) for part in SEEN.split(".")) else {}
+
+
+def show_token() -> None:
+    """Has Ray show a token that is there to the cluster that is joined next, unless RAY_AUTH_MODE says otherwise. By
+    itself it does so only for a cluster that it finds on this machine.
+
+    The cluster must ask for one: else it calls us without, and we, who ask for one now, refuse it.
+    """
+
+    def show() -> None:
+        from ray._private.authentication.authentication_token_setup import _enable_token_auth
+
+        if "RAY_AUTH_MODE" not in os.environ:
+            _enable_token_auth()
+
+    _or_nothing(show, "a cluster that asks for a token needs RAY_AUTH_MODE=token in the environment")
 
 
 def end_our_own_ray() -> None:

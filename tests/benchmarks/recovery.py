@@ -2,7 +2,7 @@
 
 python -m tests.benchmarks.recovery [--model byte_gpt] [--kills 60] [--peers 10] [--only ours,torchft] [--keep FOLDER]
 
-Four workers train, as four copies of the model, as two cells of two stages, or as one of four, which is cut into two
+Four workers train, as four copies of the model, as two cells of two stages, or as one of four, which is cut into three
 then; one drawn by chance is killed with SIGKILL. The stall runs from the last step before the kill to the next one that
 needed all who were left, less one step. torchft is measured where it is installed (`torchft==0.2.0`). What is wanted of
 the byte GPT, the small model, is told with its figures.
@@ -29,7 +29,7 @@ CONTESTANTS: dict[str, tuple[str, Measure, float]] = {
     "spare": ("raytrain_plus, with a spare", partial(ours.measure, spares=1), 1.0),
     "stages": ("raytrain_plus, 2 x 2 stages", partial(ours.measure, pipeline=2), 1.0),
     "stages_spare": ("raytrain_plus, 2 x 2, a spare", partial(ours.measure, pipeline=2, spares=1), 1.0),
-    "recut": ("raytrain_plus, 4 stages to 2", partial(ours.measure, pipeline=4), 1.0),
+    "recut": ("raytrain_plus, 4 stages to 3", partial(ours.measure, pipeline=4), 1.0),
     "torchft": ("torchft 0.2.0", torchft.measure, 1.0),
     "torchrun": ("torchrun, restarts", torchrun.measure, 1.0),
     "ray_train": ("Ray Train V2", ray_train.measure, 1.0),

@@ -95,7 +95,7 @@ def test_who_was_killed_before_the_job_was_written_is_not_in_the_way(
 ) -> None:
     monkeypatch.setattr(runfolder, "LEASE_S", 0.2)
     claim(run, fresh=False, claims=None)
-    Lease(run).renew()
+    Lease(run, "here:1").renew()
     assert earlier_result(run, JOB, fresh=False) is None
     past = look_back(run)
     assert past == Past(claims=1)
@@ -225,10 +225,10 @@ def living(run: Folder) -> Iterator[None]:
 
     def renew() -> None:
         while not over.wait(0.02):
-            Lease(run).renew()
+            Lease(run, "here:1").renew()
 
     holder = threading.Thread(target=renew)
-    Lease(run).renew()
+    Lease(run, "here:1").renew()
     holder.start()
     try:
         yield
@@ -243,7 +243,7 @@ def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch
         earlier_result(run, JOB, fresh=True)
     # Nobody renews it any more: it is waited for.
     monkeypatch.setattr(runfolder, "LEASE_S", 0.4)
-    Lease(run).renew()
+    Lease(run, "here:1").renew()
     assert earlier_result(run, JOB, fresh=True) is None
 
 
@@ -280,7 +280,7 @@ def test_a_lease_that_nobody_renews_ends(run: Folder) -> None:
     for damaged in (b"{torn", b"[]", b"null", b"{}", b'{"time": "now"}', b"\xff"):
         run.write("lease.json", [damaged])
         assert lease_holder(run) is None
-    Lease(run).release()
+    Lease(run, "here:1").release()
     assert lease_holder(run) is None
     assert not run.files()
 

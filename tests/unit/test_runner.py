@@ -15,12 +15,12 @@ pytest.importorskip("ray")
 
 import yaml
 
-from raytrain_plus import Data, Job, Workers, runner
+from raytrain_plus import Data, Job, Workers, cluster, ordering, runner
 from raytrain_plus.data.source import Index, index
 from raytrain_plus.errors import CheckpointError, DataError, InputError, TaskError
+from raytrain_plus.ordering import check_goes_on
 from raytrain_plus.past import look_back
 from raytrain_plus.result import Result
-from raytrain_plus.runner import check_goes_on
 from raytrain_plus.state.checkpoint import commit
 from raytrain_plus.state.manifest import name_of
 from raytrain_plus.storage.local import LocalFolder
@@ -30,10 +30,10 @@ from tests.unit.state.test_checkpoint import described
 
 def limits(monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None) -> int:
     nodes = [{"Alive": True, "Resources": {"CPU": 2.0, "object_store_memory": 1.0}}]
-    monkeypatch.setattr(runner.ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(runner, "most_there_can_be", lambda: most)
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(cluster, "most_there_can_be", lambda: most)
     job = Job(name="x", task="a:B", data=Data(path="d", batch_size=8), steps=1, workers=workers)
-    return runner._limits(job, 1, (1,)).minimum
+    return cluster.limits_of(job, 1, (1,)).minimum
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_can_never_be_had_is_refused(
 def test_a_class_that_is_no_task_is_not_sent() -> None:
     job = Job(name="x", task=int, data=Data(path="d", batch_size=8), steps=1)
     with pytest.raises(TaskError, match="builtins:int is the class int"):
-        runner._task_to_send(job, [])
+        ordering._task_to_send(job, [])
 
 
 def test_workers_that_are_never_formed_are_told_of_and_no_ray_is_started_for_them(
@@ -85,8 +85,8 @@ def test_workers_that_are_never_formed_are_told_of_and_no_ray_is_started_for_the
         started.append(settings["num_cpus"])
         raise OSError("no Ray in this test")
 
-    monkeypatch.setattr(runner.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(runner.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "data").mkdir()
     pq.write_table(pa.table({"x": list(range(20))}), tmp_path / "data" / "0.parquet")
@@ -194,14 +194,14 @@ def test_a_task_that_has_changed_since_the_checkpoint_is_warned_of(
     begun: Begun, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "a.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    pass\n")
-    written = runner.source_sha256("a:B", [tmp_path])
+    written = ordering.source_sha256("a:B", [tmp_path])
     begun.save(5, task_sha256=written)
     past = look_back(begun.run)
     for known in (written, None):
-        runner._warn_of_another_task(past, known)
+        ordering._warn_of_another_task(past, known)
         assert capsys.readouterr().err == ""
     (tmp_path / "a.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    width = 3\n")
-    runner._warn_of_another_task(past, runner.source_sha256("a:B", [tmp_path]))
+    ordering._warn_of_another_task(past, ordering.source_sha256("a:B", [tmp_path]))
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: the task's source file has changed since the checkpoint that the run goes on from")
     assert line.endswith("(step 5) was written")

@@ -25,9 +25,9 @@ from tests.unit.test_past import committed, tell
 def test_a_run_that_goes_on_is_held_by_somebody(run: Folder) -> None:
     tell(run, committed(0, 0, 1, 2))
     assert status(run).lines() == ["run: unfinished; 3 steps", "  no checkpoints yet"]
-    Lease(run).renew()
+    Lease(run, "here:1").renew()
     assert status(run).state.startswith("running (process ")
-    Lease(run).release()
+    Lease(run, "here:1").release()
     Result(name="run", status="stopped", exit_code=130, path=run.path or run.address, steps=3, samples=24).save(run)
     assert status(run).to_json()["state"] == "stopped"
 

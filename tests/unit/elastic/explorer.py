@@ -80,6 +80,8 @@ class World(NamedTuple):
     saves: int = 0
     damages: int = 0
     copies: int = 0
+    wishes: tuple[tuple[int, int, int], ...] = ()
+    """Numbers of workers - the fewest, the most, spares - that will be wished for, in this order."""
     noticed: tuple[str, ...] = ()
     """Workers whose machines will go, as the group has been told."""
     stopped: bool = False
@@ -175,6 +177,7 @@ def first_world(
     saves: int = 0,
     damages: int = 0,
     copies: int = 0,
+    wishes: tuple[tuple[int, int, int], ...] = (),
     durable: int = -1,
     alike: bool = False,
 ) -> World:
@@ -193,6 +196,7 @@ def first_world(
         saves=saves,
         damages=damages,
         copies=copies,
+        wishes=wishes,
         announced=durable,
         alike=alike,
     )
@@ -263,7 +267,7 @@ def _key(world: World) -> Any:
         world.capacity,
         world.stopped,
         (world.deaths, world.arrivals, world.drains, world.doubles, world.losses, world.faults, world.lates),
-        (world.stops, world.saves, world.damages, world.copies),
+        (world.stops, world.saves, world.damages, world.copies, world.wishes),
     )
 
 
@@ -315,6 +319,10 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         if world.losses and isinstance(message, (e.Joined, e.Committed, e.Saved)):
             took("lost")
             yield world._replace(mail=rest, losses=world.losses - 1)
+    if world.wishes:
+        took("rescale")
+        minimum, maximum, spares = world.wishes[0]
+        yield from _deliver(world._replace(wishes=world.wishes[1:]), e.Rescale(minimum, maximum, spares))
     room = _room(world)
     if world.starting and (room or world.arrivals):
         name, *others = world.starting

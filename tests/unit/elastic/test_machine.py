@@ -65,6 +65,9 @@ def event_of(kind: type[Any], generation: int, **changes: Any) -> e.Event:
         "step": 2,
         "durable": -1,
         "copies": {"a": (WHOLE,)},
+        "minimum": 1,
+        "maximum": 1,
+        "spares": 0,
         **changes,
     }
     names = [name for name in kind.__dataclass_fields__ if name in about]
@@ -92,6 +95,7 @@ def seen(before: Group, event: e.Event) -> Seen:
     return after.phase, [type(command).__name__ for command in commands], found
 
 
+FEWER = {"limits": replace(LIMITS, minimum=1, maximum=1, spares=0)}
 FAILED = {"failures": 1, "fruitless": 1, "fruitless_at": 1}
 STUCK = "all workers waited for one another in step 2, twice: the collective does not move"
 
@@ -99,6 +103,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (G, e.Warm): (G, ["Wait"], {"a.state": "idle", "a.holds": -1}),
     (G, e.Lost): (G, ["Start", "Wait"], {"named": 3, "stillborn": 1, "a": None, "worker-2": "coming"}),
     (G, e.Notice): (G, ["Start", "Wait"], {"named": 3, "a.leaving": True, "worker-2": "coming"}),
+    (G, e.Rescale): (G, ["Dismiss", "Wait"], {**FEWER, "b": None}),
     (G, e.Stop): (E, ["End"], {"stopping": True}),
     (G, e.Late): (E, ["End"], {"failure": "only 0 of at least 1 workers could be had within elastic.wait_s"}),
     (J, e.Joined): (T, [], {"a.joined": True, "a.proved": True, "b.proved": True}),
@@ -112,6 +117,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (T, e.Left): (T, [], {"a.state": "idle", "a.joined": False}),
     (T, e.Lost): (L, ["Interrupt"], {**FAILED, "a": None}),
     (T, e.Notice): (P, ["Start", "Pause"], {"named": 3, "a.leaving": True, "worker-2": "coming"}),
+    (T, e.Rescale): (P, ["Pause"], {**FEWER, "b.leaving": True}),
     (T, e.Stop): (P, ["Pause"], {"stopping": True}),
     (T, e.Stuck): (L, ["Interrupt"], {**FAILED, "faults": ((2, STUCK, 0),)}),
     (P, e.Committed): (P, [], {"committed": 2}),
@@ -137,6 +143,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (C, e.Notice): (C, [], {"a.leaving": True}),
     (C, e.Late): (E, ["End"], {}),
     (C, e.Handed): (E, ["End"], {}),
+    **{(phase, e.Rescale): (phase, [], {**FEWER, "b.leaving": True}) for phase in (J, P, L)},
     **{(phase, e.Saved): (phase, [], {"durable": 2}) for phase in (G, J, T, P, L, C)},
     **{(phase, e.Bare): (phase, [], {"a.copies": frozenset()}) for phase in (J, T, P, L, C)},
     **{(phase, e.Copied): (phase, [], {"a.copies": frozenset({(2, WHOLE)})}) for phase in (J, T, P, L)},
@@ -484,6 +491,9 @@ SCOPES: dict[str, tuple[tuple[int, int, int], dict[str, int]]] = {
     "a stop and two deaths": ((1, 0, 2), {"capacity": 2, "stops": 1, "deaths": 2}),
     "doubled and lost messages": ((1, 0, 2), {"capacity": 2, "doubles": 1, "losses": 1}),
     "a checkpoint and two deaths": ((1, 0, 2), {"capacity": 2, "saves": 1, "deaths": 2}),
+    "fewer are wished, and a death": ((1, 0, 2), {"capacity": 2, "wishes": ((1, 1, 0),), "deaths": 1}),
+    "more are wished": ((1, 0, 1), {"capacity": 2, "wishes": ((2, 2, 0),), "deaths": 1}),
+    "fewer are wished, then more": ((1, 1, 2), {"capacity": 3, "wishes": ((1, 1, 0), (1, 2, 0))}),
     "on from a checkpoint": ((2, 0, 2), {"capacity": 2, "durable": 0, "deaths": 1}),
     "on from a damaged checkpoint": ((1, 0, 2), {"capacity": 2, "durable": 0, "damages": 1, "deaths": 1}),
 }
@@ -508,7 +518,14 @@ def test_every_order_of_events_in_a_small_world(name: str) -> None:
     sizes, happening = SCOPES[name]
     taken = explore(scope(*sizes, happening, maximum=2))
     happened = {"deaths": "death", "arrivals": "arrival", "drains": "drain", "faults": "fault", "lates": "late"}
-    happened |= {"saves": "saved", "damages": "damaged", "stops": "stop", "doubles": "doubled", "losses": "lost"}
+    happened |= {
+        "wishes": "rescale",
+        "saves": "saved",
+        "damages": "damaged",
+        "stops": "stop",
+        "doubles": "doubled",
+        "losses": "lost",
+    }
     assert all(taken[word] for key, word in happened.items() if happening.get(key))
 
 
@@ -519,6 +536,7 @@ STAGED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int]]] = {
     "one cell, on from a damaged checkpoint": (2, 2, (2,), {"capacity": 2, "durable": 0, "damages": 1, "deaths": 1}),
     "one cell, a stop that takes too long": (2, 2, (2,), {"capacity": 2, "stops": 1, "lates": 1}),
     "cut anew": (1, 2, (2, 1), {"capacity": 2, "drains": 1}),
+    "cut anew by wish, and back": (1, 2, (2, 1), {"capacity": 2, "wishes": ((1, 1, 0), (1, 2, 0)), "deaths": 1}),
     "cut anew, and back": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1}),
     "cut anew for one that dies": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1, "deaths": 1}),
     "cut anew from a checkpoint": (1, 2, (2, 1), {"capacity": 2, "deaths": 1, "saves": 1}),
@@ -726,7 +744,7 @@ def test_who_reads_a_checkpoint_has_not_read_it_because_it_was_warm_before() -> 
     assert step(group, e.Warm("a", 3, Stage(0, 1)))[0].phase is J
 
 
-ALL: dict[str, int] = {
+ALL: dict[str, Any] = {
     "capacity": 3,
     "deaths": 3,
     "arrivals": 2,
@@ -738,6 +756,7 @@ ALL: dict[str, int] = {
     "saves": 2,
     "damages": 1,
     "copies": 3,
+    "wishes": ((1, 2, 0), (2, 3, 1)),
 }
 """Everything that can happen, and how often."""
 

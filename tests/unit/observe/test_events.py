@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.observe.events import FIELDS, EventLog, cut_torn_line, event_lines, read_events
+from raytrain_plus.observe.events import FIELDS, EventLog, Tail, cut_torn_line, event_lines, read_events
 from raytrain_plus.storage import growing
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import LocalFolder
@@ -202,3 +202,34 @@ def test_a_file_that_is_not_there_has_no_torn_line(tmp_path: Path) -> None:
 
 def test_no_kind_has_a_field_that_every_event_has() -> None:
     assert not [kind for kind, fields in FIELDS.items() if {"time", "generation", "kind"} & set(fields)]
+
+
+def test_who_reads_along_gets_each_event_once(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing, "PART_BYTES", 250)
+    if run.path is not None:
+        run.path.mkdir()
+    tail = Tail(run)
+    assert tail.read() == []
+    got: list[str] = []
+    for controller in range(2):
+        log = EventLog(run)
+        for number in range(controller * 7, controller * 7 + 7):
+            log.write("waiting", generation=controller, fields={"for": str(number)})
+            if number % 3 != 1:
+                log.sync()
+                got += [event["for"] for event in tail.read()]
+                assert got[-1] == str(number)
+                assert tail.read() == []
+        log.close()
+    got += [event["for"] for event in tail.read()]
+    assert got == [str(number) for number in range(14)]
+
+
+def test_a_line_that_is_still_being_written_is_left_for_later(local: Folder) -> None:
+    assert local.path is not None
+    tail, file = Tail(local), local.path / "events.ndjson"
+    file.write_bytes(WHOLE + WHOLE[:20])
+    assert len(tail.read()) == 1
+    assert tail.read() == []
+    file.write_bytes(WHOLE + WHOLE)
+    assert len(tail.read()) == 1

@@ -1,0 +1,189 @@
+"""The Ray cluster that a run is on: found or started, what it has room for, and the controllers that live there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytrain_plus.elastic.controller import Controller
+from raytrain_plus.elastic.group import Limits
+from raytrain_plus.elastic.order import Order
+from raytrain_plus.elastic.policy import room_for
+from raytrain_plus.errors import InputError
+from raytrain_plus.job import Job
+from raytrain_plus.parallel.mesh import useful_shape
+from raytrain_plus.parallel.shapes import largest
+from raytrain_plus.workers.ray_private import (
+    end_our_own_ray,
+    most_there_can_be,
+    our_own_signals,
+    settings_of_our_own_ray,
+    show_token,
+    silent_about_deaths,
+)
+
+NAMESPACE = "raytrain_plus"
+"""Where the controllers of a cluster have their names: the run's name, a slash, and what tells one from the others."""
+ANSWER_S = 2.0
+"""A controller that does not answer within so many seconds is none that lives."""
+CALLS = 32
+"""Calls that a controller answers at the same time: of its workers, and of those that follow it."""
+KNOCK_S = 5.0
+"""Limit of finding out whether anybody listens at a cluster's address."""
+
+
+@contextlib.contextmanager
+def connected(job: Job, address: str | None) -> Iterator[float]:
+    """A Ray to run on; yields the moment at which it was there. One that we start ends with the run."""
+    if ray.is_initialized():
+        yield time.time()
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
+    try:
+        with our_own_signals():
+            if address:
+                _join(address)
+            else:
+                ray.init(
+                    address="local",
+                    num_cpus=max(1, math.ceil((largest(job) + job.workers.spares) * job.workers.cpus)),
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    _system_config=settings_of_our_own_ray(),
+                )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"no Ray cluster answers: {str(error).splitlines()[0]}",
+            where=f"address: {address or 'local'}",
+            remedy="check the address, or leave it out to start Ray on this machine",
+        ) from error
+    try:
+        with silent_about_deaths():
+            yield time.time()
+    finally:
+        if address:
+            ray.shutdown()
+        else:
+            end_our_own_ray()
+
+
+@contextlib.contextmanager
+def joined(address: str, *, token: bool) -> Iterator[None]:
+    """The cluster at an address, for a short talk with who is there. Raises `InputError` where none answers.
+
+    `token`: whether it asks for one; Ray's own is shown to it then, unless RAY_AUTH_MODE says otherwise.
+    """
+    try:
+        with our_own_signals():
+            if token:
+                show_token()
+            _join(address)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"no Ray cluster answers: {str(error).splitlines()[0]}",
+            where=f"address: {address}",
+            remedy="go to a machine that sees the cluster, or name another of its addresses with --address",
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _join(address: str) -> None:
+    _knock(address)
+    ray.init(address=address, logging_level=logging.WARNING)
+
+
+def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
+    """Starts the controller of a run on this node: its actor, and the reference of its end.
+
+    `began`: Unix seconds at which Ray was there. If `detached` it outlives this process, and ends by itself. Raises
+    `InputError` where the cluster cannot have what the job asks for, or has a run of this name.
+    """
+    job = order.plan.job
+    limits = limits_of(job, order.plan.steps, order.cuts)
+    for other in controllers_of(job.name):
+        with contextlib.suppress(GetTimeoutError, RayError):
+            folder = ray.get(other.folder.remote(), timeout=ANSWER_S)
+            if folder is not None:
+                raise InputError(
+                    f"a run of this name is going on on this cluster (in {folder})",
+                    where=f"name: {job.name}",
+                    remedy=f"stop it (raytrain stop {job.name}), or give this one another name (--set name=...)",
+                )
+    here = ray.get_runtime_context().get_node_id()
+    controller: Any = (
+        ray.remote(Controller)
+        .options(
+            name=f"{job.name}/{secrets.token_hex(4)}",
+            namespace=NAMESPACE,
+            lifetime="detached" if detached else None,
+            num_cpus=0,
+            max_concurrency=CALLS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+        )
+        .remote(order, limits, began)
+    )
+    return controller, controller.run.remote(detached)
+
+
+def controllers_of(run: str) -> list[Any]:
+    """The controllers of runs of this name on the cluster; one that has just died may be among them."""
+    found = []
+    for one in ray.util.list_named_actors(all_namespaces=True):
+        if one["namespace"] == NAMESPACE and one["name"].rpartition("/")[0] == run:
+            # It may have gone meanwhile.
+            with contextlib.suppress(ValueError):
+                found.append(ray.get_actor(one["name"], namespace=NAMESPACE))
+    return found
+
+
+def _knock(address: str) -> None:
+    """Raises `OSError` where nobody listens at `host:port`: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+
+
+def limits_of(job: Job, steps: int, cuts: tuple[int, ...]) -> Limits:
+    """What the group's machine goes by. Raises `InputError` where the cluster can never have
+    `workers.min` and `workers.spares`."""
+    need = {"CPU": job.workers.cpus, "GPU": job.workers.gpus}
+    shards = job.data.shards
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = room_for(nodes, need)
+    minimum, maximum, spares = max(job.workers.min, cuts[-1]), job.workers.max or job.workers.min, job.workers.spares
+    most = most_there_can_be()
+    wanted = minimum + spares
+    grows = most is not None and all(most.get(name, 0.0) >= amount * wanted for name, amount in need.items())
+    if room < wanted and not grows:
+        has = "; ".join(f"{node.get('CPU', 0):g} CPU, {node.get('GPU', 0):g} GPU" for node in nodes)
+        raise InputError(
+            f"the cluster has room for {room} workers of {need['CPU']:g} CPU and {need['GPU']:g} GPU each",
+            where=f"workers.min: {minimum}" if room < minimum else f"workers.spares: {spares}",
+            expected=f"room for {wanted}, now or by an autoscaler; its {len(nodes)} nodes have: {has}",
+            remedy="lower workers.min, workers.spares or what a worker needs, or add nodes",
+        )
+    shape = useful_shape(max(room - spares, minimum), minimum, maximum, shards, cuts)
+    return Limits(
+        minimum=minimum,
+        maximum=maximum,
+        spares=spares,
+        shards=shards,
+        steps=steps,
+        max_failures=job.elastic.max_failures,
+        expected=min(max(room, minimum), spares + (minimum if shape is None else shape.size)),
+        cuts=cuts,
+    )

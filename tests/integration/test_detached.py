@@ -1,0 +1,240 @@
+"""Runs that go on by themselves: whatever becomes of who began them, and told to whoever asks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from raytrain_plus import RunError, attach
+from raytrain_plus.cluster import NAMESPACE
+from raytrain_plus.runfolder import lease_holder
+from raytrain_plus.storage.local import LocalFolder
+from tests.integration.conftest import TASKS
+from tests.integration.elastic import raylets
+from tests.integration.tasks import write_data
+from tests.integration.test_run import command, raytrain, write_job
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def until(holds: Callable[[], object], what: str, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def background() -> list[psutil.Process]:
+    """The processes of runs in the background, with all that they have started."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "raytrain_plus.background" in (process.info["cmdline"] or ()):
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
+@pytest.fixture
+def nothing_goes_on() -> Iterator[None]:
+    """A run that a test began in the background, and did not end, is ended, and told of."""
+    assert not background()
+    yield
+    left = background()
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in attach(folder).events("step_committed")]
+
+
+def test_in_the_background_of_a_laptop(tmp_path: Path, nothing_goes_on: None) -> None:
+    write_data(tmp_path / "data")
+    job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=60), tmp_path / "runs" / "job"
+    code, out, err = raytrain("run", job, "--detach", "--json")
+    assert (code, json.loads(out)) == (0, {"name": "job", "path": str(folder)}), err
+    processes = background()
+    assert len(processes) > 3
+    following = command("attach", folder)
+    watching = command("attach", folder)
+    until(lambda: len(losses(folder)) > 5, "5 steps")
+    assert "<run job: running (process " in repr(attach(folder))
+    # Who began it has gone; who watches may go, too.
+    watching.send_signal(signal.SIGINT)
+    _, err = watching.communicate(timeout=10)
+    assert (watching.returncode, f"the run goes on; stop it with: raytrain stop '{folder}'" in err) == (130, True), err
+    code, _, err = raytrain("run", job, "--detach")
+    assert (code, "a run of this name is going on" in err) == (2, True), err
+    result = attach(folder).result(timeout_s=60)
+    assert (result.status, result.exit_code, result.steps) == ("finished", 0, 60)
+    out, err = following.communicate(timeout=10)
+    assert following.returncode == 0, err
+    assert "2 workers ready" in out
+    assert "job finished: 60 steps" in out
+    assert len(losses(folder)) == 60
+    # Another's eyes, later.
+    code, out, _ = raytrain("attach", folder, "--json")
+    assert (code, json.loads(out)["state_sha256"]) == (0, result.state_sha256)
+    code, out, _ = raytrain("logs", "job", "--storage", tmp_path / "runs")
+    assert code == 0
+    assert "2 workers ready" in out
+    # What has finished is not run again.
+    code, _, err = raytrain("run", job, "--detach")
+    assert code == 0, err
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+
+
+def test_stopped_from_elsewhere_it_is_saved_and_goes_on_later(tmp_path: Path, nothing_goes_on: None) -> None:
+    write_data(tmp_path / "data")
+    token = tmp_path / "token"
+    token.write_text("a-token-of-this-test-alone")
+    token.chmod(0o600)
+    # The cluster asks for a token; who stops the run has it.
+    asking = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=5000), tmp_path / "runs" / "job"
+    code, _, err = raytrain("run", job, "--detach", **asking)
+    assert code == 0, err
+    until(lambda: len(losses(folder)) > 5, "5 steps")
+    code, out, err = raytrain("stop", folder, **asking)
+    assert code == 0, err
+    made = len(losses(folder))
+    assert out == f"job: stopped after {made:,} steps\n"
+    assert [one.step for one in attach(folder).status().checkpoints] == [made - 1]
+    code, _, _ = raytrain("attach", folder)
+    assert code == 143
+    code, _, err = raytrain("stop", folder)
+    assert (code, "the run is not going on" in err) == (2, True), err
+    code, out, err = raytrain("resume", folder, "--set", f"steps={made + 3}", "--json")
+    assert (code, json.loads(out)["steps"]) == (0, made + 3), err
+    until(lambda: not background(), "the end of its processes")
+
+
+def test_what_keeps_a_run_from_beginning_is_told_at_once(tmp_path: Path, nothing_goes_on: None) -> None:
+    write_data(tmp_path / "data")
+    job = write_job(tmp_path, workers={"min": 1, "cpus": 1, "gpus": 1})
+    code, out, err = raytrain("run", job, "--detach")
+    assert (code, out) == (2, "")
+    assert "the cluster has room for 0 workers of 1 CPU and 1 GPU each" in err
+    assert not (tmp_path / "runs" / "job").exists()
+    until(lambda: not background(), "the end of its processes")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with raylets(2, cpus=1) as made:
+        yield made
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from raytrain_plus import start
+from raytrain_plus.jobfile import load_job
+job, roots = load_job(sys.argv[1], [])
+print(start(job, address=sys.argv[2], roots=roots), flush=True)
+time.sleep(600)
+"""
+
+
+def begun(job: Path, cluster: Cluster) -> subprocess.Popen[str]:
+    """A driver on the cluster that has begun a run, and stays."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(job), cluster.address], cwd=TASKS, stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout is not None
+    assert driver.stdout.readline().startswith("<run job: running")
+    return driver
+
+
+def nothing_is_held() -> bool:
+    """Of what is ours: Ray Data has actors of its own for the whole cluster, which stay."""
+    names = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
+    return not names and ray.available_resources().get("CPU") == 2
+
+
+def test_on_a_cluster_the_death_of_the_driver_changes_nothing(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=90), tmp_path / "runs" / "job"
+    driver = begun(job, cluster)
+    driver.kill()
+    driver.communicate()
+    at = len(losses(folder))
+    until(lambda: len(losses(folder)) > at + 20, "20 steps more")
+    other = write_job(tmp_path, storage=str(tmp_path / "others"))
+    code, _, err = raytrain("run", other, "--set", "name=job", "--address", cluster.address)
+    assert (code, f"name: job: a run of this name is going on on this cluster (in {folder})" in err) == (2, True), err
+    result = attach(folder).result(timeout_s=60)
+    assert (result.status, len(losses(folder)), result.recoveries) == ("finished", 90, 0)
+    until(nothing_is_held, "its room to be free again")
+
+
+def test_it_has_other_numbers_of_workers_when_told(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=5000, workers={"min": 1}), tmp_path / "runs" / "job"
+    driver = begun(job, cluster)
+    driver.kill()
+    driver.communicate()
+    handle = attach(folder)
+
+    def sizes() -> list[int]:
+        return [len(view["members"]) for view in handle.events("view_formed")]
+
+    assert sizes() == [1]
+    handle.rescale(max=2)
+    until(lambda: sizes() == [1, 2], "a second worker")
+    at = len(losses(folder))
+    until(lambda: len(losses(folder)) > at + 3, "3 steps")
+    with pytest.raises(RunError, match=r"workers\.max"):
+        handle.rescale(min=4, max=3)
+    handle.rescale(max=1)
+    until(lambda: sizes() == [1, 2, 1], "its going")
+    until(lambda: ray.available_resources().get("CPU") == 1, "its room to be free again")
+    views = handle.events("view_formed")
+    assert views[0]["members"][0]["pid"] == views[-1]["members"][0]["pid"]
+    handle.stop()
+    result = handle.result(timeout_s=30)
+    assert (result.status, result.recoveries) == ("stopped", 0)
+    until(nothing_is_held, "its room to be free again")
+
+
+@pytest.mark.slow
+def test_a_controller_that_is_killed_is_missed(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=5000), tmp_path / "runs" / "job"
+    driver = begun(job, cluster)
+    driver.kill()
+    driver.communicate()
+    until(lambda: len(losses(folder)) > 5, "5 steps")
+    holder = lease_holder(LocalFolder(folder))
+    assert holder is not None
+    psutil.Process(int(holder.split()[1])).kill()
+    code, _, err = raytrain("attach", folder)
+    assert code == 1
+    assert f"job has ended without a word: its controller is gone; go on with: raytrain resume {folder}" in err
+    until(nothing_is_held, "its room to be free again")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_watched_can_be_told_to_stop(tmp_path: Path, cluster: Cluster) -> None:
+    write_data(tmp_path / "data")
+    job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=5000), tmp_path / "runs" / "job"
+    driver = begun(job, cluster)
+    watching = command("attach", folder)
+    until(lambda: len(losses(folder)) > 5, "5 steps")
+    watching.send_signal(signal.SIGTERM)
+    out, err = watching.communicate(timeout=60)
+    assert (watching.returncode, "job stopped" in out) == (143, True), err
+    driver.kill()
+    driver.communicate()
+    until(nothing_is_held, "its room to be free again")
