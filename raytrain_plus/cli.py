@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import signal
 import sys
 import traceback
@@ -206,16 +207,22 @@ def export(run: str, storage: str, to: Path, kind: str) -> int:
 @cli.command()
 @_job
 @_set
+@click.option("--cluster", help="A file for `ray up`, or KubeRay's: whether the job's workers fit its machines.")
 @_json
-def validate(job: str, overrides: Sequence[str], as_json: bool) -> int:
+def validate(job: str, overrides: Sequence[str], cluster: str | None, as_json: bool) -> int:
     """Check the job in the file JOB, its task and its data, without running it."""
     from raytrain_plus.jobfile import load_job
 
     loaded, roots = load_job(job, overrides)
+    from raytrain_plus.clusterfile import fit
     from raytrain_plus.validate import validate_job
 
+    found = None if cluster is None else fit(loaded, cluster)
     report = validate_job(loaded, roots)
-    click.echo(json_text(report.to_json()) if as_json else "\n".join(report.lines()))
+    if as_json:
+        click.echo(json_text({**report.to_json(), **({} if found is None else {"cluster": found.to_json()})}))
+    else:
+        click.echo("\n".join([*report.lines(), *(() if found is None else found.lines())]))
     return 0
 
 
@@ -284,11 +291,15 @@ def doctor(as_json: bool) -> int:
 
 
 @cli.command("install-horovod")
-def install_horovod() -> int:
+@click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="Leave its wheel in this folder, too.")
+def install_horovod(to: Path | None) -> int:
     """Build Horovod against the torch that is installed, install it, and prove that it works."""
     from raytrain_plus.install.horovod import install_horovod
 
-    install_horovod(lambda line: click.echo(line))
+    wheel = install_horovod(lambda line: click.echo(line))
+    if to is not None:
+        to.mkdir(parents=True, exist_ok=True)
+        click.echo(f"copied to {shutil.copy(wheel, to)}")
     return 0
 
 

@@ -116,3 +116,17 @@ def test_what_json_has_no_word_for_is_text_on_stdout(
         assert left.value.code == 1
         told = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
         assert told["metrics"] == {"loss": "nan", "most": "inf"}
+
+
+def test_the_wheel_of_horovod_is_left_where_it_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel = tmp_path / "cache" / "horovod.whl"
+    wheel.parent.mkdir()
+    wheel.write_bytes(b"wheel")
+    monkeypatch.setattr("raytrain_plus.install.horovod.install_horovod", lambda say: wheel)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["install-horovod", "--to", str(tmp_path / "clusters" / "wheels")])
+    assert left.value.code == 0
+    assert (tmp_path / "clusters" / "wheels" / "horovod.whl").read_bytes() == b"wheel"
+    assert f"copied to {tmp_path}/clusters/wheels/horovod.whl" in capsys.readouterr().out
