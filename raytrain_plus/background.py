@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -42,14 +43,17 @@ def begin_in_background(order: Order) -> None:
         )
     assert process.stdin is not None
     assert process.stdout is not None
-    with process.stdin, process.stdout:
-        process.stdin.write(cloudpickle.dumps(order))
-        process.stdin.close()
-        try:
+    try:
+        # One that has ended already does not take it, and says nothing.
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(cloudpickle.dumps(order))
+        with process.stdout:
             answer = process.stdout.read()
-        except BaseException:
-            process.terminate()
-            raise
+    except BaseException:
+        process.terminate()
+        raise
+    # So that nothing of it stays in the table of processes when it has ended.
+    threading.Thread(target=process.wait, daemon=True).start()
     if not answer:
         raise RunError(f"the run's process has ended (exit code {process.wait()}); what it printed is in {log}")
     error = pickle.loads(answer)
@@ -65,7 +69,7 @@ class _Beginning(PlainView):
         self._tell = tell
 
     def event(self, event: Event) -> None:
-        if event["kind"] == "run_started":
+        if event["kind"] == "view_formed":
             self._tell(None)
         super().event(event)
 

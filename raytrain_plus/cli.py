@@ -110,7 +110,11 @@ def attach(run: str, storage: str, as_json: bool) -> int:
             asked.clear()
             from raytrain_plus.control import stop
 
-            stop(folder)
+            try:
+                stop(folder)
+            except RaytrainError as error:
+                # It may just have ended by itself.
+                click.echo(str(error), err=True)
 
     try:
         result = watch(folder, None if as_json else view_for(sys.stdout), hand_on)
@@ -118,6 +122,8 @@ def attach(run: str, storage: str, as_json: bool) -> int:
         return _say(f"the run goes on; stop it with: raytrain stop '{folder.where}'", 130)
     if as_json:
         click.echo(json_text(result.to_json()))
+        if result.error:
+            click.echo(result.error, err=True)
     return result.exit_code
 
 
@@ -150,6 +156,8 @@ def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
     if not no_wait:
         result = watch(folder, None)
         click.echo(f"{result.name}: {result.status} after {result.steps:,} steps")
+        if result.error:
+            return _say(result.error, 1)
     return 0
 
 
@@ -164,6 +172,8 @@ def rescale(
     run: str, storage: str, minimum: int | None, maximum: int | None, spares: int | None, address: str | None
 ) -> int:
     """Have the run RUN (a folder, an address, or a name) go on with other numbers of workers."""
+    if minimum is maximum is spares is None:
+        raise click.UsageError("say at least one of --min, --max and --spares")
     from raytrain_plus.control import rescale as rescale_run
     from raytrain_plus.runfolder import find_run
 

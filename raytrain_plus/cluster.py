@@ -62,7 +62,7 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
                     logging_level=logging.ERROR,
                     _system_config=settings_of_our_own_ray(),
                 )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         raise InputError(
             f"no Ray cluster answers: {str(error).splitlines()[0]}",
             where=f"address: {address or 'local'}",
@@ -89,11 +89,12 @@ def joined(address: str, *, token: bool) -> Iterator[None]:
             if token:
                 show_token()
             _join(address)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         raise InputError(
             f"no Ray cluster answers: {str(error).splitlines()[0]}",
             where=f"address: {address}",
-            remedy="go to a machine that sees the cluster, or name another of its addresses with --address",
+            remedy="go to a machine that sees the cluster, and has its token where it asks for one; or name another of "
+            "its addresses with --address",
         ) from error
     try:
         yield
@@ -121,7 +122,7 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
                 raise InputError(
                     f"a run of this name is going on on this cluster (in {folder})",
                     where=f"name: {job.name}",
-                    remedy=f"stop it (raytrain stop {job.name}), or give this one another name (--set name=...)",
+                    remedy=f"stop it (raytrain stop '{folder}'), or give this one another name (--set name=...)",
                 )
     here = ray.get_runtime_context().get_node_id()
     controller: Any = (

@@ -103,7 +103,7 @@ def node_types(file: str | Path) -> Types:
     try:
         if found.get("kind") in ("RayCluster", "RayJob"):
             return _kuberay(found["spec"] if found["kind"] == "RayCluster" else found["spec"]["rayClusterSpec"])
-        if "available_node_types" in found:
+        if all("resources" in one for one in found.get("available_node_types", {"": {}}).values()):
             return _launcher(found)
         known = "cluster_name" in found
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-from raytrain_plus.cluster import ANSWER_S, controllers_of, joined
+from raytrain_plus.cluster import NAMESPACE, joined
 from raytrain_plus.errors import InputError, RunError
-from raytrain_plus.runfolder import lease_address
-from raytrain_plus.storage.folder import Folder, split
+from raytrain_plus.runfolder import held_at
+from raytrain_plus.storage.folder import Folder
+
+ANSWER_S = 10.0
+"""Limit of a controller's answer."""
 
 
 def stop(run: Folder, address: str | None = None) -> None:
@@ -38,17 +40,16 @@ def rescale(
 
 
 def _wish(run: Folder, address: str | None, what: str, *arguments: Any) -> None:
-    known = lease_address(run)
-    if known is None:
+    holder = held_at(run)
+    if holder is None:
         raise InputError("the run is not going on", where=run.where, remedy="see how it ended: raytrain status RUN")
-    address, token = address or known[0], known[1]
-    with joined(address, token=token):
-        for controller in controllers_of(split(run.address)[1]):
-            with contextlib.suppress(GetTimeoutError, RayActorError):
-                if ray.get(controller.folder.remote(), timeout=ANSWER_S) == run.where:
-                    try:
-                        ray.get(getattr(controller, what).remote(*arguments), timeout=ANSWER_S)
-                    except RayTaskError as error:
-                        raise error.cause from None
-                    return
-    raise RunError(f"the controller of the run in {run.where} does not answer at {address}")
+    address = address or holder.address
+    with joined(address, token=holder.token):
+        try:
+            controller = ray.get_actor(holder.controller, namespace=NAMESPACE)
+            ray.get(getattr(controller, what).remote(*arguments), timeout=ANSWER_S)
+        except RayTaskError as error:
+            raise error.cause from None
+        except (RayError, ValueError) as error:
+            why = str(error).splitlines()[0]
+            raise RunError(f"the controller of the run in {run.where} does not answer at {address}: {why}") from None

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from raytrain_plus.cluster import begin
-from raytrain_plus.elastic.order import Closing, News, Order
+from raytrain_plus.elastic.order import Closing, Order
 from raytrain_plus.errors import RunError
 from raytrain_plus.observe.progress import View
 from raytrain_plus.result import Result
@@ -32,11 +32,11 @@ def drive(order: Order, began: float, view: View | None, signals: Signals) -> Re
         while not ended:
             # Nothing is told after the last event: it is the end that is waited for then.
             ended = bool(ray.wait([closing_ref], timeout=FOLLOW_S if over else 0)[0])
-            news: News = ray.get(controller.follow.remote(cursor, 0.0 if ended or over else FOLLOW_S))
-            cursor += len(news.events)
-            over = over or any(event["kind"] == "run_finished" for event in news.events)
+            events = ray.get(controller.follow.remote(cursor, 0.0 if ended or over else FOLLOW_S))
+            cursor += len(events)
+            over = over or any(event["kind"] == "run_finished" for event in events)
             if view is not None:
-                for event in news.events:
+                for event in events:
                     view.event(event)
             if signals.new():
                 controller.stop.remote()
@@ -53,7 +53,7 @@ def drive(order: Order, began: float, view: View | None, signals: Signals) -> Re
         if view is not None:
             view.close()
     result = closing.result
-    if result.status == "stopped":
+    if result.status == "stopped" and signals.heard:
         result = replace(result, exit_code=signals.exit_code)
     if view is not None:
         view.finish(result)
@@ -70,9 +70,9 @@ def launch(order: Order, began: float) -> None:
     try:
         # The controller itself waits for nothing without a limit.
         while True:
-            news: News = ray.get(controller.follow.remote(cursor, FOLLOW_S))
-            cursor += len(news.events)
-            if any(event["kind"] == "run_started" for event in news.events):
+            events = ray.get(controller.follow.remote(cursor, FOLLOW_S))
+            cursor += len(events)
+            if any(event["kind"] == "view_formed" for event in events):
                 return
             if ray.wait([run_ref], timeout=0)[0]:
                 ray.get(run_ref)
@@ -99,6 +99,11 @@ class Signals:
         """Whether a signal came since the last call."""
         told, self._told = self._told, self._count
         return told != self._count
+
+    @property
+    def heard(self) -> bool:
+        """Whether there was one."""
+        return self._count > 0
 
     def listen(self) -> None:
         """Takes the signals, from whoever had them."""

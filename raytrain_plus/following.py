@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import TextIO
 
 from raytrain_plus.data.of_job import steps_of
-from raytrain_plus.errors import RunError
+from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.observe.events import Tail
 from raytrain_plus.observe.progress import PLAIN_S, View
 from raytrain_plus.observe.standing import Standing
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import DATASET, LEASE_S, job_of, lease_holder
+from raytrain_plus.runfolder import DATASET, LEASE_S, job_of, lease_document
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.folder import Folder, split
 
@@ -34,28 +34,22 @@ def watch(
     name = split(run.address)[1]
     if view is not None:
         view.start(name, _steps(run))
-    tail = Tail(run)
+    tail, pulse = Tail(run), _Pulse(run)
     pause_s = HERE_S if run.path is not None else ELSEWHERE_S
     until = None if timeout_s is None else time.monotonic() + timeout_s
-    silent_since: float | None = None
     try:
         while True:
             heard()
             # Before the events: none comes after it.
             result = Result.load(run)
-            for event in tail.read():
-                if view is not None:
+            if view is not None:
+                for event in tail.read():
                     view.event(event)
             if result is not None:
                 break
-            if lease_holder(run) is not None:
-                silent_since = None
-            elif silent_since is None:
-                silent_since = time.monotonic()
-            elif time.monotonic() - silent_since > LEASE_S:
-                raise RunError(
-                    f"{name} has ended without a word: its controller is gone; go on with: raytrain resume {run.where}"
-                )
+            if not pulse.felt():
+                how = f"raytrain resume '{run.where}'"
+                raise RunError(f"{name} has ended without a word: its controller is gone; go on with: {how}")
             if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"{name} goes on after {timeout_s:g} s")
             time.sleep(pause_s)
@@ -71,9 +65,10 @@ def tell(run: Folder, stream: TextIO, follow: bool) -> None:
     """Writes what has happened, a line each, with the time; and what happens, until the run has ended, if `follow`."""
     standing = Standing(total=_steps(run))
     shown = -math.inf
-    tail, pause_s = Tail(run), HERE_S if run.path is not None else ELSEWHERE_S
+    tail, pulse = Tail(run), _Pulse(run)
+    pause_s = HERE_S if run.path is not None else ELSEWHERE_S
     while True:
-        going_on = lease_holder(run) is not None
+        going_on = Result.load(run) is None and pulse.felt()
         for event in tail.read():
             line = standing.add(event)
             if line is None and event["kind"] == "step_committed" and event["time"] - shown >= PLAIN_S:
@@ -87,4 +82,24 @@ def tell(run: Folder, stream: TextIO, follow: bool) -> None:
 
 
 def _steps(run: Folder) -> int:
-    return steps_of(job_of(run), read_object(run, DATASET, "start the run over with --fresh")["rows"])
+    """Of the whole run; 0 where its folder does not say it."""
+    job = job_of(run)
+    try:
+        return steps_of(job, read_object(run, DATASET, "")["rows"])
+    except (OSError, InputError, KeyError, TypeError):
+        return job.steps or 0
+
+
+class _Pulse:
+    """Whether somebody goes on with a run: by the lease, which changes then, and by no clock but our own."""
+
+    def __init__(self, run: Folder) -> None:
+        self._run = run
+        self._seen: bytes | None = None
+        self._since = time.monotonic()
+
+    def felt(self) -> bool:
+        now = lease_document(self._run)
+        if now != self._seen:
+            self._seen, self._since = now, time.monotonic()
+        return time.monotonic() - self._since <= LEASE_S

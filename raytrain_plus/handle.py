@@ -13,7 +13,7 @@ from raytrain_plus.observe.progress import view_for
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import find_run
 from raytrain_plus.status import Status, status
-from raytrain_plus.storage.folder import Folder, split
+from raytrain_plus.storage.folder import Folder, split, without_secrets
 
 WISH_S = 60.0
 """Limit of telling a run what is wished of it."""
@@ -33,7 +33,7 @@ class Handle:
     def __init__(self, folder: Folder) -> None:
         self._run = folder
         self.name = split(folder.address)[1]
-        self.path = folder.path or folder.address
+        self.path = folder.path or without_secrets(folder.address)
         """The run's folder: a path, or the address where `storage` is one."""
 
     def __repr__(self) -> str:
@@ -77,6 +77,9 @@ class Handle:
     def _wish(self, *words: str) -> None:
         # A process of its own: this one may be connected to another Ray, or to none, and stays so.
         command = [sys.executable, "-m", "raytrain_plus", *words, str(self._run.address)]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=WISH_S)
+        try:
+            told = subprocess.run(command, capture_output=True, text=True, timeout=WISH_S)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"the run {self.name} did not hear within {WISH_S:.0f} s") from None
         if told.returncode:
             raise RunError(told.stderr.strip() or f"the run {self.name} cannot be reached")

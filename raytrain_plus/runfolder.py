@@ -10,6 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -260,10 +261,10 @@ LEASE_BYTES = 512
 class Lease:
     """Says in a run's folder that somebody holds it; renewed by its holder."""
 
-    def __init__(self, run: Folder, address: str) -> None:
-        """`address`: of the Ray cluster that its holder is on."""
+    def __init__(self, run: Folder, address: str, controller: str = "") -> None:
+        """`address`: of the Ray cluster that its holder is on, whose name there is `controller`."""
         self._run = run
-        self._address = address
+        self._where = {"address": address, "controller": controller}
         self._renewed = 0.0
 
     @property
@@ -276,7 +277,7 @@ class Lease:
         self._renewed = time.monotonic()
         # Ray's own processes have it in their environment.
         token = os.environ.get("RAY_AUTH_MODE") == "token"
-        who = {"pid": os.getpid(), "host": socket.gethostname(), "address": self._address, "token": token}
+        who = {"pid": os.getpid(), "host": socket.gethostname(), **self._where, "token": token}
         lease = {"time": time.time(), **who}
         # All as long: pyarrow asks for an object's length first, and would read another one's end, or none.
         self._run.write(LEASE, [json.dumps(lease).encode().ljust(LEASE_BYTES)])
@@ -318,14 +319,31 @@ def lease_holder(run: Folder) -> str | None:
     return _holder(_lease(run))
 
 
-def lease_address(run: Folder) -> tuple[str, bool] | None:
-    """The address of the Ray cluster on which the folder's holder is, and whether one needs a token there; None where
-    nobody holds it."""
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Where the controller of a run is to be reached."""
+
+    address: str
+    """Of its Ray cluster."""
+    controller: str
+    """Its name there."""
+    token: bool
+    """Whether the cluster asks for one."""
+
+
+def held_at(run: Folder) -> Holder | None:
+    """Where the folder's holder is; None where nobody holds it."""
     document = _lease(run)
     if _holder(document) is None:
         return None
     lease = json.loads(document)
-    return str(lease.get("address", "")), bool(lease.get("token"))
+    return Holder(str(lease.get("address", "")), str(lease.get("controller", "")), bool(lease.get("token")))
+
+
+def lease_document(run: Folder) -> bytes:
+    """The lease as it stands; empty where there is none. While somebody holds the folder it changes every few seconds,
+    whatever their clock says."""
+    return _lease(run)
 
 
 def _holder(document: bytes) -> str | None:

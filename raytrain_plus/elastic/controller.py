@@ -32,7 +32,7 @@ from raytrain_plus.elastic.exporter import Exporter
 from raytrain_plus.elastic.group import Limits, Phase, holders, members_in, standing
 from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.elastic.nodes import Nodes
-from raytrain_plus.elastic.order import Closing, News, Order
+from raytrain_plus.elastic.order import Closing, Order
 from raytrain_plus.elastic.patience import LEAVE_BEFORE_S, PAUSE_BEFORE_S, PREPARE_S, clock_of, limit_s, stop_limit_s
 from raytrain_plus.elastic.view import View
 from raytrain_plus.elastic.watch import Pulses, judge, overdue, silent
@@ -88,6 +88,9 @@ RESTORE_AGAIN_S = 5.0
 """Seconds after which a checkpoint that could not be read is read again."""
 ENDS_KEPT = 2
 """How often it is tried to keep the state that a run ends with."""
+EXPORT_TRIES = 3
+"""How often the model is handed over again where something was in the way."""
+EXPORT_AGAIN_S = 1.0
 LINGER_S = 5.0
 """For so long after a run its controller can be asked how it ended, where nobody else ends it."""
 EARLY_WAIT_S = 5.0
@@ -134,7 +137,7 @@ class _Round:
 
 
 class Controller:
-    """The class behind the actor; the runner makes it one. Public methods may run at the same time as `run`."""
+    """The class behind the actor; `cluster.begin` makes it one. Public methods may run at the same time as `run`."""
 
     def __init__(self, order: Order, limits: Limits, began: float) -> None:
         """`began`: Unix seconds at which Ray was there."""
@@ -158,7 +161,7 @@ class Controller:
             self._run, order, self._journal, self._post, lambda step: self._feed(e.Saved(step)), self._settled
         )
         self._exporter = Exporter(self._run, self._pool.begin, self._journal.check_fence)
-        self._ends_kept = 0
+        self._ends_kept = self._tries_to_export = 0
         self._handing = -1
         """The step whose model is handed over."""
         self._restored: Manifest | None = None
@@ -177,9 +180,8 @@ class Controller:
         self._errors: dict[str, RaytrainError] = {}
         self._export: Export | None = None
         self._closing: Closing | None = None
-        self._ended: Closing | None = None
-        """The same, when everything is written and closed."""
-        self._over = False
+        self._over = True
+        """Whether nobody runs it: not yet, or not any more."""
         self._stopping_since: float | None = None
         self._asked_aside = False
         self._nodes = Nodes(
@@ -197,9 +199,9 @@ class Controller:
 
         If `detached` nobody else ends this actor: it goes a moment after the run, when followers have heard.
         """
+        self._over = False
         try:
-            self._ended = self._run_to_the_end()
-            return self._ended
+            return self._run_to_the_end()
         finally:
             self._over = True
             if detached:
@@ -249,14 +251,12 @@ class Controller:
         """A worker is in its world, which took `form_s` seconds, and has the state."""
         self._post(partial(self._joined, worker, generation, form_s))
 
-    def follow(self, cursor: int, timeout_s: float) -> News:
+    def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
-        # First, so that no event comes after it.
-        closing = self._ended
-        return News(events=self._journal.follow(cursor, timeout_s), closing=closing)
+        return self._journal.follow(cursor, timeout_s)
 
     def folder(self) -> str | None:
-        """The folder of the run; None where it is over."""
+        """The folder of the run; None where nobody runs it."""
         return None if self._over else self._run.where
 
     def stop(self) -> None:
@@ -273,8 +273,15 @@ class Controller:
             spares=now.spares if spares is None else spares,
         )
         cuts_of(replace(job, workers=workers))
-        fewest = max(workers.min, now.cuts[-1])
-        self._post(lambda: self._feed(e.Rescale(fewest, max(fewest, workers.max or 0), workers.spares)))
+        fewest = self._order.plan.job.workers.min
+        if job.parallel.pipeline > 1 and workers.min < max(fewest, now.cuts[-1]):
+            # Which cuts fit the workers' memory was looked at for so many.
+            raise InputError(
+                f"a model in stages keeps the fewest workers that it began with: {max(fewest, now.cuts[-1])}",
+                where=f"workers.min: {workers.min}",
+                remedy="stop the run, and go on with: raytrain resume RUN --set 'workers={min: ...}'",
+            )
+        self._post(lambda: self._feed(e.Rescale(workers.min, workers.max or workers.min, workers.spares)))
 
     # The loop
 
@@ -413,6 +420,7 @@ class Controller:
             self._export = None
             self._errors.pop("export", None)
             self._ends_kept = 0
+            self._tries_to_export = EXPORT_TRIES
             self._handing = command.step
             if self._journal.opened and command.step < self._journal.committed:
                 # Nobody holds what was committed, and nothing more will be made.
@@ -421,6 +429,9 @@ class Controller:
             holders = self._holders(command.workers, command.step)
             came = partial(self._exported, command.workers, command.step)
             self._exporter.export(holders, command.step, lambda sha: self._post(partial(came, sha)))
+            if self._journal.committed >= command.step and not self._checkpoints.busy:
+                # Beside it: a run that is stopped has little time.
+                self._keeps_the_end()
         elif isinstance(command, e.Wait):
             if self._group.generation >= 0:
                 self._waits(command.have)
@@ -539,7 +550,8 @@ class Controller:
             address = ray.get_runtime_context().gcs_address
             # Only now, when nothing is wrong with what was asked for.
             fence = claim(self._run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
-            self._journal.open(fence, order.job_yaml, order.versions, address, order.plan.index.to_json())
+            name = ray.get_runtime_context().get_actor_name() or ""
+            self._journal.open(fence, order.job_yaml, order.versions, address, order.plan.index.to_json(), name)
             self._checkpoints.restart_clock()
         self._journal.renew()
         if not command.again:
@@ -1047,14 +1059,24 @@ class Controller:
 
     def _exported(self, leads: tuple[str, ...], step: int, came: str | RaytrainError) -> None:
         """The model is written, and this the hash of the state; or this was in the way."""
-        if not self._hands_over(leads, step) or isinstance(came, (WorkerLost, Interrupted)):
-            # Where a holder is lost, that is told by itself.
+        if not self._hands_over(leads, step) or isinstance(came, WorkerLost):
+            # That a holder is lost is told by itself.
+            return
+        if isinstance(came, Interrupted) and self._tries_to_export:
+            # So is what is wrong with a copy: whoever hands it over then is another.
+            self._tries_to_export -= 1
+            self._at(time.monotonic() + EXPORT_AGAIN_S, partial(self._export_again, leads, step))
             return
         if isinstance(came, RaytrainError):
             self._errors["export"] = came
             self._handed(leads)
         else:
             self._pool.ask(leads[0], self._posted(self._showed, leads, step, came), "show", step)
+
+    def _export_again(self, leads: tuple[str, ...], step: int) -> None:
+        if self._hands_over(leads, step):
+            came = partial(self._exported, leads, step)
+            self._exporter.export(self._holders(leads, step), step, lambda sha: self._post(partial(came, sha)))
 
     def _showed(self, leads: tuple[str, ...], step: int, sha: str, future: Future[Any]) -> None:
         if not self._hands_over(leads, step):

@@ -88,6 +88,8 @@ class Exporter:
                 if number != self._wanted:
                     raise Interrupted("the model is not wanted any more")
                 yield piece
+            # That took a while: it gets its name now.
+            self._ours()
 
         # Closed here, so that nothing of the workers' memory is held on to.
         with contextlib.closing(pieces()) as file:

@@ -41,7 +41,7 @@ class Limits:
     def useful(self) -> int:
         """The largest number of members that is ever formed."""
         shape = useful_shape(self.maximum, self.minimum, self.maximum, self.shards, self.cuts)
-        return self.minimum if shape is None else shape.size
+        return self.minimum if shape is None else max(self.minimum, shape.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ class Worker:
     copies: frozenset[tuple[int, Stage]] = frozenset()
     """Steps and stages of which it keeps copies in memory, beside what it holds."""
     leaving: bool = False
+    unwanted: bool = False
+    """It leaves because fewer are wished, and stays where too few are left."""
     joined: bool = False
     proved: bool = False
     """It was in a world that was formed."""

@@ -93,11 +93,13 @@ class Journal:
         versions: Mapping[str, str],
         address: str,
         dataset: Mapping[str, Any],
+        controller: str = "",
     ) -> None:
-        """Begins in the run's folder. `dataset`: what the data is, as in `Index.to_json`."""
+        """Begins in the run's folder. `dataset`: what the data is, as in `Index.to_json`; `controller`: its name on its
+        cluster."""
         run = self._run
         self._fence = fence
-        self._lease = Lease(run, address)
+        self._lease = Lease(run, address, controller)
         self._lease.renew()
         run.remove(RESULT)
         run.write(JOB, [job_yaml.encode()])

@@ -90,8 +90,18 @@ def _settle(group: Group) -> Outcome:
     if best is None or best.step < group.committed:
         return _go_back(group)
     if not _enough(group):
+        group = _wanted_again(group)
+    if not _enough(group):
         return _gather(group)
     return _join(group, best)
+
+
+def _wanted_again(group: Group) -> Group:
+    """Who was to leave because fewer were wished stays after all."""
+    for name, worker in group.workers.items():
+        if worker.unwanted:
+            group = with_worker(group, name, leaving=False, unwanted=False)
+    return group
 
 
 def _ended(group: Group, best: Standing | None) -> bool:
@@ -312,6 +322,8 @@ def _review(group: Group) -> Outcome:
     """Pauses a training group that is to stop or to change."""
     if not members_in(group):
         return _settle(group)
+    if not _enough(group, patient=False):
+        group = _wanted_again(group)
     if group.stopping or wants_change(group):
         return replace(group, phase=Phase.PAUSE), [e.Pause(group.generation)]
     return group, []
@@ -495,7 +507,7 @@ def _lost_close(group: Group, event: e.Lost) -> Outcome:
 
 
 def _notice(group: Group, event: e.Notice) -> Outcome:
-    return with_worker(group, event.worker, leaving=True), []
+    return with_worker(group, event.worker, leaving=True, unwanted=False), []
 
 
 def _notice_gather(group: Group, event: e.Notice) -> Outcome:
@@ -519,7 +531,7 @@ def _notice_train(group: Group, event: e.Notice) -> Outcome:
 def _rescale(group: Group, event: e.Rescale) -> Outcome:
     """Whoever is not wanted any more leaves, as if its machine went; who holds nothing goes at once."""
     limits = replace(group.limits, minimum=event.minimum, maximum=event.maximum, spares=event.spares)
-    group = replace(group, limits=limits)
+    group = _wanted_again(replace(group, limits=limits))
     staying = [name for name in reversed(tuple(group.workers)) if not group.workers[name].leaving]
     order = {name: place for place, name in enumerate(group.seats)}
     held = ("idle", "restoring", "in")
@@ -532,8 +544,13 @@ def _rescale(group: Group, event: e.Rescale) -> Outcome:
             group = without(group, name)
             commands.append(e.Dismiss(name))
         else:
-            group = with_worker(group, name, leaving=True)
+            group = with_worker(group, name, leaving=True, unwanted=True)
     return group, commands
+
+
+def _rescale_close(group: Group, event: e.Rescale) -> Outcome:
+    limits = replace(group.limits, minimum=event.minimum, maximum=event.maximum, spares=event.spares)
+    return replace(group, limits=limits), []
 
 
 def _rescale_gather(group: Group, event: e.Rescale) -> Outcome:
@@ -681,7 +698,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_C, e.Stuck): Rule(_nothing, (_C,)),
     (_C, e.Handed): Rule(_handed, (_E,)),
     **{(phase, e.Rescale): Rule(_rescale, (phase,)) for phase in (_J, _P, _L)},
-    (_C, e.Rescale): Rule(_nothing, (_C,)),
+    (_C, e.Rescale): Rule(_rescale_close, (_C,)),
     **{(phase, e.Saved): Rule(_saved, (phase,)) for phase in (_J, _T, _P, _L, _C)},
     **{(phase, e.Copied): Rule(_copied, (phase,)) for phase in (_J, _T, _P, _L)},
     **{(phase, e.Copied): Rule(_nothing, (phase,)) for phase in (_G, _C)},

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raytrain_plus.errors import RaytrainError
-from raytrain_plus.observe.events import Event
 from raytrain_plus.past import Past
 from raytrain_plus.result import Result
 from raytrain_plus.workers.plan import Plan
@@ -36,12 +35,3 @@ class Closing:
     result: Result
     error: RaytrainError | None
     """What ended a failed run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class News:
-    """What a follower hears."""
-
-    events: Sequence[Event]
-    closing: Closing | None
-    """How the run ended, when it has; the events are the last ones then."""

@@ -167,6 +167,10 @@ class Tail:
         """What has been written since the last call. Raises `OSError` where the storage fails, and as `read_events`."""
         if self._run.path_of(EVENTS) is None:
             return self._read_parts()
+        path = self._run.path_of(EVENTS)
+        if path is not None and path.exists() and path.stat().st_size < self._at:
+            # Another run has begun in the folder.
+            self._at = 0
         found = list(_lines(self._run, self._at))
         self._at += sum(len(line) + 1 for _, _, line in found)
         return [_event(self._run, *one) for one in found]

@@ -310,6 +310,7 @@ class Worker:
     def inventory(self, step: int, stage: Stage) -> list[Entry]:
         """The tensors of that stage's state after `step`. Raises `Interrupted` where it has neither that nor an
         undamaged copy."""
+        self._copied_state = None
         if not self.has_copy(step, stage):
             raise Interrupted(f"{self._name} has neither {stage} of step {step} nor a copy of it")
         return [entry_of(name, value) for name, value in self._state_of(step, stage).items()]

@@ -70,6 +70,8 @@ def test_in_the_background_of_a_laptop(tmp_path: Path, nothing_goes_on: None) ->
     until(lambda: len(losses(folder)) > 5, "5 steps")
     assert "<run job: running (process " in repr(attach(folder))
     # Who began it has gone; who watches may go, too.
+    assert watching.stdout is not None
+    assert watching.stdout.readline().startswith("job: 60 steps")
     watching.send_signal(signal.SIGINT)
     _, err = watching.communicate(timeout=10)
     assert (watching.returncode, f"the run goes on; stop it with: raytrain stop '{folder}'" in err) == (130, True), err
@@ -221,7 +223,7 @@ def test_a_controller_that_is_killed_is_missed(tmp_path: Path, cluster: Cluster)
     psutil.Process(int(holder.split()[1])).kill()
     code, _, err = raytrain("attach", folder)
     assert code == 1
-    assert f"job has ended without a word: its controller is gone; go on with: raytrain resume {folder}" in err
+    assert f"job has ended without a word: its controller is gone; go on with: raytrain resume '{folder}'" in err
     until(nothing_is_held, "its room to be free again")
 
 
@@ -231,6 +233,8 @@ def test_a_run_that_is_watched_can_be_told_to_stop(tmp_path: Path, cluster: Clus
     job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=5000), tmp_path / "runs" / "job"
     driver = begun(job, cluster)
     watching = command("attach", folder)
+    assert watching.stdout is not None
+    assert watching.stdout.readline().startswith("job: 5,000 steps")
     until(lambda: len(losses(folder)) > 5, "5 steps")
     watching.send_signal(signal.SIGTERM)
     out, err = watching.communicate(timeout=60)

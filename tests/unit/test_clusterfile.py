@@ -55,6 +55,7 @@ def test_nothing_listens_for_everybody(file: Path) -> None:
     text = file.read_text()
     assert "0.0.0.0" not in text
     starts = [line for line in text.splitlines() if "ray start" in line]
+    assert len(starts) == 2
     assert all("RAY_AUTH_MODE=token" in line for line in starts)
 
 
@@ -134,6 +135,7 @@ def test_parts_of_a_processor_count_whole_as_ray_counts_them(tmp_path: Path) -> 
         ("a: 1", "is no cluster file"),
         ("kind: RayJob\nspec: {}", "is no cluster file: KeyError"),
         ("cluster_name: x\nprovider: {type: local}", "does not say what its machines have"),
+        ("cluster_name: x\navailable_node_types: {a: {node_config: {}}}", "does not say what its machines have"),
         ("a: [", "cannot be read"),
     ],
 )

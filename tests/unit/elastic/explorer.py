@@ -231,7 +231,14 @@ def _key(world: World) -> Any:
         real: tuple[Any, ...] = ()
         if known:
             joined = known.joined and phase is Phase.JOIN
-            told = known.state, _number(known.holds), known.leaving, joined, known.proved, name in world.noticed
+            told = (
+                known.state,
+                _number(known.holds),
+                (known.leaving, known.unwanted),
+                joined,
+                known.proved,
+                name in world.noticed,
+            )
             told += _place(known.stage), _number(known.ready)
             told += (tuple(sorted((step, _place(stage)) for step, stage in known.copies)),)
         if proc:
