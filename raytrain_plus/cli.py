@@ -104,6 +104,8 @@ def attach(run: str, storage: str, as_json: bool) -> int:
     folder = find_run(run, storage)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    # A shell has what it runs in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def hand_on() -> None:
         if asked:
