@@ -1,7 +1,7 @@
 """A run on a Ray of its own, in a process of its own: it goes on when whoever began it has gone.
 
-As a module: that process. It takes the order from standard input, and says in one line on standard output whether the
-run has begun; whatever it prints later goes to a file.
+As a module: that process. It takes the order from standard input, and answers on standard output, pickled, when the run
+has begun, or with the error that kept it from that; whatever it prints goes to a file.
 """
 
 from __future__ import annotations

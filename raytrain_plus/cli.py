@@ -16,6 +16,7 @@ import click
 
 from raytrain_plus.errors import InputError, RaytrainError
 from raytrain_plus.jsontext import json_text
+from raytrain_plus.result import Result
 
 _EPILOG = "Exit codes: 0 done, 1 failed (or a fault was found), 2 the input is wrong, 130 and 143 stopped by a signal."
 
@@ -54,11 +55,7 @@ def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, de
             click.echo(f"{handle.name} goes on by itself; follow it with: raytrain attach '{handle.path}'")
         return 0
     result = run_job(loaded, address=address, fresh=fresh, quiet=as_json, roots=roots)
-    if as_json:
-        click.echo(json_text(result.to_json()))
-        if result.error:
-            click.echo(result.error, err=True)
-    return result.exit_code
+    return _ended(result, as_json)
 
 
 _run = click.argument("run")
@@ -84,11 +81,7 @@ def resume(run: str, storage: str, overrides: Sequence[str], address: str | None
     from raytrain_plus.runner import resume as resume_run
 
     result = resume_run(folder.address, overrides, address=address, quiet=as_json)
-    if as_json:
-        click.echo(json_text(result.to_json()))
-        if result.error:
-            click.echo(result.error, err=True)
-    return result.exit_code
+    return _ended(result, as_json)
 
 
 @cli.command()
@@ -122,11 +115,7 @@ def attach(run: str, storage: str, as_json: bool) -> int:
         result = watch(folder, None if as_json else view_for(sys.stdout), hand_on)
     except KeyboardInterrupt:
         return _say(f"the run goes on; stop it with: raytrain stop '{folder.where}'", 130)
-    if as_json:
-        click.echo(json_text(result.to_json()))
-        if result.error:
-            click.echo(result.error, err=True)
-    return result.exit_code
+    return _ended(result, as_json)
 
 
 @cli.command()
@@ -338,6 +327,15 @@ def _guarded(call: Callable[[], Any]) -> int:
     except Exception:
         return _say(f"{traceback.format_exc()}\n{_report_request()}", 1)
     return code if isinstance(code, int) else 0
+
+
+def _ended(result: Result, as_json: bool) -> int:
+    """The exit code of a run that has ended. A view has told its result already, unless JSON is wanted."""
+    if as_json:
+        click.echo(json_text(result.to_json()))
+        if result.error:
+            click.echo(result.error, err=True)
+    return result.exit_code
 
 
 def _say(text: str, code: int) -> int:

@@ -50,24 +50,17 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
         yield time.time()
         return
     address = address or os.environ.get("RAY_ADDRESS")
-    try:
-        with our_own_signals():
-            if address:
-                _join(address)
-            else:
-                ray.init(
-                    address="local",
-                    num_cpus=max(1, math.ceil((largest(job) + job.workers.spares) * job.workers.cpus)),
-                    include_dashboard=False,
-                    logging_level=logging.ERROR,
-                    _system_config=settings_of_our_own_ray(),
-                )
-    except (OSError, RuntimeError, ValueError, RayError) as error:
-        raise InputError(
-            f"no Ray cluster answers: {str(error).splitlines()[0]}",
-            where=f"address: {address or 'local'}",
-            remedy="check the address, or leave it out to start Ray on this machine",
-        ) from error
+    with _answering(address or "local", "check the address, or leave it out to start Ray on this machine"):
+        if address:
+            _join(address)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=max(1, math.ceil((largest(job) + job.workers.spares) * job.workers.cpus)),
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                _system_config=settings_of_our_own_ray(),
+            )
     try:
         with silent_about_deaths():
             yield time.time()
@@ -84,22 +77,27 @@ def joined(address: str, *, token: bool) -> Iterator[None]:
 
     `token`: whether it asks for one; Ray's own is shown to it then, unless RAY_AUTH_MODE says otherwise.
     """
-    try:
-        with our_own_signals():
-            if token:
-                show_token()
-            _join(address)
-    except (OSError, RuntimeError, ValueError, RayError) as error:
-        raise InputError(
-            f"no Ray cluster answers: {str(error).splitlines()[0]}",
-            where=f"address: {address}",
-            remedy="go to a machine that sees the cluster, and has its token where it asks for one; or name another of "
-            "its addresses with --address",
-        ) from error
+    seen = "go to a machine that sees the cluster, and has its token where it asks for one"
+    with _answering(address, f"{seen}; or name another of its addresses with --address"):
+        if token:
+            show_token()
+        _join(address)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _answering(address: str, remedy: str) -> Iterator[None]:
+    """While a Ray is begun or joined: signals stay ours, and that none answers is raised as `InputError`."""
+    try:
+        with our_own_signals():
+            yield
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        raise InputError(
+            f"no Ray cluster answers: {str(error).splitlines()[0]}", where=f"address: {address}", remedy=remedy
+        ) from error
 
 
 def _join(address: str) -> None:

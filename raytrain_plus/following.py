@@ -35,7 +35,6 @@ def watch(
     if view is not None:
         view.start(name, _steps(run))
     tail, pulse = Tail(run), _Pulse(run)
-    pause_s = HERE_S if run.path is not None else ELSEWHERE_S
     until = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         while True:
@@ -52,7 +51,7 @@ def watch(
                 raise RunError(f"{name} has ended without a word: its controller is gone; go on with: {how}")
             if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"{name} goes on after {timeout_s:g} s")
-            time.sleep(pause_s)
+            time.sleep(HERE_S if run.path is not None else ELSEWHERE_S)
     finally:
         if view is not None:
             view.close()
@@ -66,7 +65,6 @@ def tell(run: Folder, stream: TextIO, follow: bool) -> None:
     standing = Standing(total=_steps(run))
     shown = -math.inf
     tail, pulse = Tail(run), _Pulse(run)
-    pause_s = HERE_S if run.path is not None else ELSEWHERE_S
     while True:
         going_on = Result.load(run) is None and pulse.felt()
         for event in tail.read():
@@ -78,7 +76,7 @@ def tell(run: Folder, stream: TextIO, follow: bool) -> None:
                 print(f"{moment}  {line}", file=stream, flush=True)
         if not (follow and going_on):
             return
-        time.sleep(pause_s)
+        time.sleep(HERE_S if run.path is not None else ELSEWHERE_S)
 
 
 def _steps(run: Folder) -> int:

@@ -28,7 +28,7 @@ def attach(run: str | Path, storage: str = "runs") -> Handle:
 
 
 class Handle:
-    """Knows the run by its folder alone. Nothing that it does, or that becomes of it, disturbs the run, but `stop`."""
+    """Knows the run by its folder alone. Nothing that it does, or that becomes of it, disturbs the run, but a wish."""
 
     def __init__(self, folder: Folder) -> None:
         self._run = folder
@@ -76,7 +76,7 @@ class Handle:
 
     def _wish(self, *words: str) -> None:
         # A process of its own: this one may be connected to another Ray, or to none, and stays so.
-        command = [sys.executable, "-m", "raytrain_plus", *words, str(self._run.address)]
+        command = [sys.executable, "-m", "raytrain_plus", *words, self._run.address]
         try:
             told = subprocess.run(command, capture_output=True, text=True, timeout=WISH_S)
         except subprocess.TimeoutExpired:

@@ -273,11 +273,11 @@ class Controller:
             spares=now.spares if spares is None else spares,
         )
         cuts_of(replace(job, workers=workers))
-        fewest = self._order.plan.job.workers.min
-        if job.parallel.pipeline > 1 and workers.min < max(fewest, now.cuts[-1]):
+        fewest = max(job.workers.min, now.cuts[-1])
+        if job.parallel.pipeline > 1 and workers.min < fewest:
             # Which cuts fit the workers' memory was looked at for so many.
             raise InputError(
-                f"a model in stages keeps the fewest workers that it began with: {max(fewest, now.cuts[-1])}",
+                f"a model in stages keeps the fewest workers that it began with: {fewest}",
                 where=f"workers.min: {workers.min}",
                 remedy="stop the run, and go on with: raytrain resume RUN --set 'workers={min: ...}'",
             )
@@ -426,9 +426,7 @@ class Controller:
                 # Nobody holds what was committed, and nothing more will be made.
                 self._journal.base += 1
                 self._go_back_to(command.step, self._group.generation)
-            holders = self._holders(command.workers, command.step)
-            came = partial(self._exported, command.workers, command.step)
-            self._exporter.export(holders, command.step, lambda sha: self._post(partial(came, sha)))
+            self._export_model(command.workers, command.step)
             if self._journal.committed >= command.step and not self._checkpoints.busy:
                 # Beside it: a run that is stopped has little time.
                 self._keeps_the_end()
@@ -1065,7 +1063,7 @@ class Controller:
         if isinstance(came, Interrupted) and self._tries_to_export:
             # So is what is wrong with a copy: whoever hands it over then is another.
             self._tries_to_export -= 1
-            self._at(time.monotonic() + EXPORT_AGAIN_S, partial(self._export_again, leads, step))
+            self._at(time.monotonic() + EXPORT_AGAIN_S, partial(self._export_model, leads, step))
             return
         if isinstance(came, RaytrainError):
             self._errors["export"] = came
@@ -1073,7 +1071,8 @@ class Controller:
         else:
             self._pool.ask(leads[0], self._posted(self._showed, leads, step, came), "show", step)
 
-    def _export_again(self, leads: tuple[str, ...], step: int) -> None:
+    def _export_model(self, leads: tuple[str, ...], step: int) -> None:
+        """Has the model written, by those who hand it over still."""
         if self._hands_over(leads, step):
             came = partial(self._exported, leads, step)
             self._exporter.export(self._holders(leads, step), step, lambda sha: self._post(partial(came, sha)))

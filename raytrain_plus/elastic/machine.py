@@ -530,8 +530,8 @@ def _notice_train(group: Group, event: e.Notice) -> Outcome:
 
 def _rescale(group: Group, event: e.Rescale) -> Outcome:
     """Whoever is not wanted any more leaves, as if its machine went; who holds nothing goes at once."""
-    limits = replace(group.limits, minimum=event.minimum, maximum=event.maximum, spares=event.spares)
-    group = _wanted_again(replace(group, limits=limits))
+    group = _wanted_again(_rescale_close(group, event)[0])
+    limits = group.limits
     staying = [name for name in reversed(tuple(group.workers)) if not group.workers[name].leaving]
     order = {name: place for place, name in enumerate(group.seats)}
     held = ("idle", "restoring", "in")
@@ -549,6 +549,7 @@ def _rescale(group: Group, event: e.Rescale) -> Outcome:
 
 
 def _rescale_close(group: Group, event: e.Rescale) -> Outcome:
+    """Nobody leaves any more, unless the group trains again."""
     limits = replace(group.limits, minimum=event.minimum, maximum=event.maximum, spares=event.spares)
     return replace(group, limits=limits), []
 

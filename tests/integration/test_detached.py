@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -159,6 +160,15 @@ def begun(job: Path, cluster: Cluster) -> subprocess.Popen[str]:
     return driver
 
 
+def left_alone(tmp_path: Path, cluster: Cluster, **changes: Any) -> Path:
+    """The folder of a run on the cluster whose driver has been killed."""
+    write_data(tmp_path / "data")
+    driver = begun(write_job(tmp_path, task="tasks:Sleeps", **changes), cluster)
+    driver.kill()
+    driver.communicate()
+    return tmp_path / "runs" / "job"
+
+
 def nothing_is_held() -> bool:
     """Of what is ours: Ray Data has actors of its own for the whole cluster, which stay."""
     names = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
@@ -166,11 +176,7 @@ def nothing_is_held() -> bool:
 
 
 def test_on_a_cluster_the_death_of_the_driver_changes_nothing(tmp_path: Path, cluster: Cluster) -> None:
-    write_data(tmp_path / "data")
-    job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=90), tmp_path / "runs" / "job"
-    driver = begun(job, cluster)
-    driver.kill()
-    driver.communicate()
+    folder = left_alone(tmp_path, cluster, steps=90)
     at = len(losses(folder))
     until(lambda: len(losses(folder)) > at + 20, "20 steps more")
     other = write_job(tmp_path, storage=str(tmp_path / "others"))
@@ -182,11 +188,7 @@ def test_on_a_cluster_the_death_of_the_driver_changes_nothing(tmp_path: Path, cl
 
 
 def test_it_has_other_numbers_of_workers_when_told(tmp_path: Path, cluster: Cluster) -> None:
-    write_data(tmp_path / "data")
-    job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=5000, workers={"min": 1}), tmp_path / "runs" / "job"
-    driver = begun(job, cluster)
-    driver.kill()
-    driver.communicate()
+    folder = left_alone(tmp_path, cluster, steps=5000, workers={"min": 1})
     handle = attach(folder)
 
     def sizes() -> list[int]:
@@ -212,11 +214,7 @@ def test_it_has_other_numbers_of_workers_when_told(tmp_path: Path, cluster: Clus
 
 @pytest.mark.slow
 def test_a_controller_that_is_killed_is_missed(tmp_path: Path, cluster: Cluster) -> None:
-    write_data(tmp_path / "data")
-    job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=5000), tmp_path / "runs" / "job"
-    driver = begun(job, cluster)
-    driver.kill()
-    driver.communicate()
+    folder = left_alone(tmp_path, cluster, steps=5000)
     until(lambda: len(losses(folder)) > 5, "5 steps")
     holder = lease_holder(LocalFolder(folder))
     assert holder is not None
