@@ -1,6 +1,8 @@
 """A cell's step beside the ideal makespan of its schedule, and beside torch.distributed.pipelining driven by hand.
 
-Of pipedream, whose steps overlap, a step's part of four that are committed together; torch has no such schedule.
+By hand, nothing keeps a stage from beginning its next step before the others have ended this one. Clipping by the norm
+over all stages does: so it is measured with that, too. Of pipedream, whose steps overlap, a step's part of four that
+are committed together; torch has no such schedule.
 
 Each layer computes little and then sleeps, as if a device computed, so that the stages of one small machine do not wait
 for its cores: so long in the forward pass, for its input's gradient, and for its weights'.
@@ -20,6 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +103,7 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
     where = holders(schedule, stages)
     task = Deep(len(where), pad_s)
     built = build_chunks(task, 0, CPU, [[str(chunk)] for chunk, stage in enumerate(where) if stage == rank])
-    one = Stepper(task, built, seed=0, shards=1, clip_norm=None, device=CPU)
+    one = Stepper(task, built, seed=0, shards=1, clip_norm=1.0, device=CPU)
     world = TorchWorld(
         Formation(
             generation=0,
@@ -133,8 +136,10 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
     return timed(lambda step: one.run(step, batches, SoloWorld(), control=control, wait_s=LIMIT_S))
 
 
-def by_hand(rank: int, stages: int, port: int, schedule: Schedule, microbatches: int, pad_s: float) -> list[float]:
-    """The same with nothing but torch."""
+def by_hand(
+    rank: int, stages: int, port: int, schedule: Schedule, microbatches: int, pad_s: float, *, clips: bool
+) -> list[float]:
+    """The same with nothing but torch; `clips`: by the norm over all stages."""
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=stages, timeout=timedelta(seconds=LIMIT_S)
     )
@@ -157,7 +162,8 @@ def by_hand(rank: int, stages: int, port: int, schedule: Schedule, microbatches:
     running = kinds[schedule](
         made[0] if single else made, microbatches, loss_fn=lambda output, target: output.square().mean()
     )
-    optimizer = torch.optim.AdamW([value for one in made for value in one.submod.parameters()])
+    parameters = [value for one in made for value in one.submod.parameters()]
+    optimizer = torch.optim.AdamW(parameters)
     batch, target = torch.randn(ROWS * microbatches, WIDTH), torch.zeros(ROWS * microbatches, WIDTH)
     first, last = where[0] == rank, where[-1] == rank
 
@@ -165,6 +171,10 @@ def by_hand(rank: int, stages: int, port: int, schedule: Schedule, microbatches:
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
         running.step(*((batch,) if first else ()), target=target if last else None, losses=losses if last else None)
+        if clips:
+            squares = nn.utils.get_total_norm([value.grad for value in parameters if value.grad is not None]).square()
+            dist.all_reduce(squares)
+            nn.utils.clip_grads_with_norm_(parameters, 1.0, squares.sqrt())
         optimizer.step()
 
     found = timed(step)
@@ -198,7 +208,7 @@ def measured(kind: str, schedule: Schedule, stages: int, microbatches: int, pad_
     """The median of a step's seconds, of its slowest stage."""
     server = RendezvousServer("127.0.0.1", size=stages, peers=["127.0.0.1"])
     port = server.start()
-    if kind == "by_hand":
+    if kind != "ours":
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
     command = [sys.executable, "-m", "tests.benchmarks.pipeline", "--stage", kind]
@@ -231,7 +241,7 @@ def main() -> None:
     if options.stage:
         kind, rank, stages, port, schedule, microbatches, pad = options.stage
         torch.set_num_threads(1)
-        act = ours if kind == "ours" else by_hand
+        act = ours if kind == "ours" else partial(by_hand, clips=kind == "clipped")
         print(json.dumps(act(int(rank), int(stages), int(port), schedule, int(microbatches), float(pad))))
         return
     print(
@@ -239,18 +249,21 @@ def main() -> None:
     )
     print(
         f"{'schedule':<13}{'stages':>7}{'microb.':>8}{'ideal':>9}{'bubble':>8}{'ours':>9}{'of ideal':>9}{'by hand':>9}"
+        f"{'clipped':>9}"
     )
     for schedule in options.schedules:
         for stages, microbatches in SHAPES:
             if amiss(schedule, stages, microbatches):
                 continue
             best, idle = ideal(schedule, stages, microbatches, options.pad)
-            found: dict[str, list[float]] = {"ours": []} if schedule == "pipedream" else {"ours": [], "by_hand": []}
+            found: dict[str, list[float]] = {"ours": []}
+            if schedule != "pipedream":
+                found |= {"by_hand": [], "clipped": []}
             for _ in range(options.rounds):
                 for kind, times in found.items():
                     times.append(measured(kind, schedule, stages, microbatches, options.pad))
             mine = statistics.median(found["ours"])
-            theirs = f"{statistics.median(found['by_hand']):>7.3f} s" if "by_hand" in found else f"{'-':>9}"
+            theirs = "".join(f"{statistics.median(times):>7.3f} s" for kind, times in found.items() if kind != "ours")
             print(
                 f"{schedule:<13}{stages:>7}{microbatches:>8}{best:>7.3f} s{idle:>9.1%}{mine:>7.3f} s{mine / best:>9.3f}"
                 f"{theirs}",
