@@ -10,19 +10,23 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from raytrain_plus.errors import InputError, RaytrainError
 from raytrain_plus.jsontext import json_text
+from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
+
+if TYPE_CHECKING:
+    from raytrain_plus.submission import Jobs
 
 _EPILOG = "Exit codes: 0 done, 1 failed (or a fault was found), 2 the input is wrong, 130 and 143 stopped by a signal."
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG)
-@click.version_option(version("raytrain-plus"), prog_name="raytrain")
+@click.version_option(VERSION, prog_name="raytrain")
 def cli() -> None:
     """Elastic PyTorch training on Ray: machines come and go, the training does not notice."""
 
@@ -58,6 +62,33 @@ def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, de
     return _ended(result, as_json)
 
 
+@cli.command()
+@_job
+@_set
+@click.option("--address", help="Of the cluster's dashboard: http://HOST:8265; else RAY_ADDRESS, else this machine's.")
+@click.option("--fresh", is_flag=True, help="Move an earlier run of this name aside and start over.")
+@click.option("-f", "--follow", is_flag=True, help="Show what it prints until it has ended, and end as it does.")
+@_json
+def submit(job: str, overrides: Sequence[str], address: str | None, fresh: bool, follow: bool, as_json: bool) -> int:
+    """Have a cluster run the job in the file JOB, on a copy of this folder; it goes on by itself."""
+    from raytrain_plus.jobfile import load_job
+
+    loaded, _ = load_job(job, overrides)
+    from raytrain_plus.submission import Jobs, address_of, check_sendable
+
+    file = check_sendable(loaded, Path(job), Path.cwd())
+    where = address_of(address)
+    jobs = Jobs(where)
+    settings = [word for override in overrides for word in ("--set", override)]
+    sent = jobs.submit(loaded, ["run", file, *settings, *(["--fresh"] if fresh else [])], Path.cwd())
+    if as_json:
+        click.echo(json_text({"name": loaded.name, "job": sent, "address": where}))
+    else:
+        follow_it = f"raytrain attach {loaded.name} --address {where}"
+        click.echo(f"{loaded.name} was sent (job {sent}); follow it with: {follow_it}")
+    return _watched(jobs, sent, loaded.name, where) if follow else 0
+
+
 _run = click.argument("run")
 _storage = click.option(
     "--storage",
@@ -84,12 +115,19 @@ def resume(run: str, storage: str, overrides: Sequence[str], address: str | None
     return _ended(result, as_json)
 
 
+_dashboard = click.option("--address", help="Ask the cluster with this dashboard (http://HOST:8265), not the storage.")
+
+
 @cli.command()
 @_run
 @_storage
+@_dashboard
 @_json
-def attach(run: str, storage: str, as_json: bool) -> int:
+def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
     """Follow the run RUN (a folder, an address, or a name) to its end. Ctrl-C ends the watching, SIGTERM the run."""
+    if address is not None:
+        jobs = _jobs(address)
+        return _watched(jobs, str(jobs.find(run).submission_id), run, address)
     from raytrain_plus.following import watch
     from raytrain_plus.observe.progress import view_for
     from raytrain_plus.runfolder import find_run
@@ -121,9 +159,13 @@ def attach(run: str, storage: str, as_json: bool) -> int:
 @cli.command()
 @_run
 @_storage
+@_dashboard
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
-def logs(run: str, storage: str, follow: bool) -> int:
+def logs(run: str, storage: str, address: str | None, follow: bool) -> int:
     """Tell what has happened in the run RUN (a folder, an address, or a name)."""
+    if address is not None:
+        _jobs(address).tell(run, sys.stdout, follow)
+        return 0
     from raytrain_plus.following import tell
     from raytrain_plus.runfolder import find_run
 
@@ -138,6 +180,9 @@ def logs(run: str, storage: str, follow: bool) -> int:
 @click.option("--no-wait", is_flag=True, help="Return when the run has heard.")
 def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
     """Stop the run RUN (a folder, an address, or a name) at the next step boundary; its state is saved."""
+    if (address or "").startswith("http"):
+        click.echo(_jobs(address).stop(run, wait=not no_wait))
+        return 0
     from raytrain_plus.control import stop as stop_run
     from raytrain_plus.following import watch
     from raytrain_plus.runfolder import find_run
@@ -175,9 +220,14 @@ def rescale(
 @cli.command()
 @_run
 @_storage
+@_dashboard
 @_json
-def status(run: str, storage: str, as_json: bool) -> int:
+def status(run: str, storage: str, address: str | None, as_json: bool) -> int:
     """Say how far the run RUN (a folder, an address, or a name) has come, and what checkpoints it has."""
+    if address is not None:
+        told = _jobs(address).status(run)
+        click.echo(json_text(told) if as_json else f"{run}: {told['state']} (job {told['job']})\n  {told['newest']}")
+        return 0
     from raytrain_plus.runfolder import find_run
     from raytrain_plus.status import status
 
@@ -338,14 +388,40 @@ def _ended(result: Result, as_json: bool) -> int:
     return result.exit_code
 
 
+def _jobs(address: str | None) -> Jobs:
+    """The jobs of the cluster with this dashboard."""
+    from raytrain_plus.submission import Jobs, is_http
+
+    if not is_http(address):
+        raise InputError("is not the address of a dashboard", where=f"address: {address}", expected="http://HOST:8265")
+    return Jobs(str(address))
+
+
+def _watched(jobs: Jobs, job: str, run: str, address: str) -> int:
+    """Shows what a job prints, until it has ended; its exit code. SIGTERM stops it."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return jobs.watch(job, sys.stdout)
+    except KeyboardInterrupt:
+        return _say(f"the run goes on; stop it with: raytrain stop {run} --address {address}", 130)
+    except SystemExit as error:
+        click.echo(jobs.stop(job, wait=False), err=True)
+        return int(str(error.code))
+
+
 def _say(text: str, code: int) -> int:
     click.echo(text, err=True)
     return code
 
 
 def _report_request() -> str:
-    names = ("raytrain-plus", "ray", "torch", "pyarrow")
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    names = ("ray", "torch", "pyarrow")
+    versions = ", ".join([f"raytrain-plus {VERSION}", *(f"{name} {version(name)}" for name in names)])
     return (
         "This is a fault of raytrain_plus, not of your job. Please report it with the lines above and these:\n"
         f"  Python {platform.python_version()} on {platform.platform()}; {versions}"

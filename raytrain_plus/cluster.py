@@ -8,12 +8,13 @@ import math
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_plus.elastic.controller import Controller
@@ -24,7 +25,10 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.job import Job
 from raytrain_plus.parallel.mesh import useful_shape
 from raytrain_plus.parallel.shapes import largest
+from raytrain_plus.places import check_seen, look, needs_of
+from raytrain_plus.storage.folder import open_folder, split
 from raytrain_plus.workers.ray_private import (
+    draining_nodes,
     end_our_own_ray,
     most_there_can_be,
     our_own_signals,
@@ -39,6 +43,8 @@ ANSWER_S = 2.0
 """A controller that does not answer within so many seconds is none that lives."""
 CALLS = 32
 """Calls that a controller answers at the same time: of its workers, and of those that follow it."""
+LOOK_S = 60.0
+"""Limit of what a machine sees: its first process may have to be started, and the code to be brought there."""
 KNOCK_S = 5.0
 """Limit of finding out whether anybody listens at a cluster's address."""
 
@@ -95,12 +101,26 @@ def _answering(address: str, remedy: str) -> Iterator[None]:
         with our_own_signals():
             yield
     except (OSError, RuntimeError, ValueError, RayError) as error:
+        why = str(error)
+        if why.startswith("Version mismatch"):
+            raise InputError(
+                " ".join(why.split()),
+                where=f"address: {address}",
+                remedy="install here the Ray and the Python that the cluster has",
+            ) from None
         raise InputError(
-            f"no Ray cluster answers: {str(error).splitlines()[0]}", where=f"address: {address}", remedy=remedy
+            f"no Ray cluster answers: {why.splitlines()[0]}", where=f"address: {address}", remedy=remedy
         ) from error
 
 
 def _join(address: str) -> None:
+    if address.startswith(("http://", "https://", "ray://")):
+        raise InputError(
+            "a run joins a cluster from one of its machines, and this is the address for those who are none",
+            where=f"address: {address}",
+            expected="the address of the cluster's head, HOST:6379, from a machine of the cluster",
+            remedy="or have it sent there: raytrain submit JOB --address http://HOST:8265",
+        )
     _knock(address)
     ray.init(address=address, logging_level=logging.WARNING)
 
@@ -123,6 +143,7 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
                     remedy=f"stop it (raytrain stop '{folder}'), or give this one another name (--set name=...)",
                 )
     here = ray.get_runtime_context().get_node_id()
+    _ask_machines(order, here)
     controller: Any = (
         ray.remote(Controller)
         .options(
@@ -136,6 +157,52 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
         .remote(order, limits, began)
     )
     return controller, controller.run.remote(detached)
+
+
+def _ask_machines(order: Order, here: str) -> None:
+    """Asks each machine that has room for a worker what it sees of what the run needs; `here` is this one's node.
+
+    Raises `InputError` where one lacks something. One that does not answer in time is told of: what it lacks its worker
+    will say.
+    """
+    need = {"CPU": order.plan.job.workers.cpus, "GPU": order.plan.job.workers.gpus}
+    leaving = draining_nodes() or {}
+    machines = {
+        node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in leaving and room_for([node["Resources"]], need)
+    }
+    if not machines.keys() - {here}:
+        return
+    storage = open_folder(split(order.plan.folder)[0])
+    probe = f".probe-{secrets.token_hex(4)}"
+    storage.write(probe, [b"seen"])
+    try:
+        needs = needs_of(order, probe)
+        asking: Any = ray.remote(look).options(num_cpus=0, max_retries=0)
+        asked = {
+            asking.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(needs): name
+            for node, name in machines.items()
+        }
+        answered, silent = ray.wait([*asked], num_returns=len(asked), timeout=LOOK_S)
+        for ref in answered:
+            try:
+                seen = ray.get(ref)
+            except RayTaskError as error:
+                raise InputError(
+                    f"the machine {asked[ref]} cannot take part: {str(error.cause).splitlines()[0]}",
+                    where="the cluster",
+                    remedy="install there what is installed here (raytrain doctor lists it)",
+                ) from None
+            except RayError:
+                # It has gone meanwhile.
+                continue
+            check_seen(order, asked[ref], seen)
+    finally:
+        storage.remove(probe)
+    for ref in silent:
+        ray.cancel(ref, force=True)
+        print(f"warning: {asked[ref]} did not say within {LOOK_S:g} s what it sees there", file=sys.stderr)
 
 
 def controllers_of(run: str) -> list[Any]:

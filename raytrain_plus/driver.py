@@ -21,9 +21,9 @@ FOLLOW_S = 0.25
 """Longest wait for news of the run: bounds how soon a signal is heard, too."""
 
 
-def drive(order: Order, began: float, view: View | None, signals: Signals) -> Result:
-    """Runs what is ordered to its end, on the Ray that is there; the run ends with this process."""
-    controller, closing_ref = begin(order, began, detached=False)
+def drive(order: Order, began: float, view: View | None, signals: Signals, *, detached: bool = False) -> Result:
+    """Runs what is ordered to its end, on the Ray that is there; the run ends with this process, unless `detached`."""
+    controller, closing_ref = begin(order, began, detached=detached)
     if view is not None:
         view.start(order.plan.job.name, order.plan.steps)
     cursor = 0
@@ -49,7 +49,8 @@ def drive(order: Order, began: float, view: View | None, signals: Signals) -> Re
     except RayActorError as error:
         raise RunError(f"the controller died: {str(error).splitlines()[0]}") from error
     finally:
-        ray.kill(controller)
+        if not detached:
+            ray.kill(controller)
         if view is not None:
             view.close()
     result = closing.result

@@ -24,6 +24,7 @@ from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
 from raytrain_plus.parallel.shapes import cuts_of, left_out
 from raytrain_plus.past import Past, look_back
+from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import DATASET, check_writable, earlier_result, exists
 from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
@@ -220,5 +221,6 @@ def _look_at_data(job: Job, roots: Sequence[Path]) -> tuple[Index, Index | None]
 
 
 def _versions() -> dict[str, str]:
-    names = ("raytrain-plus", "ray", "torch", "pyarrow", "numpy")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+    names = ("ray", "torch", "pyarrow", "numpy")
+    ours = {"python": platform.python_version(), "raytrain-plus": VERSION}
+    return {**ours, **{name: version(name) for name in names}}

@@ -20,7 +20,8 @@ from raytrain_plus.observe.progress import View, view_for
 from raytrain_plus.ordering import order_of
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import job_of
-from raytrain_plus.storage.folder import open_folder, split
+from raytrain_plus.storage.folder import is_address, open_folder, split
+from raytrain_plus.workers.ray_private import is_submitted
 
 
 def run(
@@ -39,9 +40,10 @@ def run(
     which the job may then differ from the one that began, beside those that no result depends on.
 
     `address` names a Ray cluster to join (else RAY_ADDRESS, else a connection that is already there, else one of our
-    own is started for this run); `fresh` moves an earlier run of this name aside. `view` is told of everything, unless
-    `quiet`. `roots` are folders to import the task from, beside the working directory. Raises `InputError` where the
-    job, its data or its task is wrong: before a folder is made.
+    own is started for this run); in a job that was submitted to it, the run goes on when this process ends. `fresh`
+    moves an earlier run of this name aside. `view` is told of everything, unless `quiet`. `roots` are folders to import
+    the task from, beside the working directory. Raises `InputError` where the job, its data or its task is wrong:
+    before a folder is made.
     """
     view = None if quiet else view or view_for(sys.stdout)
     order = order_of(job, fresh=fresh, roots=roots, may_change=may_change)
@@ -49,10 +51,24 @@ def run(
         if view is not None:
             view.finish(order)
         return order
+    submitted = is_submitted()
+    if submitted:
+        _warn_of_a_copy(job)
     with Signals() as signals, connected(job, address) as began:
         # Ray's own code in C++ has put something in their place.
         signals.listen()
-        return drive(order, began, view, signals)
+        # Whose driver Ray ends a few seconds after it was told to stop, saved or not.
+        return drive(order, began, view, signals, detached=submitted)
+
+
+def _warn_of_a_copy(job: Job) -> None:
+    """A submitted job works in a copy of the folder that was sent, which Ray keeps for no longer than it likes."""
+    if not is_address(job.storage) and not Path(job.storage).is_absolute():
+        print(
+            f"warning: storage: {job.storage} is relative to Ray's copy of the working directory, {Path.cwd()}; "
+            "Ray may remove it when the job has ended (--set storage=... with an absolute path, or an address)",
+            file=sys.stderr,
+        )
 
 
 def start(job: Job, *, address: str | None = None, fresh: bool = False, roots: Sequence[Path] = ()) -> Handle:

@@ -73,6 +73,33 @@ def show_token() -> None:
     _or_nothing(show, "a cluster that asks for a token needs RAY_AUTH_MODE=token in the environment")
 
 
+def show_token_if_any() -> None:
+    """Has Ray's clients over HTTP show a token, where there is one; RAY_AUTH_MODE decides where it is set.
+
+    Not where actors live on a cluster that asks for none: it could not call them any more.
+    """
+
+    def show() -> None:
+        from ray._private.authentication.authentication_token_setup import _enable_token_auth
+        from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+        if "RAY_AUTH_MODE" not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+            _enable_token_auth()
+
+    _or_nothing(show, "a cluster that asks for a token needs RAY_AUTH_MODE=token in the environment")
+
+
+def is_submitted() -> bool:
+    """Whether this process is the driver of a job that was submitted to a cluster."""
+
+    def ask() -> bool:
+        from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+        return "job_submission_id" in os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "")
+
+    return bool(_or_nothing(ask, "a submitted run ends with its driver"))
+
+
 def end_our_own_ray() -> None:
     """Ends the Ray that was started for one run. The watcher over its autoscaler, which it does not have, is ended
     first: it does not hear when it is asked to go, and Ray waits a second for it."""

@@ -1,0 +1,106 @@
+"""Whether the machines of a cluster see what a run needs there: its storage, its data, Horovod."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytrain_plus.elastic.order import Order
+from raytrain_plus.errors import InputError
+from raytrain_plus.install.state import horovod_state
+from raytrain_plus.runfolder import keeps_others_out
+from raytrain_plus.storage.folder import is_address, open_folder, split
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a machine is asked about."""
+
+    storage: str
+    """The folder in which the run's folder lies."""
+    probe: str
+    """The name of a file there, which whoever asks has written."""
+    data: Mapping[str, int]
+    """Files and their sizes in bytes; empty where each machine makes its own."""
+    horovod: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a machine found; what is as it should be is empty."""
+
+    storage: str
+    data: str
+    horovod: str
+
+
+def needs_of(order: Order, probe: str) -> Needs:
+    """What the machines have to see for this run."""
+    job, index = order.plan.job, order.plan.index
+    files: dict[str, int] = {}
+    if job.data.prepare is None and not is_address(index.path):
+        path = Path(os.path.abspath(index.path))
+        folder = path.parent if index.files == (path.name,) and path.is_file() else path
+        sizes = zip(index.files, index.file_bytes, strict=True)
+        files = {str(folder / name): size for name, size in sizes}
+    return Needs(split(order.plan.folder)[0], probe, files, order.plan.collective == "horovod")
+
+
+def look(needs: Needs) -> Seen:
+    """What this machine sees of it."""
+    return Seen(_look_at_storage(needs), _look_at_data(needs), _look_at_horovod(needs))
+
+
+def _look_at_storage(needs: Needs) -> str:
+    try:
+        storage = open_folder(needs.storage)
+        storage.read(needs.probe)
+        keeps_others_out(storage)
+    except FileNotFoundError:
+        return "has another folder there, or none"
+    except OSError as error:
+        return f"cannot write there: {error.strerror or error}"
+    return ""
+
+
+def _look_at_data(needs: Needs) -> str:
+    for file, size in needs.data.items():
+        try:
+            if os.stat(file).st_size != size:
+                return f"has another file {file}"
+        except OSError as error:
+            return f"cannot read {file}: {error.strerror}"
+    return ""
+
+
+def _look_at_horovod(needs: Needs) -> str:
+    state = horovod_state()
+    return state.reason if needs.horovod and not state.usable else ""
+
+
+def check_seen(order: Order, machine: str, seen: Seen) -> None:
+    """Raises `InputError` where a machine, whose name is `machine`, does not see what the run needs."""
+    job = order.plan.job
+    if seen.storage:
+        raise InputError(
+            f"the machine {machine} {seen.storage}",
+            where=f"storage: {job.storage}",
+            expected="a folder that all machines of the cluster see and may write: a share's absolute path, or an "
+            "address",
+            remedy="--set storage=s3://BUCKET/runs, say",
+        )
+    if seen.data:
+        raise InputError(
+            f"the machine {machine} {seen.data}",
+            where=f"data.path: {job.data.path}",
+            expected="the same files on all machines of the cluster",
+            remedy="put the data on a share that all see, or name with data.prepare what makes it on each",
+        )
+    if seen.horovod:
+        raise InputError(
+            f"Horovod cannot be used on the machine {machine}: {seen.horovod}",
+            where=f"collective: {job.collective}",
+            remedy="run there: raytrain install-horovod; or --set collective=torch",
+        )

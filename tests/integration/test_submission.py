@@ -1,0 +1,169 @@
+"""Runs as jobs of a cluster that was started with `ray start`: sent, followed, stopped, gone on with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray._private.runtime_env.packaging import create_package
+
+from raytrain_plus import attach
+from tests.integration.conftest import TASKS
+from tests.integration.head import Head, head
+from tests.integration.tasks import write_data
+from tests.integration.test_detached import losses, until
+from tests.integration.test_run import REPOSITORY, command, raytrain, write_job
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> None:
+    """The head looks after its own processes: it starts some again, whatever test runs meanwhile."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Head]:
+    with head(cpus=6) as started:
+        yield started
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder as a user has it: a job file, and the module with its task."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    shutil.copy(TASKS / "tasks.py", folder)
+    write_data(tmp_path / "data")
+    return folder
+
+
+def job_in(project: Path, **changes: Any) -> str:
+    changes = {"task": "tasks:Sleeps", "storage": str(project.parent / "runs"), "steps": 60, **changes}
+    data = {"path": str(project.parent / "data"), "batch_size": 48, "shards": 8}
+    write_job(project, data=data, **changes)
+    return "job.yaml"
+
+
+def submit(project: Path, cluster: Head, *words: str) -> tuple[int, str, str]:
+    return raytrain("submit", "job.yaml", "--address", cluster.dashboard, *words, cwd=project)
+
+
+def drivers(cluster: Head) -> list[psutil.Process]:
+    """The processes that follow the cluster's runs."""
+    own = cluster.process.children(recursive=True)
+    return [one for one in own if one.cmdline()[1:4] == ["-m", "raytrain_plus", "run"]]
+
+
+def test_two_jobs_are_sent_and_followed(project: Path, cluster: Head) -> None:
+    job_in(project)
+    code, out, err = submit(project, cluster, "--set", "name=other")
+    assert code == 0, err
+    assert f"follow it with: raytrain attach other --address {cluster.dashboard}" in out
+    code, out, err = submit(project, cluster, "--follow")
+    assert (code, "job finished: 60 steps" in out) == (0, True), out + err
+    code, out, err = raytrain("attach", "other", "--address", cluster.dashboard)
+    assert (code, "other finished: 60 steps" in out) == (0, True), out + err
+    folders = [project.parent / "runs" / name for name in ("job", "other")]
+    assert losses(folders[0]) == losses(folders[1])
+    assert [attach(folder).result().recoveries for folder in folders] == [0, 0]
+    code, out, _ = raytrain("status", "job", "--address", cluster.dashboard, "--json")
+    assert (code, json.loads(out)["state"]) == (0, "succeeded")
+    code, _, err = raytrain("logs", "othr", "--address", cluster.dashboard)
+    assert (code, "no job of the cluster is a run 'othr'" in err, "did you mean other?" in err) == (2, True, True)
+
+
+def test_stopped_it_is_saved_and_sent_again_it_goes_on(project: Path, cluster: Head) -> None:
+    job_in(project, steps=80, reduction="exact")
+    folder = project.parent / "runs" / "job"
+    code, _, err = submit(project, cluster)
+    assert code == 0, err
+    following = command("logs", "job", "-f", "--address", cluster.dashboard)
+    until(lambda: folder.exists() and len(losses(folder)) > 5, "5 steps", 120)
+    code, out, _ = submit(project, cluster, "--follow")
+    assert (code, "a run of this name is going on" in out) == (2, True), out
+    # The job of this name that was sent last has ended: it is the first that is stopped, by its id.
+    driver = drivers(cluster)
+    assert len(driver) == 1
+    job = json.loads(driver[0].environ()["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"]
+    code, out, err = raytrain("stop", job, "--address", cluster.dashboard)
+    assert (code, f"{job}: stopped" in out) == (0, True), out + err
+    out, _ = following.communicate(timeout=30)
+    made = len(losses(folder))
+    assert f"job stopped: {made} steps" in out
+    assert 5 < made < 80
+    assert [one.step for one in attach(folder).status().checkpoints] == [made - 1]
+    assert attach(folder).result().exit_code == 143
+    assert submit(project, cluster)[0] == 0
+    until(lambda: len(losses(folder)) > made + 5, "5 steps more", 120)
+    # Nothing becomes of a run without its driver but its end.
+    for one in drivers(cluster):
+        one.kill()
+    result = attach(folder).result(timeout_s=60)
+    assert (result.status, result.steps, len(losses(folder))) == ("finished", 80, 80)
+    job_in(project, steps=80, reduction="exact", name="undisturbed")
+    assert submit(project, cluster, "--follow")[0] == 0
+    assert attach(project.parent / "runs" / "undisturbed").result().state_sha256 == result.state_sha256
+
+
+def test_what_cannot_be_sent_is_told(project: Path, cluster: Head, tmp_path: Path) -> None:
+    job_in(project)
+    code, _, err = raytrain("submit", project / "job.yaml", "--address", cluster.dashboard, cwd=TASKS)
+    assert (code, "the job file is not inside the working directory" in err) == (2, True), err
+    code, _, err = raytrain("run", "job.yaml", "--address", cluster.dashboard, cwd=project)
+    assert (code, "raytrain submit JOB --address http://HOST:8265" in err) == (2, True), err
+    code, _, err = raytrain("status", "job", "--address", "http://127.0.0.1:9")
+    assert (code, "does not answer" in err) == (2, True), err
+
+
+def test_as_ray_has_it(cluster: Head, tmp_path: Path) -> None:
+    """`ray job submit` of a job file of this repository, with what its page says."""
+    words = ["--working-dir", ".", "--runtime-env", "clusters/runtime_env.yaml", "--address", cluster.dashboard, "--"]
+    words += ["python", "-m", "raytrain_plus", "run", "jobs/digits.yaml", "--set", "epochs=2"]
+    ray = Path(sys.executable).with_name("ray")
+    done = subprocess.run([ray, "job", "submit", *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "digits finished: " in done.stdout
+    assert "Ray may remove it" in done.stdout
+    package = tmp_path / "package.zip"
+    create_package(str(REPOSITORY), package, include_gitignore=True)
+    assert package.stat().st_size < 2e6
+
+
+@pytest.mark.slow
+def test_a_head_that_forgot_everything(project: Path) -> None:
+    job_in(project, steps=80, reduction="exact", checkpoint={"every_steps": 10})
+    folder = project.parent / "runs" / "job"
+    with head() as first:
+        assert submit(project, first)[0] == 0
+        until(lambda: folder.exists() and len(losses(folder)) > 25, "25 steps", 120)
+    with head() as second:
+        code, out, err = submit(project, second, "--follow")
+        assert (code, "job finished: 80 steps" in out) == (0, True), out + err
+        assert attach(folder).events("resumed")
+        assert submit(project, second, "--set", "name=undisturbed", "--follow")[0] == 0
+    shas = [attach(project.parent / "runs" / name).result().state_sha256 for name in ("job", "undisturbed")]
+    assert shas[0] == shas[1]
+
+
+@pytest.mark.slow
+def test_a_cluster_that_asks_for_a_token(project: Path, tmp_path: Path) -> None:
+    job_in(project, steps=8)
+    token, wrong = tmp_path / "token", tmp_path / "wrong"
+    token.write_text("a-token-of-this-test-alone")
+    wrong.write_text("another-token")
+    asking = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    with head(**asking) as cluster:
+        words = ("submit", "job.yaml", "--address", cluster.dashboard)
+        for shown in ({"RAY_AUTH_MODE": "disabled"}, {**asking, "RAY_AUTH_TOKEN_PATH": str(wrong)}):
+            code, _, err = raytrain(*words, cwd=project, **shown)
+            assert (code, "wants a token" in err) == (2, True), err
+        code, out, err = raytrain(*words, "--follow", cwd=project, **asking)
+        assert (code, "job finished: 8 steps" in out) == (0, True), out + err

@@ -1,0 +1,55 @@
+"""What is sent with a job, and where to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raytrain_plus import Data, Evaluate, InputError, Job
+from raytrain_plus.submission import HERE, address_of, check_sendable, largest, left_out
+
+
+def job(**changes: object) -> Job:
+    data = Data(path=str(changes.pop("path", "data/train")), batch_size=8, prepare=changes.pop("prepare", None))  # type: ignore[arg-type]
+    return Job(name="job", task="tasks:Net", steps=1, data=data, **changes)  # type: ignore[arg-type]
+
+
+def test_data_that_is_made_there_is_left_out(tmp_path: Path) -> None:
+    made = job(prepare="tasks:prepare", evaluate=Evaluate(path="data/held_out", every_steps=2), storage="s3://b/runs")
+    assert left_out(made, tmp_path)[-2:] == ["/data/train", "/data/held_out"]
+    assert left_out(job(path="/share/data", storage="../elsewhere"), tmp_path) == left_out(
+        job(storage="/a/b"), tmp_path
+    )
+    assert left_out(job(), tmp_path)[-1] == "/runs"
+
+
+def test_the_job_file_must_be_among_what_is_sent(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "project" / "jobs" / "a.yaml", tmp_path / "b.yaml"
+    assert check_sendable(job(path="/share"), inside, tmp_path / "project") == "jobs/a.yaml"
+    with pytest.raises(InputError, match="not inside the working directory"):
+        check_sendable(job(path="/share"), outside, tmp_path / "project")
+
+
+def test_data_is_not_sent(tmp_path: Path) -> None:
+    for good in (job(path="s3://bucket/data"), job(prepare="tasks:prepare")):
+        check_sendable(good, tmp_path / "job.yaml", tmp_path)
+    with pytest.raises(InputError, match=r"data\.path: data/train.*relative"):
+        check_sendable(job(), tmp_path / "job.yaml", tmp_path)
+
+
+def test_where_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert address_of(None) == HERE
+    monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
+    assert address_of(None) == "http://10.0.0.1:8265"
+    assert address_of("https://other") == "https://other"
+
+
+def test_the_largest_are_named(tmp_path: Path) -> None:
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "one").write_bytes(b"x" * 3000)
+    (tmp_path / "small").write_bytes(b"x")
+    assert largest(tmp_path).startswith("big (")
+    assert largest(tmp_path).count("(") == 2
