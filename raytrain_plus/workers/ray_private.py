@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,6 +21,9 @@ DEATH = "A worker died or was killed while executing a task"
 
 WATCHER_S = 10.0
 """Limit of the end of a process that was killed."""
+
+DRAIN_S = 10.0
+"""Limit of telling Ray that a node goes."""
 
 T = TypeVar("T")
 
@@ -35,6 +40,37 @@ def draining_nodes() -> dict[str, float | None] | None:
         return {node: ms / 1000 if ms else None for node, ms in state.get_draining_nodes().items()}
 
     return _or_nothing(ask, "a node that will leave is noticed when it is gone")
+
+
+def drain_node(address: str, node: str, why: str, deadline: float) -> bool | None:
+    """Tells the Ray at `address` that the node with that id is taken away at `deadline`, in Unix seconds: who follows
+    `draining_nodes` leaves it, and nobody comes.
+
+    Whether Ray took that; None where this Ray cannot be told.
+    """
+
+    def tell() -> bool:
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+        from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
+
+        preempted = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        # A deadline of none has a meaning of its own, and one that is over none.
+        deadline_ms = math.ceil(max(deadline, time.time() + 0.001) * 1000)
+        taken, refusal = GcsClient(address).drain_node(node, preempted, why, deadline_ms, timeout=DRAIN_S)
+        if not taken:
+            logging.getLogger(__name__).warning("Ray does not drain node %s: %s", node, refusal)
+        return bool(taken)
+
+    return _or_nothing(tell, "a node that will leave is noticed when it is gone")
+
+
+def drain_this_node(why: str, deadline: float) -> bool | None:
+    """The same of the node where this process is; and one that goes no later already is left alone."""
+    context = ray.get_runtime_context()
+    known = (draining_nodes() or {}).get(context.get_node_id())
+    if known is not None and known <= deadline:
+        return True
+    return drain_node(context.gcs_address, context.get_node_id(), why, deadline)
 
 
 def most_there_can_be() -> dict[str, float] | None:

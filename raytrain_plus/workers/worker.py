@@ -85,6 +85,7 @@ from raytrain_plus.training.randomness import random_key, repeatable, set_random
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.copier import Copier
+from raytrain_plus.workers.notices import hear_notices
 from raytrain_plus.workers.plan import (
     WHOLE,
     Assignment,
@@ -154,7 +155,9 @@ class Worker:
 
     def prepare(self, plan: Plan, limit_s: float) -> Ready:
         """Imports and builds the task, makes the data where this node lacks it. Raises what is wrong with either."""
-        return self._do(lambda: self._prepare(plan, limit_s))
+        ready = self._do(lambda: self._prepare(plan, limit_s))
+        hear_notices()
+        return ready
 
     def rehearse(self) -> None:
         """Makes one step alone, so that the first one in a group is not slow; the state counts as none afterwards."""

@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -24,6 +26,8 @@ from raytrain_plus.collective.horovod import HorovodWorld
 from raytrain_plus.data.reader import PREFETCH_STEPS
 from raytrain_plus.parallel.pipeline.handover import Handovers
 from raytrain_plus.training import staged
+from raytrain_plus.workers.notices import listen
+from raytrain_plus.workers.ray_private import drain_this_node
 
 
 class Whole(nn.Sequential):
@@ -273,6 +277,16 @@ class Wide(Faulty):
             "wide": lambda: nn.Sequential(nn.ReLU(), nn.Linear(1024, 4096)),
             "last": lambda: nn.Sequential(nn.ReLU(), nn.Linear(4096, 3)),
         }
+
+
+class Noticed(Faulty):
+    """Its workers listen to their cloud as all do on a cloud's machine, but to what is in its place: `services`, the
+    host and port for each node's id."""
+
+    def __init__(self, folder: str, cloud: Any, services: dict[str, Any], pad_s: float = 0.0) -> None:
+        super().__init__(folder, pad_s=pad_s)
+        host, port = services[ray.get_runtime_context().get_node_id()]
+        threading.Thread(target=listen, args=(cloud, (host, port), drain_this_node), daemon=True).start()
 
 
 class Stumbles(Net):

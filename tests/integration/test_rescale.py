@@ -17,12 +17,11 @@ import psutil
 import pytest
 import ray
 from ray._private.state import state
-from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from raytrain_plus import Data, Elastic, RunError, Workers
 from raytrain_plus.data.audit import audit
+from raytrain_plus.workers.ray_private import drain_node
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.tasks import write_data
@@ -51,13 +50,7 @@ def losses_of_an_undisturbed_run(tmp_path: Path, **changes: Any) -> list[float]:
 
 def drain(cluster: Cluster, node: str, seconds: float) -> None:
     """What a cloud's notice becomes in Ray."""
-    accepted, why = GcsClient(cluster.address).drain_node(
-        node,
-        DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
-        "taken back",
-        int((time.time() + seconds) * 1000),
-    )
-    assert accepted, why
+    assert drain_node(cluster.address, node, "taken back", time.time() + seconds)
 
 
 def test_machines_join_and_the_others_hardly_stop(tmp_path: Path, cluster: Cluster) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("ray")
 
+import ray
 from ray._private import ray_logging, state, worker
 
 from raytrain_plus.workers import ray_private
@@ -14,6 +19,76 @@ from raytrain_plus.workers import ray_private
 def test_draining_nodes_have_their_deadline_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state.GlobalState, "get_draining_nodes", lambda self: {"a": 1500, "b": 0})
     assert ray_private.draining_nodes() == {"a": 1.5, "b": None}
+
+
+class Gcs:
+    """What Ray's head is told, and says."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.says = (True, "")
+
+    def __call__(self, address: str) -> Gcs:
+        assert address == "head:6379"
+        return self
+
+    def drain_node(self, *arguments: Any, timeout: float) -> tuple[bool, str]:
+        self.told.append(arguments)
+        return self.says
+
+
+@pytest.fixture
+def gcs(monkeypatch: pytest.MonkeyPatch) -> Gcs:
+    gcs = Gcs()
+    monkeypatch.setattr(ray._raylet, "GcsClient", gcs)
+    here = SimpleNamespace(gcs_address="head:6379", get_node_id=lambda: "ab12")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    return gcs
+
+
+def test_ray_is_told_by_which_millisecond_a_node_goes(gcs: Gcs, caplog: pytest.LogCaptureFixture) -> None:
+    soon = time.time() + 60
+    assert ray_private.drain_node("head:6379", "ab12", "taken back", soon)
+    [(node, reason, why, deadline_ms)] = gcs.told
+    assert (node, reason, why) == ("ab12", 2, "taken back")
+    assert 0 <= deadline_ms - soon * 1000 < 1.1
+    gcs.says = (False, "busy")
+    assert ray_private.drain_node("head:6379", "ab12", "taken back", soon) is False
+    [record] = caplog.records
+    assert record.message == "Ray does not drain node ab12: busy"
+
+
+@pytest.mark.parametrize("over_s", [0, 1, 1e9])
+def test_a_deadline_that_is_over_is_this_moment(gcs: Gcs, over_s: float) -> None:
+    before = time.time()
+    assert ray_private.drain_node("head:6379", "ab12", "taken back", before - over_s)
+    [(*_, deadline_ms)] = gcs.told
+    assert before * 1000 < deadline_ms < time.time() * 1000 + 2.1
+
+
+def test_a_node_that_goes_no_later_already_is_left_alone(monkeypatch: pytest.MonkeyPatch, gcs: Gcs) -> None:
+    soon = float(round(time.time()) + 60)
+    known: dict[str, int] = {"cd34": 1}
+    monkeypatch.setattr(state.GlobalState, "get_draining_nodes", lambda self: known)
+    for before_ms in (soon * 1000, soon * 1000 - 1):
+        known["ab12"] = int(before_ms)
+        assert ray_private.drain_this_node("taken back", soon)
+    assert gcs.told == []
+    # One that goes later, or nobody knows when, goes then.
+    for later_ms in (soon * 1000 + 1, 0):
+        known["ab12"] = int(later_ms)
+        assert ray_private.drain_this_node("taken back", soon)
+    del known["ab12"]
+    assert ray_private.drain_this_node("taken back", soon)
+    assert gcs.told == [("ab12", 2, "taken back", int(soon * 1000))] * 3
+
+
+def test_a_ray_that_cannot_be_told_of_a_node_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch, gcs: Gcs, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(Gcs, "drain_node")
+    assert ray_private.drain_node("head:6379", "ab12", "taken back", 1) is None
+    assert "drain_node" in caplog.text
 
 
 @pytest.mark.parametrize(

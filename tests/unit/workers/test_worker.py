@@ -59,6 +59,16 @@ def test_a_task_that_exits_is_an_error_and_no_lost_worker() -> None:
         Worker("worker-0")._do(lambda: sys.exit(3))
 
 
+def test_a_cloud_is_listened_to_when_all_else_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(module, "hear_notices", lambda: done.append("listens"))
+    monkeypatch.setattr(Worker, "_prepare", lambda worker, plan, limit_s: done.append(plan) or int(plan))
+    with pytest.raises(TrainingError):
+        Worker("worker-0").prepare("nothing", 1)  # type: ignore[arg-type]
+    assert Worker("worker-0").prepare("8", 1) == 8  # type: ignore[arg-type]
+    assert done == ["nothing", "8", "listens"]
+
+
 class Waits(Small):
     """Its loss waits, in the midst of a step that has changed buffers already."""
 
