@@ -7,7 +7,7 @@ are committed together; torch has no such schedule.
 Each layer computes little and then sleeps, as if a device computed, so that the stages of one small machine do not wait
 for its cores: so long in the forward pass, for its input's gradient, and for its weights'.
 
-python -m tests.benchmarks.pipeline [--rounds 3] [--schedules 1f1b ...] [--pad 0.02]
+python -m tests.benchmarks.pipeline [--rounds 3] [--schedules 1f1b ...] [--pad 0.05]
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
-    parser.add_argument("--pad", type=float, default=0.02, help="seconds of each part of a layer")
+    parser.add_argument("--pad", type=float, default=0.05, help="seconds of each part of a layer")
     parser.add_argument("--stage", nargs=7, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.stage:
