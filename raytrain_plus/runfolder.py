@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
 import json
 import os
@@ -136,11 +137,19 @@ def find_run(name: str, storage: str) -> Folder:
         with contextlib.suppress(FileNotFoundError):
             place.read(JOB)
             return place
+    near = [] if is_address(name) else difflib.get_close_matches(name, _runs_beside(open_folder(storage).path), 3)
     raise InputError(
         f"there is no run '{places[0].where if is_address(name) else name}'",
-        where=" and ".join(place.where for place in places),
-        remedy="name a run's folder, or say with --storage where it lies",
+        where=" and ".join(dict.fromkeys(place.where for place in places)),
+        remedy=f"did you mean {' or '.join(near)}?" if near else "name its folder, or say with --storage where it lies",
     )
+
+
+def _runs_beside(storage: Path | None) -> list[str]:
+    """The runs in a folder on a file system; of others a list would take its time."""
+    if storage is None or not storage.is_dir():
+        return []
+    return [entry.name for entry in storage.iterdir() if (entry / JOB).is_file()]
 
 
 def job_of(run: Folder, overrides: Sequence[str] = ()) -> Job:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from raytrain_plus.errors import RaytrainError, TaskError
+from raytrain_plus.references import resolved
 from raytrain_plus.task import Task
 
 
@@ -49,9 +50,14 @@ def load_function(spec: str, roots: Sequence[Path]) -> Callable[..., Any]:
 
 
 def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
-    """An instance of the task. Raises `TaskError` with the user's own frames where the constructor does."""
+    """An instance of the task; `${env:NAME}` in its arguments is what this process's environment holds.
+
+    Raises `TaskError` with the user's own frames where the constructor does, and `InputError` for a variable that is
+    not set.
+    """
+    known = resolved(args, os.environ)
     try:
-        return cls(**args)
+        return cls(**known)
     except (Exception, SystemExit) as error:
         if is_signal(error):
             raise

@@ -92,6 +92,15 @@ class Raises(Net):
         return super().loss(model, batch)
 
 
+class Secretive(Net):
+    """Wants to be told a word that nobody else may read."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        if word != "open sesame":
+            raise ValueError("not the word")
+
+
 class Sleeps(Net):
     """Takes its time, so that it can be interrupted."""
 

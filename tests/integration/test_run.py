@@ -141,6 +141,18 @@ def test_bad_input_is_told_before_a_run_begins(tmp_path: Path, changes: dict[str
     assert not (tmp_path / "runs" / "job").exists()
 
 
+def test_a_secret_is_referred_to_and_written_down_nowhere(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    job = write_job(tmp_path, task="tasks:Secretive", args={"word": "open ${env:WORD}"})
+    code, _, err = raytrain("run", job)
+    assert (code, "args.word: the environment variable WORD is not set" in err) == (2, True), err
+    code, out, err = raytrain("run", job, WORD="sesame")
+    assert code == 0, err
+    written = [file.read_bytes() for file in (tmp_path / "runs").rglob("*") if file.is_file()]
+    assert any(b"open ${env:WORD}" in text for text in written)
+    assert not any(b"sesame" in text for text in [*written, out.encode(), err.encode()])
+
+
 @pytest.mark.parametrize(
     ("where", "code", "expected"),
     [

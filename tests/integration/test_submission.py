@@ -86,7 +86,7 @@ def test_stopped_it_is_saved_and_sent_again_it_goes_on(project: Path, cluster: H
     code, _, err = submit(project, cluster)
     assert code == 0, err
     following = command("logs", "job", "-f", "--address", cluster.dashboard)
-    until(lambda: folder.exists() and len(losses(folder)) > 5, "5 steps", 120)
+    until(lambda: (folder / "job.yaml").exists() and len(losses(folder)) > 5, "5 steps", 120)
     code, out, _ = submit(project, cluster, "--follow")
     assert (code, "a run of this name is going on" in out) == (2, True), out
     # The job of this name that was sent last has ended: it is the first that is stopped, by its id.
@@ -143,7 +143,7 @@ def test_a_head_that_forgot_everything(project: Path) -> None:
     folder = project.parent / "runs" / "job"
     with head() as first:
         assert submit(project, first)[0] == 0
-        until(lambda: folder.exists() and len(losses(folder)) > 25, "25 steps", 120)
+        until(lambda: (folder / "job.yaml").exists() and len(losses(folder)) > 25, "25 steps", 120)
     with head() as second:
         code, out, err = submit(project, second, "--follow")
         assert (code, "job finished: 80 steps" in out) == (0, True), out + err

@@ -120,6 +120,13 @@ def test_a_run_is_found_by_its_path_its_address_or_its_name(storage: Folder, run
         find_run(storage.inside("walk").address, storage.address)
 
 
+def test_the_nearest_runs_are_named(tmp_path: Path) -> None:
+    for name in ("digits", "digits2", "bytes"):
+        left_by(LocalFolder(tmp_path / name), "finished")
+    with pytest.raises(InputError, match=r"did you mean digits or digits2\?"):
+        find_run("digit", str(tmp_path))
+
+
 def test_a_folder_without_a_job_has_none(run: Folder) -> None:
     with pytest.raises(InputError, match=r"run/job\.yaml: there is no such file"):
         job_of(run)
