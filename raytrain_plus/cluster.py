@@ -30,6 +30,7 @@ from raytrain_plus.storage.folder import open_folder, split
 from raytrain_plus.workers.ray_private import (
     draining_nodes,
     end_our_own_ray,
+    has_autoscaler,
     most_there_can_be,
     our_own_signals,
     settings_of_our_own_ray,
@@ -233,7 +234,11 @@ def limits_of(job: Job, steps: int, cuts: tuple[int, ...]) -> Limits:
     minimum, maximum, spares = max(job.workers.min, cuts[-1]), job.workers.max or job.workers.min, job.workers.spares
     most = most_there_can_be()
     wanted = minimum + spares
-    grows = most is not None and all(most.get(name, 0.0) >= amount * wanted for name, amount in need.items())
+    if most is None:
+        # Where nobody knows how far it grows, elastic.wait_s is the limit.
+        grows = room < wanted and has_autoscaler()
+    else:
+        grows = all(most.get(name, 0.0) >= amount * wanted for name, amount in need.items())
     if room < wanted and not grows:
         has = "; ".join(f"{node.get('CPU', 0):g} CPU, {node.get('GPU', 0):g} GPU" for node in nodes)
         raise InputError(

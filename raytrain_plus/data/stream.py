@@ -87,7 +87,9 @@ class Stream:
         expected_rows: Callable[[Read], int],
         node: str,
         roots: Sequence[str],
+        first: Callable[[], None] = lambda: None,
     ) -> None:
+        """`first` is called before Ray Data is used, on the stream's thread."""
         self._rows = rows
         self._sent: Any = None
         self._roots = roots
@@ -96,6 +98,7 @@ class Stream:
         self._whole_units = whole_units
         self._expected_rows = expected_rows
         self._node = node
+        self._first = first
         self._news = threading.Condition()
         self._arrived: dict[int, pa.Table] = {}
         self._waiting_bytes = 0
@@ -146,6 +149,7 @@ class Stream:
 
     def _run(self) -> None:
         try:
+            self._first()
             while not self._closing:
                 ahead = itertools.dropwhile(lambda group: group[-1].number < self._aim(), self._groups)
                 groups = list(itertools.islice(ahead, HORIZON))

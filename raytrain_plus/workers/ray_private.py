@@ -19,6 +19,9 @@ SEEN = "2.60"
 DEATH = "A worker died or was killed while executing a task"
 """How Ray begins ten lines about a worker's death on the driver's screen."""
 
+HEAD = "node:__internal_head__"
+"""A resource that a cluster's head alone has."""
+
 WATCHER_S = 10.0
 """Limit of the end of a process that was killed."""
 
@@ -83,6 +86,56 @@ def most_there_can_be() -> dict[str, float] | None:
         return None if most is None else {name: float(amount) for name, amount in most.items()}
 
     return _or_nothing(ask, "a cluster counts as one that cannot grow, before a run starts")
+
+
+def has_autoscaler() -> bool:
+    """Whether an autoscaler, of the second version, which `ray up` and KubeRay start, looks after the cluster.
+
+    It may bring more than is there; how much, Ray's own does not tell.
+    """
+
+    def ask() -> bool:
+        from ray.autoscaler.v2.sdk import get_cluster_status
+
+        # The number of its newest report; 0 where there was none yet.
+        return (get_cluster_status(ray.get_runtime_context().gcs_address).stats.autoscaler_version or "0") != "0"
+
+    return _or_nothing(ask, "a cluster counts as one that cannot grow, before a run starts") or False
+
+
+def ray_data_on_the_head() -> None:
+    """Has the actors that Ray Data keeps for a whole cluster started on its head, where they are not there yet.
+
+    By itself Ray Data starts them on the node where it is first used. They outlive the run, and an autoscaler never
+    lets a node go on which there is an actor, though it takes no CPU.
+    """
+
+    def start() -> None:
+        from ray.data._internal import stats
+        from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
+        from ray.data._internal.usage import actor as usage
+
+        head = [node["NodeID"] for node in ray.nodes() if node["Alive"] and HEAD in node["Resources"]]
+        if not head:
+            return
+        kept: dict[str, Any] = {
+            "num_cpus": 0,
+            "get_if_exists": True,
+            "lifetime": "detached",
+            "label_selector": {"ray.io/node-id": head[0]},
+        }
+        keeper: Any = stats._StatsActor
+        keeper.options(name=stats.STATS_ACTOR_NAME, namespace=stats.STATS_ACTOR_NAMESPACE, **kept).remote()
+        # Ray starts no actor of one name from two threads at once; where that can be, Ray Data has these locks.
+        with usage._get_or_create_lock:
+            name = "DataUsageCollectionActor"
+            ray.remote(usage._UsageCollectionActor).options(name=name, namespace=name, **kept).remote()
+        with coordinator._get_or_create_lock:
+            name = "AutoscalingCoordinator"
+            again: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1, **kept}
+            ray.remote(coordinator._AutoscalingCoordinatorActor).options(name=name, namespace=name, **again).remote()
+
+    _or_nothing(start, "an autoscaler cannot let a node go on which a run first used Ray Data")
 
 
 def settings_of_our_own_ray() -> dict[str, Any]:

@@ -99,6 +99,7 @@ from raytrain_plus.workers.plan import (
     ShareOf,
     Written,
 )
+from raytrain_plus.workers.ray_private import ray_data_on_the_head
 from raytrain_plus.workers.reporter import FLUSH_S, Reporter
 from raytrain_plus.workers.saver import Part, Saver
 
@@ -862,7 +863,7 @@ def open_stream(*arguments: Any, **settings: Any) -> Any:
     """A Ray Data stream; Ray Data is loaded here, when the first one is wanted, because that takes a second."""
     from raytrain_plus.data.stream import Stream
 
-    return Stream(*arguments, **settings)
+    return Stream(*arguments, **settings, first=ray_data_on_the_head)
 
 
 def _same_data(spec: str | None, roots: list[Path], expected: Index) -> None:

@@ -28,10 +28,13 @@ from tests.unit.data.test_source import write
 from tests.unit.state.test_checkpoint import described
 
 
-def limits(monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None) -> int:
+def limits(
+    monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None, autoscaler: bool = False
+) -> int:
     nodes = [{"Alive": True, "Resources": {"CPU": 2.0, "object_store_memory": 1.0}}]
     monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes)
     monkeypatch.setattr(cluster, "most_there_can_be", lambda: most)
+    monkeypatch.setattr(cluster, "has_autoscaler", lambda: autoscaler)
     job = Job(name="x", task="a:B", data=Data(path="d", batch_size=8), steps=1, workers=workers)
     return cluster.limits_of(job, 1, (1,)).minimum
 
@@ -49,6 +52,12 @@ def test_what_is_there_or_may_come_is_enough(
     monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None
 ) -> None:
     assert limits(monkeypatch, workers, most) == workers.min
+
+
+def test_an_autoscaler_that_does_not_tell_how_far_it_goes_may_bring_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limits(monkeypatch, Workers(min=4, gpus=1), None, autoscaler=True) == 4
+    with pytest.raises(InputError):
+        limits(monkeypatch, Workers(min=5), {"CPU": 4.0}, autoscaler=True)
 
 
 @pytest.mark.parametrize(

@@ -336,6 +336,31 @@ def test_spares_are_held_back_from_growth_and_take_a_lost_ones_place() -> None:
     assert (group.phase, commands) == (P, [e.Pause(1)])
 
 
+def test_what_is_asked_for_in_vain_stops_nobody_and_is_asked_for_no_more_when_fewer_are_wanted() -> None:
+    limits = Limits(minimum=1, maximum=3, spares=1, shards=3, steps=4, max_failures=None, expected=1)
+    group, [start] = begin(limits)
+    assert start == e.Start(("worker-0", "worker-1", "worker-2", "worker-3"), 0.0)
+    for event in (e.Warm("worker-0", -1), e.Committed(0, 0), e.Up("worker-1")):
+        group, _ = step(group, event)
+    assert (group.phase, group.seats) == (T, ("worker-0",))
+    group, commands = step(group, e.Rescale(1, 2, 0))
+    assert commands == [e.Dismiss("worker-3"), e.Dismiss("worker-2")]
+    group, commands = step(group, e.Rescale(1, 1, 0))
+    assert commands == [e.Dismiss("worker-1")]
+    assert (group.phase, set(group.workers)) == (T, {"worker-0"})
+
+
+def test_workers_are_asked_for_in_numbers_that_can_be_formed() -> None:
+    # 4 shards on 3 cells take as long as on 2; and of 7 workers 3 make no second cell of 4 stages.
+    for maximum, cuts, spares, asked in ((3, (1,), 0, 2), (4, (1,), 0, 4), (7, (4,), 0, 4), (8, (4,), 1, 9)):
+        limits = Limits(
+            minimum=1, maximum=maximum, spares=spares, shards=4, steps=4, max_failures=None, expected=1, cuts=cuts
+        )
+        _, [start] = begin(limits)
+        assert isinstance(start, e.Start)
+        assert len(start.workers) == asked
+
+
 def test_survivors_go_on_without_a_newcomer_that_still_prepares() -> None:
     group = group_in(T)
     group = replace(group, workers={**group.workers, "new": Worker("up")})

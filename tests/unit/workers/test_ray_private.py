@@ -12,6 +12,7 @@ pytest.importorskip("ray")
 
 import ray
 from ray._private import ray_logging, state, worker
+from ray.autoscaler.v2 import sdk
 
 from raytrain_plus.workers import ray_private
 
@@ -115,6 +116,16 @@ def test_what_an_autoscaler_may_bring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ray_private.most_there_can_be() is None
 
 
+@pytest.mark.parametrize(("version", "there"), [(None, False), ("0", False), ("4", True)])
+def test_an_autoscaler_is_known_by_its_reports(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, there: bool
+) -> None:
+    status = SimpleNamespace(stats=SimpleNamespace(autoscaler_version=version))
+    monkeypatch.setattr(ray_private.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="a:1"))
+    monkeypatch.setattr(sdk, "get_cluster_status", lambda address: status)
+    assert ray_private.has_autoscaler() == there
+
+
 def test_internal_settings_are_given_to_a_ray_that_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ray_private.settings_of_our_own_ray() == {"worker_niceness": 0}
     monkeypatch.setattr(ray_private.ray, "__version__", "3.0.1")
@@ -153,3 +164,15 @@ def test_ray_may_print_otherwise_one_day(monkeypatch: pytest.MonkeyPatch, caplog
     with ray_private.silent_about_deaths():
         pass
     assert "stdout_deduplicator" in caplog.text
+
+
+def test_ray_data_may_keep_its_actors_otherwise_one_day(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stats = pytest.importorskip("ray.data._internal.stats")
+    head = {"NodeID": "ab", "Alive": True, "Resources": {ray_private.HEAD: 1.0}}
+    monkeypatch.setattr(ray_private.ray, "nodes", lambda: [head])
+    monkeypatch.delattr(stats, "_StatsActor")
+    ray_private.ray_data_on_the_head()
+    [record] = caplog.records
+    assert "_StatsActor" in record.message
