@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from raytrain_plus.errors import InputError, RunError
@@ -142,6 +143,12 @@ class Jobs:
     def _answering(self) -> Iterator[None]:
         try:
             yield
+        except AuthenticationError as error:
+            raise InputError(
+                f"the cluster asks for a token, and is not content with what it got: {str(error).splitlines()[0]}",
+                where=f"address: {self._address}",
+                remedy="put the cluster's token into ~/.ray/auth_token, or name its file: RAY_AUTH_TOKEN_PATH=FILE",
+            ) from None
         except (OSError, RuntimeError, ValueError) as error:
             why = " ".join(str(error).split())
             if "exceeds the maximum size" in why or "too large" in why.lower():
@@ -149,12 +156,6 @@ class Jobs:
                     f"there is more in the working directory than Ray sends (512 MiB): {largest(Path.cwd())}",
                     where=f"working directory {Path.cwd()}",
                     remedy="name in .rayignore what the run does not need",
-                ) from None
-            if "nauthorized" in why or "401" in why or "403" in why or "oken" in why:
-                raise InputError(
-                    f"the cluster wants a token, and refuses what it was shown: {why[:200]}",
-                    where=f"address: {self._address}",
-                    remedy="put the cluster's token into ~/.ray/auth_token, or RAY_AUTH_TOKEN_PATH=FILE",
                 ) from None
             raise InputError(
                 f"the jobs API of a Ray cluster does not answer: {why[:200]}",

@@ -55,7 +55,14 @@ def head(cpus: int = 4, **environment: str) -> Iterator[Head]:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            env={**known, "PATH": path, "OMP_NUM_THREADS": "1", **environment},
+            # It would wait for half a minute for what still runs.
+            env={
+                **known,
+                "PATH": path,
+                "OMP_NUM_THREADS": "1",
+                "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",
+                **environment,
+            },
         )
     try:
         where = f"http://127.0.0.1:{dashboard}"
