@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -201,6 +202,10 @@ class Job:
     evaluate: Evaluate | None = None
     """Held-out evaluation, if any."""
 
+    trackers: Sequence[str] = field(default_factory=list)
+    """Who is told the run's figures beside TensorBoard: `mlflow`, `wandb`. Where they are, and what they need to be let
+    in, the environment says: MLFLOW_TRACKING_URI, WANDB_PROJECT and their like, as their own libraries read them."""
+
     storage: str = "runs"
     """The folder in which the run's folder is made: a path, or an address such as `s3://bucket/runs`.
 
@@ -305,6 +310,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return value in get_args(hint)
     if origin is Mapping:
         return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    if origin is Sequence:
+        return isinstance(value, (list, tuple)) and all(isinstance(entry, str) for entry in value)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int:
@@ -321,6 +328,8 @@ def spell_type(hint: Any) -> str:
         return "one of " + ", ".join(str(option) for option in get_args(hint))
     if origin is Mapping:
         return "a mapping with words as keys"
+    if origin is Sequence:
+        return "a list of words"
     return {float: "a number", int: "a whole number", str: "text", type(None): "nothing", type: "a class"}[hint]
 
 
@@ -463,6 +472,19 @@ def _folder(storage: str) -> _Problem:
     return f"nothing is known of '{scheme}://...'", f"a path, or {', '.join(f'{known}://' for known in SCHEMES)}", ""
 
 
+TRACKERS = ("mlflow", "wandb")
+"""By the names of their packages."""
+
+
+def _trackers(names: Sequence[str]) -> _Problem:
+    unknown = [name for name in names if name not in TRACKERS]
+    if unknown:
+        there = f"{' and '.join(TRACKERS)}; TensorBoard's files are written in any case"
+        near = difflib.get_close_matches(unknown[0], TRACKERS, 1)
+        return f"there is no tracker {unknown[0]!r}", there, f"did you mean '{near[0]}'?" if near else ""
+    return ("one is named twice", "each once", "") if len(set(names)) < len(names) else None
+
+
 _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("name",), _name),
     (("task",), _reference),
@@ -501,6 +523,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("checkpoint.keep",), _at_least(1)),
     (("checkpoint.keep_best.metric", "evaluate"), _best),
     (("evaluate.every_steps",), _at_least(1)),
+    (("trackers",), _trackers),
     (("storage",), _folder),
 )
 """(keys, check of their values); the first key is the one at fault."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import os
 import platform
 import sys
 from collections.abc import Collection, Sequence
@@ -22,6 +23,7 @@ from raytrain_plus.elastic.order import Order
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
+from raytrain_plus.observe.trackers import check_installed, settings_for
 from raytrain_plus.parallel.shapes import cuts_of, left_out
 from raytrain_plus.past import Past, look_back
 from raytrain_plus.release import VERSION
@@ -52,6 +54,7 @@ def order_of(
         return done
     search = [Path.cwd(), *roots]
     collective = choose_collective(job.collective, job.workers.gpus)
+    check_installed(job.trackers)
     pickled = _task_to_send(job, search)
     seen, held_out = _look_at_data(job, search)
     past = None
@@ -82,6 +85,7 @@ def order_of(
         fresh=fresh,
         job_yaml=replace(job, storage=without_secrets(job.storage)).to_yaml(),
         versions=_versions(),
+        environment=settings_for(job.trackers, os.environ),
     )
 
 

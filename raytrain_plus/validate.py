@@ -15,6 +15,7 @@ from raytrain_plus.data.source import Index, check_alike, check_enough, exists, 
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
 from raytrain_plus.observe.standing import plural
+from raytrain_plus.observe.trackers import check_installed
 from raytrain_plus.parallel.shapes import cuts_of, left_out, most_shards, shapes_of
 from raytrain_plus.taskfile import build_task, load_function, load_task
 from raytrain_plus.training.layers import layers_of
@@ -116,6 +117,7 @@ def validate_job(job: Job, roots: Sequence[Path]) -> Report:
         if name is not None:
             load_function(name, search)
     choose_collective(job.collective, job.workers.gpus)
+    check_installed(job.trackers)
     cuts = cuts_of(job, layers_of(job, search))
     sizes, unformed = sizes_of(job, cuts), left_out(job, cuts)
     if job.data.prepare is not None and not exists(Path(job.data.path)):

@@ -189,6 +189,7 @@ def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequ
         # Fewer workers than a cell has hold the model in fewer stages.
         parallel=replace(job.parallel, pipeline=min(job.parallel.pipeline, size)),
         storage=str(folder),
+        trackers=(),
     )
     run_folder = LocalFolder(folder / name)
     killer = _Killer(run_folder, kills, job.steps or 2 * kills)

@@ -46,6 +46,7 @@ from raytrain_plus.errors import (
     StorageError,
     WorkerLost,
 )
+from raytrain_plus.observe.trackers import begun, check_installed
 from raytrain_plus.parallel.mesh import Stage
 from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.pipeline.memory import Misfit, within
@@ -208,6 +209,8 @@ class Controller:
                 threading.Timer(LINGER_S, ray.kill, [self._me]).start()
 
     def _run_to_the_end(self) -> Closing:
+        # On a cluster this may be another machine than the one where the job was looked at.
+        check_installed(self._order.plan.job.trackers)
         self._me = ray.get_runtime_context().current_actor
         self._nodes.start()
         try:
@@ -549,7 +552,9 @@ class Controller:
             # Only now, when nothing is wrong with what was asked for.
             fence = claim(self._run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
             name = ray.get_runtime_context().get_actor_name() or ""
-            self._journal.open(fence, order.job_yaml, order.versions, address, order.plan.index.to_json(), name)
+            names, where = order.plan.job.trackers, order.plan.roots[0]
+            relays = begun(names, self._run, order.job_yaml, order.environment, where)
+            self._journal.open(fence, order.job_yaml, order.versions, address, order.plan.index.to_json(), name, relays)
             self._checkpoints.restart_clock()
         self._journal.renew()
         if not command.again:

@@ -21,7 +21,7 @@ from raytrain_plus.elastic.view import View
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.observe.events import EventLog
 from raytrain_plus.observe.picture import svg, trace
-from raytrain_plus.observe.tensorboard import Scalars
+from raytrain_plus.observe.trackers import Relay, Trackers
 from raytrain_plus.past import Past
 from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runfolder import DATASET, JOB, PICTURE, TRACE, Fence, Lease
@@ -65,7 +65,7 @@ class Journal:
         self._renewing: Future[None] | None = None
         self._log: EventLog | None = None
         self._parts: Parts | None = None
-        self._scalars: Scalars | None = None
+        self._trackers: Trackers | None = None
         self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
         self._totals = Totals()
         self._incidents = Incidents()
@@ -94,9 +94,10 @@ class Journal:
         address: str,
         dataset: Mapping[str, Any],
         controller: str = "",
+        relays: Sequence[Relay] = (),
     ) -> None:
         """Begins in the run's folder. `dataset`: what the data is, as in `Index.to_json`; `controller`: its name on its
-        cluster."""
+        cluster; `relays`: who is told of figures, beside TensorBoard."""
         run = self._run
         self._fence = fence
         self._lease = Lease(run, address, controller)
@@ -106,7 +107,7 @@ class Journal:
         run.write(DATASET, [json.dumps(dataset, indent=1).encode() + b"\n"])
         self._log = EventLog(run)
         self._parts = Parts(run, self._before_entries)
-        self._scalars = Scalars(run.inside("tensorboard"))
+        self._trackers = Trackers(run, relays)
         early, self._early = self._early, []
         self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
         for event in early:
@@ -137,7 +138,7 @@ class Journal:
         """Raises `RunError` where another controller has taken the run over; nothing is written from then on."""
         self._look_for_another()
         if self._overtaken:
-            for opened in (self._scalars, self._parts, self._log):
+            for opened in (self._trackers, self._parts, self._log):
                 if opened is not None:
                     opened.abandon()
             raise RunError(self._overtaken)
@@ -397,7 +398,7 @@ class Journal:
     def close(self) -> None:
         """Closes what is open. What the storage does not take by now is lost, and said so."""
         self._aside.shutdown()
-        for opened in (self._scalars, self._parts, self._log):
+        for opened in (self._parts, self._log, self._trackers):
             try:
                 if opened is not None:
                     opened.close()
@@ -443,13 +444,13 @@ class Journal:
         )
 
     def _tell(self, kind: str, time_s: float | None = None, /, **fields: Any) -> None:
-        if self._log is None or self._scalars is None or self._overtaken:
+        if self._log is None or self._trackers is None or self._overtaken:
             event = {"time": time.time(), "generation": self.generation, "kind": kind, **fields}
             self._early.append(dict(event))
         else:
             event = self._log.write(kind, generation=self.generation, time=time_s, fields=fields)
             try:
-                self._scalars.add(event)
+                self._trackers.add(event)
             except OSError:
                 log.warning("TensorBoard's figures cannot be written; some are lost", exc_info=True)
         with self._news:

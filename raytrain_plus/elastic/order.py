@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.past import Past
@@ -26,6 +26,9 @@ class Order:
     """Of the source file of the task's class."""
     job_yaml: str
     versions: Mapping[str, str]
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """What the driver's environment says to the job's trackers; may hold secrets. Not in the actor's `runtime_env`,
+    which Ray's dashboard shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""TensorBoard scalars, made from events.
+"""TensorBoard scalars.
 
 The format is written here, not by tensorboardX: that loads torch wherever torch is installed, 0.8 s and 180 MB in a
 controller that otherwise needs none of it, in the middle of a run's setup. A file is a row of records,
@@ -18,10 +18,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from raytrain_plus.observe.events import Event
+from raytrain_plus.observe.figures import Figure
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.growing import Growing
 
@@ -41,33 +41,22 @@ _CRC_TABLE = tuple(map(_crc_entry, range(256)))
 
 
 class Scalars:
-    """Writes loss, samples/s, workers and evaluation figures as the events tell them."""
+    """A `Tracker` that writes files which TensorBoard reads."""
 
     def __init__(self, folder: Folder, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
         self._clock = clock
         self._file: _File | Growing | None = None
-        self._step = 0
 
-    def add(self, event: Event) -> None:
-        """Takes one event; those without figures are passed over.
+    def add(self, figures: Sequence[Figure]) -> None:
+        """See `Tracker`."""
+        for figure in figures:
+            if self._file is None:
+                self._file = self._open()
+            self._file.append(record(scalar_event(figure.time_s, figure.step, figure.name, figure.value)))
 
-        The loss of step s is that of the weights after s steps; figures evaluated after step s of those after s + 1.
-        """
-        if event["kind"] == "step_committed":
-            self._step = event["step"]
-            self._scalar("train/loss", event["loss"], event)
-            if event["seconds"] > 0:
-                self._scalar("train/samples_per_second", event["samples"] / event["seconds"], event)
-        elif event["kind"] == "view_formed":
-            self._scalar("run/workers", len(event["members"]), event)
-        elif event["kind"] == "evaluated":
-            self._step = event["step"] + 1
-            for name, value in event["metrics"].items():
-                self._scalar(f"evaluation/{name}", value, event)
-
-    def close(self) -> None:
-        """Writes what is left; a second time does nothing."""
+    def end(self, status: str) -> None:
+        """See `Tracker`; the files say nothing of how a run ended."""
         if self._file is not None:
             self._file.close()
 
@@ -75,11 +64,6 @@ class Scalars:
         """Forgets what is not written yet, where that would take long to write."""
         if isinstance(self._file, Growing):
             self._file.abandon()
-
-    def _scalar(self, name: str, value: float, event: Event) -> None:
-        if self._file is None:
-            self._file = self._open()
-        self._file.append(record(scalar_event(event["time"], self._step, name, float(value))))
 
     def _open(self) -> _File | Growing:
         head = record(_double(1, self._clock()) + _bytes(3, b"brain.Event:2"))

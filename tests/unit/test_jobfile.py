@@ -67,6 +67,10 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD + "seed: 1:30\n", [], "seed: '1:30' is not allowed"),
         (GOOD + "collective: mpi\n", [], "collective: 'mpi' is not allowed\n  expected: one of auto, horovod, torch"),
         (GOOD + "task_args: [1\n", [], "/job.yaml:5:1: is not YAML"),
+        (GOOD + "trackers: mlflow\n", [], "trackers: 'mlflow' is not allowed\n  expected: a list of words"),
+        (GOOD + "trackers: [mlfow]\n", [], "there is no tracker 'mlfow'\n  expected: mlflow and wandb; TensorBoard"),
+        (GOOD + "trackers: [mlfow]\n", [], "did you mean 'mlflow'?"),
+        (GOOD + "trackers: [wandb, wandb]\n", [], "trackers: one is named twice"),
         (GOOD + "storage: ftp://KEY:SECRET@host\n", [], "storage: nothing is known of 'ftp://...'"),
         (GOOD + "args: !!python/object:os.system x\n", [], "args: the tag tag:yaml.org,2002:python/object:os.system"),
         (GOOD + PIPEDREAM, ["parallel.pipeline=1"], "pipedream is a schedule of stages, and there is one"),
@@ -199,6 +203,7 @@ FREE = {
     "checkpoint.keep": "5",
     "checkpoint.keep_best": "{metric: loss}",
     "evaluate": "{path: x, every_steps: 3}",
+    "trackers": "[mlflow]",
     "storage": "elsewhere",
 }
 """What may change while it goes on."""

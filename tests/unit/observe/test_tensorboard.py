@@ -13,11 +13,11 @@ from tensorboardX.crc32c import crc32c as their_crc32c
 from tensorboardX.proto.event_pb2 import Event as Payload
 
 from raytrain_plus.observe import tensorboard as module
+from raytrain_plus.observe.figures import Figure
 from raytrain_plus.observe.tensorboard import FLUSH_S, Scalars
 from raytrain_plus.storage import growing
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import LocalFolder
-from tests.unit.observe.feed import evaluated, event, step, view
 
 
 def payloads(data: bytes) -> list[Any]:
@@ -45,58 +45,51 @@ def figures(folder: Path) -> list[tuple[str, int, float, float]]:
     return [(one.summary.value[0].tag, one.step, one.summary.value[0].simple_value, one.wall_time) for one in rest]
 
 
+def loss(step: int, value: float) -> Figure:
+    return Figure("train/loss", value, step, 0.0)
+
+
 def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(module).failed == 0
 
 
 def test_figures_come_back_under_their_names_and_steps(tmp_path: Path) -> None:
     scalars = Scalars(LocalFolder(tmp_path / "tensorboard"))
-    for one in (
-        event("run_started", job="", versions={}, address=""),
-        view(6, 6),
-        evaluated(-1, loss=5.5, größe=0.25),
-        step(0, samples=48, seconds=0.5, loss=5.25, time=1_700_000_000.25),
-        step(70_000, samples=48, seconds=0.0, loss=4.5),
-        evaluated(70_000, loss=1.5),
-    ):
-        scalars.add(one)
-    scalars.close()
-    scalars.close()
+    scalars.add([])
+    scalars.add([Figure("evaluation/größe", 0.25, 0, 0.0), Figure("train/loss", 5.25, 0, 1_700_000_000.25)])
+    scalars.add([Figure("train/loss", 4.5, 70_000, 0.0)])
+    scalars.end("finished")
+    scalars.end("finished")
     assert figures(tmp_path / "tensorboard") == [
-        ("run/workers", 0, 2.0, 0.0),
-        ("evaluation/loss", 0, 5.5, 0.0),
         ("evaluation/größe", 0, 0.25, 0.0),
         ("train/loss", 0, 5.25, 1_700_000_000.25),
-        ("train/samples_per_second", 0, 96.0, 1_700_000_000.25),
         ("train/loss", 70_000, 4.5, 0.0),
-        ("evaluation/loss", 70_001, 1.5, 0.0),
     ]
 
 
 @pytest.mark.parametrize(("value", "read"), [(math.inf, math.inf), (1e300, math.inf), (-1e300, -math.inf)])
 def test_a_figure_out_of_reach_is_infinite(tmp_path: Path, value: float, read: float) -> None:
     scalars = Scalars(LocalFolder(tmp_path))
-    scalars.add(evaluated(0, loss=value))
-    scalars.close()
+    scalars.add([loss(0, value)])
+    scalars.end("finished")
     assert figures(tmp_path)[0][2] == read
 
 
 def test_a_loss_that_is_no_number_is_written_as_such(tmp_path: Path) -> None:
     scalars = Scalars(LocalFolder(tmp_path))
-    scalars.add(step(0, loss=math.nan))
-    scalars.add(step(1, loss="nan"))
-    scalars.close()
-    assert all(math.isnan(value) for name, _, value, _ in figures(tmp_path) if name == "train/loss")
+    scalars.add([loss(0, math.nan)])
+    scalars.end("finished")
+    assert math.isnan(figures(tmp_path)[0][2])
 
 
 def test_figures_are_seen_while_the_run_goes_on(tmp_path: Path) -> None:
     now = 100.0
     scalars = Scalars(LocalFolder(tmp_path), clock=lambda: now)
-    scalars.add(step(0))
+    scalars.add([loss(0, 1.5)])
     now += FLUSH_S
-    scalars.add(evaluated(0, loss=1.0))
-    assert [name for name, *_ in figures(tmp_path)][-1] == "evaluation/loss"
-    scalars.close()
+    scalars.add([loss(1, 1.0)])
+    assert [step for _, step, *_ in figures(tmp_path)][-1] == 1
+    scalars.end("finished")
 
 
 def test_where_files_cannot_grow_each_part_is_a_file_of_its_own(
@@ -106,8 +99,8 @@ def test_where_files_cannot_grow_each_part_is_a_file_of_its_own(
     folder = bucket.inside(tmp_path.name)
     scalars = Scalars(folder)
     for number in range(6):
-        scalars.add(evaluated(number, loss=number))
-    scalars.close()
+        scalars.add([Figure("evaluation/loss", number, number + 1, 0.0)])
+    scalars.end("finished")
     files = [payloads(folder.read(name)) for name in sorted(folder.files())]
     assert len(files) == 3
     assert all(name.startswith("events.out.tfevents.") for name in folder.files())
@@ -116,7 +109,7 @@ def test_where_files_cannot_grow_each_part_is_a_file_of_its_own(
 
 
 def test_a_run_that_tells_nothing_leaves_no_file(tmp_path: Path) -> None:
-    Scalars(LocalFolder(tmp_path / "tensorboard")).close()
+    Scalars(LocalFolder(tmp_path / "tensorboard")).end("failed")
     assert not (tmp_path / "tensorboard").exists()
 
 
@@ -124,12 +117,13 @@ def test_watching_a_run_loads_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib\n"
         "import raytrain_plus.observe.progress, raytrain_plus.observe.events\n"
-        "from raytrain_plus.observe.tensorboard import Scalars\n"
+        "from raytrain_plus.observe.trackers import Trackers, check_installed\n"
         "from raytrain_plus.storage.local import LocalFolder\n"
-        "scalars = Scalars(LocalFolder(pathlib.Path(sys.argv[1])))\n"
-        "scalars.add({'kind': 'evaluated', 'time': 1.0, 'step': 0, 'metrics': {'loss': 1.0}})\n"
-        "scalars.close()\n"
-        "sys.exit(', '.join({'torch', 'ray', 'tensorboardX'} & set(sys.modules)) or 0)\n"
+        "check_installed(['mlflow'])\n"
+        "trackers = Trackers(LocalFolder(pathlib.Path(sys.argv[1])))\n"
+        "trackers.add({'kind': 'evaluated', 'time': 1.0, 'step': 0, 'metrics': {'loss': 1.0}})\n"
+        "trackers.close()\n"
+        "sys.exit(', '.join({'torch', 'ray', 'tensorboardX', 'mlflow'} & set(sys.modules)) or 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,47 @@
+"""Which figures an event has: what TensorBoard, and every other tracker, shows of a run. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raytrain_plus.observe.events import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    name: str
+    value: float
+    step: int
+    time_s: float
+    """Unix seconds."""
+
+
+class Figures:
+    """Those of a run's events, one after the other."""
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def of(self, event: Event) -> list[Figure]:
+        """The figures of the next event; most kinds have none.
+
+        The loss of step s is that of the weights after s steps; figures evaluated after step s of those after s + 1.
+        Steps that are made again after a total loss come again: what comes later counts.
+        """
+        kind = event["kind"]
+        found: dict[str, float] = {}
+        if kind == "step_committed":
+            self._step = event["step"]
+            found["train/loss"] = event["loss"]
+            if event["seconds"] > 0:
+                found["train/samples_per_second"] = event["samples"] / event["seconds"]
+        elif kind == "view_formed":
+            found["run/workers"] = len(event["members"])
+        elif kind == "recovered":
+            found["run/stall_s"] = event["stall_s"]
+        elif kind == "resumed":
+            self._step = max(0, event["step"])
+        elif kind == "evaluated":
+            self._step = event["step"] + 1
+            found = {f"evaluation/{name}": value for name, value in event["metrics"].items()}
+        return [Figure(name, float(value), self._step, event["time"]) for name, value in found.items()]

@@ -1,0 +1,98 @@
+"""MLflow: the one place that loads it. Where it is, and which experiment, its own environment variables say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
+
+from raytrain_plus.observe.figures import Figure
+
+MOST_METRICS = 1000
+MOST_PARAMS = 100
+"""In one request."""
+STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+class Mlflow:
+    """A `Tracker`."""
+
+    def __init__(self, client: MlflowClient, run: str, params: Sequence[Param]) -> None:
+        """`params`: those that the run does not have yet."""
+        self._client = client
+        self._run = run
+        self._params = list(params)
+
+    def add(self, figures: Sequence[Figure]) -> None:
+        """See `Tracker`. Raises what MLflow raises."""
+        self._settle()
+        metrics = [
+            Metric(_name(figure.name), figure.value, int(figure.time_s * 1000), figure.step) for figure in figures
+        ]
+        for start in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self._run, metrics=metrics[start : start + MOST_METRICS])
+
+    def end(self, status: str) -> None:
+        """See `Tracker`. Raises what MLflow raises."""
+        self._settle()
+        self._client.set_terminated(self._run, STATUS[status])
+
+    def _settle(self) -> None:
+        while self._params:
+            self._client.log_batch(self._run, params=self._params[:MOST_PARAMS])
+            del self._params[:MOST_PARAMS]
+
+
+def begin(run: str | None, title: str, settings: Mapping[str, Any]) -> tuple[str, Mlflow]:
+    """Goes on with MLflow's run of this id, where it is there, or begins one; its id, and the tracker.
+
+    Raises what MLflow raises.
+    """
+    client = MlflowClient()
+    found = None if run is None else _found(client, run)
+    if found is None:
+        found = client.create_run(_experiment(client), run_name=title)
+    else:
+        client.update_run(found.info.run_id, status="RUNNING")
+    # MLflow lets no parameter change: of a run that goes on, those count with which it began.
+    params = [Param(name, value) for name, value in params_of(settings) if name not in found.data.params]
+    return found.info.run_id, Mlflow(client, found.info.run_id, params)
+
+
+def params_of(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every setting by its dotted key, as text."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from params_of(value, f"{prefix}{key}.")
+        else:
+            yield _name(f"{prefix}{key}"), value if isinstance(value, str) else json.dumps(value)
+
+
+def _found(client: MlflowClient, run: str) -> Any:
+    try:
+        found = client.get_run(run)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    return found if found.info.lifecycle_stage == "active" else None
+
+
+def _experiment(client: MlflowClient) -> str:
+    """The one that the environment names; else MLflow's default."""
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    if name is None:
+        return os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
+    found = client.get_experiment_by_name(name)
+    return client.create_experiment(name) if found is None else found.experiment_id
+
+
+def _name(name: str) -> str:
+    """A name as MLflow takes it."""
+    return re.sub(r"[^/\w.\- :]", "_", name)

@@ -1,0 +1,127 @@
+"""The process of a tracker: a library that fails or hangs costs figures, and says so once."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from raytrain_plus.observe import tracking as module
+from raytrain_plus.observe.figures import Figure
+from raytrain_plus.observe.tracking import Queue, deliver, in_short, read
+
+
+def losses(*steps: int) -> list[Figure]:
+    return [Figure("train/loss", 1.0, step, 0.0) for step in steps]
+
+
+class Failing:
+    """A tracker that fails so often."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.got: list[int] = []
+        self.ended: list[str] = []
+
+    def add(self, figures: Sequence[Figure]) -> None:
+        if self.times:
+            self.times -= 1
+            raise ConnectionError("https://me:secret@host is away\nbecause")
+        self.got += [figure.step for figure in figures]
+
+    def end(self, status: str) -> None:
+        self.ended.append(status)
+
+
+def delivered(tracker: Failing, act: Callable[[Queue], None]) -> tuple[Queue, list[Mapping[str, str]]]:
+    """What was told while `act` filled the queue, up to its end."""
+    queue = Queue()
+    told: list[Mapping[str, str]] = []
+    thread = threading.Thread(target=deliver, args=(queue, lambda: ("its run", tracker), told.append))
+    thread.start()
+    act(queue)
+    thread.join(20)
+    assert not thread.is_alive()
+    return queue, told
+
+
+def test_what_failed_is_tried_again_and_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PERIOD_S", 0.001)
+    monkeypatch.setattr(module, "AGAIN_S", 0.001)
+    monkeypatch.setattr(module, "MOST", 2)
+    tracker = Failing(3)
+
+    def act(queue: Queue) -> None:
+        queue.put(losses(0, 1, 2))
+        deadline = time.monotonic() + 10
+        while tracker.got != [0, 1, 2] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        queue.put(losses(3))
+        queue.end("stopped")
+
+    queue, told = delivered(tracker, act)
+    assert (tracker.got, tracker.ended, queue.missing) == ([0, 1, 2, 3], ["stopped"], 0)
+    assert told == [
+        {"run": "its run"},
+        {"warning": "it takes no figures; trying again: ConnectionError: https://host is away"},
+    ]
+
+
+def test_at_the_end_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(queue: Queue) -> None:
+        queue.put(losses(0, 1))
+        queue.end("finished")
+
+    tracker = Failing(9)
+    queue, _ = delivered(tracker, act)
+    assert (queue.missing, tracker.times, tracker.ended) == (2, 8, [])
+
+
+def test_of_more_than_are_kept_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT", 5)
+    queue = Queue()
+    queue.put(losses(*range(4)))
+    queue.put(losses(*range(4, 8)))
+    assert ([figure.step for figure in queue.first()], queue.missing) == ([3, 4, 5, 6, 7], 3 + 5)
+    queue.done()
+    assert (queue.first(), queue.missing) == ([], 3)
+
+
+def test_an_input_that_ends_without_an_end_is_a_failed_run() -> None:
+    queue = Queue()
+    read(io.BytesIO(b'[["train/loss", NaN, 3, 0.5]]\n{"end": "fini'), queue)
+    assert (queue.status, queue.first()[0].step) == ("failed", 3)
+    queue = Queue()
+    read(io.BytesIO(b'{"end": "finished", "dropped": 4}\n'), queue)
+    assert (queue.status, queue.missing) == ("finished", 4)
+
+
+def test_no_secret_is_told() -> None:
+    error = ValueError("401 for hunter2 at https://me:pw@host/x?a=b@c\nmore")
+    assert (
+        in_short(error, {"WANDB_API_KEY": "hunter2", "WANDB_MODE": "401"})
+        == "ValueError: 401 for *** at https://host/x?a=b@c"
+    )
+
+
+def test_a_library_that_hangs_is_left_in_time(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text("import time\n\nSettings = dict\n\ndef init(**settings):\n    time.sleep(100)\n")
+    search = os.pathsep.join([str(tmp_path), *sys.path])
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "raytrain_plus.observe.tracking", "wandb"],
+        input='{"run": null, "title": "x", "settings": {}}\n[["train/loss", 1.0, 0, 0.0]]\n',
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == {"warning": "1 figures are missing there; the run's events have them all"}
+    assert time.monotonic() - began >= module.END_S
