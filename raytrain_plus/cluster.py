@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import math
 import os
@@ -69,6 +70,8 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
                 _system_config=settings_of_our_own_ray(),
             )
     try:
+        if address:
+            _warn_of_an_open_cluster()
         with silent_about_deaths():
             yield time.time()
     finally:
@@ -126,6 +129,21 @@ def _join(address: str) -> None:
     ray.init(address=address, logging_level=logging.WARNING)
 
 
+def _warn_of_an_open_cluster() -> None:
+    """Says that anybody may have the cluster run what they like, where it asks for no token and is not this machine's
+    alone."""
+    # One that asks for a token does not let in who shows none.
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        seen = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+        beyond = sorted(address for address in seen if not ipaddress.ip_address(address).is_loopback)
+        if beyond:
+            print(
+                f"warning: the cluster asks for no token: whoever reaches {beyond[0]} can run anything on it "
+                "(ray get-auth-token --generate, and start it again)",
+                file=sys.stderr,
+            )
+
+
 def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
     """Starts the controller of a run on this node: its actor, and the reference of its end.
 
@@ -180,11 +198,11 @@ def _ask_machines(order: Order, here: str) -> None:
     storage.write(probe, [b"seen"])
     try:
         needs = needs_of(order, probe)
-        asking: Any = ray.remote(look).options(num_cpus=0, max_retries=0)
-        asked = {
-            asking.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(needs): name
-            for node, name in machines.items()
-        }
+        asking: Any = ray.remote(look)
+        asked = {}
+        for node, name in machines.items():
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            asked[asking.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(needs)] = name
         answered, silent = ray.wait([*asked], num_returns=len(asked), timeout=LOOK_S)
         for ref in answered:
             try:

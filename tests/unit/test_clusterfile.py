@@ -15,7 +15,7 @@ from raytrain_plus import Data, InputError, Job, Workers
 from raytrain_plus.clusterfile import NodeType, fit, node_types
 
 CLUSTERS = Path(__file__).parents[2] / "clusters"
-LAUNCHED = sorted(CLUSTERS.glob("*.yaml"))
+LAUNCHED = sorted(file for file in CLUSTERS.glob("*.yaml") if file.stem != "runtime_env")
 KUBERAY = sorted((CLUSTERS / "kuberay").glob("*.yaml"))
 
 

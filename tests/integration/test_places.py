@@ -1,0 +1,56 @@
+"""A machine of a cluster that does not see what the others see is named before a run begins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from tests.integration.elastic import raylets
+from tests.integration.tasks import write_data
+from tests.integration.test_detached import until
+from tests.integration.test_run import raytrain, write_job
+
+POSSIBLE = os.geteuid() == 0 and shutil.which("unshare") is not None
+
+
+@contextmanager
+def raylet_that_sees_another(folder: Path, address: str) -> Iterator[None]:
+    """A Ray node of one CPU, for which `folder` is a place of its own. Linux and root only."""
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    apart = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', folder]
+    process = subprocess.Popen(
+        [*apart, *start, "--address", address, "--num-cpus", "1"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        there = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for one in there:
+            one.kill()
+        process.wait(10)
+        psutil.wait_procs(there, timeout=10)
+
+
+@pytest.mark.skipif(not POSSIBLE, reason="a machine with places of its own needs root and unshare")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("place", ["runs", pytest.param("data", marks=pytest.mark.slow)])
+def test_what_a_machine_does_not_see(tmp_path: Path, place: str) -> None:
+    write_data(tmp_path / "data")
+    (tmp_path / "runs").mkdir()
+    with raylets(1) as cluster, raylet_that_sees_another(tmp_path / place, cluster.address):
+        until(lambda: ray.cluster_resources().get("CPU") == 2, "the second node")
+        code, _, err = raytrain("run", write_job(tmp_path), "--address", cluster.address)
+    told = {"runs": "has another folder there, or none", "data": f"cannot read {tmp_path}/data/"}[place]
+    assert (code, "the machine " in err, told in err) == (2, True, True), err
+    assert os.listdir(tmp_path / "runs") == []
