@@ -18,6 +18,7 @@ from raytrain_plus.errors import InputError, RaytrainError
 from raytrain_plus.jsontext import json_text
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
+from raytrain_plus.storage.folder import is_address, split
 
 if TYPE_CHECKING:
     from raytrain_plus.submission import Jobs
@@ -74,19 +75,13 @@ def submit(job: str, overrides: Sequence[str], address: str | None, fresh: bool,
     from raytrain_plus.jobfile import load_job
 
     loaded, _ = load_job(job, overrides)
-    from raytrain_plus.submission import Jobs, address_of, check_sendable
+    from raytrain_plus.submission import address_of, check_sendable, unneeded_by
 
     file = check_sendable(loaded, Path(job), Path.cwd())
     where = address_of(address)
-    jobs = Jobs(where)
     settings = [word for override in overrides for word in ("--set", override)]
-    sent = jobs.submit(loaded, ["run", file, *settings, *(["--fresh"] if fresh else [])], Path.cwd())
-    if as_json:
-        click.echo(json_text({"name": loaded.name, "job": sent, "address": where}))
-    else:
-        follow_it = f"raytrain attach {loaded.name} --address {where}"
-        click.echo(f"{loaded.name} was sent (job {sent}); follow it with: {follow_it}")
-    return _watched(jobs, sent, loaded.name, where) if follow else 0
+    words = ["run", file, *settings, *(["--fresh"] if fresh else [])]
+    return _send(where, loaded.name, words, unneeded_by(loaded, Path.cwd()), follow, as_json)
 
 
 _run = click.argument("run")
@@ -102,10 +97,14 @@ _storage = click.option(
 @_run
 @_storage
 @_set
-@click.option("--address", help="Ray cluster to join; else RAY_ADDRESS, else one is started here for this run.")
+@click.option("--address", help="Ray cluster to join; else RAY_ADDRESS, else one is started here. http://: it is sent.")
 @_json
 def resume(run: str, storage: str, overrides: Sequence[str], address: str | None, as_json: bool) -> int:
     """Go on with the run RUN (a folder, an address, or a name) from its newest complete checkpoint."""
+    if (address or "").startswith("http"):
+        settings = [word for override in overrides for word in ("--set", override)]
+        name = split(run)[1] if is_address(run) else Path(run).name
+        return _send(str(address), name, ["resume", run, "--storage", storage, *settings], (), False, as_json)
     from raytrain_plus.runfolder import find_run
 
     folder = find_run(run, storage)
@@ -247,7 +246,6 @@ def export(run: str, storage: str, to: Path, kind: str) -> int:
     """Write the newest model of the run RUN (a folder, an address, or a name) to a file."""
     from raytrain_plus.export import export_program, export_weights
     from raytrain_plus.runfolder import find_run
-    from raytrain_plus.storage.folder import split
 
     folder = find_run(run, storage)
     manifest = export_weights(folder, to) if kind == "safetensors" else export_program(folder, to, [Path.cwd()])
@@ -395,6 +393,17 @@ def _jobs(address: str | None) -> Jobs:
     if not is_http(address):
         raise InputError("is not the address of a dashboard", where=f"address: {address}", expected="http://HOST:8265")
     return Jobs(str(address))
+
+
+def _send(address: str, run: str, words: Sequence[str], unneeded: Sequence[str], follow: bool, as_json: bool) -> int:
+    """Has a cluster do what the words say of a run, on a copy of this folder; the exit code."""
+    jobs = _jobs(address)
+    job = jobs.submit(run, words, Path.cwd(), unneeded)
+    if as_json:
+        click.echo(json_text({"name": run, "job": job, "address": address}))
+    else:
+        click.echo(f"{run} was sent (job {job}); follow it with: raytrain attach {run} --address {address}")
+    return _watched(jobs, job, run, address) if follow else 0
 
 
 def _watched(jobs: Jobs, job: str, run: str, address: str) -> int:

@@ -27,6 +27,7 @@ HERE = "http://127.0.0.1:8265"
 """Where a cluster's dashboard is unless it is told otherwise."""
 RUN = "raytrain_run"
 """The key of a run's name among what is noted with its job."""
+NEVER_SENT = (".git", ".venv", "venv", "__pycache__")
 STOP_S = 300
 """Seconds that a job has to stop in before Ray kills its driver, which does the run no harm."""
 LOOK_S = 0.5
@@ -49,15 +50,15 @@ class Jobs:
         with self._answering():
             self._client = JobSubmissionClient(address)
 
-    def submit(self, job: Job, words: Sequence[str], folder: Path) -> str:
+    def submit(self, run: str, words: Sequence[str], folder: Path, unneeded: Sequence[str] = ()) -> str:
         """Has the cluster run `python -m raytrain_plus` with these words on a copy of `folder`; the job's id.
 
-        Left out of the copy: what .gitignore and .rayignore say, `.git`, environments, runs, and data that is made
-        where it is missing. This package goes along where it is not in the folder. Raises `InputError`.
+        Left out of the copy: `.git`, environments, and what .gitignore, .rayignore, or `unneeded` in their manner say.
+        This package goes along where it is not in the folder. Raises `InputError`.
         """
         environment: dict[str, Any] = {
             "working_dir": str(folder),
-            "excludes": left_out(job, folder),
+            "excludes": [*NEVER_SENT, *unneeded],
             "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S)},
         }
         package = Path(__file__).parent
@@ -66,8 +67,8 @@ class Jobs:
         with self._answering():
             return self._client.submit_job(
                 entrypoint=shlex.join(["python", "-m", package.name, *words]),
-                submission_id=f"{job.name}-{secrets.token_hex(4)}",
-                metadata={RUN: job.name},
+                submission_id=f"{run}-{secrets.token_hex(4)}",
+                metadata={RUN: run},
                 runtime_env=environment,
             )
 
@@ -165,13 +166,14 @@ class Jobs:
             ) from error
 
 
-def left_out(job: Job, folder: Path) -> list[str]:
-    """Patterns, as in .gitignore, of what a job that is sent has no need of: where runs are stored, and what
-    `data.prepare` makes.
+def unneeded_by(job: Job, folder: Path) -> list[str]:
+    """Patterns, as in .gitignore, of what a job has no need of where it is sent: earlier runs, and what `data.prepare`
+    makes.
 
     >>> from raytrain_plus.job import Data
-    >>> left_out(Job(name="n", task="t:T", steps=1, data=Data(path="data/x", batch_size=8, prepare="t:p")), Path.cwd())
-    ['.git', '.venv', 'venv', '__pycache__', '/runs', '/data/x']
+    >>> data = Data(path="data/x", batch_size=8, prepare="t:p")
+    >>> unneeded_by(Job(name="n", task="t:T", steps=1, data=data), Path.cwd())
+    ['/runs', '/data/x']
     """
     made = [job.data.path, *([] if job.evaluate is None else [job.evaluate.path])]
     places = [job.storage, *(made if job.data.prepare else ())]
@@ -180,7 +182,7 @@ def left_out(job: Job, folder: Path) -> list[str]:
         if not is_address(place):
             with contextlib.suppress(ValueError):
                 inside.append("/" + Path(os.path.abspath(folder / place)).relative_to(folder).as_posix())
-    return [".git", ".venv", "venv", "__pycache__", *inside]
+    return inside
 
 
 def largest(folder: Path) -> str:

@@ -145,7 +145,10 @@ def test_a_head_that_forgot_everything(project: Path) -> None:
         assert submit(project, first)[0] == 0
         until(lambda: (folder / "job.yaml").exists() and len(losses(folder)) > 25, "25 steps", 120)
     with head() as second:
-        code, out, err = submit(project, second, "--follow")
+        where = ("--address", second.dashboard)
+        code, out, err = raytrain("resume", "job", "--storage", folder.parent, *where, cwd=project)
+        assert (code, "job was sent" in out) == (0, True), out + err
+        code, out, err = raytrain("attach", "job", *where)
         assert (code, "job finished: 80 steps" in out) == (0, True), out + err
         assert attach(folder).events("resumed")
         assert submit(project, second, "--set", "name=undisturbed", "--follow")[0] == 0

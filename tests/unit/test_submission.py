@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus import Data, Evaluate, InputError, Job
-from raytrain_plus.submission import HERE, address_of, check_sendable, largest, left_out
+from raytrain_plus.submission import HERE, address_of, check_sendable, largest, unneeded_by
 
 
 def job(**changes: object) -> Job:
@@ -15,13 +15,11 @@ def job(**changes: object) -> Job:
     return Job(name="job", task="tasks:Net", steps=1, data=data, **changes)  # type: ignore[arg-type]
 
 
-def test_data_that_is_made_there_is_left_out(tmp_path: Path) -> None:
+def test_data_that_is_made_there_is_unneeded_by(tmp_path: Path) -> None:
     made = job(prepare="tasks:prepare", evaluate=Evaluate(path="data/held_out", every_steps=2), storage="s3://b/runs")
-    assert left_out(made, tmp_path)[-2:] == ["/data/train", "/data/held_out"]
-    assert left_out(job(path="/share/data", storage="../elsewhere"), tmp_path) == left_out(
-        job(storage="/a/b"), tmp_path
-    )
-    assert left_out(job(), tmp_path)[-1] == "/runs"
+    assert unneeded_by(made, tmp_path) == ["/data/train", "/data/held_out"]
+    assert unneeded_by(job(path="/share/data", storage="../elsewhere"), tmp_path) == []
+    assert unneeded_by(job(), tmp_path) == ["/runs"]
 
 
 def test_the_job_file_must_be_among_what_is_sent(tmp_path: Path) -> None:
