@@ -33,7 +33,7 @@ def watch(
     """
     name = split(run.address)[1]
     if view is not None:
-        view.start(name, _steps(run))
+        view.start(name, length(run))
     tail, pulse = Tail(run), _Pulse(run)
     until = None if timeout_s is None else time.monotonic() + timeout_s
     try:
@@ -62,7 +62,7 @@ def watch(
 
 def tell(run: Folder, stream: TextIO, follow: bool) -> None:
     """Writes what has happened, a line each, with the time; and what happens, until the run has ended, if `follow`."""
-    standing = Standing(total=_steps(run))
+    standing = Standing(total=length(run))
     shown = -math.inf
     tail, pulse = Tail(run), _Pulse(run)
     while True:
@@ -79,8 +79,8 @@ def tell(run: Folder, stream: TextIO, follow: bool) -> None:
         time.sleep(HERE_S if run.path is not None else ELSEWHERE_S)
 
 
-def _steps(run: Folder) -> int:
-    """Of the whole run; 0 where its folder does not say it."""
+def length(run: Folder) -> int:
+    """How many steps the whole run has; 0 where its folder does not say it."""
     job = job_of(run)
     try:
         return steps_of(job, read_object(run, DATASET, "")["rows"])

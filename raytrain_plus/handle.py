@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from raytrain_plus.errors import RunError
-from raytrain_plus.following import watch
+from raytrain_plus.following import length, watch
+from raytrain_plus.observe.chart import Chart
 from raytrain_plus.observe.events import Event, read_events
-from raytrain_plus.observe.progress import view_for
+from raytrain_plus.observe.progress import page, view_for
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import find_run
 from raytrain_plus.status import Status, status
@@ -39,6 +40,13 @@ class Handle:
     def __repr__(self) -> str:
         return f"<run {self.name}: {self.status().state}>"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it: a picture of the run so far."""
+        chart = Chart(self.name, length(self._run))
+        for event in read_events(self._run):
+            chart.add(event)
+        return page(chart, repr(self))
+
     def status(self) -> Status:
         """How far it has come, and what checkpoints it has."""
         return status(self._run)
@@ -47,9 +55,13 @@ class Handle:
         """What has happened so far, of one kind if wanted."""
         return [event for event in read_events(self._run) if kind is None or event["kind"] == kind]
 
-    def follow(self) -> Result:
-        """Shows what happens until the run has ended; its result. An interrupt ends the watching alone."""
-        return watch(self._run, view_for(sys.stdout))
+    def follow(self) -> Result | None:
+        """Shows what happens until the run has ended; its result. An interrupt ends the watching alone: None then."""
+        try:
+            return watch(self._run, view_for(sys.stdout))
+        except KeyboardInterrupt:
+            print(f"{self.name} goes on; handle.follow() shows it again, handle.stop() stops it")
+            return None
 
     def result(self, timeout_s: float | None = None) -> Result:
         """Waits until the run has ended; its result, also where it failed.

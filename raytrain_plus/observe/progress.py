@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from raytrain_plus.observe.chart import Chart
 from raytrain_plus.observe.events import Event
 from raytrain_plus.observe.standing import Standing, plural
 from raytrain_plus.observe.summary import summary
@@ -24,6 +26,8 @@ PLAIN_S = 5.0
 """Seconds between two plain lines."""
 LIVE_S = 0.2
 """Seconds between two redraws."""
+CELL_S = 0.5
+"""The same in a notebook, whose pictures travel."""
 BAR = range(8, 41)
 """Widths that a bar may have; where there is no room for the shortest there is none."""
 
@@ -140,26 +144,28 @@ class TerminalView:
 
 
 class NotebookView:
-    """One output of a cell, updated in place."""
+    """One output of a cell, updated in place: a picture, and lines below it; where no pictures are shown, the lines."""
 
-    def __init__(self, draw: Callable[[str], None], clock: Clock = time.monotonic) -> None:
-        """`draw` replaces the output's text."""
+    def __init__(self, draw: Callable[[str, str], None], clock: Clock = time.monotonic) -> None:
+        """`draw` replaces the output, by text and by HTML that says the same."""
         self._draw = draw
         self._clock = clock
         self._standing = Standing(total=0)
+        self._chart = Chart("", 0)
         self._lines: list[str] = []
         self._drawn = 0.0
 
     def start(self, name: str, steps: int) -> None:
-        self._standing = Standing(total=steps)
+        self._standing, self._chart = Standing(total=steps), Chart(name, steps)
         self._lines = [f"{name}: {plural(steps, 'step')}"]
         self._show([*self._lines, self._standing.line()])
 
     def event(self, event: Event) -> None:
+        self._chart.add(event)
         line = self._standing.add(event)
         if line:
             self._lines.append(line)
-        if line or self._clock() - self._drawn >= LIVE_S:
+        if line or self._clock() - self._drawn >= CELL_S:
             self._show([*self._lines, self._standing.line()])
 
     def finish(self, result: Result) -> None:
@@ -171,7 +177,13 @@ class NotebookView:
 
     def _show(self, lines: list[str]) -> None:
         self._drawn = self._clock()
-        self._draw("\n".join(lines))
+        text = "\n".join(lines)
+        self._draw(text, page(self._chart, text))
+
+
+def page(chart: Chart, text: str) -> str:
+    """HTML for a notebook's cell: a run's picture, with text below it."""
+    return f"{chart.svg()}<pre>{html.escape(text)}</pre>"
 
 
 def _say_error(result: Result) -> None:
@@ -191,8 +203,8 @@ def view_for(stream: TextIO) -> View:
     return PlainView(stream)
 
 
-def _cell() -> Callable[[str], None] | None:
-    """What replaces the text of a new output in the notebook's present cell; None where there is no notebook."""
+def _cell() -> Callable[[str, str], None] | None:
+    """What replaces a new output in the notebook's present cell, by text and HTML; None where there is no notebook."""
     if "IPython" not in sys.modules:
         return None
     from IPython import get_ipython
@@ -202,4 +214,4 @@ def _cell() -> Callable[[str], None] | None:
     if getattr(get_ipython(), "kernel", None) is None:
         return None
     handle = display({"text/plain": ""}, raw=True, display_id=True)
-    return lambda text: handle.update({"text/plain": text}, raw=True)
+    return lambda text, page: handle.update({"text/plain": text, "text/html": page}, raw=True)

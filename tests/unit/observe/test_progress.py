@@ -1,5 +1,6 @@
 """The three views, fed by hand and by a clock of ours."""
 
+import html
 import io
 import os
 import subprocess
@@ -10,7 +11,16 @@ from typing import Any, TextIO
 import pytest
 from rich.console import Console
 
-from raytrain_plus.observe.progress import LIVE_S, PLAIN_S, NotebookView, PlainView, TerminalView, View, view_for
+from raytrain_plus.observe.progress import (
+    CELL_S,
+    LIVE_S,
+    PLAIN_S,
+    NotebookView,
+    PlainView,
+    TerminalView,
+    View,
+    view_for,
+)
 from raytrain_plus.result import Result
 from tests.unit.observe.feed import evaluated, event, step, view
 
@@ -148,14 +158,15 @@ def test_the_terminal_view_gives_the_cursor_back_when_a_run_breaks() -> None:
 def test_the_notebook_view_keeps_one_text_and_replaces_it() -> None:
     drawn: list[str] = []
     clock = Clock()
-    notebook = NotebookView(drawn.append, clock)
+    pages: list[str] = []
+    notebook = NotebookView(lambda text, page: (drawn.append(text), pages.append(page)), clock)  # type: ignore[func-returns-value]
     notebook.start("gpt", 9)
     notebook.event(evaluated(-1, loss=5.5))
     count = len(drawn)
     notebook.event(view(6))
     notebook.event(step(0))
     assert len(drawn) == count + 1
-    clock.now = LIVE_S
+    clock.now = CELL_S
     notebook.event(step(1))
     assert drawn[-1].splitlines() == [
         "gpt: 9 steps",
@@ -167,6 +178,10 @@ def test_the_notebook_view_keeps_one_text_and_replaces_it() -> None:
     notebook.finish(RESULT)
     assert "step 2/9" not in drawn[-1]
     assert drawn[-1].splitlines()[-1].startswith("  next ")
+    assert pages[-1].startswith("<svg ")
+    assert pages[-1].endswith("</pre>")
+    assert f"<pre>{html.escape(drawn[-1])}</pre>" in pages[-1]
+    assert "step 2 of 9, 22 %" in pages[-1]
 
 
 class Screen(io.StringIO):
