@@ -31,6 +31,7 @@ from raytrain_plus.elastic.checkpoints import Checkpoints
 from raytrain_plus.elastic.exporter import Exporter
 from raytrain_plus.elastic.group import Limits, Phase, holders, members_in, standing
 from raytrain_plus.elastic.journal import Journal
+from raytrain_plus.elastic.metrics import Metrics
 from raytrain_plus.elastic.nodes import Nodes
 from raytrain_plus.elastic.order import Closing, Order
 from raytrain_plus.elastic.patience import LEAVE_BEFORE_S, PAUSE_BEFORE_S, PREPARE_S, clock_of, limit_s, stop_limit_s
@@ -162,6 +163,7 @@ class Controller:
             self._run, order, self._journal, self._post, lambda step: self._feed(e.Saved(step)), self._settled
         )
         self._exporter = Exporter(self._run, self._pool.begin, self._journal.check_fence)
+        self._metrics = Metrics(job.name)
         self._ends_kept = self._tries_to_export = 0
         self._handing = -1
         """The step whose model is handed over."""
@@ -302,6 +304,9 @@ class Controller:
         self._journal.renew()
         self._checkpoints.make()
         self._save_in_time(now)
+        if self._metrics.due:
+            newest = self._checkpoints.newest
+            self._metrics.show(self._journal.gauges.figures(None if newest is None else newest.time))
         for timer in [timer for timer in self._timers if timer[0] <= now]:
             self._timers.remove(timer)
             timer[1]()

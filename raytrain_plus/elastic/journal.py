@@ -20,6 +20,7 @@ from raytrain_plus.elastic.totals import Totals
 from raytrain_plus.elastic.view import View
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.observe.events import EventLog
+from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.observe.picture import svg, trace
 from raytrain_plus.observe.trackers import Relay, Trackers
 from raytrain_plus.past import Past
@@ -68,6 +69,7 @@ class Journal:
         self._trackers: Trackers | None = None
         self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
         self._totals = Totals()
+        self.gauges = Gauges(self._totals)
         self._incidents = Incidents()
         self._bubble = Bubble()
         self._waited: dict[int, float] = {}
@@ -223,6 +225,7 @@ class Journal:
         steps = [record for record in records if isinstance(record, StepRecord)]
         moved = [_on_our_clock(record, self._offsets[worker]) for record in steps]
         for record in steps:
+            self.gauges.worked(worker, record)
             if record.step > self.committed:
                 self._waited[record.step] = max(record.waited_s, self._waited.get(record.step, 0.0))
             drawing = self._bubble.report(worker, record, self._offsets[worker])
@@ -453,6 +456,7 @@ class Journal:
                 self._trackers.add(event)
             except OSError:
                 log.warning("TensorBoard's figures cannot be written; some are lost", exc_info=True)
+        self.gauges.add(event)
         with self._news:
             self._told.append(event)
             if len(self._told) > 2 * KEPT:

@@ -223,6 +223,7 @@ def _make(
             loss=one.loss,
             seconds=seconds / len(steps),
             waited_s=sum(waits_s) / len(steps),
+            reduce_s=one.reduce_s,
             time=now - seconds * (steps[-1] - step) / len(steps),
             notes=one.notes,
             # Of steps that overlap, the passes of all are told with the last.

@@ -18,6 +18,8 @@ class StepRecord:
     seconds: float
     waited_s: float
     """Of `seconds`, how long the data was waited for."""
+    reduce_s: float = 0.0
+    """And, when its own part was computed, the others' parts of the sums."""
     time: float
     """Unix seconds by this worker's clock."""
     notes: bytes = b""

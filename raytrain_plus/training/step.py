@@ -12,8 +12,9 @@ fits: nothing has changed by then.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -49,6 +50,8 @@ class Applied:
     """What somebody wished for, or said, at this boundary."""
     notes: bytes
     """What each shard gave, for the ledger: `data.ledger.NOTE`s in shard order."""
+    reduce_s: float = field(compare=False)
+    """How long the sums were waited for when its own part was computed. Two that came to the same are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,7 @@ class Stepper:
             part.module.train()
         scales = self.scales
         self._summed = None
+        reduce_s = 0.0
         for _ in range(TRIES):
             for part in self.parts:
                 part.gradients.begin(scales)
@@ -155,6 +159,7 @@ class Stepper:
             works = self.passes.run(step, shards, world, control, flags)
             control.enter("collective")
             meanwhile()
+            computed = time.monotonic()
             for index, work in enumerate(works):
                 wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
             totals = self._totals(step)
@@ -170,6 +175,7 @@ class Stepper:
                 self._summed = _Summed(step, totals, grids)
             squares = self._squares() if settled else {}
             settled, squares = self.passes.agree(step, settled, squares, world, control, wait_s)
+            reduce_s += time.monotonic() - computed
             if settled:
                 break
             self._summed = None
@@ -183,7 +189,7 @@ class Stepper:
         control.check()
         control.enter("applying")
         self._apply(squares)
-        return Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes)
+        return Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes, reduce_s=reduce_s)
 
     def run_window(
         self,
@@ -214,8 +220,10 @@ class Stepper:
                 work for part in self.parts for work in part.gradients.reduce_during(lambda: None, world, control.check)
             ]
             control.enter("collective")
+            computed = time.monotonic()
             for index, work in enumerate(works):
                 wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
+            reduce_s = time.monotonic() - computed
             totals = self._totals(step)
             for part in self.parts:
                 part.gradients.take_means(totals.weight)
@@ -226,7 +234,9 @@ class Stepper:
                 self._change(step)
             for part in self.parts:
                 part.gradients.begin({})
-            made.append(Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes))
+            made.append(
+                Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes, reduce_s=reduce_s)
+            )
             # What comes next waits for others.
             control.enter("collective")
 

@@ -1,0 +1,146 @@
+"""What a run shows to monitoring while it goes on: its figures, by gauge and tags. Pure.
+
+Sums are gauges, too: Ray keeps a counter for as long as its node lives, and would show runs that are long over; a gauge
+goes when nobody sets it any more. Those of workers only rise while they are shown, so `rate()` is right on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from raytrain_plus.observe.events import Event
+from raytrain_plus.observe.standing import Standing
+
+OF_RUN: dict[str, str] = {
+    "raytrain_steps": "Committed steps",
+    "raytrain_samples_per_second": "Rows a second in the latest steps, those of about 10 s; 0 while the run waits",
+    "raytrain_loss": "Loss of the newest committed step",
+    "raytrain_generation": "Number of the view; rises with each change of the group",
+    "raytrain_workers": "Workers in the group",
+    "raytrain_spares": "Warm workers that stand by",
+    "raytrain_waiting": "1 while the run waits for something, or for a loss to be recovered from; 0 while it steps",
+    "raytrain_recoveries": "Losses that were recovered from, since the run began or was last resumed",
+    "raytrain_stall_seconds": "What these cost, each from the last commit before it to the first after it",
+    "raytrain_goodput": "1 - (stalled + made again) / time after the first step: the same as in the run's summary",
+    "raytrain_checkpoint_timestamp_seconds": "Unix time of the state in the newest complete checkpoint",
+    "raytrain_checkpoint_seconds": "From the state of the newest checkpoint to its completion",
+    "raytrain_checkpoint_stall_seconds": "For how long the newest checkpoint held the training up",
+    "raytrain_checkpoints_failed": "Checkpoints that came to nothing, since the run began or was last resumed",
+}
+"""Gauges of a run, and what each says."""
+
+OF_WORKER: dict[str, str] = {
+    "raytrain_step_seconds": "Time in steps",
+    "raytrain_data_wait_seconds": "Of the time in steps, what data was waited for",
+    "raytrain_reduce_seconds": "Of the time in steps, what the others' parts of the sums were waited for",
+}
+"""Gauges of each member of the group: sums over the steps that it has made. All have the tags worker and stage."""
+
+Figures = Mapping[tuple[str, tuple[str, ...]], float]
+"""By gauge, and the worker and stage of one in `OF_WORKER`."""
+
+
+class _Totals(Protocol):
+    @property
+    def steps(self) -> int: ...
+    @property
+    def loss(self) -> float | None: ...
+    @property
+    def recoveries(self) -> int: ...
+    @property
+    def stall_s(self) -> float: ...
+    @property
+    def goodput(self) -> float: ...
+
+
+class _Record(Protocol):
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def waited_s(self) -> float: ...
+    @property
+    def reduce_s(self) -> float: ...
+
+
+@dataclass(slots=True)
+class _Worked:
+    """What a member's steps took."""
+
+    stage: str
+    step_s: float = 0.0
+    waited_s: float = 0.0
+    reduce_s: float = 0.0
+
+
+class Gauges:
+    """Listens to a run, and says where its gauges stand."""
+
+    def __init__(self, totals: _Totals) -> None:
+        """`totals`: what the run adds up to, which somebody else keeps."""
+        self._totals = totals
+        self._standing = Standing(total=0)
+        self._generation = self._spares = self._failed = 0
+        self._saved: tuple[float, float] | None = None
+        """What the newest checkpoint took, and for how long it held the training up."""
+        self._members: dict[str, _Worked] = {}
+
+    def add(self, event: Event) -> None:
+        """Takes one event."""
+        self._standing.add(event)
+        self._generation = event["generation"]
+        if event["kind"] == "view_formed":
+            self._spares = len(event["spares"])
+            before, self._members = self._members, {}
+            for member in event["members"]:
+                worked = before.get(member["worker"]) or _Worked("")
+                worked.stage = str(member["stage"])
+                self._members[member["worker"]] = worked
+        elif event["kind"] == "checkpoint_saved":
+            self._saved = event["seconds"], event["stall_s"]
+        elif event["kind"] == "checkpoint_failed":
+            self._failed += 1
+
+    def worked(self, worker: str, record: _Record) -> None:
+        """Takes what a member tells of a step, committed or not: its time has gone in any case."""
+        worked = self._members.get(worker)
+        if worked is not None:
+            worked.step_s += record.seconds
+            worked.waited_s += record.waited_s
+            worked.reduce_s += record.reduce_s
+
+    def figures(self, checkpoint: float | None) -> Figures:
+        """Where the gauges stand; one that is not among them has nothing to say yet, or not any more.
+
+        `checkpoint`: the Unix time of the state in the newest complete checkpoint, if there is one. Its age is left to
+        who looks at it: one that is told stands still until it is told anew, and is wrong by as much.
+        """
+        totals, standing = self._totals, self._standing
+        speed = 0.0 if standing.waiting else standing.samples_per_s
+        took, stall_s = self._saved or (None, None)
+        of_run: dict[str, float | None] = {
+            "raytrain_steps": totals.steps,
+            "raytrain_samples_per_second": speed,
+            "raytrain_loss": totals.loss,
+            "raytrain_generation": self._generation,
+            "raytrain_workers": standing.workers,
+            "raytrain_spares": self._spares,
+            "raytrain_waiting": 1 if standing.waiting else 0,
+            "raytrain_recoveries": totals.recoveries,
+            "raytrain_stall_seconds": totals.stall_s,
+            "raytrain_goodput": totals.goodput,
+            "raytrain_checkpoint_timestamp_seconds": checkpoint,
+            "raytrain_checkpoint_seconds": took,
+            "raytrain_checkpoint_stall_seconds": stall_s,
+            "raytrain_checkpoints_failed": self._failed,
+        }
+        found: dict[tuple[str, tuple[str, ...]], float] = {
+            (name, ()): float(value) for name, value in of_run.items() if value is not None
+        }
+        for worker, worked in self._members.items():
+            tags = (worker, worked.stage)
+            found["raytrain_step_seconds", tags] = worked.step_s
+            found["raytrain_data_wait_seconds", tags] = worked.waited_s
+            found["raytrain_reduce_seconds", tags] = worked.reduce_s
+        return found
