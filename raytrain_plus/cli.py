@@ -72,6 +72,8 @@ def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, de
 @_json
 def submit(job: str, overrides: Sequence[str], address: str | None, fresh: bool, follow: bool, as_json: bool) -> int:
     """Have a cluster run the job in the file JOB, on a copy of this folder; it goes on by itself."""
+    if follow and as_json:
+        raise click.UsageError("--json tells that it was sent, and --follow what it prints: say one of them")
     from raytrain_plus.jobfile import load_job
 
     loaded, _ = load_job(job, overrides)
@@ -101,10 +103,18 @@ _storage = click.option(
 @_json
 def resume(run: str, storage: str, overrides: Sequence[str], address: str | None, as_json: bool) -> int:
     """Go on with the run RUN (a folder, an address, or a name) from its newest complete checkpoint."""
-    if (address or "").startswith("http"):
+    if _is_http(address):
+        if not any(is_address(place) or Path(place).is_absolute() for place in (run, storage)):
+            raise InputError(
+                "runs are not sent along",
+                where=f"storage: {storage}",
+                expected="where the cluster's machines see it: --storage with an absolute path, or an address",
+            )
         settings = [word for override in overrides for word in ("--set", override)]
         name = split(run)[1] if is_address(run) else Path(run).name
-        return _send(str(address), name, ["resume", run, "--storage", storage, *settings], (), False, as_json)
+        return _send(
+            str(address), name, ["resume", run, "--storage", storage, *settings], ("/runs/*/",), False, as_json
+        )
     from raytrain_plus.runfolder import find_run
 
     folder = find_run(run, storage)
@@ -125,6 +135,8 @@ _dashboard = click.option("--address", help="Ask the cluster with this dashboard
 def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
     """Follow the run RUN (a folder, an address, or a name) to its end. Ctrl-C ends the watching, SIGTERM the run."""
     if address is not None:
+        if as_json:
+            raise click.UsageError("with --address it is shown what the run prints: leave out --json")
         jobs = _jobs(address)
         return _watched(jobs, str(jobs.find(run).submission_id), run, address)
     from raytrain_plus.following import watch
@@ -179,7 +191,7 @@ def logs(run: str, storage: str, address: str | None, follow: bool) -> int:
 @click.option("--no-wait", is_flag=True, help="Return when the run has heard.")
 def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
     """Stop the run RUN (a folder, an address, or a name) at the next step boundary; its state is saved."""
-    if (address or "").startswith("http"):
+    if _is_http(address):
         click.echo(_jobs(address).stop(run, wait=not no_wait))
         return 0
     from raytrain_plus.control import stop as stop_run
@@ -388,15 +400,20 @@ def _ended(result: Result, as_json: bool) -> int:
 
 def _jobs(address: str | None) -> Jobs:
     """The jobs of the cluster with this dashboard."""
-    from raytrain_plus.submission import Jobs, is_http
+    from raytrain_plus.submission import Jobs, address_of
 
-    if not is_http(address):
-        raise InputError("is not the address of a dashboard", where=f"address: {address}", expected="http://HOST:8265")
-    return Jobs(str(address))
+    return Jobs(address_of(address))
+
+
+def _is_http(address: str | None) -> bool:
+    return (address or "").startswith(("http://", "https://"))
 
 
 def _send(address: str, run: str, words: Sequence[str], unneeded: Sequence[str], follow: bool, as_json: bool) -> int:
     """Has a cluster do what the words say of a run, on a copy of this folder; the exit code."""
+    from raytrain_plus.submission import check_shown
+
+    check_shown(words)
     jobs = _jobs(address)
     job = jobs.submit(run, words, Path.cwd(), unneeded)
     if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import math
 import os
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_plus.elastic.controller import Controller
@@ -135,7 +134,7 @@ def _warn_of_an_open_cluster() -> None:
     # One that asks for a token does not let in who shows none.
     if os.environ.get("RAY_AUTH_MODE") != "token":
         seen = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
-        beyond = sorted(address for address in seen if not ipaddress.ip_address(address).is_loopback)
+        beyond = sorted(one for one in seen if not one.startswith(("127.", "::1", "localhost")))
         if beyond:
             print(
                 f"warning: the cluster asks for no token: whoever reaches {beyond[0]} can run anything on it "
@@ -175,7 +174,12 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
         )
         .remote(order, limits, began)
     )
-    return controller, controller.run.remote(detached)
+    try:
+        return controller, controller.run.remote(detached)
+    except BaseException:
+        # Nobody else would end one that is detached.
+        ray.kill(controller)
+        raise
 
 
 def _ask_machines(order: Order, here: str) -> None:
@@ -196,10 +200,10 @@ def _ask_machines(order: Order, here: str) -> None:
     storage = open_folder(split(order.plan.folder)[0])
     probe = f".probe-{secrets.token_hex(4)}"
     storage.write(probe, [b"seen"])
+    asked: dict[Any, str] = {}
     try:
         needs = needs_of(order, probe)
         asking: Any = ray.remote(look)
-        asked = {}
         for node, name in machines.items():
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             asked[asking.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(needs)] = name
@@ -207,9 +211,10 @@ def _ask_machines(order: Order, here: str) -> None:
         for ref in answered:
             try:
                 seen = ray.get(ref)
-            except RayTaskError as error:
+            except (RayTaskError, RuntimeEnvSetupError) as error:
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 raise InputError(
-                    f"the machine {asked[ref]} cannot take part: {str(error.cause).splitlines()[0]}",
+                    f"the machine {asked[ref]} cannot take part: {(lines or [type(error).__name__])[-1]}",
                     where="the cluster",
                     remedy="install there what is installed here (raytrain doctor lists it)",
                 ) from None
@@ -217,11 +222,12 @@ def _ask_machines(order: Order, here: str) -> None:
                 # It has gone meanwhile.
                 continue
             check_seen(order, asked[ref], seen)
+        for ref in silent:
+            print(f"warning: {asked[ref]} did not say within {LOOK_S:g} s what it sees there", file=sys.stderr)
     finally:
+        for ref in asked:
+            ray.cancel(ref)
         storage.remove(probe)
-    for ref in silent:
-        ray.cancel(ref, force=True)
-        print(f"warning: {asked[ref]} did not say within {LOOK_S:g} s what it sees there", file=sys.stderr)
 
 
 def controllers_of(run: str) -> list[Any]:
@@ -237,7 +243,7 @@ def controllers_of(run: str) -> list[Any]:
 
 def _knock(address: str) -> None:
     """Raises `OSError` where nobody listens at `host:port`: Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host, _, port = address.rpartition(":")
     if port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
 

@@ -51,6 +51,9 @@ def drive(order: Order, began: float, view: View | None, signals: Signals, *, de
     finally:
         if not detached:
             ray.kill(controller)
+        elif signals.new():
+            # Two came at once: it is not killed with us, and has not heard.
+            ray.wait([controller.stop.remote()], timeout=FOLLOW_S)
         if view is not None:
             view.close()
     result = closing.result

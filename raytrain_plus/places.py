@@ -38,13 +38,13 @@ class Seen:
 
 def needs_of(order: Order, probe: str) -> Needs:
     """What the machines have to see for this run."""
-    job, index = order.plan.job, order.plan.index
     files: dict[str, int] = {}
-    if job.data.prepare is None and not is_address(index.path):
-        path = Path(os.path.abspath(index.path))
-        folder = path.parent if index.files == (path.name,) and path.is_file() else path
-        sizes = zip(index.files, index.file_bytes, strict=True)
-        files = {str(folder / name): size for name, size in sizes}
+    for index in (order.plan.index, order.plan.held_out):
+        if order.plan.job.data.prepare is None and index is not None and not is_address(index.path):
+            path = Path(os.path.abspath(index.path))
+            folder = path.parent if path.is_file() else path
+            sizes = zip(index.files, index.file_bytes, strict=True)
+            files |= {str(folder / name): size for name, size in sizes}
     return Needs(split(order.plan.folder)[0], probe, files, order.plan.collective == "horovod")
 
 
@@ -94,7 +94,7 @@ def check_seen(order: Order, machine: str, seen: Seen) -> None:
     if seen.data:
         raise InputError(
             f"the machine {machine} {seen.data}",
-            where=f"data.path: {job.data.path}",
+            where="data.path" if job.evaluate is None else "data.path, evaluate.path",
             expected="the same files on all machines of the cluster",
             remedy="put the data on a share that all see, or name with data.prepare what makes it on each",
         )

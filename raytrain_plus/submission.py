@@ -14,13 +14,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import aiohttp
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job import Job
 from raytrain_plus.sizetext import size_text
-from raytrain_plus.storage.folder import is_address
+from raytrain_plus.storage.folder import is_address, without_secrets
 from raytrain_plus.workers.ray_private import show_token_if_any
 
 HERE = "http://127.0.0.1:8265"
@@ -73,12 +74,16 @@ class Jobs:
             )
 
     def find(self, run: str) -> JobDetails:
-        """The newest job that is a run of this name; or the one with this id. Raises `InputError` where none is."""
+        """The job that is a run of this name, the newest of those that go on, or of all; or the one with this id.
+
+        Raises `InputError` where there is none.
+        """
         with self._answering():
             jobs = [job for job in self._client.list_jobs() if job.submission_id]
         found = [job for job in jobs if run in (job.submission_id, (job.metadata or {}).get(RUN))]
         if found:
-            return max(found, key=lambda job: job.start_time or 0)
+            # One that was refused because another goes on came later.
+            return max(found, key=lambda job: (not job.status.is_terminal(), job.start_time or 0))
         names = {str((job.metadata or {}).get(RUN) or job.submission_id) for job in jobs}
         near = difflib.get_close_matches(run, names, 3)
         raise InputError(
@@ -106,6 +111,8 @@ class Jobs:
         self._tail(job, stream)
         with self._answering():
             ended = self._client.get_job_info(job)
+        if not ended.status.is_terminal():
+            raise self._out_of_sight(job)
         if ended.status == JobStatus.STOPPED:
             return 143
         if ended.driver_exit_code is None and ended.status == JobStatus.FAILED:
@@ -116,16 +123,23 @@ class Jobs:
         """Asks a run's job to stop, its state saved; what became of it. Raises `RunError` where it does not stop."""
         job = str(self.find(run).submission_id)
         with self._answering():
-            heard = self._client.stop_job(job)
+            if not self._client.stop_job(job):
+                raise InputError(
+                    f"the job {job} has ended ({self._client.get_job_status(job).value.lower()})",
+                    where=f"address: {self._address}",
+                    remedy="a run whose driver was killed goes on without it: from a machine of the cluster, raytrain "
+                    "stop FOLDER",
+                )
         until = time.monotonic() + STOP_S + 30
-        while True:
+        while wait:
             with self._answering():
                 status = self._client.get_job_status(job)
-            if not wait or status.is_terminal():
-                return f"{run}: {'told to stop' if heard and not wait else status.value.lower()} (job {job})"
+            if status.is_terminal():
+                return f"{run}: {status.value.lower()} (job {job})"
             if time.monotonic() > until:
                 raise RunError(f"the job {job} has not stopped within {STOP_S + 30} s")
             time.sleep(LOOK_S)
+        return f"{run}: told to stop (job {job})"
 
     def _printed(self, job: JobDetails) -> str:
         with self._answering():
@@ -137,8 +151,16 @@ class Jobs:
                 stream.write(lines)
                 stream.flush()
 
-        with self._answering():
+        try:
             asyncio.run(tail())
+        except (OSError, RuntimeError, aiohttp.ClientError):
+            raise self._out_of_sight(job) from None
+
+    def _out_of_sight(self, job: str) -> RunError:
+        return RunError(
+            f"the job {job} cannot be followed any more, and goes on, perhaps; look again: "
+            f"raytrain attach {job} --address {self._address}"
+        )
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
@@ -150,19 +172,25 @@ class Jobs:
                 where=f"address: {self._address}",
                 remedy="put the cluster's token into ~/.ray/auth_token, or name its file: RAY_AUTH_TOKEN_PATH=FILE",
             ) from None
-        except (OSError, RuntimeError, ValueError) as error:
-            why = " ".join(str(error).split())
-            if "exceeds the maximum size" in why or "too large" in why.lower():
+        except (OSError, aiohttp.ClientError) as error:
+            raise InputError(
+                f"the jobs API of a Ray cluster does not answer: {' '.join(str(error).split())[:200]}",
+                where=f"address: {self._address}",
+                remedy="give the address of its dashboard (--address http://HOST:8265), as `ray start` or "
+                "`ray dashboard` prints it",
+            ) from error
+        except (RuntimeError, ValueError, KeyError) as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            if any("exceeds the maximum size" in line for line in lines):
                 raise InputError(
                     f"there is more in the working directory than Ray sends (512 MiB): {largest(Path.cwd())}",
                     where=f"working directory {Path.cwd()}",
                     remedy="name in .rayignore what the run does not need",
                 ) from None
             raise InputError(
-                f"the jobs API of a Ray cluster does not answer: {why[:200]}",
+                f"the cluster refused: {lines[-1][:300]}",
                 where=f"address: {self._address}",
-                remedy="give the address of its dashboard (--address http://HOST:8265), as `ray start` or "
-                "`ray dashboard` prints it",
+                remedy="see that it is a Ray cluster's dashboard, of about this version of Ray",
             ) from error
 
 
@@ -173,33 +201,44 @@ def unneeded_by(job: Job, folder: Path) -> list[str]:
     >>> from raytrain_plus.job import Data
     >>> data = Data(path="data/x", batch_size=8, prepare="t:p")
     >>> unneeded_by(Job(name="n", task="t:T", steps=1, data=data), Path.cwd())
-    ['/runs', '/data/x']
+    ['/runs/*/', '/data/x/**/*.parquet']
     """
-    made = [job.data.path, *([] if job.evaluate is None else [job.evaluate.path])]
-    places = [job.storage, *(made if job.data.prepare else ())]
-    inside = []
-    for place in places:
-        if not is_address(place):
-            with contextlib.suppress(ValueError):
-                inside.append("/" + Path(os.path.abspath(folder / place)).relative_to(folder).as_posix())
-    return inside
+
+    def inside(place: str) -> str | None:
+        with contextlib.suppress(ValueError):
+            return None if is_address(place) else Path(os.path.abspath(folder / place)).relative_to(folder).as_posix()
+        return None
+
+    made = [job.data.path, *([] if job.evaluate is None else [job.evaluate.path])] if job.data.prepare else []
+    runs, data = inside(job.storage), [place for place in map(inside, made) if place is not None]
+    # Ray goes by these in this package, too, where it goes along: it has a folder `data`, but no such files.
+    return [*([] if runs is None else [f"/{runs}/*/"]), *(f"/{place}/**/*.parquet" for place in data)]
 
 
 def largest(folder: Path) -> str:
     """The largest things in a folder, with their sizes, in words."""
 
     def size(path: Path) -> int:
-        inside = [path] if path.is_file() else path.rglob("*")
-        return sum(one.lstat().st_size for one in inside if not one.is_dir())
+        total = 0
+        for one in [path] if path.is_file() else path.rglob("*"):
+            with contextlib.suppress(OSError):
+                total += 0 if one.is_dir() else one.lstat().st_size
+        return total
 
-    sizes = sorted(((size(path), path.name) for path in folder.iterdir()), reverse=True)
+    sent = [path for path in folder.iterdir() if path.name not in NEVER_SENT]
+    sizes = sorted(((size(path), path.name) for path in sent), reverse=True)
     return ", ".join(f"{name} ({size_text(bytes_)})" for bytes_, name in sizes[:LARGEST])
 
 
 def address_of(wanted: str | None) -> str:
-    """The address of the cluster's dashboard: the one that is wanted, or the environment's, or this machine's."""
-    given = [wanted, os.environ.get("RAY_API_SERVER_ADDRESS"), os.environ.get("RAY_ADDRESS")]
-    return next((one for one in given if one and is_http(one)), HERE)
+    """The address of the cluster's dashboard: the one that is wanted, or the environment's, or this machine's.
+
+    Raises `InputError` where RAY_ADDRESS says another kind of address.
+    """
+    given = wanted or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or HERE
+    if not is_http(given):
+        raise InputError("is not the address of a dashboard", where=f"address: {given}", expected="http://HOST:8265")
+    return given
 
 
 def is_http(address: str | None) -> bool:
@@ -218,10 +257,24 @@ def check_sendable(job: Job, file: Path, folder: Path) -> str:
             where=f"{file}, working directory {folder}",
             remedy="go to the folder that holds the job file and the task's module, and submit from there",
         ) from None
-    if not is_address(job.data.path) and not Path(job.data.path).is_absolute() and not job.data.prepare:
-        raise InputError(
-            "it is relative, and data is not sent along",
-            where=f"data.path: {job.data.path}",
-            expected="a path that all machines of the cluster see, or a `data.prepare` that makes the data there",
-        )
+    held_out = {} if job.evaluate is None else {"evaluate.path": job.evaluate.path}
+    for key, path in {"data.path": job.data.path, **held_out}.items():
+        if not is_address(path) and not Path(path).is_absolute() and not job.data.prepare:
+            raise InputError(
+                "it is relative, and data is not to be sent along",
+                where=f"{key}: {path}",
+                expected="a path that all machines of the cluster see, or a `data.prepare` that makes the data there",
+            )
     return inside.as_posix()
+
+
+def check_shown(words: Sequence[str]) -> None:
+    """Raises `InputError` where a word holds a key: a cluster shows its jobs' words to whoever looks."""
+    for word in words:
+        for part in (word, word.partition("=")[2]):
+            if is_address(part) and without_secrets(part) != part:
+                raise InputError(
+                    "the address holds a key, and the words of a job are shown to whoever sees the cluster",
+                    where=without_secrets(part),
+                    remedy="leave it out, and give it to the machines: in their environment, or as their own rights",
+                )

@@ -203,6 +203,7 @@ class Controller:
         If `detached` nobody else ends this actor: it goes a moment after the run, when followers have heard.
         """
         self._over = False
+        self._me = ray.get_runtime_context().current_actor
         try:
             return self._run_to_the_end()
         finally:
@@ -213,7 +214,6 @@ class Controller:
     def _run_to_the_end(self) -> Closing:
         # On a cluster this may be another machine than the one where the job was looked at.
         check_installed(self._order.plan.job.trackers)
-        self._me = ray.get_runtime_context().current_actor
         self._nodes.start()
         try:
             for command in self._first:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,12 +90,9 @@ def test_stopped_it_is_saved_and_sent_again_it_goes_on(project: Path, cluster: H
     until(lambda: (folder / "job.yaml").exists() and len(losses(folder)) > 5, "5 steps", 120)
     code, out, _ = submit(project, cluster, "--follow")
     assert (code, "a run of this name is going on" in out) == (2, True), out
-    # The job of this name that was sent last has ended: it is the first that is stopped, by its id.
-    driver = drivers(cluster)
-    assert len(driver) == 1
-    job = json.loads(driver[0].environ()["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"]
-    code, out, err = raytrain("stop", job, "--address", cluster.dashboard)
-    assert (code, f"{job}: stopped" in out) == (0, True), out + err
+    # That one has ended: it is the first that the name means.
+    code, out, err = raytrain("stop", "job", "--address", cluster.dashboard)
+    assert (code, "job: stopped" in out) == (0, True), out + err
     out, _ = following.communicate(timeout=30)
     made = len(losses(folder))
     assert f"job stopped: {made} steps" in out
@@ -106,6 +104,10 @@ def test_stopped_it_is_saved_and_sent_again_it_goes_on(project: Path, cluster: H
     # Nothing becomes of a run without its driver but its end.
     for one in drivers(cluster):
         one.kill()
+        one.wait(10)
+    until(lambda: "failed" in raytrain("status", "job", "--address", cluster.dashboard)[1], "the end of its job", 30)
+    code, _, err = raytrain("stop", "job", "--address", cluster.dashboard)
+    assert (code, "a run whose driver was killed goes on without it" in err) == (2, True), err
     result = attach(folder).result(timeout_s=60)
     assert (result.status, result.steps, len(losses(folder))) == ("finished", 80, 80)
     job_in(project, steps=80, reduction="exact", name="undisturbed")
@@ -135,6 +137,10 @@ def test_as_ray_has_it(cluster: Head, tmp_path: Path) -> None:
     package = tmp_path / "package.zip"
     create_package(str(REPOSITORY), package, include_gitignore=True)
     assert package.stat().st_size < 2e6
+    with zipfile.ZipFile(package) as opened:
+        sent = set(opened.namelist())
+    needed = [file.relative_to(REPOSITORY).as_posix() for file in (REPOSITORY / "raytrain_plus").rglob("*.py")]
+    assert sent.issuperset([*needed, "examples/digits.py", "jobs/digits.yaml"])
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ GOOD = Seen("", "", "")
 
 def order(path: Path, **data: Any) -> Any:
     job = Job(name="job", task="t:T", steps=1, data=Data(path=str(path), batch_size=8, **data))
-    plan = SimpleNamespace(job=job, index=index(path), folder=str(path.parent / "runs" / "job"), collective="torch")
+    plan = SimpleNamespace(job=job, index=index(path), held_out=None, folder=str(path.parent / "runs" / "job"))
+    plan.collective = "torch"
     return SimpleNamespace(plan=plan)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus import Data, Evaluate, InputError, Job
-from raytrain_plus.submission import HERE, address_of, check_sendable, largest, unneeded_by
+from raytrain_plus.submission import HERE, address_of, check_sendable, check_shown, largest, unneeded_by
 
 
 def job(**changes: object) -> Job:
@@ -17,9 +17,9 @@ def job(**changes: object) -> Job:
 
 def test_data_that_is_made_there_is_unneeded_by(tmp_path: Path) -> None:
     made = job(prepare="tasks:prepare", evaluate=Evaluate(path="data/held_out", every_steps=2), storage="s3://b/runs")
-    assert unneeded_by(made, tmp_path) == ["/data/train", "/data/held_out"]
+    assert unneeded_by(made, tmp_path) == ["/data/train/**/*.parquet", "/data/held_out/**/*.parquet"]
     assert unneeded_by(job(path="/share/data", storage="../elsewhere"), tmp_path) == []
-    assert unneeded_by(job(), tmp_path) == ["/runs"]
+    assert unneeded_by(job(), tmp_path) == ["/runs/*/"]
 
 
 def test_the_job_file_must_be_among_what_is_sent(tmp_path: Path) -> None:
@@ -38,8 +38,11 @@ def test_data_is_not_sent(tmp_path: Path) -> None:
 
 def test_where_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert address_of(None) == HERE
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(InputError, match=r"10\.0\.0\.1:6379.*not the address of a dashboard"):
+        address_of(None)
     monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
     assert address_of(None) == "http://10.0.0.1:8265"
     assert address_of("https://other") == "https://other"
@@ -51,3 +54,17 @@ def test_the_largest_are_named(tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(b"x")
     assert largest(tmp_path).startswith("big (")
     assert largest(tmp_path).count("(") == 2
+
+
+def test_no_key_is_among_what_a_cluster_shows() -> None:
+    check_shown(["run", "job.yaml", "--set", "storage=s3://bucket/runs?region=eu-west-1"])
+    with pytest.raises(InputError) as error:
+        check_shown(["run", "job.yaml", "--set", "storage=s3://KEY:SECRET@bucket/runs"])
+    assert "SECRET" not in str(error.value)
+
+
+def test_held_out_data_is_not_sent_either(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"evaluate\.path: data/held_out"):
+        check_sendable(
+            job(path="/share", evaluate=Evaluate(path="data/held_out", every_steps=2)), tmp_path / "a.yaml", tmp_path
+        )
