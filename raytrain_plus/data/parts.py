@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.ledger import NOTE, kept_bits, step_sum
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.repeated import Repeated
@@ -134,8 +135,8 @@ def table_of(entries: list[tuple[int, int, bytes]]) -> pa.Table:
         **{name: np.ascontiguousarray(by_shard[name]) for name in ("start", "rows", "weight")},
         "ids": by_shard["ids"] & np.uint64(2 ** kept_bits(shards) - 1),
     }
-    of_steps = pa.concat_arrays([pa.array(step_sum(notes["ids"])), pa.nulls(len(by_shard) - steps, pa.uint64())])
-    return pa.table([*(columns[name] for name in SCHEMA.names[:-1]), of_steps], schema=SCHEMA)
+    of_steps = pa.concat_arrays([column_of(step_sum(notes["ids"])), pa.nulls(len(by_shard) - steps, pa.uint64())])
+    return pa.Table.from_arrays([*(column_of(columns[name]) for name in SCHEMA.names[:-1]), of_steps], schema=SCHEMA)
 
 
 def _steps_of_a_part(notes: bytes) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.errors import DataError
 
@@ -173,7 +174,7 @@ def read_unit(data: Index, unit: int) -> pa.Table:
             remedy="leave the data alone while a run reads it",
         )
     file, group = data.files[data.unit_file[unit]], data.unit_group[unit]
-    return table.replace_schema_metadata(None).append_column(ROW_ID, pa.array(row_ids(file, group, table.num_rows)))
+    return table.replace_schema_metadata(None).append_column(ROW_ID, column_of(row_ids(file, group, table.num_rows)))
 
 
 def _least_bytes(kind: pa.DataType) -> int:

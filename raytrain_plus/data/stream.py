@@ -21,6 +21,7 @@ import ray
 from ray.data import DataContext, Datasource, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
 
+from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.granule import Rows
 from raytrain_plus.data.reads import Read
 from raytrain_plus.data.source import read_unit
@@ -72,7 +73,7 @@ def _read_group(
     rows: Rows = cloudpickle.loads(ray.get(pickled_rows))
     for read in group:
         table = read_unit(rows.index, read.piece.unit) if whole_units else rows.read(read.piece)
-        yield table.append_column(_NUMBER, pa.array(np.full(table.num_rows, read.number, dtype=np.int64)))
+        yield table.append_column(_NUMBER, column_of(np.full(table.num_rows, read.number, dtype=np.int64)))
 
 
 class Stream:
