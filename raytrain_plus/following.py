@@ -9,7 +9,8 @@ from typing import TextIO
 
 from raytrain_plus.data.of_job import steps_of
 from raytrain_plus.errors import InputError, RunError
-from raytrain_plus.observe.events import Tail
+from raytrain_plus.observe.events import Tail, glance
+from raytrain_plus.observe.page import Page
 from raytrain_plus.observe.progress import PLAIN_S, View
 from raytrain_plus.observe.standing import Standing
 from raytrain_plus.result import Result
@@ -33,7 +34,7 @@ def watch(
     """
     name = split(run.address)[1]
     if view is not None:
-        view.start(name, length(run))
+        view.start(name, _steps(run))
     tail, pulse = Tail(run), _Pulse(run)
     until = None if timeout_s is None else time.monotonic() + timeout_s
     try:
@@ -60,9 +61,21 @@ def watch(
     return result
 
 
+def seen(run: Folder) -> Page:
+    """What a notebook shows of the run as it is now, or as it ended; of many steps some are looked at."""
+    page = Page(split(run.address)[1], _steps(run))
+    # Before the events, as ever.
+    result = Result.load(run)
+    for event in glance(run):
+        page.add(event)
+    if result is not None:
+        page.finish(result)
+    return page
+
+
 def tell(run: Folder, stream: TextIO, follow: bool) -> None:
     """Writes what has happened, a line each, with the time; and what happens, until the run has ended, if `follow`."""
-    standing = Standing(total=length(run))
+    standing = Standing(total=_steps(run))
     shown = -math.inf
     tail, pulse = Tail(run), _Pulse(run)
     while True:
@@ -79,8 +92,8 @@ def tell(run: Folder, stream: TextIO, follow: bool) -> None:
         time.sleep(HERE_S if run.path is not None else ELSEWHERE_S)
 
 
-def length(run: Folder) -> int:
-    """How many steps the whole run has; 0 where its folder does not say it."""
+def _steps(run: Folder) -> int:
+    """Of the whole run; 0 where its folder does not say it."""
     job = job_of(run)
     try:
         return steps_of(job, read_object(run, DATASET, "")["rows"])

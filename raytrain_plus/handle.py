@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from raytrain_plus.errors import RunError
-from raytrain_plus.following import length, watch
-from raytrain_plus.observe.chart import Chart
+from raytrain_plus.following import seen, watch
 from raytrain_plus.observe.events import Event, read_events
-from raytrain_plus.observe.progress import page, view_for
+from raytrain_plus.observe.progress import view_for
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import find_run
-from raytrain_plus.status import Status, status
+from raytrain_plus.status import Status, state_of, status
 from raytrain_plus.storage.folder import Folder, split, without_secrets
 
 WISH_S = 60.0
@@ -28,6 +29,21 @@ def attach(run: str | Path, storage: str = "runs") -> Handle:
     return Handle(find_run(str(run), storage))
 
 
+class Interrupted(KeyboardInterrupt):
+    """The user no longer waits for a run, which goes on.
+
+    An interrupt still, so that a script and the cells after this one end, too; but a notebook shows its words alone.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Of the run of this name."""
+        super().__init__(f"{name} goes on without being watched: follow() shows it again, stop() ends it")
+
+    def _render_traceback_(self) -> list[str]:
+        """Asked for by IPython, which else shows where the code was."""
+        return [str(self)]
+
+
 class Handle:
     """Knows the run by its folder alone. Nothing that it does, or that becomes of it, disturbs the run, but a wish."""
 
@@ -38,14 +54,11 @@ class Handle:
         """The run's folder: a path, or the address where `storage` is one."""
 
     def __repr__(self) -> str:
-        return f"<run {self.name}: {self.status().state}>"
+        return f"<run {self.name}: {state_of(self._run)}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it: a picture of the run so far."""
-        chart = Chart(self.name, length(self._run))
-        for event in read_events(self._run):
-            chart.add(event)
-        return page(chart, repr(self))
+        """In a notebook: the run so far, as a picture that stands still; `follow` shows one that moves."""
+        return seen(self._run).html()
 
     def status(self) -> Status:
         """How far it has come, and what checkpoints it has."""
@@ -55,20 +68,22 @@ class Handle:
         """What has happened so far, of one kind if wanted."""
         return [event for event in read_events(self._run) if kind is None or event["kind"] == kind]
 
-    def follow(self) -> Result | None:
-        """Shows what happens until the run has ended; its result. An interrupt ends the watching alone: None then."""
-        try:
+    def follow(self) -> Result:
+        """Shows what happens until the run has ended; its result. In a notebook's cell: the chart, drawn as it goes on.
+
+        An interrupt ends the watching alone, and raises `Interrupted`.
+        """
+        with self._waiting():
             return watch(self._run, view_for(sys.stdout))
-        except KeyboardInterrupt:
-            print(f"{self.name} goes on; handle.follow() shows it again, handle.stop() stops it")
-            return None
 
     def result(self, timeout_s: float | None = None) -> Result:
-        """Waits until the run has ended; its result, also where it failed.
+        """Waits in silence until the run has ended; its result, also where it failed.
 
-        Raises `TimeoutError` after `timeout_s`, and `RunError` where the run's controller is gone without a word.
+        Raises `TimeoutError` after `timeout_s`, `RunError` where the run's controller is gone without a word, and
+        `Interrupted` as `follow` does.
         """
-        return watch(self._run, None, timeout_s=timeout_s)
+        with self._waiting():
+            return watch(self._run, None, timeout_s=timeout_s)
 
     def stop(self) -> None:
         """Asks the run to stop at the next step boundary and to save its state; returns when it has heard.
@@ -85,6 +100,13 @@ class Handle:
         """
         wished = {"--min": min, "--max": max, "--spares": spares}
         self._wish("rescale", *(f"{name}={count}" for name, count in wished.items() if count is not None))
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise Interrupted(self.name) from None
 
     def _wish(self, *words: str) -> None:
         # A process of its own: this one may be connected to another Ray, or to none, and stays so.

@@ -63,13 +63,18 @@ class Status:
 def status(run: Folder) -> Status:
     """The status of the run in this folder."""
     past = look_back(run)
-    result, holder, now = Result.load(run), lease_holder(run), time.time()
-    state = f"running ({holder})" if holder else "unfinished" if result is None else result.status
+    state, now = state_of(run), time.time()
     kept = tuple(
         Kept(one.name, one.step, max(0.0, now - _moment(one.manifest, one.time)), one.bytes, one.why or "complete")
         for one in past.found
     )
     return Status(split(run.address)[1], state, past.committed + 1, kept, single_writer(run))
+
+
+def state_of(run: Folder) -> str:
+    """The state alone, which is known at once: that of `Status`."""
+    holder, result = lease_holder(run), Result.load(run)
+    return f"running ({holder})" if holder else "unfinished" if result is None else result.status
 
 
 def _moment(manifest: Manifest | None, newest_file: float) -> float:

@@ -1,7 +1,7 @@
 """A run as a picture that stays small however long the run is: how far it is, its loss, its workers over time. Pure.
 
-What is told of many steps is thinned while it comes: neighbours become one (mean, lowest, highest) as often as there
-are more of them than `ROOM`. The newest step stays exact.
+What is told of many steps is thinned while it comes: neighbours become one (mean, lowest, highest) wherever there are
+more than `ROOM`. The newest step stays exact.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ ROOM = 240
 TOLD = 4
 """Incidents that lie together and are put into words; the rest is counted."""
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT = 640, 296, 52, 626
-_BAR, _LOSS, _SIGNS, _WORKERS = 26, (54, 176), 221, (231, 270)
-"""Where things are: the bar, the loss (top, bottom), the signs (their middle), the workers (top, bottom)."""
+_WIDTH, _HEIGHT, _LEFT, _RIGHT = 640, 312, 52, 616
+_BAR, _LOSS, _LEGEND, _SIGNS, _WORKERS = 26, (56, 178), 224, 237, (248, 287)
+"""Where things are: the bar, the loss (top, bottom), what signs mean, the signs, the workers (top, bottom)."""
 _CURVE, _DOTS, _LINE = "#4c8dca", "#f58518", "#54a24b"
 _NEAR = 10.0
 """Pixels between two signs at which they are one."""
 
 SIGNS = {
-    "lost": ("loss", "#e45756", "M-3.5-3.5L3.5 3.5M-3.5 3.5L3.5-3.5"),
-    "resumed": ("return to a checkpoint", "#b279a2", "M-3-3H3V3H-3Z"),
+    "lost": ("lost worker", "#e45756", "M-3.5-3.5L3.5 3.5M-3.5 3.5L3.5-3.5"),
+    "resumed": ("going back", "#b279a2", "M-3-3H3V3H-3Z"),
     "drain": ("drain", "#f58518", "M-4-3H4L0 4Z"),
     "rescaled": ("rescale", "#4c8dca", "M0-4.5L4.5 0L0 4.5L-4.5 0Z"),
 }
 """For each kind of incident, the gravest first: what it is called, its colour, the path of its sign."""
-_PLURALS = {"loss": "losses", "return to a checkpoint": "returns to a checkpoint"}
 
 _UNITS = ((1, "s"), (60, "min"), (3600, "h"), (86400, "d"))
 _TIMES = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
@@ -73,7 +72,7 @@ def _one(at: float, value: float) -> _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Incidents that lie close together; `kind` is the gravest."""
+    """Incidents that lie close together; `kind` is the gravest, `count` how much there is to tell."""
 
     at: float
     kind: str
@@ -169,7 +168,7 @@ class Chart:
                 self._have(len(self._members))
         elif kind == "recovered":
             # Said where the loss is, and no incident of its own.
-            self._marks.add(self._lost_at, _Mark(self._lost_at, "lost", (f"recovered in {event['stall_s']:.2f} s",), 0))
+            self._marks.add(self._lost_at, _Mark(self._lost_at, "lost", (f"recovered in {event['stall_s']:.2f} s",)))
         elif kind == "drain_notice":
             self._mark("drain", told(event) or "")
         elif kind == "rescaled" and not self._regroups:
@@ -209,7 +208,7 @@ class Chart:
             along.cut(step + 1)
 
     def svg(self) -> str:
-        """An SVG document of 640 x 296, its words and lines in the colour of the text around it."""
+        """An SVG document of 640 x 312, its words and lines in the colour of the text around it."""
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
@@ -228,7 +227,8 @@ class Chart:
         name = self.name if len(self.name) <= 50 else f"{self.name[:49]}…"
         yield _text(_LEFT, 17, name, size=13)
         # Down: it is complete when the last step is made.
-        yield _text(_RIGHT, 17, f"step {self._made:,} of {total:,}, {math.floor(100 * share)} %", anchor="end")
+        far = f"step {self._made:,} of {total:,}, {math.floor(100 * share)} %" if total else ""
+        yield _text(_RIGHT, 17, far, anchor="end")
         wide = _RIGHT - _LEFT
         yield f'<rect x="{_LEFT}" y="{_BAR}" width="{wide}" height="6" rx="3" fill-opacity="0.15"/>'
         yield f'<rect x="{_LEFT}" y="{_BAR}" width="{wide * share:.1f}" height="6" rx="3" fill="{_CURVE}"/>'
@@ -247,7 +247,7 @@ class Chart:
             yield _rule(y(tick)) + _text(_LEFT - 6, y(tick) + 4, f"{tick:.6g}", anchor="end")
         yield _rule(bottom, opacity=0.5)
         for tick in _nice(0, max(self._total, self._made, 1), 6, whole=True):
-            yield _text(x(tick), bottom + 14, f"{tick:,.0f}", anchor="middle")
+            yield _text(x(tick), bottom + 14, _short(tick), anchor="middle")
         yield _text((_LEFT + _RIGHT) / 2, bottom + 27, "steps", anchor="middle", opacity=0.7)
         spans = list(self._losses)
         if any(span.count > 1 for span in spans):
@@ -274,13 +274,11 @@ class Chart:
         spans = list(self._workers)
         most = max((span.high for span in spans), default=1.0)
         y = _scale(0, max(most, 1.0), bottom, top)
-        yield _text(_LEFT, _SIGNS - 7, "workers")
+        yield _text(_LEFT, _LEGEND, "workers")
         said = [
-            (_drawn(kind), plural(count, name) if count == 1 else f"{count:,} {_PLURALS.get(name, f'{name}s')}")
-            for kind, (name, _, _) in SIGNS.items()
-            if (count := self._counts[kind])
+            (_drawn(kind), plural(count, name)) for kind, (name, _, _) in SIGNS.items() if (count := self._counts[kind])
         ]
-        yield from _legend(said, _SIGNS - 7)
+        yield from _legend(said, _LEGEND)
         for tick in {0, round(most)} if spans else {0}:
             yield _rule(y(tick), opacity=0.5 if tick == 0 else 0.15)
             yield _text(_LEFT - 6, y(tick) + 4, f"{tick:,}", anchor="end")
@@ -341,6 +339,15 @@ def _nice(low: float, high: float, most: int, whole: bool = False) -> list[float
     return [number * apart for number in range(math.ceil(low / apart), math.floor(high / apart) + 1)]
 
 
+def _short(number: float) -> str:
+    """A whole number that has room under an axis.
+
+    >>> _short(4000), _short(1_500_000)
+    ('4,000', '1.5 M')
+    """
+    return f"{number:,.0f}" if number < 1e6 else f"{number / 1e6:,.6g} M"
+
+
 def _time_ticks(end: float) -> list[tuple[float, str]]:
     """Marks of an axis of so many seconds.
 
@@ -379,7 +386,7 @@ def _legend(entries: Sequence[tuple[str, str]], y: float) -> Iterator[str]:
     x = float(_RIGHT)
     for drawn, words in reversed(entries):
         yield _text(x, y, words, anchor="end")
-        x -= 6.0 * len(words) + 10
+        x -= 5.8 * len(words) + 9
         yield f'<g transform="translate({x:.1f} {y - 4})">{drawn}</g>'
         x -= 16
 

@@ -47,6 +47,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
 """The fields of each kind, beside `time` (Unix seconds), `generation` and `kind`."""
 
 _REMEDY = "mend the line if you have a copy; or start over with --fresh, which keeps this run's folder"
+_STEP = b'"kind": "step_committed"'
+"""What the line of a step has, and no other: in a text, quotes are written otherwise."""
+_GLANCED = 2000
+"""Steps that a glance looks at before it passes over every other one, and again after twice as many."""
 _BLOCK = 65536
 """Bytes looked at together in the search for the last line end."""
 
@@ -151,6 +155,28 @@ def read_events(run: Folder) -> Iterator[Event]:
     Raises `InputError` where another line is damaged.
     """
     return _events(run, 0)
+
+
+def glance(run: Folder) -> Iterator[Event]:
+    """The same of a run whose steps need not all be looked at: of many, some thousands, and the newest before whatever
+    else happened. A million steps take about a second."""
+    every, seen = 1, 0
+    newest: tuple[str, int, bytes] | None = None
+    for line in _lines(run, 0):
+        if _STEP in line[2]:
+            newest = line
+            seen += 1
+            if seen % every:
+                continue
+            if seen == every * _GLANCED:
+                every *= 2
+        if newest is not None:
+            yield _event(run, *newest)
+        if newest is not line:
+            yield _event(run, *line)
+        newest = None
+    if newest is not None:
+        yield _event(run, *newest)
 
 
 class Tail:

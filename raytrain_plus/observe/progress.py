@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import os
 import sys
 import time
 from collections.abc import Callable
+from html import escape
 from typing import Protocol, TextIO
 
 from rich.cells import cell_len
@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from raytrain_plus.observe.chart import Chart
 from raytrain_plus.observe.events import Event
+from raytrain_plus.observe.page import Page
 from raytrain_plus.observe.standing import Standing, plural
 from raytrain_plus.observe.summary import summary
 from raytrain_plus.result import Result
@@ -26,8 +26,6 @@ PLAIN_S = 5.0
 """Seconds between two plain lines."""
 LIVE_S = 0.2
 """Seconds between two redraws."""
-CELL_S = 0.5
-"""The same in a notebook, whose pictures travel."""
 BAR = range(8, 41)
 """Widths that a bar may have; where there is no room for the shortest there is none."""
 
@@ -144,46 +142,41 @@ class TerminalView:
 
 
 class NotebookView:
-    """One output of a cell, updated in place: a picture, and lines below it; where no pictures are shown, the lines."""
+    """One output of a cell, updated in place: the chart with lines below it, or lines alone."""
 
     def __init__(self, draw: Callable[[str, str], None], clock: Clock = time.monotonic) -> None:
-        """`draw` replaces the output, by text and by HTML that says the same."""
+        """`draw` replaces the output: its text, and the same as HTML."""
         self._draw = draw
         self._clock = clock
-        self._standing = Standing(total=0)
-        self._chart = Chart("", 0)
-        self._lines: list[str] = []
+        self._page: Page | None = None
         self._drawn = 0.0
 
     def start(self, name: str, steps: int) -> None:
-        self._standing, self._chart = Standing(total=steps), Chart(name, steps)
-        self._lines = [f"{name}: {plural(steps, 'step')}"]
-        self._show([*self._lines, self._standing.line()])
+        self._page = Page(name, steps)
+        self._show(self._page)
 
     def event(self, event: Event) -> None:
-        self._chart.add(event)
-        line = self._standing.add(event)
-        if line:
-            self._lines.append(line)
-        if line or self._clock() - self._drawn >= CELL_S:
-            self._show([*self._lines, self._standing.line()])
+        assert self._page is not None
+        if self._page.add(event) or self._clock() - self._drawn >= LIVE_S:
+            self._show(self._page)
 
     def finish(self, result: Result) -> None:
-        self._lines += [*summary(result, self._standing), *(result.error or "").splitlines()]
-        self._show(self._lines)
+        if self._page is None:
+            # It had ended before, and nothing of it was told.
+            text = "\n".join([*summary(result, None), *(result.error or "").splitlines()])
+            self._draw(text, f"<pre>{escape(text)}</pre>")
+            return
+        self._page.finish(result)
+        self._show(self._page)
 
     def close(self) -> None:
-        """The last picture stays."""
+        """The last picture shows all that was told."""
+        if self._page is not None:
+            self._show(self._page)
 
-    def _show(self, lines: list[str]) -> None:
+    def _show(self, page: Page) -> None:
         self._drawn = self._clock()
-        text = "\n".join(lines)
-        self._draw(text, page(self._chart, text))
-
-
-def page(chart: Chart, text: str) -> str:
-    """HTML for a notebook's cell: a run's picture, with text below it."""
-    return f"{chart.svg()}<pre>{html.escape(text)}</pre>"
+        self._draw(page.text(), page.html())
 
 
 def _say_error(result: Result) -> None:
@@ -204,7 +197,7 @@ def view_for(stream: TextIO) -> View:
 
 
 def _cell() -> Callable[[str, str], None] | None:
-    """What replaces a new output in the notebook's present cell, by text and HTML; None where there is no notebook."""
+    """What replaces text and HTML of a new output in the notebook's present cell; None where there is no notebook."""
     if "IPython" not in sys.modules:
         return None
     from IPython import get_ipython
@@ -214,4 +207,4 @@ def _cell() -> Callable[[str, str], None] | None:
     if getattr(get_ipython(), "kernel", None) is None:
         return None
     handle = display({"text/plain": ""}, raw=True, display_id=True)
-    return lambda text, page: handle.update({"text/plain": text, "text/html": page}, raw=True)
+    return lambda text, html: handle.update({"text/plain": text, "text/html": html}, raw=True)

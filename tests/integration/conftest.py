@@ -27,6 +27,26 @@ def nothing_is_left() -> Iterator[None]:
     assert not names
 
 
+def background() -> list[psutil.Process]:
+    """The processes of runs in the background, with all that they have started."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "raytrain_plus.background" in (process.info["cmdline"] or ()):
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
+@pytest.fixture
+def nothing_goes_on() -> Iterator[None]:
+    """A run that a test began in the background, and did not end, is ended, and told of."""
+    assert not background()
+    yield
+    left = background()
+    for process in left:
+        process.kill()
+    assert not left
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A Ray of four logical CPUs, shared by the tests of a module."""

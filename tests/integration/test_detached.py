@@ -20,7 +20,7 @@ from raytrain_plus import RunError, attach
 from raytrain_plus.cluster import NAMESPACE
 from raytrain_plus.runfolder import lease_holder
 from raytrain_plus.storage.local import LocalFolder
-from tests.integration.conftest import TASKS
+from tests.integration.conftest import TASKS, background
 from tests.integration.elastic import raylets
 from tests.integration.tasks import write_data
 from tests.integration.test_run import command, raytrain, write_job
@@ -33,26 +33,6 @@ def until(holds: Callable[[], object], what: str, timeout_s: float = 30) -> None
     while not holds():
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
-
-
-def background() -> list[psutil.Process]:
-    """The processes of runs in the background, with all that they have started."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "raytrain_plus.background" in (process.info["cmdline"] or ()):
-            found += [process, *process.children(recursive=True)]
-    return found
-
-
-@pytest.fixture
-def nothing_goes_on() -> Iterator[None]:
-    """A run that a test began in the background, and did not end, is ended, and told of."""
-    assert not background()
-    yield
-    left = background()
-    for process in left:
-        process.kill()
-    assert not left
 
 
 def losses(folder: Path) -> list[float]:

@@ -1,19 +1,24 @@
-"""In a notebook: a task written in a cell trains, and its cell shows how it goes."""
+"""In a notebook: a task written in a cell trains, its cell shows how it goes, and the examples do what they say."""
 
 from __future__ import annotations
 
-import shutil
+import re
+from html import escape
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import nbformat
 import pytest
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
 from raytrain_plus import attach
+from tests.integration.conftest import background
 from tests.integration.tasks import write_data
-from tests.integration.test_detached import background, until
-from tests.integration.test_run import REPOSITORY
+from tests.integration.test_detached import until
+from tests.notebooks import NOTEBOOKS, executed, tidy
 
 CELLS = [
     """
@@ -53,79 +58,81 @@ def test_a_task_from_a_cell_trains(tmp_path: Path) -> None:
     assert "2 workers ready" in text
     printed = "".join(output.get("text", "") for output in notebook.cells[2].outputs if output.output_type == "stream")
     assert "21 1000 True" in printed
-
-
-def executed(folder: Path, name: str) -> Any:
-    """One of the examples, every cell run; errors are raised. `folder` gets what it makes."""
-    shutil.copytree(REPOSITORY / "examples", folder / "examples")
-    notebook = nbformat.read(folder / "examples" / name, 4)
-    where = {"metadata": {"path": str(folder / "examples")}}
-    NotebookClient(notebook, timeout=120, resources=where, kernel_name="python3").execute()
-    return notebook
-
-
-def said(notebook: Any) -> str:
-    """What its cells print, and their values."""
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    return "\n".join(str(output.get("text") or output.get("data", {}).get("text/plain")) for output in outputs)
+    page = "".join(shown[0]["data"]["text/html"])
+    assert "step 21 of 21, 100 %" in page
+    assert escape(text) in page
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
-def test_a_first_training(tmp_path: Path) -> None:
-    notebook = executed(tmp_path, "first_training.ipynb")
-    assert "finished: 300 steps" in said(notebook)
-    assert "of 360 held-out digits read right" in said(notebook)
-    shown = [output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
-    assert shown[0]["data"]["text/html"].startswith("<svg ")
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_an_example_does_what_it_says(name: str, tmp_path: Path, nothing_goes_on: None) -> None:
+    """What it promises is asserted in its own cells: an error in one would be raised here."""
+    notebook = executed(name, tmp_path)
+    kept = nbformat.writes(tidy(notebook, tmp_path))
+    assert len(kept) < 100_000
+    assert str(tmp_path) not in kept
+    if name == "lost_worker.ipynb":
+        pages = [
+            output["data"]["text/html"]
+            for cell in notebook.cells
+            for output in cell.get("outputs", ())
+            if "data" in output
+        ]
+        assert len(pages) == 2
+        assert "1 lost worker<" in pages[-1]
+        assert "recovered in" in pages[-1]
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {"data", "examples", "runs"}
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.filterwarnings("ignore")
-def test_a_lost_worker(tmp_path: Path) -> None:
-    told = said(executed(tmp_path, "lost_worker.ipynb"))
-    assert "its process was killed or crashed\n0 steps lost, 1 worker kept" in told
-    assert "898 of 898 steps audited" in told
-    # Of the run that nobody disturbed: the same bits.
-    assert told.rstrip().endswith("True")
-    until(lambda: not background(), "the end of its processes")
-
-
-@pytest.mark.parametrize("name", ["first_training.ipynb", "lost_worker.ipynb"])
-def test_what_is_kept_of_the_examples_is_small_and_tells_of_no_machine(name: str) -> None:
-    text = (REPOSITORY / "examples" / name).read_text()
-    assert len(text) < 100_000
-    assert "</svg>" in text
-    assert "Traceback" not in text
-    for place in ("/tmp/", "/home/", "/root/", "/work/", "/Users/"):
-        assert place not in text
-
-
-FOLLOWING = """
-import _thread, threading
+FOLLOWED = """
+import time
 from raytrain_plus import start
-handle = start(job)
-threading.Timer(2.0, _thread.interrupt_main).start()
-print(handle.follow())
+
+class Slow(Mine):
+    def loss(self, model, batch):
+        time.sleep(0.02)
+        return super().loss(model, batch)
+
+handle = start(Job(name="cell", task=Slow, data=Data(path="data", batch_size=48, shards=12), steps=5000))
 """
+
+
+def asked(client: BlockingKernelClient, code: str) -> dict[str, Any]:
+    client.execute(code)
+    return client.get_shell_msg(timeout=60)["content"]
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
-def test_interrupting_a_cell_that_follows_ends_nothing(tmp_path: Path) -> None:
-    write_data(tmp_path / "data", rows=500)
-    job = """
-job = Job(name="cell", task=Mine, data=Data(path="data", batch_size=48), epochs=1000, workers=Workers(min=2))
-"""
-    cells = [CELLS[0], job + FOLLOWING]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    where = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=120, resources=where, kernel_name="python3").execute()
-    assert "cell goes on; handle.follow() shows it again, handle.stop() stops it\nNone" in said(notebook)
-    handle = attach(tmp_path / "runs" / "cell")
-    made = handle.status().steps
-    until(lambda: handle.status().steps > made + 5, "5 steps more")
-    assert handle._repr_html_().startswith("<svg ")
-    handle.stop()
-    assert handle.result(timeout_s=30).status == "stopped"
+def test_interrupting_a_cell_that_follows_ends_the_watching_alone(tmp_path: Path, nothing_goes_on: None) -> None:
+    write_data(tmp_path / "data")
+    kernel, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path))
+    try:
+        begun = asked(client, CELLS[0] + FOLLOWED)
+        assert begun["status"] == "ok", begun
+        client.execute("handle.follow()")
+        until(lambda: re.search(r"\nstep [1-9]", news(client)), "a step in the cell")
+        kernel.interrupt_kernel()
+        reply = client.get_shell_msg(timeout=10)["content"]
+        assert (reply["status"], reply["ename"]) == ("error", "Interrupted")
+        assert reply["traceback"] == ["cell goes on without being watched: follow() shows it again, stop() ends it"]
+        handle = attach(tmp_path / "runs" / "cell")
+        at = handle.status().steps
+        until(lambda: handle.status().steps > at + 3, "3 steps more")
+        assert asked(client, "handle.stop()")["status"] == "ok"
+        assert handle.result(timeout_s=30).status == "stopped"
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
     until(lambda: not background(), "the end of its processes")
+
+
+def news(client: BlockingKernelClient) -> str:
+    """What the cell shows, where it has changed."""
+    try:
+        content = client.get_iopub_msg(timeout=0.2)["content"]
+    except Empty:
+        return ""
+    return str(content.get("data", {}).get("text/plain", ""))

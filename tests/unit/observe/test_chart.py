@@ -1,100 +1,179 @@
-"""The picture of a run: small however long it is, and true."""
+"""A run as a picture: well-formed, of one size, thinned, with what happened marked."""
 
 from __future__ import annotations
 
+import math
 import re
-import xml.etree.ElementTree as ET
+from xml.etree import ElementTree
 
 import pytest
 
 from raytrain_plus.observe.chart import ROOM, Chart
 from tests.unit.observe.feed import Event, evaluated, event, step, view
 
+SVG = "{http://www.w3.org/2000/svg}"
 
-def chart(*events: Event, total: int = 100) -> Chart:
-    made = Chart("run <&> é", total)
+
+def drawn(chart: Chart) -> ElementTree.Element:
+    root = ElementTree.fromstring(chart.svg())
+    assert (root.get("width"), root.get("height")) == ("640", "312")
+    return root
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return [text.text or "" for text in root.iter(f"{SVG}text")]
+
+
+def titles(root: ElementTree.Element) -> list[str]:
+    return [title.text or "" for title in root.iter(f"{SVG}title")]
+
+
+def fed(*events: Event, total: int = 100, name: str = "gpt") -> Chart:
+    chart = Chart(name, total)
     for one in events:
-        made.add(one)
-    return made
-
-
-def words(made: Chart) -> str:
-    """All that it says, tooltips too; a document that is not well-formed is none."""
-    return "\n".join(ET.fromstring(made.svg()).itertext())
+        chart.add(one)
+    return chart
 
 
 def at(time: float, one: Event) -> Event:
     return {**one, "time": time}
 
 
-LOST = event("worker_lost", worker="worker-1", pid=1, cause="its process <was> killed\x1b & gone")
+def lost(time: float, worker: str = "worker-0", cause: str = "killed") -> Event:
+    return at(time, event("worker_lost", worker=worker, pid=7, node="n", cause=cause))
 
 
-@pytest.mark.parametrize(
-    "events",
-    [
-        (),
-        (view(1),),
-        (view(1, 1), step(0)),
-        (view(1), step(0, loss="nan"), step(1, loss="inf"), step(2)),
-        (view(1), step(0, loss=2.0), step(1, loss=2.0)),
-        (evaluated(-1, loss=3.0), evaluated(9, accuracy=0.5), view(1)),
-        (view(1, 1), step(0), LOST, view(1)),
-    ],
-)
-def test_it_is_a_document_whatever_has_happened(events: tuple[Event, ...]) -> None:
-    assert "run <&> é" in words(chart(*events))
+def recovered(time: float) -> Event:
+    fields = {"cause": "killed", "stall_s": 0.31, "steps_lost": 0, "steps_recomputed": 0}
+    return at(time, event("recovered", **fields, kept=[], replaced=[], phases={}))
 
 
-def test_it_says_how_far_the_run_is() -> None:
-    assert "step 0 of 100, 0 %" in words(chart(view(1)))
-    assert "step 40 of 100, 40 %" in words(chart(view(1), *map(step, range(40))))
-    # Down: it is whole when the last step is made.
-    assert "step 999 of 1,000, 99 %" in words(chart(view(1), step(998), total=1000))
+def rescaled(time: float, before: int, now: int) -> Event:
+    return at(time, event("rescaled", **{"from": before, "to": now}))
 
 
-def test_a_long_run_has_no_larger_picture_and_its_newest_step_is_exact() -> None:
-    long = chart(view(1), *(step(n, loss=1 + 1 / (n + 1), time=n / 10) for n in range(20_000)), total=20_000)
-    assert len(long.svg()) < 40_000
-    assert f"after step 20,000: loss {1 + 1 / 20_000:.4f}".replace(",", "") in words(long).replace(",", "")
-    points = [len(path.split("L")) for path in re.findall(r'd="M([^"]*)"', long.svg())]
-    assert ROOM / 2 < max(points) <= 2 * ROOM
-
-
-def test_incidents_are_marked_and_told() -> None:
-    lost = chart(
-        view(1, 1),
-        at(1, step(0)),
-        at(2, LOST),
-        at(2.5, event("rescaled", **{"from": 2, "to": 1})),
-        at(2.5, view(2)),
-        at(2.6, event("recovered", stall_s=0.6)),
-        at(9, event("drain_notice", node="abcdef0123456789")),
-        at(20, event("rescaled", **{"from": 1, "to": 3})),
-        at(20, view(1, 1, 1)),
-    )
-    told = words(lost)
-    assert "worker-1 was lost: its process <was> killed  & gone" in told
-    assert "recovered in 0.60 s" in told
-    assert "node abcdef012345 will leave" in told
-    assert "1 workers before, 3 now" in told
-    assert "2 workers before" not in told
-    assert [line for line in ("1 loss", "1 drain", "1 rescale") if line in told.splitlines()] == [
-        "1 loss",
-        "1 drain",
-        "1 rescale",
+def strokes(root: ElementTree.Element) -> list[list[tuple[float, float]]]:
+    """The points of each curve."""
+    return [
+        [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path.get("d") or "")]
+        for path in root.iter(f"{SVG}path")
+        if path.get("fill") == "none"
     ]
 
 
-def test_many_incidents_are_counted() -> None:
-    made = chart(view(1, 1), *(at(1 + n / 1000, event("drain_notice", node=f"node-{n}")) for n in range(1000)))
-    assert "1,000 drains" in words(made)
-    assert "more" in words(made)
-    assert len(made.svg()) < 40_000
+def test_a_run_that_has_told_nothing_has_a_picture() -> None:
+    assert titles(drawn(Chart("gpt", 0))) == []
+    assert texts(drawn(Chart("gpt", 100)))[:2] == ["gpt", "step 0 of 100, 0 %"]
 
 
-def test_going_back_to_a_checkpoint_forgets_what_is_void() -> None:
-    back = event("resumed", step=19, checkpoint="00000020-0001")
-    made = chart(view(1), *(step(n, loss=5.0) for n in range(60)), at(5, back))
-    assert "step 20 of 100, 20 %" in words(made)
-    assert "1 return to a checkpoint" in words(made).splitlines()
+def test_it_says_how_far_the_run_is_and_its_newest_loss() -> None:
+    root = drawn(fed(view(6, 6), evaluated(-1, loss=2.5), step(0, loss=2.0), step(1, loss=1.5), evaluated(1, loss=1.6)))
+    assert "step 2 of 100, 2 %" in texts(root)
+    assert titles(root) == [
+        "held out, untrained: loss 2.5000",
+        "held out, after step 2: loss 1.6000",
+        "after step 2: loss 1.5000",
+    ]
+
+
+@pytest.mark.parametrize("steps", [1, ROOM, 50_000])
+def test_however_many_steps_the_picture_stays_small_and_the_newest_is_exact(steps: int) -> None:
+    chart = fed(view(6), total=steps)
+    for number in range(steps):
+        chart.add(step(number, loss=math.cos(number), time=0.01 * number))
+        if number % 10 == 0:
+            chart.add(evaluated(number, loss=0.5))
+            chart.add(at(0.01 * number, event("drain_notice", node="n", deadline=None)))
+    root = drawn(chart)
+    assert len(chart.svg()) < 60_000
+    assert all(len(curve) <= 4 * ROOM + 2 for curve in strokes(root))
+    assert f"after step {steps}: loss {math.cos(steps - 1):.4f}" in titles(root)
+
+
+def test_what_is_thinned_keeps_mean_lowest_and_highest() -> None:
+    chart = Chart("gpt", 1000)
+    for number in range(1000):
+        chart.add(step(number, loss=5.0 if number == 500 else float(number % 2)))
+    spans = list(chart._losses)
+    assert ROOM / 2 <= len(spans) <= ROOM
+    assert sum(span.count for span in spans) == 1000
+    assert max(span.high for span in spans) == 5.0
+    assert sum(span.count * span.mean for span in spans) == pytest.approx(505.0)
+    assert spans[10].mean == pytest.approx(0.5)
+    assert [span.at for span in spans] == sorted(span.at for span in spans)
+
+
+def test_a_loss_that_is_not_finite_is_marked_and_flattens_nothing() -> None:
+    root = drawn(fed(view(6), step(0, loss=2.0), step(1, loss="nan"), step(2, loss="inf"), step(3, loss=1.0)))
+    assert "1 step with a loss that is not finite, after step 2" in titles(root)
+    assert "1 step with a loss that is not finite, after step 3" in titles(root)
+    assert "after step 4: loss 1.0000" in titles(root)
+    assert "nan" not in ElementTree.tostring(root, "unicode")
+    assert titles(drawn(fed(view(6), step(0, loss="nan")))) == ["1 step with a loss that is not finite, after step 1"]
+
+
+def test_incidents_are_marked_with_what_they_were() -> None:
+    root = drawn(
+        fed(
+            view(6, 6),
+            at(10, event("drain_notice", node="0123456789abcdef", deadline=None)),
+            rescaled(20, 2, 1),
+            at(20, view(12)),
+            rescaled(30, 1, 2),
+            at(30, view(6, 6)),
+            lost(60),
+            # What the loss makes of the group is no rescale.
+            rescaled(61, 2, 1),
+            at(61, view(12)),
+            recovered(61),
+            at(90, step(9)),
+        )
+    )
+    assert titles(root)[1:] == [
+        "node 0123456789ab will leave",
+        "2 workers before, 1 now",
+        "1 workers before, 2 now",
+        "worker-0 was lost: killed\nrecovered in 0.31 s",
+    ]
+    assert {"1 lost worker", "1 drain", "2 rescales"} <= set(texts(root))
+
+
+def test_a_worker_that_is_replaced_at_once_leaves_a_notch_in_the_line() -> None:
+    root = drawn(fed(view(6, 6), at(10, step(0)), lost(20), at(20, view(6, 6)), at(40, step(1))))
+    line = strokes(root)[-1]
+    levels = [y for _, y in line]
+    assert levels[0] == levels[-1] == min(levels)
+    assert max(levels) > min(levels)
+    assert line == sorted(line, key=lambda point: point[0])
+
+
+def test_incidents_that_lie_together_are_one_sign_that_tells_of_all() -> None:
+    root = drawn(
+        fed(view(*[1] * 9), *(lost(5 + number / 100, f"worker-{number}") for number in range(7)), at(900, step(1)))
+    )
+    (told,) = [title for title in titles(root) if "was lost" in title]
+    assert told.splitlines() == [*(f"worker-{number} was lost: killed" for number in range(4)), "and 3 more"]
+    assert "7 lost workers" in texts(root)
+
+
+def test_words_of_users_are_words_alone() -> None:
+    evil = "</title><script>&\x1b[31m\x00"
+    root = drawn(fed(view(6), lost(1, cause=evil), name=evil))
+    assert not list(root.iter(f"{SVG}script"))
+    assert texts(root)[0] == "</title><script>& [31m "
+    assert any("</title><script>&" in title for title in titles(root))
+
+
+def test_a_run_that_goes_back_forgets_what_is_void() -> None:
+    events = [view(6), *(step(number, loss=9.0 if number > 4 else 1.0) for number in range(8)), evaluated(7, loss=9.0)]
+    root = drawn(fed(*events, event("resumed", step=3, checkpoint="step-3", voided_to=7), step(4, loss=1.5)))
+    assert "step 5 of 100, 5 %" in texts(root)
+    assert "resumed after step 4 from step-3" in titles(root)
+    assert not any("9.0" in title for title in titles(root))
+    assert len(strokes(root)[0]) == 5
+
+
+def test_what_passes_between_two_controllers_is_no_time_of_the_run() -> None:
+    started = event("run_started", job={}, versions={}, address="")
+    root = drawn(fed(at(0, started), view(6), at(10, step(0)), at(100_000, started), at(100_010, step(1))))
+    assert [text for text in texts(root) if text.endswith((" s", " h", " d"))][-1] == "20 s"

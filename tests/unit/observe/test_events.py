@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.observe.events import FIELDS, EventLog, Tail, cut_torn_line, event_lines, read_events
+from raytrain_plus.observe.events import FIELDS, EventLog, Tail, cut_torn_line, event_lines, glance, read_events
 from raytrain_plus.storage import growing
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import LocalFolder
@@ -233,3 +233,23 @@ def test_a_line_that_is_still_being_written_is_left_for_later(local: Folder) -> 
     assert tail.read() == []
     file.write_bytes(WHOLE + WHOLE)
     assert len(tail.read()) == 1
+
+
+def test_a_glance_sees_all_but_many_steps_and_each_thing_behind_the_step_before_it(run: Folder) -> None:
+    if run.path is not None:
+        run.path.mkdir()
+    log = EventLog(run, clock=lambda: 0.0)
+    fields = {"epoch": 0, "samples": 8, "loss": 0.5, "seconds": 0.1}
+    for step in range(9001):
+        log.write("step_committed", generation=0, fields={"step": step, **fields})
+        if step == 8500:
+            log.write("waiting", generation=0, fields={"for": '"kind": "step_committed"'})
+    log.close()
+    seen = list(glance(run))
+    steps = [event["step"] for event in seen if event["kind"] == "step_committed"]
+    assert steps[:2000] == list(range(2000))
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 9000
+    assert 4000 < len(steps) < 4500
+    waits = [event["kind"] for event in seen].index("waiting")
+    assert seen[waits - 1]["step"] == 8500

@@ -1,26 +1,18 @@
 """The three views, fed by hand and by a clock of ours."""
 
-import html
 import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, TextIO
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from raytrain_plus.observe.progress import (
-    CELL_S,
-    LIVE_S,
-    PLAIN_S,
-    NotebookView,
-    PlainView,
-    TerminalView,
-    View,
-    view_for,
-)
+from raytrain_plus.observe.page import LINES
+from raytrain_plus.observe.progress import LIVE_S, PLAIN_S, NotebookView, PlainView, TerminalView, View, view_for
 from raytrain_plus.result import Result
 from tests.unit.observe.feed import evaluated, event, step, view
 
@@ -157,16 +149,16 @@ def test_the_terminal_view_gives_the_cursor_back_when_a_run_breaks() -> None:
 
 def test_the_notebook_view_keeps_one_text_and_replaces_it() -> None:
     drawn: list[str] = []
-    clock = Clock()
     pages: list[str] = []
-    notebook = NotebookView(lambda text, page: (drawn.append(text), pages.append(page)), clock)  # type: ignore[func-returns-value]
+    clock = Clock()
+    notebook = NotebookView(lambda text, html: (drawn.append(text), pages.append(html)), clock)
     notebook.start("gpt", 9)
     notebook.event(evaluated(-1, loss=5.5))
     count = len(drawn)
     notebook.event(view(6))
     notebook.event(step(0))
     assert len(drawn) == count + 1
-    clock.now = CELL_S
+    clock.now = LIVE_S
     notebook.event(step(1))
     assert drawn[-1].splitlines() == [
         "gpt: 9 steps",
@@ -178,10 +170,29 @@ def test_the_notebook_view_keeps_one_text_and_replaces_it() -> None:
     notebook.finish(RESULT)
     assert "step 2/9" not in drawn[-1]
     assert drawn[-1].splitlines()[-1].startswith("  next ")
-    assert pages[-1].startswith("<svg ")
-    assert pages[-1].endswith("</pre>")
-    assert f"<pre>{html.escape(drawn[-1])}</pre>" in pages[-1]
-    assert "step 2 of 9, 22 %" in pages[-1]
+    page = ElementTree.fromstring(pages[-1])
+    assert "".join(page.findtext("pre") or "") == drawn[-1]
+    assert page.find("{http://www.w3.org/2000/svg}svg") is not None
+
+
+def test_the_notebook_view_stays_small_and_escapes_what_it_is_told() -> None:
+    drawn: list[str] = []
+    pages: list[str] = []
+    notebook = NotebookView(lambda text, html: (drawn.append(text), pages.append(html)), Clock())
+    notebook.start("gpt", 9)
+    for number in range(LINES + 3):
+        notebook.event(event("worker_lost", worker=f"worker-{number}", pid=7, node="n", cause="</pre><b>"))
+    lines = drawn[-1].splitlines()
+    assert lines[:3] == ["gpt: 9 steps", "(3 lines before these)", "worker-3 (pid 7) was lost: </pre><b>"]
+    assert len(lines) == LINES + 3
+    assert ElementTree.fromstring(pages[-1]).findtext("pre") == drawn[-1]
+
+
+def test_a_run_that_had_ended_before_is_told_in_lines() -> None:
+    drawn: list[tuple[str, str]] = []
+    NotebookView(lambda text, html: drawn.append((text, html)), Clock()).finish(RESULT)
+    assert drawn[0][0].startswith("gpt finished: 9 steps")
+    assert ElementTree.fromstring(drawn[0][1]).text == drawn[0][0]
 
 
 class Screen(io.StringIO):

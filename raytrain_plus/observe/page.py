@@ -1,0 +1,51 @@
+"""What a notebook shows of a run: the chart, and below it what happened, in lines; or lines alone. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from html import escape
+
+from raytrain_plus.observe.chart import Chart
+from raytrain_plus.observe.events import Event
+from raytrain_plus.observe.standing import Standing, plural
+from raytrain_plus.observe.summary import summary
+from raytrain_plus.result import Result
+
+LINES = 40
+"""Of what happened, the newest so many are shown: a cell is drawn anew for each step."""
+
+
+class Page:
+    """One run."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self._head = f"{name}: {plural(steps, 'step')}"
+        self._standing = Standing(total=steps)
+        self._chart = Chart(name, steps)
+        self._lines: deque[str] = deque(maxlen=LINES)
+        self._count = 0
+        self._end: list[str] | None = None
+
+    def add(self, event: Event) -> bool:
+        """Takes one event; whether it deserved a line."""
+        self._chart.add(event)
+        line = self._standing.add(event)
+        if line:
+            self._lines.append(line)
+            self._count += 1
+        return bool(line)
+
+    def finish(self, result: Result) -> None:
+        """The run has ended."""
+        self._end = [*summary(result, self._standing), *(result.error or "").splitlines()]
+
+    def text(self) -> str:
+        """In lines."""
+        more = self._count - len(self._lines)
+        earlier = [f"({plural(more, 'line')} before these)"] if more else []
+        last = [self._standing.line()] if self._end is None else self._end
+        return "\n".join([self._head, *earlier, *self._lines, *last])
+
+    def html(self) -> str:
+        """As HTML: the chart, and the lines, which stay where a frontend trusts no pictures."""
+        return f"<div>{self._chart.svg()}<pre>{escape(self.text())}</pre></div>"
