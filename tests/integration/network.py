@@ -6,8 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import psutil
 
@@ -48,12 +49,17 @@ def cable() -> Iterator[Cable]:
         _ip("netns", "delete", space)
 
 
-@contextmanager
-def raylet_behind(cable: Cable, address: str) -> Iterator[None]:
+def raylet_behind(cable: Cable, address: str) -> AbstractContextManager[None]:
     """A Ray node of one CPU at the other end of the cable, of the cluster at `address`."""
+    return raylet(cable.there, address, "--node-ip-address", THERE)
+
+
+@contextmanager
+def raylet(apart: Sequence[str | Path], address: str, *words: str) -> Iterator[None]:
+    """A Ray node of one CPU, of the cluster at `address`; a command that begins with `apart` has a world of its own."""
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     process = subprocess.Popen(
-        [*cable.there, *start, "--address", address, "--node-ip-address", THERE, "--num-cpus", "1"],
+        [*apart, *start, "--address", address, *words, "--num-cpus", "1"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

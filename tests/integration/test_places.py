@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 
 from tests.integration.elastic import raylets
+from tests.integration.network import raylet
 from tests.integration.tasks import write_data
 from tests.integration.test_detached import until
 from tests.integration.test_run import raytrain, write_job
@@ -22,24 +19,9 @@ from tests.integration.test_run import raytrain, write_job
 POSSIBLE = os.geteuid() == 0 and shutil.which("unshare") is not None
 
 
-@contextmanager
-def raylet_that_sees_another(folder: Path, address: str) -> Iterator[None]:
+def raylet_that_sees_another(folder: Path, address: str) -> AbstractContextManager[None]:
     """A Ray node of one CPU, for which `folder` is a place of its own. Linux and root only."""
-    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    apart = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', folder]
-    process = subprocess.Popen(
-        [*apart, *start, "--address", address, "--num-cpus", "1"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        yield
-    finally:
-        there = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for one in there:
-            one.kill()
-        process.wait(10)
-        psutil.wait_procs(there, timeout=10)
+    return raylet(["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', folder], address)
 
 
 @pytest.mark.skipif(not POSSIBLE, reason="a machine with places of its own needs root and unshare")
