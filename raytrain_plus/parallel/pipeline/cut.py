@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +47,39 @@ def cut(layers: Sequence[Layer], stages: int, most_bytes: int | None = None) -> 
         raise ValueError(f"{count} layers cannot be cut into {stages} stages")
     seconds = [0.0, *itertools.accumulate(layer.seconds for layer in layers)]
     sizes = [0, *itertools.accumulate(layer.bytes for layer in layers)]
-    # Of the first `last` layers: (the slowest stage, the sum of squares, where the last stage begins).
-    none = (math.inf, math.inf, -1)
-    table: list[list[tuple[float, float, int]]] = [[(0.0, 0.0, 0), *([none] * count)]]
+
+    def time_of(first: int, last: int) -> float:
+        fits = most_bytes is None or sizes[last] - sizes[first] <= most_bytes
+        return seconds[last] - seconds[first] if fits else math.inf
+
+    slowest, _ = _cheapest(count, stages, time_of, max)
+    if math.isinf(slowest):
+        return None
+    # In a pass of its own: the first layers of an even cut may well be cut otherwise than they were best alone.
+    _, spans = _cheapest(
+        count, stages, lambda first, last: here**2 if (here := time_of(first, last)) <= slowest else math.inf, add
+    )
+    return spans
+
+
+def _cheapest(
+    count: int, stages: int, cost: Callable[[int, int], float], joined: Callable[[float, float], float]
+) -> tuple[float, tuple[Span, ...]]:
+    """Of all cuts of so many layers that with the least cost, `joined` over its stages, and this cost."""
+    # Of the first `last` layers: (the cost, where the last stage begins).
+    none = (math.inf, -1)
+    table: list[list[tuple[float, int]]] = [[(0.0, 0), *([none] * count)]]
     for number in range(1, stages + 1):
         row = [none] * (count + 1)
         for last in range(number, count - (stages - number) + 1):
-            for first in range(number - 1, last):
-                slowest, squares, _ = table[-1][first]
-                if math.isinf(slowest) or (most_bytes is not None and sizes[last] - sizes[first] > most_bytes):
-                    continue
-                here = seconds[last] - seconds[first]
-                row[last] = min(row[last], (max(slowest, here), squares + here * here, first))
+            row[last] = min(
+                (joined(table[-1][first][0], cost(first, last)), first) for first in range(number - 1, last)
+            )
         table.append(row)
-    if math.isinf(table[stages][count][0]):
-        return None
     spans: list[Span] = []
     last = count
     for number in range(stages, 0, -1):
-        first = table[number][last][2]
+        first = table[number][last][1]
         spans.append((first, last))
         last = first
-    return tuple(reversed(spans))
+    return table[stages][count][0], tuple(reversed(spans))

@@ -55,7 +55,12 @@ def test_no_other_cut_is_better(costs: list[tuple[int, int]], stages: int, most:
     else:
         assert within is not None
         assert fits(layers, within, most)
-        assert worth(layers, within)[0] == min(worth(layers, spans)[0] for spans in able)
+        assert worth(layers, within) == min(worth(layers, spans) for spans in able)
+
+
+def test_the_first_layers_of_an_even_cut_are_not_those_of_their_own_best_one() -> None:
+    # ((0, 2), (2, 3), ...) is as slow, and less even.
+    assert cut(layers_of((2, 0), (3, 0), (5, 0), (1, 0), (6, 0)), 4) == ((0, 1), (1, 2), (2, 4), (4, 5))
 
 
 def test_a_balanced_cut_beats_one_by_the_number_of_layers() -> None:
