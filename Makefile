@@ -32,7 +32,7 @@ demo: setup  ## train the byte GPT on the source of Python's standard library
 	$(BIN)/raytrain run jobs/byte_gpt.yaml --fresh
 
 unit: $(BIN)/raytrain  ## the pure tests, under a minute
-	$(BIN)/python -m pytest tests/unit -m "not slow"
+	$(BIN)/python -m pytest tests/unit -m "not slow" --numprocesses auto
 
 check: $(BIN)/raytrain  ## ruff, mypy, import-linter
 	$(BIN)/ruff check raytrain_plus tests examples
@@ -40,8 +40,8 @@ check: $(BIN)/raytrain  ## ruff, mypy, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: setup check  ## set up, check, and run every test but the slow ones
-	$(BIN)/python -m pytest -m "not slow" --durations=15
+test: setup check unit  ## set up, check, and run every test but the slow ones
+	$(BIN)/python -m pytest tests/integration -m "not slow" --durations=15
 
 test-slow: setup  ## the large counts
 	$(BIN)/python -m pytest -m slow --durations=15

@@ -541,7 +541,21 @@ def scope(minimum: int, spares: int, expected: int, happening: dict[str, Any], m
     return first_world(limits, **happening)
 
 
-@pytest.mark.parametrize("name", SCOPES)
+LONG = {
+    "a stop and two deaths",
+    "a checkpoint and two deaths",
+    "one cell, a fault, a stop",
+    "one cell, a death, a checkpoint",
+    "one cell, a death, a stop",
+}
+"""More than a second each."""
+
+
+def but_the_long_ones(scopes: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in scopes]
+
+
+@pytest.mark.parametrize("name", but_the_long_ones(SCOPES))
 def test_every_order_of_events_in_a_small_world(name: str) -> None:
     sizes, happening = SCOPES[name]
     taken = explore(scope(*sizes, happening, maximum=2))
@@ -612,7 +626,7 @@ def copied(name: str) -> Any:
     return staged(minimum, maximum, cuts, {**happening, "copies": 1}, steps=3, spares=spares)
 
 
-@pytest.mark.parametrize("name", COPIED)
+@pytest.mark.parametrize("name", but_the_long_ones(COPIED))
 def test_every_order_of_events_where_there_are_copies_in_memory(name: str) -> None:
     again = []
 
