@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from raytrain_plus.address import dashboard_of, is_dashboard
 from raytrain_plus.errors import InputError, RaytrainError
 from raytrain_plus.jsontext import json_text
 from raytrain_plus.release import VERSION
@@ -77,10 +78,10 @@ def submit(job: str, overrides: Sequence[str], address: str | None, fresh: bool,
     from raytrain_plus.jobfile import load_job
 
     loaded, _ = load_job(job, overrides)
-    from raytrain_plus.submission import address_of, check_sendable, unneeded_by
+    from raytrain_plus.submission import check_sendable, unneeded_by
 
     file = check_sendable(loaded, Path(job), Path.cwd())
-    where = address_of(address)
+    where = dashboard_of(address)
     settings = [word for override in overrides for word in ("--set", override)]
     words = ["run", file, *settings, *(["--fresh"] if fresh else [])]
     return _send(where, loaded.name, words, unneeded_by(loaded, Path.cwd()), follow, as_json)
@@ -103,7 +104,7 @@ _storage = click.option(
 @_json
 def resume(run: str, storage: str, overrides: Sequence[str], address: str | None, as_json: bool) -> int:
     """Go on with the run RUN (a folder, an address, or a name) from its newest complete checkpoint."""
-    if _is_http(address):
+    if is_dashboard(address):
         if not any(is_address(place) or Path(place).is_absolute() for place in (run, storage)):
             raise InputError(
                 "runs are not sent along",
@@ -191,7 +192,7 @@ def logs(run: str, storage: str, address: str | None, follow: bool) -> int:
 @click.option("--no-wait", is_flag=True, help="Return when the run has heard.")
 def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
     """Stop the run RUN (a folder, an address, or a name) at the next step boundary; its state is saved."""
-    if _is_http(address):
+    if is_dashboard(address):
         click.echo(_jobs(address).stop(run, wait=not no_wait))
         return 0
     from raytrain_plus.control import stop as stop_run
@@ -400,13 +401,9 @@ def _ended(result: Result, as_json: bool) -> int:
 
 def _jobs(address: str | None) -> Jobs:
     """The jobs of the cluster with this dashboard."""
-    from raytrain_plus.submission import Jobs, address_of
+    from raytrain_plus.submission import Jobs
 
-    return Jobs(address_of(address))
-
-
-def _is_http(address: str | None) -> bool:
-    return (address or "").startswith(("http://", "https://"))
+    return Jobs(dashboard_of(address))
 
 
 def _send(address: str, run: str, words: Sequence[str], unneeded: Sequence[str], follow: bool, as_json: bool) -> int:

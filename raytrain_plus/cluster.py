@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytrain_plus.address import is_join
 from raytrain_plus.elastic.controller import Controller
 from raytrain_plus.elastic.group import Limits
 from raytrain_plus.elastic.order import Order
@@ -59,7 +60,7 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
     address = address or os.environ.get("RAY_ADDRESS")
     with _answering(address or "local", "check the address, or leave it out to start Ray on this machine"):
         if address:
-            _join(address)
+            _join(address, "or have the job sent there: raytrain submit JOB --address http://HOST:8265")
         else:
             ray.init(
                 address="local",
@@ -90,7 +91,7 @@ def joined(address: str, *, token: bool) -> Iterator[None]:
     with _answering(address, f"{seen}; or name another of its addresses with --address"):
         if token:
             show_token()
-        _join(address)
+        _join(address, "or have the same command run there, by ray job submit")
     try:
         yield
     finally:
@@ -116,13 +117,13 @@ def _answering(address: str, remedy: str) -> Iterator[None]:
         ) from error
 
 
-def _join(address: str) -> None:
-    if address.startswith(("http://", "https://", "ray://")):
+def _join(address: str, elsewhere: str) -> None:
+    if not is_join(address):
         raise InputError(
-            "a run joins a cluster from one of its machines, and this is the address for those who are none",
+            "a cluster is joined from one of its machines, and this is the address for those who are none",
             where=f"address: {address}",
             expected="the address of the cluster's head, HOST:6379, from a machine of the cluster",
-            remedy="or have it sent there: raytrain submit JOB --address http://HOST:8265",
+            remedy=elsewhere,
         )
     _knock(address)
     ray.init(address=address, logging_level=logging.WARNING)

@@ -24,8 +24,6 @@ from raytrain_plus.sizetext import size_text
 from raytrain_plus.storage.folder import is_address, without_secrets
 from raytrain_plus.workers.ray_private import show_token_if_any
 
-HERE = "http://127.0.0.1:8265"
-"""Where a cluster's dashboard is unless it is told otherwise."""
 RUN = "raytrain_run"
 """The key of a run's name among what is noted with its job."""
 NEVER_SENT = (".git", ".venv", "venv", "__pycache__")
@@ -228,22 +226,6 @@ def largest(folder: Path) -> str:
     sent = [path for path in folder.iterdir() if path.name not in NEVER_SENT]
     sizes = sorted(((size(path), path.name) for path in sent), reverse=True)
     return ", ".join(f"{name} ({size_text(bytes_)})" for bytes_, name in sizes[:LARGEST])
-
-
-def address_of(wanted: str | None) -> str:
-    """The address of the cluster's dashboard: the one that is wanted, or the environment's, or this machine's.
-
-    Raises `InputError` where RAY_ADDRESS says another kind of address.
-    """
-    given = wanted or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or HERE
-    if not is_http(given):
-        raise InputError("is not the address of a dashboard", where=f"address: {given}", expected="http://HOST:8265")
-    return given
-
-
-def is_http(address: str | None) -> bool:
-    """Whether it is the address of a cluster's dashboard."""
-    return (address or "").startswith(("http://", "https://"))
 
 
 def check_sendable(job: Job, file: Path, folder: Path) -> str:

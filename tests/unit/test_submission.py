@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus import Data, Evaluate, InputError, Job
-from raytrain_plus.submission import HERE, address_of, check_sendable, check_shown, largest, unneeded_by
+from raytrain_plus.submission import check_sendable, check_shown, largest, unneeded_by
 
 
 def job(**changes: object) -> Job:
@@ -34,18 +34,6 @@ def test_data_is_not_sent(tmp_path: Path) -> None:
         check_sendable(good, tmp_path / "job.yaml", tmp_path)
     with pytest.raises(InputError, match=r"data\.path: data/train.*relative"):
         check_sendable(job(), tmp_path / "job.yaml", tmp_path)
-
-
-def test_where_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert address_of(None) == HERE
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    with pytest.raises(InputError, match=r"10\.0\.0\.1:6379.*not the address of a dashboard"):
-        address_of(None)
-    monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
-    assert address_of(None) == "http://10.0.0.1:8265"
-    assert address_of("https://other") == "https://other"
 
 
 def test_the_largest_are_named(tmp_path: Path) -> None:
