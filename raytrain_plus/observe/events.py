@@ -189,27 +189,32 @@ class Tail:
         self._of_part = 0
         """And events of the part that follows."""
 
-    def read(self) -> list[Event]:
-        """What has been written since the last call. Raises `OSError` where the storage fails, and as `read_events`."""
-        if self._run.path_of(EVENTS) is None:
-            return self._read_parts()
+    def read(self) -> Iterator[Event]:
+        """What has been written since the last call, one after the other: a long run's events fit into no memory.
+
+        Raises `OSError` where the storage fails, and as `read_events`.
+        """
         path = self._run.path_of(EVENTS)
-        if path is not None and path.exists() and path.stat().st_size < self._at:
+        if path is None:
+            yield from self._read_parts()
+            return
+        if path.exists() and path.stat().st_size < self._at:
             # Another run has begun in the folder.
             self._at = 0
-        found = list(_lines(self._run, self._at))
-        self._at += sum(len(line) + 1 for _, _, line in found)
-        return [_event(self._run, *one) for one in found]
+        for name, number, line in _lines(self._run, self._at):
+            event = _event(self._run, name, number, line)
+            self._at += len(line) + 1
+            yield event
 
-    def _read_parts(self) -> list[Event]:
-        found = list(_lines(self._run, self._at))
-        new = [one for one in found if one[0] != _part(self._at + 1) or one[1] > self._of_part]
-        if found:
-            last = found[-1][0]
-            # The newest may still grow.
-            self._at = int(last.removeprefix("events-").removesuffix(".ndjson")) - 1
-            self._of_part = found[-1][1]
-        return [_event(self._run, *one) for one in new]
+    def _read_parts(self) -> Iterator[Event]:
+        for name, number, line in _lines(self._run, self._at):
+            # The newest part may still grow, and is read again.
+            before = int(name.removeprefix("events-").removesuffix(".ndjson")) - 1
+            if before == self._at and number <= self._of_part:
+                continue
+            event = _event(self._run, name, number, line)
+            self._at, self._of_part = before, number
+            yield event
 
 
 def event_lines(run: Folder) -> Iterator[str]:
@@ -244,8 +249,10 @@ def _lines(run: Folder, behind: int) -> Iterator[tuple[str, int, bytes]]:
         with naming(path), path.open("rb") as file:
             file.seek(behind)
             for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):
-                    yield EVENTS, number, line[:-1]
+                if not line.endswith(b"\n"):
+                    # Its rest may be there when it is asked for, and is no line.
+                    return
+                yield EVENTS, number, line[:-1]
 
 
 def _part(number: int) -> str:
