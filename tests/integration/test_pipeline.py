@@ -242,7 +242,9 @@ def test_steps_that_overlap_are_committed_together_and_lost_together(tmp_path: P
     victim = at(run, 0, stage)
     run.kill(victim)
     recovered = run.until_told("recovered")
-    assert (recovered["steps_lost"], recovered["steps_recomputed"]) == (0, 0), "of those that were committed"
+    assert recovered["steps_lost"] == 0, "of those that were committed"
+    # Where nobody else holds a stage, the copies of the newest steps may still have been on their way.
+    assert recovered["steps_recomputed"] in ((0,) if size == 4 else (0, 8))
     assert {one["pid"] for one in recovered["kept"]} <= set(before) - {victim["pid"]}
     result = run.finish()
     assert (result.status, result.error) == ("finished", None)
