@@ -28,6 +28,7 @@ from raytrain_plus.parallel.mesh import useful_shape
 from raytrain_plus.parallel.shapes import largest
 from raytrain_plus.places import check_seen, look, needs_of
 from raytrain_plus.storage.folder import open_folder, split
+from raytrain_plus.storage.probe import left
 from raytrain_plus.workers.ray_private import (
     draining_nodes,
     end_our_own_ray,
@@ -198,16 +199,15 @@ def _ask_machines(order: Order, here: str) -> None:
     }
     if not machines.keys() - {here}:
         return
-    storage = open_folder(split(order.plan.folder)[0])
-    probe = f".probe-{secrets.token_hex(4)}"
-    storage.write(probe, [b"seen"])
     asked: dict[Any, str] = {}
-    try:
+    with left(open_folder(split(order.plan.folder)[0]), secrets.token_hex(4)) as probe:
         needs = needs_of(order, probe)
         asking: Any = ray.remote(look)
         for node, name in machines.items():
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             asked[asking.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(needs)] = name
+        # None is ever cancelled: Ray ends a process that cancels a task which ends just then (2.60; "Tried to complete
+        # task that was not pending").
         answered, silent = ray.wait([*asked], num_returns=len(asked), timeout=LOOK_S)
         for ref in answered:
             try:
@@ -223,12 +223,8 @@ def _ask_machines(order: Order, here: str) -> None:
                 # It has gone meanwhile.
                 continue
             check_seen(order, asked[ref], seen)
-        for ref in silent:
-            print(f"warning: {asked[ref]} did not say within {LOOK_S:g} s what it sees there", file=sys.stderr)
-    finally:
-        # None is cancelled, though nobody waits any more: Ray ends a process that cancels a task which ends just then
-        # (2.60; "Tried to complete task that was not pending").
-        storage.remove(probe)
+    for ref in silent:
+        print(f"warning: {asked[ref]} did not say within {LOOK_S:g} s what it sees there", file=sys.stderr)
 
 
 def controllers_of(run: str) -> list[Any]:

@@ -10,18 +10,16 @@ from pathlib import Path
 from raytrain_plus.elastic.order import Order
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import horovod_state
-from raytrain_plus.runfolder import keeps_others_out
-from raytrain_plus.storage.folder import is_address, open_folder, split
+from raytrain_plus.storage.folder import is_address
+from raytrain_plus.storage.probe import Probe, amiss_with, refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a machine is asked about."""
 
-    storage: str
-    """The folder in which the run's folder lies."""
-    probe: str
-    """The name of a file there, which whoever asks has written."""
+    probe: Probe
+    """What whoever asks has left in the storage."""
     data: Mapping[str, int]
     """Files and their sizes in bytes; empty where each machine makes its own."""
     horovod: bool
@@ -36,7 +34,7 @@ class Seen:
     horovod: str
 
 
-def needs_of(order: Order, probe: str) -> Needs:
+def needs_of(order: Order, probe: Probe) -> Needs:
     """What the machines have to see for this run."""
     files: dict[str, int] = {}
     for index in (order.plan.index, order.plan.held_out):
@@ -45,24 +43,12 @@ def needs_of(order: Order, probe: str) -> Needs:
             folder = path.parent if path.is_file() else path
             sizes = zip(index.files, index.file_bytes, strict=True)
             files |= {str(folder / name): size for name, size in sizes}
-    return Needs(split(order.plan.folder)[0], probe, files, order.plan.collective == "horovod")
+    return Needs(probe, files, order.plan.collective == "horovod")
 
 
 def look(needs: Needs) -> Seen:
     """What this machine sees of it."""
-    return Seen(_look_at_storage(needs), _look_at_data(needs), _look_at_horovod(needs))
-
-
-def _look_at_storage(needs: Needs) -> str:
-    try:
-        storage = open_folder(needs.storage)
-        storage.read(needs.probe)
-        keeps_others_out(storage)
-    except FileNotFoundError:
-        return "has another folder there, or none"
-    except OSError as error:
-        return f"cannot write there: {error.strerror or error}"
-    return ""
+    return Seen(amiss_with(needs.probe), _look_at_data(needs), _look_at_horovod(needs))
 
 
 def _look_at_data(needs: Needs) -> str:
@@ -84,13 +70,7 @@ def check_seen(order: Order, machine: str, seen: Seen) -> None:
     """Raises `InputError` where a machine, whose name is `machine`, does not see what the run needs."""
     job = order.plan.job
     if seen.storage:
-        raise InputError(
-            f"the machine {machine} {seen.storage}",
-            where=f"storage: {job.storage}",
-            expected="a folder that all machines of the cluster see and may write: a share's absolute path, or an "
-            "address",
-            remedy="--set storage=s3://BUCKET/runs, say",
-        )
+        raise refusal(machine, seen.storage, job.storage)
     if seen.data:
         raise InputError(
             f"the machine {machine} {seen.data}",

@@ -22,6 +22,7 @@ from raytrain_plus.jobfile import read_job
 from raytrain_plus.result import Result
 from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.folder import Folder, is_address, open_folder, split, within
+from raytrain_plus.storage.probe import keeps_others_out
 
 JOB = "job.yaml"
 """The file, in a run's folder, with the resolved job."""
@@ -56,18 +57,6 @@ def check_writable(where: str | Path) -> Folder:
             where=f"storage: {shown}" if shown else "storage",
             remedy="choose another folder (--set storage=...), or mend its permissions or space",
         ) from error
-
-
-def keeps_others_out(folder: Folder) -> bool:
-    """Whether of two that create the same file there the second fails, as it is tried.
-
-    Raises `OSError` where nothing can be created, or removed.
-    """
-    probe = f".probe-{secrets.token_hex(4)}"
-    folder.create(probe, b"one")
-    kept = not folder.create(probe, b"another")
-    folder.remove(probe)
-    return kept
 
 
 def exists(run: Folder) -> bool:

@@ -54,10 +54,11 @@ from raytrain_plus.parallel.pipeline.memory import Misfit, within
 from raytrain_plus.parallel.shapes import cuts_of, most_shards
 from raytrain_plus.past import Past
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import claim
+from raytrain_plus.runfolder import check_writable, claim
 from raytrain_plus.state.checkpoint import MISSING, amiss
 from raytrain_plus.state.manifest import Manifest
-from raytrain_plus.storage.folder import open_folder
+from raytrain_plus.storage.folder import open_folder, split
+from raytrain_plus.storage.probe import left
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
 from raytrain_plus.workers.plan import (
     WHOLE,
@@ -145,6 +146,8 @@ class Controller:
         """`began`: Unix seconds at which Ray was there."""
         job = order.plan.job
         self._order = order
+        self._plan = order.plan
+        """As workers get it."""
         self._began = began
         self._elastic = job.elastic
         self._overlaps = job.parallel.overlaps
@@ -214,6 +217,13 @@ class Controller:
     def _run_to_the_end(self) -> Closing:
         # On a cluster this may be another machine than the one where the job was looked at.
         check_installed(self._order.plan.job.trackers)
+        place, name = split(self._run.address)
+        with left(check_writable(place), name) as probe:
+            # Machines that come later are asked, too, by their workers.
+            self._plan = replace(self._order.plan, probe=probe)
+            return self._train()
+
+    def _train(self) -> Closing:
         self._nodes.start()
         try:
             for command in self._first:
@@ -479,7 +489,7 @@ class Controller:
         self._feed(e.Up(name))
         if place.node in self._draining:
             self._feed(e.Notice(name))
-        self._pool.ask(name, self._posted(self._prepared, name), "prepare", self._order.plan, PREPARE_S)
+        self._pool.ask(name, self._posted(self._prepared, name), "prepare", self._plan, PREPARE_S)
 
     def _clocked(self, name: str, asked: float, future: Future[Any]) -> None:
         try:

@@ -15,6 +15,7 @@ from raytrain_plus.parallel.mesh import Stage
 from raytrain_plus.parallel.pipeline.cut import Layer
 from raytrain_plus.parallel.pipeline.layout import Chunks, tied_groups
 from raytrain_plus.state.manifest import Share
+from raytrain_plus.storage.probe import Probe
 from raytrain_plus.training.records import Evaluated, StepRecord
 
 
@@ -38,6 +39,8 @@ class Plan:
     """`horovod` or `torch`."""
     folder: str
     """The run's folder, as `open_folder` takes it; made by the controller when the first world is formed."""
+    probe: Probe | None = None
+    """What the controller has left in the storage: who does not see it has another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -75,6 +75,7 @@ from raytrain_plus.state.named import bytes_of, dtype_name, entry_of, optimizer_
 from raytrain_plus.state.stages import own_tensors, own_tree
 from raytrain_plus.state.transfer import Array, Snapshot, digest, hashed, restricted
 from raytrain_plus.storage.folder import open_folder
+from raytrain_plus.storage.probe import amiss_with, refusal
 from raytrain_plus.storage.tries import tried
 from raytrain_plus.task import Task
 from raytrain_plus.taskfile import build_task, fault_of, load_function, load_task, told_as_task_error, trim_traceback
@@ -386,6 +387,9 @@ class Worker:
     def _prepare(self, plan: Plan, limit_s: float) -> Ready:
         self._control.patience(limit_s)
         self._control.enter("preparing")
+        fault = "" if plan.probe is None else amiss_with(plan.probe)
+        if fault:
+            raise refusal(os.uname().nodename, fault, plan.job.storage)
         torch.set_num_threads(plan.job.workers.threads)
         if plan.job.reduction == "exact":
             repeatable()

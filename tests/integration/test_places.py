@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.integration.elastic import raylets
+from raytrain_plus import Workers, attach
+from tests.integration.elastic import Run, job, raylets
 from tests.integration.network import raylet
 from tests.integration.tasks import write_data
 from tests.integration.test_detached import until
@@ -36,3 +37,22 @@ def test_what_a_machine_does_not_see(tmp_path: Path, place: str) -> None:
     told = {"runs": "has another folder there, or none", "data": f"cannot read {tmp_path}/data/"}[place]
     assert (code, "the machine " in err, told in err) == (2, True, True), err
     assert os.listdir(tmp_path / "runs") == []
+
+
+@pytest.mark.skipif(not POSSIBLE, reason="a machine with places of its own needs root and unshare")
+@pytest.mark.timeout(120)
+def test_what_a_machine_does_not_see_that_comes_later(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    with raylets(1) as cluster:
+        run = Run(job(tmp_path, args={"pad_s": 0.02}, workers=Workers(min=1, max=2), steps=5000))
+        run.until_step(5)
+        with raylet_that_sees_another(tmp_path / "runs", cluster.address):
+            lost = run.until_told("worker_lost")
+            assert "has another folder there" in lost["cause"]
+            at = run.committed()
+            run.until_step(at + 5)
+        assert {len(view["members"]) for view in run.events("view_formed")} == {1}
+        assert ".probe-run" in os.listdir(tmp_path / "runs")
+        attach(run.folder).stop()
+        assert run.finish().status == "stopped"
+    assert os.listdir(tmp_path / "runs") == ["run"]

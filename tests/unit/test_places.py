@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus import Data, InputError, Job
+from raytrain_plus import Data, InputError, Job, places
 from raytrain_plus.data.source import index
 from raytrain_plus.places import Needs, Seen, check_seen, look, needs_of
 from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.probe import Probe, left
 from tests.unit.data.test_source import write
 
 GOOD = Seen("", "", "")
@@ -31,34 +32,29 @@ def test_what_is_there_is_seen(tmp_path: Path) -> None:
     write(tmp_path / "data" / "a.parquet", 10)
     write(tmp_path / "data" / "b.parquet", 10)
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "probe").touch()
-    needs = needs_of(order(tmp_path / "data"), "probe")
-    assert (needs.storage, len(needs.data), needs.horovod) == (str(tmp_path / "runs"), 2, False)
-    assert look(needs) == GOOD
-    assert os.listdir(tmp_path / "runs") == ["probe"]
-    assert len(needs_of(order(tmp_path / "data" / "a.parquet"), "probe").data) == 1
-    assert not needs_of(order(tmp_path / "data", prepare="t:prepare"), "probe").data
+    with left(LocalFolder(tmp_path / "runs"), "x") as probe:
+        needs = needs_of(order(tmp_path / "data"), probe)
+        assert (probe.where, len(needs.data), needs.horovod) == (str(tmp_path / "runs"), 2, False)
+        assert look(needs) == GOOD
+        assert os.listdir(tmp_path / "runs") == [".probe-x"]
+        assert len(needs_of(order(tmp_path / "data" / "a.parquet"), probe).data) == 1
+        assert not needs_of(order(tmp_path / "data", prepare="t:prepare"), probe).data
     (tmp_path / "data" / "b.parquet").unlink()
     assert "b.parquet" in look(needs).data
-    assert look(replace(needs, probe="another")).storage == "has another folder there, or none"
     assert "a.parquet" in look(replace(needs, data={str(tmp_path / "data" / "a.parquet"): 1})).data
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "probe").touch()
-
-    def refused(folder: LocalFolder, name: str, data: bytes) -> bool:
-        raise PermissionError(13, "Permission denied")
-
-    # Root may write anywhere.
-    monkeypatch.setattr(LocalFolder, "create", refused)
-    assert look(Needs(str(tmp_path), "probe", {}, False)).storage == "cannot write there: Permission denied"
+def test_without_a_usable_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "horovod_state", lambda: SimpleNamespace(usable=False, reason="for another torch"))
+    none = Probe("nowhere", "x", b"")
+    assert [look(Needs(none, {}, needed)).horovod for needed in (True, False)] == ["for another torch", ""]
 
 
 @pytest.mark.parametrize(
     ("seen", "told"),
     [
         (Seen("has another folder there, or none", "", ""), r"storage: runs.*machine m has another folder"),
+        (Seen("cannot write there: Permission denied", "", ""), r"storage: runs.*machine m cannot write there: Perm"),
         (Seen("", "has another file a", ""), r"data\.path.*machine m has another file a"),
         (Seen("", "", "horovod is not installed"), r"machine m: horovod is not installed.*raytrain install-horovod"),
     ],

@@ -1,0 +1,44 @@
+"""What a machine says of a storage in which another has left a file."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.probe import amiss_with, left, refusal
+
+
+def test_the_same_folder_another_and_none(tmp_path: Path) -> None:
+    with left(LocalFolder(tmp_path), "run") as probe:
+        assert amiss_with(probe) == ""
+        file = tmp_path / ".probe-run"
+        assert os.listdir(tmp_path) == [file.name]
+        file.write_bytes(b"a run of this name, elsewhere")
+        assert amiss_with(probe) == "has another folder there"
+        file.unlink()
+        assert amiss_with(probe) == "has another folder there, or none"
+    assert not os.listdir(tmp_path)
+
+
+def test_what_an_earlier_one_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / ".probe-run").write_bytes(b"earlier")
+    with left(LocalFolder(tmp_path), "run") as probe:
+        assert amiss_with(probe) == ""
+    assert not os.listdir(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(folder: LocalFolder, name: str, data: bytes) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    with left(LocalFolder(tmp_path), "run") as probe:
+        # Root may write anywhere.
+        monkeypatch.setattr(LocalFolder, "create", refused)
+        assert amiss_with(probe) == "cannot write there: Permission denied"
+
+
+def test_a_refusal_shows_no_keys() -> None:
+    told = str(refusal("m", "has another folder there", "s3://KEY:hidden@bucket/runs"))
+    assert "storage: s3://bucket/runs" in told
+    assert "hidden" not in told
