@@ -34,5 +34,5 @@ def test_another_ray_or_python_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])
 def test_addresses_for_who_is_no_machine_of_the_cluster(address: str) -> None:
-    with pytest.raises(InputError, match="raytrain submit JOB"), joined(address, token=False):
+    with pytest.raises(InputError, match="by ray job submit"), joined(address, token=False):
         pass
