@@ -217,6 +217,7 @@ def test_nodes_come_because_a_run_asks_and_go_when_it_wants_them_no_more(tmp_pat
         assert len(run.losses()) == result.steps
 
 
+@pytest.mark.slow
 def test_the_node_goes_on_which_a_run_has_streamed_its_data(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     data = Data(path=str(tmp_path / "data"), batch_size=48, shards=8, cache_mb=0)

@@ -163,6 +163,7 @@ def until_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
     raise AssertionError(f"step {step} was not seen: {out}{err}")
 
 
+@pytest.mark.slow
 def test_after_the_loss_of_everything_the_same_command_goes_on(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
     padded = exact(tmp_path, "job", workers=Workers(min=4), args={"pad_s": 0.03})
     file = tmp_path / "job.yaml"

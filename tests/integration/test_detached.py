@@ -78,6 +78,7 @@ def test_in_the_background_of_a_laptop(tmp_path: Path, nothing_goes_on: None) ->
     assert not alive
 
 
+@pytest.mark.slow
 def test_stopped_from_elsewhere_it_is_saved_and_goes_on_later(tmp_path: Path, nothing_goes_on: None) -> None:
     write_data(tmp_path / "data")
     token = tmp_path / "token"
@@ -167,6 +168,7 @@ def test_on_a_cluster_the_death_of_the_driver_changes_nothing(tmp_path: Path, cl
     until(nothing_is_held, "its room to be free again")
 
 
+@pytest.mark.slow
 def test_it_has_other_numbers_of_workers_when_told(tmp_path: Path, cluster: Cluster) -> None:
     folder = left_alone(tmp_path, cluster, steps=5000, workers={"min": 1})
     handle = attach(folder)

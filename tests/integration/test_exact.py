@@ -84,6 +84,7 @@ def verify(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_verify_compares_sizes_with_real_deaths(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     sound = exact(tmp_path, "sound", args={"pad_s": 0.01}, task="tests.integration.tasks:Faulty", evaluate=None)

@@ -63,9 +63,12 @@ def test_a_task_from_a_cell_trains(tmp_path: Path) -> None:
     assert escape(text) in page
 
 
+FIRST, *OTHERS = NOTEBOOKS
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_an_example_does_what_it_says(name: str, tmp_path: Path, nothing_goes_on: None) -> None:
     """What it promises is asserted in its own cells: an error in one would be raised here."""
     notebook = executed(name, tmp_path)

@@ -160,6 +160,7 @@ def test_a_stage_that_dies_anywhere_in_a_step(tmp_path: Path, alone: Result, whe
     assert len(run.events("worker_lost")) == 1
 
 
+@SLOW
 def test_a_spare_takes_the_place_of_any_stage(tmp_path: Path, cluster: Cluster, alone: Result) -> None:
     extra = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
@@ -207,6 +208,7 @@ def test_the_model_is_cut_anew_out_of_copies_where_nobody_replaces_a_stage(
     assert not run.events("resumed")
 
 
+@SLOW
 def test_what_one_worker_holds_alone_is_in_its_spares_memory(tmp_path: Path, alone: Result) -> None:
     run = Run(staged(tmp_path, 1, 1, args={"pad_s": PAD_S}, workers=Workers(min=1, max=1, spares=1)))
     run.until_size(1)
@@ -221,7 +223,7 @@ def test_what_one_worker_holds_alone_is_in_its_spares_memory(tmp_path: Path, alo
 
 
 @pytest.mark.parametrize(
-    ("size", "stage"), [(2, 1), pytest.param(2, 0, marks=SLOW), (4, 0), pytest.param(4, 1, marks=SLOW)]
+    ("size", "stage"), [(2, 1), *(pytest.param(*one, marks=SLOW) for one in ((2, 0), (4, 0), (4, 1)))]
 )
 def test_steps_that_overlap_are_committed_together_and_lost_together(tmp_path: Path, size: int, stage: int) -> None:
     job = staged(

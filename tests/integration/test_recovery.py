@@ -117,6 +117,7 @@ def test_a_killed_worker_with_fp64_parameters(tmp_path: Path, undisturbed: dict[
     np.testing.assert_allclose(run.losses(), undisturbed[True], rtol=0, atol=1e-12)
 
 
+@SLOW
 def test_a_killed_raylet(tmp_path: Path, cluster: Cluster, undisturbed: dict[bool, list[float]]) -> None:
     run, before = started(tmp_path)
     node = next(node for node in cluster.worker_nodes if node.node_id == run.members()[1]["node"])
@@ -126,6 +127,7 @@ def test_a_killed_raylet(tmp_path: Path, cluster: Cluster, undisturbed: dict[boo
     check(run, before, [victim["pid"]], undisturbed[False])
 
 
+@SLOW
 def test_three_of_four_at_once(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
     run, before = started(tmp_path)
     victims = run.members()[:3]
@@ -177,7 +179,8 @@ def test_a_collective_in_which_all_wait_is_formed_anew(tmp_path: Path, undisturb
     check(run, before, [], undisturbed[False])
 
 
-@pytest.mark.parametrize("pad_s", [PAD_S, pytest.param(0.04, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("pad_s", [PAD_S, 0.04])
 def test_a_survivor_that_does_not_leave_is_replaced(
     tmp_path: Path, undisturbed: dict[bool, list[float]], pad_s: float
 ) -> None:
@@ -220,6 +223,7 @@ def test_a_worker_that_is_killed_anywhere_in_a_step(
     check(run, before, [lost["pid"]], undisturbed[False])
 
 
+@SLOW
 def test_a_loss_during_the_recovery_from_another(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
     run, before = started(tmp_path)
     victim, second = run.members()[0], run.members()[3]
@@ -246,6 +250,7 @@ def test_a_newcomer_that_is_killed_while_it_joins(
     check(run, before, [victim["pid"]], undisturbed[False])
 
 
+@SLOW
 def test_an_exception_inside_an_apply_makes_a_worker_dirty_not_lost(
     tmp_path: Path, undisturbed: dict[bool, list[float]]
 ) -> None:
@@ -267,6 +272,7 @@ def test_a_donor_that_is_killed_in_mid_transfer(tmp_path: Path, undisturbed: dic
     check(run, before, [victim["pid"], donor["pid"]], undisturbed[False])
 
 
+@SLOW
 def test_a_survivor_that_computes_is_waited_for(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
     run, before = started(tmp_path, args={"fault": "backward:sleep3:100"})
     run.until(lambda: (tmp_path / "fault").exists(), "the slow backward")

@@ -232,6 +232,7 @@ def test_a_size_that_would_make_no_step_faster_is_not_formed(tmp_path: Path, clu
     run.finish()
 
 
+@pytest.mark.slow
 def test_too_few_wait_for_capacity_and_go_on_with_the_state_they_have(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     expected = losses_of_an_undisturbed_run(tmp_path, steps=60)
@@ -252,6 +253,7 @@ def test_too_few_wait_for_capacity_and_go_on_with_the_state_they_have(tmp_path: 
     np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_too_few_for_too_long_end_the_run_with_the_model_of_the_last_commit(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=2), elastic=Elastic(wait_s=3)))

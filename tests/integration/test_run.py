@@ -93,6 +93,7 @@ def test_digits_learn(tmp_path: Path) -> None:
     assert (code, "they differ in seed" in err) == (2, True), err
 
 
+@pytest.mark.slow
 def test_byte_gpt_trains_and_writes_json(tmp_path: Path) -> None:
     paths = [f"data.path={tmp_path}/text/train", f"evaluate.path={tmp_path}/text/held_out", f"storage={tmp_path}/runs"]
     overrides = [word for path in [*paths, "steps=30", "evaluate.every_steps=30"] for word in ("--set", path)]
@@ -251,6 +252,7 @@ def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None
     assert json.loads(out)["steps"] == result["steps"] + 3
 
 
+@pytest.mark.slow
 def test_a_run_whose_steps_overlap_stops_where_they_came_together_last(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     staged = {"pipeline": 2, "schedule": "pipedream", "microbatches": 2, "commit_every": 8}

@@ -27,6 +27,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_trained_model_answers(tmp_path: Path) -> None:
     paths = [f"data.path={tmp_path}/train", f"evaluate.path={tmp_path}/held_out", f"storage={tmp_path}/runs"]
