@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,59 @@ def test_nothing_trains_on_the_head_and_workers_are_on_spot(name: str, kind: str
             assert spots[name](types[other]["node_config"]), "on demand"
 
 
+CLOUDS = [file for file in LAUNCHED if file.stem != "local"]
+RIGHTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], bool]] = {
+    "aws": lambda provider, node: bool(node.get("IamInstanceProfile")),
+    "gcp": lambda provider, node: any(
+        account["email"] and account["scopes"] == ["https://www.googleapis.com/auth/cloud-platform"]
+        for account in node.get("serviceAccounts", [])
+    ),
+    # Ray gives all machines one identity: its own, which reaches no storage, unless both are set.
+    "azure": lambda provider, node: bool(provider.get("msi_name") and provider.get("msi_resource_group")),
+}
+"""Whether machines of a type reach the storage of runs."""
+
+
+@pytest.mark.parametrize("file", CLOUDS, ids=lambda file: file.stem)
+def test_every_worker_reaches_the_storage(file: Path) -> None:
+    config = loaded(file)
+    reaches = RIGHTS[config["provider"]["type"]]
+    workers = {
+        name: found for name, found in config["available_node_types"].items() if name != config["head_node_type"]
+    }
+    assert [name for name, found in workers.items() if not reaches(config["provider"], found["node_config"])] == []
+
+
+@pytest.mark.parametrize("file", CLOUDS, ids=lambda file: file.stem)
+def test_the_head_keeps_the_account_with_which_ray_starts_machines(file: Path) -> None:
+    config = loaded(file)
+    head = config["available_node_types"][config["head_node_type"]]["node_config"]
+    assert not {"IamInstanceProfile", "serviceAccounts"} & head.keys()
+
+
+@pytest.mark.parametrize("name", ["aws-minimal.yaml", "aws.yaml", "Dockerfile"])
+def test_what_stores_on_s3_has_what_that_takes(name: str) -> None:
+    # Quoted, and by way of echo: a shell takes [s3] behind a * for one letter.
+    assert '"$(echo /home/ray/wheels/raytrain_plus-*.whl)[s3]"' in (CLUSTERS / name).read_text()
+
+
+def test_own_machines_keep_their_python() -> None:
+    config = loaded(CLUSTERS / "local.yaml")
+    made, *installed = config["setup_commands"]
+    assert made.startswith("python3 -m venv ~/raytrain-venv && ")
+    commands = [*installed, *config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
+    assert [one for one in commands if ". ~/raytrain-venv/bin/activate && " not in one] == []
+    # Ray runs it as it stands, when the cluster goes.
+    assert made.endswith("ln -sf ~/raytrain-venv/bin/ray ~/.local/bin/ray")
+
+
+def test_an_image_is_built_of_what_it_takes() -> None:
+    lines = (CLUSTERS / "Dockerfile").read_text().splitlines()
+    sources = [line.split()[1] for line in lines if line.startswith("COPY")]
+    rules = [line for line in (CLUSTERS.parent / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert rules == ["*", *(f"!{source}" for source in sources)]
+
+
 @pytest.mark.parametrize("file", LAUNCHED, ids=lambda file: file.stem)
 def test_nothing_listens_for_everybody(file: Path) -> None:
     text = file.read_text()
@@ -67,6 +121,19 @@ def test_kuberay_takes_it_as_it_stands(file: Path) -> None:
     for wrong in ({"spek": {}}, {"apiVersion": "ray.io/v2"}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**loaded(file), **wrong}, schema)
+
+
+@pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
+def test_pods_ask_for_a_token(file: Path) -> None:
+    spec = loaded(file)["spec"]
+    assert spec.get("rayClusterSpec", spec)["authOptions"] == {"mode": "token"}
+
+
+def test_a_lost_head_is_no_end() -> None:
+    spec = loaded(CLUSTERS / "kuberay" / "rayjob.yaml")["spec"]
+    assert spec["backoffLimit"] > 0
+    # KubeRay takes no backoffLimit in this mode.
+    assert spec["submissionMode"] != "InteractiveMode"
 
 
 @pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
