@@ -1,4 +1,5 @@
-"""What the address of a Ray cluster is the address of. Pure, but for the environment."""
+"""What the address of a Ray cluster is the address of, and what is said where nobody is let in there. Pure, but for the
+environment."""
 
 from __future__ import annotations
 
@@ -29,3 +30,13 @@ def dashboard_of(wanted: str | None) -> str:
     if not is_dashboard(given):
         raise InputError("is not the address of a dashboard", where=f"address: {given}", expected=HERE)
     return given
+
+
+def not_let_in(address: str, why: str) -> InputError:
+    """What is said where the cluster asks for a token and was shown none, or a wrong one; `why` is Ray's word."""
+    return InputError(
+        f"the cluster asks for a token, and is not content with what it got: {why.splitlines()[0]}",
+        where=f"address: {address}",
+        remedy="put the cluster's token into ~/.ray/auth_token, or name its file (RAY_AUTH_TOKEN_PATH=FILE), and set "
+        "RAY_AUTH_MODE=token",
+    )

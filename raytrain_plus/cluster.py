@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError, RuntimeEnvSetupError
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayError, RayTaskError, RuntimeEnvSetupError
+from ray.util.client import ray as client
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_plus.address import is_join
+from raytrain_plus.address import is_join, not_let_in
 from raytrain_plus.elastic.controller import Controller
 from raytrain_plus.elastic.group import Limits
 from raytrain_plus.elastic.order import Order
@@ -30,6 +31,7 @@ from raytrain_plus.places import check_seen, look, needs_of
 from raytrain_plus.storage.folder import open_folder, split
 from raytrain_plus.storage.probe import left
 from raytrain_plus.workers.ray_private import (
+    check_let_in,
     draining_nodes,
     end_our_own_ray,
     has_autoscaler,
@@ -50,18 +52,22 @@ LOOK_S = 60.0
 """Limit of what a machine sees: its first process may have to be started, and the code to be brought there."""
 KNOCK_S = 5.0
 """Limit of finding out whether anybody listens at a cluster's address."""
+SENT = "have the job sent there: raytrain submit JOB --address http://HOST:8265"
+"""What is left to who is no machine of the cluster."""
 
 
 @contextlib.contextmanager
 def connected(job: Job, address: str | None) -> Iterator[float]:
     """A Ray to run on; yields the moment at which it was there. One that we start ends with the run."""
     if ray.is_initialized():
+        _check_no_client()
+        _warn_of_an_open_cluster()
         yield time.time()
         return
     address = address or os.environ.get("RAY_ADDRESS")
     with _answering(address or "local", "check the address, or leave it out to start Ray on this machine"):
         if address:
-            _join(address, "or have the job sent there: raytrain submit JOB --address http://HOST:8265")
+            _join(address, f"or {SENT}")
         else:
             ray.init(
                 address="local",
@@ -105,6 +111,8 @@ def _answering(address: str, remedy: str) -> Iterator[None]:
     try:
         with our_own_signals():
             yield
+    except AuthenticationError as error:
+        raise not_let_in(address, error.message) from None
     except (OSError, RuntimeError, ValueError, RayError) as error:
         why = str(error)
         if why.startswith("Version mismatch"):
@@ -130,9 +138,20 @@ def _join(address: str, elsewhere: str) -> None:
     ray.init(address=address, logging_level=logging.WARNING)
 
 
+def _check_no_client() -> None:
+    """Raises `InputError` where this process is connected as one that is no machine of the cluster."""
+    if client.is_connected():
+        raise InputError(
+            "it goes through Ray Client (ray://), and a run begins on a machine of the cluster",
+            where="the connection to Ray that is already there",
+            expected="a connection from a machine of the cluster: ray.init(address='HOST:6379')",
+            remedy=f"disconnect (ray.shutdown()), and go to such a machine, or {SENT}",
+        )
+
+
 def _warn_of_an_open_cluster() -> None:
-    """Says that anybody may have the cluster run what they like, where it asks for no token and is not this machine's
-    alone."""
+    """Says that anybody may have the cluster that we are connected to run what they like, where it asks for no token
+    and is not this machine's alone."""
     # One that asks for a token does not let in who shows none.
     if os.environ.get("RAY_AUTH_MODE") != "token":
         seen = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
@@ -239,10 +258,12 @@ def controllers_of(run: str) -> list[Any]:
 
 
 def _knock(address: str) -> None:
-    """Raises `OSError` where nobody listens at `host:port`: Ray itself would try for minutes."""
+    """Raises `OSError` where nobody listens at `host:port`, for whom Ray itself would try for minutes, and
+    `AuthenticationError` where we are not let in."""
     host, _, port = address.rpartition(":")
     if port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+        check_let_in(address)
 
 
 def limits_of(job: Job, steps: int, cuts: tuple[int, ...]) -> Limits:

@@ -18,6 +18,7 @@ import aiohttp
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
+from raytrain_plus.address import not_let_in
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job import Job
 from raytrain_plus.sizetext import size_text
@@ -165,11 +166,7 @@ class Jobs:
         try:
             yield
         except AuthenticationError as error:
-            raise InputError(
-                f"the cluster asks for a token, and is not content with what it got: {str(error).splitlines()[0]}",
-                where=f"address: {self._address}",
-                remedy="put the cluster's token into ~/.ray/auth_token, or name its file: RAY_AUTH_TOKEN_PATH=FILE",
-            ) from None
+            raise not_let_in(self._address, error.message) from None
         except (OSError, aiohttp.ClientError) as error:
             raise InputError(
                 f"the jobs API of a Ray cluster does not answer: {' '.join(str(error).split())[:200]}",

@@ -178,6 +178,21 @@ def show_token_if_any() -> None:
     _or_nothing(show, "a cluster that asks for a token needs RAY_AUTH_MODE=token in the environment")
 
 
+def check_let_in(address: str) -> None:
+    """Raises Ray's `AuthenticationError` where the cluster at `host:port` asks for a token and is shown none, or a
+    wrong one: `ray.init` tries for 20 s, and says then that none answers. `RpcError` after 40 s where none does."""
+
+    def ask() -> None:
+        from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+        # It ends the process where one is to be shown and none is there.
+        ensure_token_if_auth_enabled(create_token_if_missing=False)
+        GcsClient(address=address)
+
+    _or_nothing(ask, "a cluster that asks for a token, and is not content with what it got, is said not to answer")
+
+
 def is_submitted() -> bool:
     """Whether this process is the driver of a job that was submitted to a cluster."""
 

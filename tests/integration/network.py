@@ -49,14 +49,15 @@ def cable() -> Iterator[Cable]:
         _ip("netns", "delete", space)
 
 
-def raylet_behind(cable: Cable, address: str) -> AbstractContextManager[None]:
+def raylet_behind(cable: Cable, address: str) -> AbstractContextManager[object]:
     """A Ray node of one CPU at the other end of the cable, of the cluster at `address`."""
     return raylet(cable.there, address, "--node-ip-address", THERE)
 
 
 @contextmanager
-def raylet(apart: Sequence[str | Path], address: str, *words: str) -> Iterator[None]:
-    """A Ray node of one CPU, of the cluster at `address`; a command that begins with `apart` has a world of its own."""
+def raylet(apart: Sequence[str | Path], address: str, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A Ray node of one CPU, of the cluster at `address`: its `ray start`, with which it ends. A command that begins
+    with `apart` has a world of its own."""
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     process = subprocess.Popen(
         [*apart, *start, "--address", address, *words, "--num-cpus", "1"],
@@ -64,9 +65,11 @@ def raylet(apart: Sequence[str | Path], address: str, *words: str) -> Iterator[N
         stderr=subprocess.DEVNULL,
     )
     try:
-        yield
+        yield process
     finally:
-        there = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        there = []
+        if process.poll() is None:
+            there = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
         for one in there:
             one.kill()
         process.wait(10)

@@ -13,7 +13,8 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from raytrain_plus import Checkpoint, Workers, attach
+from raytrain_plus import Checkpoint, Parallel, Workers, attach
+from raytrain_plus.observe.gauges import OF_WORKER
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data
 from tests.unit.observe.dashboard import queries
@@ -131,5 +132,31 @@ def test_a_run_exports_all_that_the_dashboard_asks_for(tmp_path: Path, monkeypat
         attach(run.folder).stop()
         assert run.finish().status == "stopped"
         until(lambda: not exporter.scrape(), lambda: f"still exported: {exporter.scrape()}")
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.slow
+def test_each_worker_of_a_pipeline_is_exported_with_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_data(tmp_path / "data")
+    parallel = Parallel(pipeline=2, microbatches=3)
+    try:
+        exporter = Exporter(monkeypatch)
+        run = Run(job(tmp_path, steps=100_000, workers=Workers(min=4), parallel=parallel))
+        stages = {member["worker"]: str(member["stage"]) for member in run.until_size(4)}
+        assert sorted(stages.values()) == ["0", "0", "1", "1"]
+        run.until_step(10)
+
+        def seen() -> dict[str, list[tuple[str, str]]]:
+            shown = exporter.scrape()
+            return {
+                name: sorted((labels["worker"], labels["stage"]) for labels, _ in shown.get(f"ray_{name}", []))
+                for name in OF_WORKER
+            }
+
+        expected = {name: sorted(stages.items()) for name in OF_WORKER}
+        until(lambda: seen() == expected, lambda: f"{expected}, not {seen()}")
+        attach(run.folder).stop()
+        assert run.finish().status == "stopped"
     finally:
         ray.shutdown()

@@ -20,7 +20,7 @@ from tests.integration.test_run import raytrain, write_job
 POSSIBLE = os.geteuid() == 0 and shutil.which("unshare") is not None
 
 
-def raylet_that_sees_another(folder: Path, address: str) -> AbstractContextManager[None]:
+def raylet_that_sees_another(folder: Path, address: str) -> AbstractContextManager[object]:
     """A Ray node of one CPU, for which `folder` is a place of its own. Linux and root only."""
     return raylet(["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', folder], address)
 

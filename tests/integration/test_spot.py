@@ -16,6 +16,7 @@ from raytrain_plus import Workers
 from raytrain_plus.data.audit import audit
 from raytrain_plus.workers.ray_private import draining_nodes
 from tests.integration.elastic import Run, born, job, raylets
+from tests.integration.network import raylet
 from tests.integration.tasks import write_data
 from tests.integration.test_rescale import PAD_S, alive, losses_of_an_undisturbed_run
 from tests.unit.workers.clouds import Service, speaking
@@ -23,6 +24,8 @@ from tests.unit.workers.clouds import Service, speaking
 pytestmark = pytest.mark.timeout(240)
 
 NOTICE_S = 20.0
+DRAIN_S = 12
+"""As clusters/kuberay has it."""
 STEPS = 300
 
 
@@ -64,4 +67,30 @@ def test_a_machine_that_is_taken_back_is_left_before(tmp_path: Path, clouds: dic
     assert run.events("worker_lost") == run.events("resumed") == []
     assert len(run.events("drain_notice")) == 1
     np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
+    assert audit(result.path).clean
+
+
+@pytest.mark.slow
+def test_a_pod_that_is_told_to_end_is_left_before(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    told = ["env", f"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S={DRAIN_S}"]
+    with raylets(1) as cluster, raylet(told, cluster.address) as pod:
+        run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=1, max=2), steps=STEPS))
+        members = run.until_size(2)
+        [node] = cluster.worker_nodes
+        [stays] = [member for member in members if member["node"] == node.node_id]
+        [leaver] = [member for member in members if member is not stays]
+        run.until_step(10)
+        pod.terminate()
+        goes = time.time() + DRAIN_S
+        notice = run.until_told("drain_notice")
+        assert (notice["node"], notice["deadline"]) == (leaver["node"], pytest.approx(goes, abs=1))
+        # It ends when nobody is left on it.
+        pod.wait(DRAIN_S - 2)
+        assert run.committed() < STEPS - 1
+        result = run.finish()
+    assert (result.status, result.steps, result.recoveries) == ("finished", STEPS, 0)
+    assert [member["pid"] for member in run.members()] == [stays["pid"]]
+    assert run.events("worker_lost") == run.events("resumed") == []
+    assert run.losses()[-1] < run.losses()[0]
     assert audit(result.path).clean

@@ -171,8 +171,11 @@ def test_a_cluster_that_asks_for_a_token(project: Path, tmp_path: Path) -> None:
     asking = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     with head(**asking) as cluster:
         words = ("submit", "job.yaml", "--address", cluster.dashboard)
-        for shown in ({"RAY_AUTH_MODE": "disabled"}, {**asking, "RAY_AUTH_TOKEN_PATH": str(wrong)}):
-            code, _, err = raytrain(*words, cwd=project, **shown)
-            assert (code, "the cluster asks for a token" in err) == (2, True), err
+        joining = ("run", "job.yaml", "--address", cluster.address)
+        nothing = {**asking, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "nothing")}
+        for shown in ({"RAY_AUTH_MODE": "disabled"}, {**asking, "RAY_AUTH_TOKEN_PATH": str(wrong)}, nothing):
+            for told in (words, joining):
+                code, _, err = raytrain(*told, cwd=project, **shown)
+                assert (code, "the cluster asks for a token" in err) == (2, True), err
         code, out, err = raytrain(*words, "--follow", cwd=project, **asking)
         assert (code, "job finished: 8 steps" in out) == (0, True), out + err
