@@ -26,7 +26,7 @@ def dashboard_of(wanted: str | None) -> str:
 
     Raises `InputError` where it is another kind of address.
     """
-    given = wanted or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or HERE
+    given = wanted or _environments() or HERE
     if not is_dashboard(given):
         raise InputError("is not the address of a dashboard", where=f"address: {given}", expected=HERE)
     return given
@@ -40,3 +40,13 @@ def not_let_in(address: str, why: str) -> InputError:
         remedy="put the cluster's token into ~/.ray/auth_token, or name its file (RAY_AUTH_TOKEN_PATH=FILE), and set "
         "RAY_AUTH_MODE=token",
     )
+
+
+def named_dashboard() -> str | None:
+    """The address of the dashboard that the environment names, where it does."""
+    named = _environments()
+    return named if is_dashboard(named) else None
+
+
+def _environments() -> str | None:
+    return os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")

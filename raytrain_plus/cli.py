@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raytrain_plus.address import dashboard_of, is_dashboard
+from raytrain_plus.address import dashboard_of, is_dashboard, named_dashboard
 from raytrain_plus.errors import InputError, RaytrainError
 from raytrain_plus.jsontext import json_text
+from raytrain_plus.lacking import lacking
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
-from raytrain_plus.storage.folder import is_address, split
+from raytrain_plus.storage.folder import is_address, open_folder, split
 
 if TYPE_CHECKING:
     from raytrain_plus.submission import Jobs
@@ -55,8 +56,15 @@ def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, de
 
     if detach:
         handle = start(loaded, address=address, fresh=fresh, roots=roots)
+        ended = Result.load(open_folder(loaded.storage).inside(loaded.name))
         if as_json:
             click.echo(json_text({"name": handle.name, "path": str(handle.path)}))
+        elif ended is not None:
+            # Before this, or as soon as it had begun.
+            from raytrain_plus.observe.progress import view_for
+
+            view_for(sys.stdout).finish(ended)
+            return ended.exit_code
         else:
             click.echo(f"{handle.name} goes on by itself; follow it with: raytrain attach '{handle.path}'")
         return 0
@@ -113,9 +121,10 @@ def resume(run: str, storage: str, overrides: Sequence[str], address: str | None
             )
         settings = [word for override in overrides for word in ("--set", override)]
         name = split(run)[1] if is_address(run) else Path(run).name
-        return _send(
-            str(address), name, ["resume", run, "--storage", storage, *settings], ("/runs/*/",), False, as_json
-        )
+        from raytrain_plus.submission import unneeded_to_resume
+
+        words = ["resume", run, "--storage", storage, *settings]
+        return _send(str(address), name, words, unneeded_to_resume(run, storage, Path.cwd()), False, as_json)
     from raytrain_plus.runfolder import find_run
 
     folder = find_run(run, storage)
@@ -125,7 +134,11 @@ def resume(run: str, storage: str, overrides: Sequence[str], address: str | None
     return _ended(result, as_json)
 
 
-_dashboard = click.option("--address", help="Ask the cluster with this dashboard (http://HOST:8265), not the storage.")
+_dashboard = click.option(
+    "--address",
+    help="Ask the cluster with this dashboard (http://HOST:8265), not the storage; else RAY_ADDRESS's, where the "
+    "storage has no such run.",
+)
 
 
 @cli.command()
@@ -135,9 +148,10 @@ _dashboard = click.option("--address", help="Ask the cluster with this dashboard
 @_json
 def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
     """Follow the run RUN (a folder, an address, or a name) to its end. Ctrl-C ends the watching, SIGTERM the run."""
+    address = _asked(run, storage, address)
     if address is not None:
         if as_json:
-            raise click.UsageError("with --address it is shown what the run prints: leave out --json")
+            raise click.UsageError("of a cluster it is shown what the run prints: leave out --json")
         jobs = _jobs(address)
         return _watched(jobs, str(jobs.find(run).submission_id), run, address)
     from raytrain_plus.following import watch
@@ -175,6 +189,7 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
 def logs(run: str, storage: str, address: str | None, follow: bool) -> int:
     """Tell what has happened in the run RUN (a folder, an address, or a name)."""
+    address = _asked(run, storage, address)
     if address is not None:
         _jobs(address).tell(run, sys.stdout, follow)
         return 0
@@ -192,6 +207,7 @@ def logs(run: str, storage: str, address: str | None, follow: bool) -> int:
 @click.option("--no-wait", is_flag=True, help="Return when the run has heard.")
 def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
     """Stop the run RUN (a folder, an address, or a name) at the next step boundary; its state is saved."""
+    address = _asked(run, storage, address)
     if is_dashboard(address):
         click.echo(_jobs(address).stop(run, wait=not no_wait))
         return 0
@@ -236,6 +252,7 @@ def rescale(
 @_json
 def status(run: str, storage: str, address: str | None, as_json: bool) -> int:
     """Say how far the run RUN (a folder, an address, or a name) has come, and what checkpoints it has."""
+    address = _asked(run, storage, address)
     if address is not None:
         told = _jobs(address).status(run)
         click.echo(json_text(told) if as_json else f"{run}: {told['state']} (job {told['job']})\n  {told['newest']}")
@@ -385,7 +402,9 @@ def _guarded(call: Callable[[], Any]) -> int:
         return 2
     except (click.Abort, KeyboardInterrupt):
         return _say("interrupted", 130)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (told := lacking(error)) is not None:
+            return _say(str(told), 2)
         return _say(f"{traceback.format_exc()}\n{_report_request()}", 1)
     return code if isinstance(code, int) else 0
 
@@ -397,6 +416,22 @@ def _ended(result: Result, as_json: bool) -> int:
         if result.error:
             click.echo(result.error, err=True)
     return result.exit_code
+
+
+def _asked(run: str, storage: str, address: str | None) -> str | None:
+    """The cluster to ask of a run: the one that is wanted; or, where the run is not in the storage as seen from here,
+    the one whose dashboard the environment names. None where the run's folder is asked."""
+    there = named_dashboard()
+    if address is not None or there is None:
+        return address
+    from raytrain_plus.runfolder import find_run
+
+    try:
+        find_run(run, storage)
+    except InputError:
+        click.echo(f"no run '{run}' is in {storage}: asking {there}", err=True)
+        return there
+    return None
 
 
 def _jobs(address: str | None) -> Jobs:

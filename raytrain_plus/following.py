@@ -9,10 +9,10 @@ from typing import TextIO
 
 from raytrain_plus.data.of_job import steps_of
 from raytrain_plus.errors import InputError, RunError
-from raytrain_plus.observe.events import Tail, glance
+from raytrain_plus.observe.events import Event, Tail, glance
 from raytrain_plus.observe.page import Page
 from raytrain_plus.observe.progress import PLAIN_S, View
-from raytrain_plus.observe.standing import Standing
+from raytrain_plus.observe.standing import Standing, plural
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import DATASET, LEASE_S, job_of, lease_document
 from raytrain_plus.storage.document import read_object
@@ -76,18 +76,32 @@ def seen(run: Folder) -> Page:
 def tell(run: Folder, stream: TextIO, follow: bool) -> None:
     """Writes what has happened, a line each, with the time; and what happens, until the run has ended, if `follow`."""
     standing = Standing(total=_steps(run))
-    shown = -math.inf
     tail, pulse = Tail(run), _Pulse(run)
+    shown, untold = -math.inf, None
+
+    def say(event: Event, line: str) -> None:
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
+        print(f"{moment}  {line}", file=stream, flush=True)
+
     while True:
         going_on = Result.load(run) is None and pulse.felt()
         for event in tail.read():
             line = standing.add(event)
-            if line is None and event["kind"] == "step_committed" and event["time"] - shown >= PLAIN_S:
-                line, shown = standing.line(), event["time"]
+            if event["kind"] == "step_committed":
+                untold = event
+                if event["time"] - shown >= PLAIN_S:
+                    line, shown, untold = standing.line(), event["time"], None
+            if event["kind"] == "run_finished" and untold is not None:
+                say(untold, standing.line())
+                untold = None
             if line:
-                moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
-                print(f"{moment}  {line}", file=stream, flush=True)
+                say(event, line)
+            if event["kind"] == "run_finished":
+                ended = f"{event['status']}: {plural(event['steps'], 'step')}"
+                say(event, "\n".join(filter(None, [ended, event["error"]])))
         if not (follow and going_on):
+            if untold is not None:
+                say(untold, standing.line())
             return
         time.sleep(HERE_S if run.path is not None else ELSEWHERE_S)
 

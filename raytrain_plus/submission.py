@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import glob
 import logging
 import os
 import secrets
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
 import aiohttp
@@ -19,8 +20,9 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from raytrain_plus.address import not_let_in
-from raytrain_plus.errors import InputError, RunError
+from raytrain_plus.errors import InputError, RaytrainError, RunError
 from raytrain_plus.job import Job
+from raytrain_plus.runfolder import find_run, job_of
 from raytrain_plus.sizetext import size_text
 from raytrain_plus.storage.folder import is_address, without_secrets
 from raytrain_plus.workers.ray_private import show_token_if_any
@@ -58,7 +60,7 @@ class Jobs:
         """
         environment: dict[str, Any] = {
             "working_dir": str(folder),
-            "excludes": [*NEVER_SENT, *unneeded],
+            "excludes": left_out(folder, unneeded),
             "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S)},
         }
         package = Path(__file__).parent
@@ -189,25 +191,55 @@ class Jobs:
             ) from error
 
 
+def left_out(folder: Path, unneeded: Sequence[str] = ()) -> list[str]:
+    """Patterns, as in .gitignore, of what is not sent of a folder, whatever its own ignore files say."""
+    # Ray goes by these in this package, too, where it goes along: an environment may be named like a folder of it, but
+    # has other things inside.
+    inside = [path.relative_to(folder).as_posix() for one in environments(folder) for path in sorted(one.iterdir())]
+    return [*NEVER_SENT, *(f"/{glob.escape(path)}" for path in inside), *unneeded]
+
+
+def environments(folder: Path) -> list[Path]:
+    """The environments of venv and conda at the top of a folder, whatever their names."""
+    tops = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [path for path in tops if (path / "pyvenv.cfg").is_file() or (path / "conda-meta").is_dir()]
+
+
 def unneeded_by(job: Job, folder: Path) -> list[str]:
-    """Patterns, as in .gitignore, of what a job has no need of where it is sent: earlier runs, and what `data.prepare`
-    makes.
+    """Patterns, as in .gitignore, of what a job has no need of where it is sent: earlier runs, and data, which the
+    machines see where it is, or make.
 
     >>> from raytrain_plus.job import Data
     >>> data = Data(path="data/x", batch_size=8, prepare="t:p")
     >>> unneeded_by(Job(name="n", task="t:T", steps=1, data=data), Path.cwd())
     ['/runs/*/', '/data/x/**/*.parquet']
     """
+    # One folder may hold them all.
+    runs = [place for place in _inside(job.storage, folder) if place != "."]
+    paths = [job.data.path, *([] if job.evaluate is None else [job.evaluate.path])]
+    data = [place for path in paths for place in _inside(path, folder)]
+    # This package has a folder `data`, too, but no such files.
+    parts = [(place,) if place.endswith(".parquet") else (place, "**", "*.parquet") for place in data]
+    return [*(f"/{place}/*/" for place in runs), *(str(PurePosixPath("/", *names)) for names in parts)]
 
-    def inside(place: str) -> str | None:
-        with contextlib.suppress(ValueError):
-            return None if is_address(place) else Path(os.path.abspath(folder / place)).relative_to(folder).as_posix()
-        return None
 
-    made = [job.data.path, *([] if job.evaluate is None else [job.evaluate.path])] if job.data.prepare else []
-    runs, data = inside(job.storage), [place for place in map(inside, made) if place is not None]
-    # Ray goes by these in this package, too, where it goes along: it has a folder `data`, but no such files.
-    return [*([] if runs is None else [f"/{runs}/*/"]), *(f"/{place}/**/*.parquet" for place in data)]
+def unneeded_to_resume(run: str, storage: str, folder: Path) -> list[str]:
+    """The same of a run that goes on, as far as its own folder is seen from here."""
+    runs = "/runs/*/"
+    # The cluster sees it, which may be another's eyes.
+    with contextlib.suppress(RaytrainError, OSError):
+        return list(dict.fromkeys([runs, *unneeded_by(job_of(find_run(run, storage)), folder)]))
+    return [runs]
+
+
+def _inside(place: str, folder: Path) -> list[str]:
+    """What a path is called in a folder that it is inside of: by its own name, and by that of what it links to."""
+    found = []
+    if not is_address(place):
+        for real in (os.path.abspath, os.path.realpath):
+            with contextlib.suppress(ValueError):
+                found.append(Path(real(folder / place)).relative_to(real(folder)).as_posix())
+    return list(dict.fromkeys(found))
 
 
 def largest(folder: Path) -> str:
@@ -220,7 +252,8 @@ def largest(folder: Path) -> str:
                 total += 0 if one.is_dir() else one.lstat().st_size
         return total
 
-    sent = [path for path in folder.iterdir() if path.name not in NEVER_SENT]
+    unsent = environments(folder)
+    sent = [path for path in folder.iterdir() if path.name not in NEVER_SENT and path not in unsent]
     sizes = sorted(((size(path), path.name) for path in sent), reverse=True)
     return ", ".join(f"{name} ({size_text(bytes_)})" for bytes_, name in sizes[:LARGEST])
 

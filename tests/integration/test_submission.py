@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,8 @@ def test_two_jobs_are_sent_and_followed(project: Path, cluster: Head) -> None:
     assert (code, "other finished: 60 steps" in out) == (0, True), out + err
     folders = [project.parent / "runs" / name for name in ("job", "other")]
     assert losses(folders[0]) == losses(folders[1])
+    times = [[event["time"] for event in attach(folder).events("step_committed")] for folder in folders]
+    assert max(one[0] for one in times) < min(one[-1] for one in times), "neither waited for the other"
     assert [attach(folder).result().recoveries for folder in folders] == [0, 0]
     code, out, _ = raytrain("status", "job", "--address", cluster.dashboard, "--json")
     assert (code, json.loads(out)["state"]) == (0, "succeeded")
@@ -81,6 +84,7 @@ def test_two_jobs_are_sent_and_followed(project: Path, cluster: Head) -> None:
     assert (code, "no job of the cluster is a run 'othr'" in err, "did you mean other?" in err) == (2, True, True)
 
 
+@pytest.mark.slow
 def test_stopped_it_is_saved_and_sent_again_it_goes_on(project: Path, cluster: Head) -> None:
     job_in(project, steps=80, reduction="exact")
     folder = project.parent / "runs" / "job"
@@ -105,11 +109,21 @@ def test_stopped_it_is_saved_and_sent_again_it_goes_on(project: Path, cluster: H
     for one in drivers(cluster):
         one.kill()
         one.wait(10)
+    following = command("logs", folder, "-f")
+    assert following.stdout is not None
+    following.stdout.readline()
+    assert "running" in repr(attach(folder))
     until(lambda: "failed" in raytrain("status", "job", "--address", cluster.dashboard)[1], "the end of its job", 30)
     code, _, err = raytrain("stop", "job", "--address", cluster.dashboard)
     assert (code, "a run whose driver was killed goes on without it" in err) == (2, True), err
     result = attach(folder).result(timeout_s=60)
     assert (result.status, result.steps, len(losses(folder))) == ("finished", 80, 80)
+    out, err = following.communicate(timeout=30)
+    assert following.returncode == 0, err
+    assert ["  step 80/80  " in out.splitlines()[-2], out.splitlines()[-1].endswith("  finished: 80 steps")] == [
+        True,
+        True,
+    ]
     job_in(project, steps=80, reduction="exact", name="undisturbed")
     assert submit(project, cluster, "--follow")[0] == 0
     assert attach(project.parent / "runs" / "undisturbed").result().state_sha256 == result.state_sha256
@@ -125,22 +139,65 @@ def test_what_cannot_be_sent_is_told(project: Path, cluster: Head, tmp_path: Pat
     assert (code, "does not answer" in err) == (2, True), err
 
 
-def test_as_ray_has_it(cluster: Head, tmp_path: Path) -> None:
-    """`ray job submit` of a job file of this repository, with what its page says."""
-    words = ["--working-dir", ".", "--runtime-env", "clusters/runtime_env.yaml", "--address", cluster.dashboard, "--"]
-    words += ["python", "-m", "raytrain_plus", "run", "jobs/digits.yaml", "--set", "epochs=2"]
-    ray = Path(sys.executable).with_name("ray")
-    done = subprocess.run([ray, "job", "submit", *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+def ray(cwd: Path, cluster: Head, *words: str | Path) -> str:
+    """What Ray's own command prints."""
+    command = [Path(sys.executable).with_name("ray"), *words]
+    known = {**os.environ, "RAY_API_SERVER_ADDRESS": cluster.dashboard}
+    done = subprocess.run(command, cwd=cwd, env=known, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "digits finished: " in done.stdout
-    assert "Ray may remove it" in done.stdout
+    return done.stdout
+
+
+def test_as_ray_has_it(cluster: Head, tmp_path: Path) -> None:
+    """`ray job submit` of a job file of this repository, with no more than its page says."""
+    words = "job submit --working-dir . -- python -m raytrain_plus run jobs/byte_gpt.yaml --set steps=5"
+    out = ray(REPOSITORY, cluster, *words.split())
+    assert "byte_gpt finished: 5 steps" in out
+    assert "Ray may remove it" in out
     package = tmp_path / "package.zip"
     create_package(str(REPOSITORY), package, include_gitignore=True)
     assert package.stat().st_size < 2e6
     with zipfile.ZipFile(package) as opened:
         sent = set(opened.namelist())
     needed = [file.relative_to(REPOSITORY).as_posix() for file in (REPOSITORY / "raytrain_plus").rglob("*.py")]
-    assert sent.issuperset([*needed, "examples/digits.py", "jobs/digits.yaml"])
+    assert sent.issuperset([*needed, "examples/byte_gpt.py", "jobs/byte_gpt.yaml"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raytrain submit", "ray job submit"])
+def test_stopped_by_ray_in_a_long_step(project: Path, cluster: Head, how: str) -> None:
+    """One that is longer than the 3 s that Ray gives a driver which is told to stop, unless it is told otherwise."""
+    job_in(project, task="tasks:Faulty", args={"folder": str(project.parent), "pad_s": 1.2}, steps=4)
+    shutil.copytree(REPOSITORY / "raytrain_plus", project / "raytrain_plus")
+    folder = project.parent / "runs" / "job"
+
+    def send() -> str:
+        if how == "raytrain submit":
+            code, out, err = submit(project, cluster, "--json")
+            assert code == 0, err
+            return str(json.loads(out)["job"])
+        known = ("--runtime-env", REPOSITORY / "clusters" / "runtime_env.yaml", "--working-dir", ".")
+        words = ("--no-wait", *known, "--", "python", "-m", "raytrain_plus", "run", "job.yaml")
+        out = ray(project, cluster, "job", "submit", "--submission-id", f"by-ray-{len(found(folder))}", *words)
+        assert "submitted successfully" in out
+        return f"by-ray-{len(found(folder))}"
+
+    def found(folder: Path) -> list[float]:
+        return losses(folder) if (folder / "job.yaml").exists() else []
+
+    job = send()
+    until(lambda: len(found(folder)) == 1, "a step", 120)
+    ray(project, cluster, "job", "stop", job)
+    result = attach(folder).result(timeout_s=30)
+    assert (result.status, result.exit_code, result.steps) == ("stopped", 143, len(losses(folder)))
+    assert 1 <= result.steps < 4
+    assert [one.step for one in attach(folder).status().checkpoints] == [result.steps - 1]
+    # Its driver had the time to say so.
+    assert f"job stopped: {result.steps:,} step" in ray(project, cluster, "job", "logs", job)
+    send()
+    until(lambda: len(found(folder)) > result.steps, "a step more", 120)
+    result = attach(folder).result(timeout_s=60)
+    assert (result.status, result.steps, len(losses(folder))) == ("finished", 4, 4)
 
 
 @pytest.mark.slow
@@ -151,15 +208,18 @@ def test_a_head_that_forgot_everything(project: Path) -> None:
         assert submit(project, first)[0] == 0
         until(lambda: (folder / "job.yaml").exists() and len(losses(folder)) > 25, "25 steps", 120)
     with head() as second:
-        where = ("--address", second.dashboard)
-        code, out, err = raytrain("resume", "job", "--storage", folder.parent, *where, cwd=project)
-        assert (code, "job was sent" in out) == (0, True), out + err
-        code, out, err = raytrain("attach", "job", *where)
+        code, out, err = submit(project, second, "--follow")
         assert (code, "job finished: 80 steps" in out) == (0, True), out + err
         assert attach(folder).events("resumed")
         assert submit(project, second, "--set", "name=undisturbed", "--follow")[0] == 0
-    shas = [attach(project.parent / "runs" / name).result().state_sha256 for name in ("job", "undisturbed")]
-    assert shas[0] == shas[1]
+        shas = [attach(project.parent / "runs" / name).result().state_sha256 for name in ("job", "undisturbed")]
+        assert shas[0] == shas[1]
+        # What has finished goes on there, too.
+        where = ("--address", second.dashboard)
+        code, out, err = raytrain("resume", "job", "--storage", folder.parent, "--set", "steps=85", *where, cwd=project)
+        assert (code, "job was sent" in out) == (0, True), out + err
+        code, out, err = raytrain("attach", "job", *where)
+        assert (code, "job finished: 85 steps" in out) == (0, True), out + err
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raytrain_plus.address import HERE, dashboard_of, is_dashboard, is_join
+from raytrain_plus.address import HERE, dashboard_of, is_dashboard, is_join, named_dashboard
 from raytrain_plus.errors import InputError
 
 
@@ -14,10 +14,11 @@ def test_kinds() -> None:
 def test_where_a_job_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert dashboard_of(None) == HERE
+    assert (dashboard_of(None), named_dashboard()) == (HERE, None)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(InputError, match=r"10\.0\.0\.1:6379.*not the address of a dashboard"):
         dashboard_of(None)
+    assert named_dashboard() is None
     monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
-    assert dashboard_of(None) == "http://10.0.0.1:8265"
+    assert dashboard_of(None) == named_dashboard() == "http://10.0.0.1:8265"
     assert dashboard_of("https://other") == "https://other"

@@ -6,15 +6,19 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import pytest
 
 from raytrain_plus import cli
 from raytrain_plus.errors import InputError, RunError, TrainingError
+from raytrain_plus.handle import Handle
 from raytrain_plus.result import Result
+from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.taskfile import load_task
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def ended(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -130,3 +134,93 @@ def test_the_wheel_of_horovod_is_left_where_it_is_wanted(
     assert left.value.code == 0
     assert (tmp_path / "clusters" / "wheels" / "horovod.whl").read_bytes() == b"wheel"
     assert f"copied to {tmp_path}/clusters/wheels/horovod.whl" in capsys.readouterr().out
+
+
+def run_in(storage: Path, **result: Any) -> None:
+    """A run's folder, with its job and, where it has one, its result."""
+    folder = storage / "job"
+    folder.mkdir(parents=True)
+    (folder / "job.yaml").write_text(
+        json.dumps({"task": "a:B", "data": {"path": "d", "batch_size": 8}, "steps": 3, "storage": str(storage)})
+    )
+    if result:
+        values = {"name": "job", "path": folder, "steps": 3, "samples": 24, "exit_code": 0, **result}
+        Result(**values).save(LocalFolder(folder))
+
+
+def test_a_run_that_has_finished_before_does_not_go_on_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = pytest.importorskip("raytrain_plus.runner")
+    for status in ("finished", ""):
+        storage = tmp_path / (status or "going")
+        run_in(storage, **({"status": status} if status else {}))
+        monkeypatch.setattr(runner, "start", lambda *given, at=storage, **named: Handle(LocalFolder(at / "job")))
+        with pytest.raises(SystemExit) as left:
+            cli.main(["run", str(storage / "job" / "job.yaml"), "--detach"])
+        assert left.value.code == 0
+        out = capsys.readouterr().out
+        assert ("job finished: 3 steps" in out, "job goes on by itself" in out) == (bool(status), not status)
+
+
+class Asked:
+    """The jobs of a cluster: that it was asked."""
+
+    def status(self, run: str) -> dict[str, str]:
+        return {"state": "running", "job": f"{run}-1", "newest": "step 7"}
+
+    def tell(self, run: str, stream: TextIO, follow: bool) -> None:
+        stream.write("step 7")
+
+    def stop(self, run: str, wait: bool) -> str:
+        return f"{run}: stopped"
+
+
+def test_who_names_a_dashboard_in_the_environment_finds_what_was_sent_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_in(tmp_path / "runs", status="finished")
+    asked: list[str] = []
+    monkeypatch.setattr(cli, "_jobs", lambda address: asked.append(address) or Asked())
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "http://cluster:8265")
+
+    def said(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            cli.main([*words, "--storage", str(tmp_path / "runs")])
+        assert isinstance(left.value.code, int)
+        return left.value.code, *capsys.readouterr()
+
+    # What is in the storage is told from there.
+    code, out, err = said("status", "job")
+    assert (code, "job: finished" in out, err, asked) == (0, True, "", [])
+    for verb, answer in {"status": "sent: running", "logs": "step 7", "stop": "sent: stopped"}.items():
+        code, out, err = said(verb, "sent")
+        assert (code, answer in out, "asking http://cluster:8265" in err) == (0, True, True), verb
+    assert asked == ["http://cluster:8265"] * 3
+    # A cluster that is joined is none to ask.
+    monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
+    code, _, err = said("status", "sent")
+    assert (code, "there is no run 'sent'" in err, len(asked)) == (2, True, 3)
+
+
+def test_a_job_is_held_against_a_cluster_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+
+    def said(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            cli.main(["validate", "jobs/digits.yaml", "--cluster", "clusters/aws.yaml", *words])
+        assert isinstance(left.value.code, int)
+        return left.value.code, *capsys.readouterr()
+
+    code, out, _ = said()
+    assert code == 0
+    assert "aws.yaml: room for 0 to " in out
+    code, out, _ = said("--json")
+    told = json.loads(out)
+    assert (code, told["name"], told["cluster"]["file"], told["cluster"]["need"]) == (0, "digits", "aws.yaml", "1 CPU")
+    code, out, err = said("--set", "workers={min: 1, cpus: 512}")
+    assert (code, out) == (2, "")
+    assert "the cluster has room for 0 workers of 512 CPU each" in err

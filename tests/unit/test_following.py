@@ -47,6 +47,8 @@ def end(run: LocalFolder) -> Result:
     log = EventLog(run, clock=lambda: 0.0)
     for step in range(2, 4):
         write_step(log, step)
+    fields = {"status": "finished", "error": None, "steps": 4, "samples": 32, "state_sha256": None}
+    log.write("run_finished", generation=0, time=31.0, fields=fields)
     log.close()
     result = Result(name="run", status="finished", exit_code=0, path=run.path, steps=4, samples=32)
     result.save(run)
@@ -119,4 +121,22 @@ def test_and_what_comes_until_the_end(going_on: LocalFolder) -> None:
     thread.start()
     tell(going_on, text, follow=True)
     thread.join()
-    assert text.getvalue().splitlines()[-1][21:].startswith("step 4/4")
+    assert [line[21:].split("  ")[0] for line in text.getvalue().splitlines()[-2:]] == ["step 4/4", "finished: 4 steps"]
+
+
+def test_the_end_is_told_with_the_last_step_and_what_went_wrong(going_on: LocalFolder) -> None:
+    log = EventLog(going_on, clock=lambda: 0.0)
+    write_step(log, 2)
+    fields = {"step": 3, "epoch": 0, "samples": 8, "loss": 0.5, "seconds": 0.1}
+    log.write("step_committed", generation=0, time=20.5, fields=fields)
+    text = io.StringIO()
+    tell(going_on, text, follow=False)
+    assert text.getvalue().splitlines()[-1][21:].startswith("step 4/4"), "however short ago the line before was"
+    fields = {"status": "failed", "error": "it broke\nhere", "steps": 4, "samples": 32, "state_sha256": None}
+    log.write("run_finished", generation=0, time=20.6, fields=fields)
+    log.close()
+    text = io.StringIO()
+    tell(going_on, text, follow=False)
+    told = [line[21:].split("  ")[0] for line in text.getvalue().splitlines()[-5:-2]]
+    assert told == ["step 3/4", "step 4/4", "failed: 4 steps"]
+    assert text.getvalue().endswith("it broke\nhere\n")
