@@ -1,10 +1,10 @@
-"""What the death of one worker cost: computed from the steps that each process says it has finished. Pure."""
+"""What the death of a worker cost: computed from the steps that each process says it has finished. Pure."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 
@@ -20,16 +20,16 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """One worker killed, and what followed."""
+    """One worker killed, or some at once, and what followed."""
 
-    killed: int
-    """the killed worker's pid"""
+    killed: Set[int]
+    """their pids"""
     stall_s: float | None
     """seconds without a new step, beyond those that a step takes anyway; None: training never went on"""
     step_s: float
     """seconds between two steps before the kill: the median of the last `MEDIAN_OF`"""
     steps_lost: int
-    """steps that no other process than the killed one has ever finished, and that training went past"""
+    """steps that no other process than the killed has ever finished, and that training went past"""
     steps_repeated: int
     """steps that every worker had finished, and that were done again"""
     kept: float
@@ -39,10 +39,10 @@ class Incident:
 MEDIAN_OF = 50
 
 
-def incident(records: Iterable[Finished], killed_at: float, killed: int) -> Incident:
-    """The cost of the kill of process `killed` at `killed_at` (unix seconds), whatever the order of the records.
+def incident(records: Iterable[Finished], killed_at: float, killed: Set[int]) -> Incident:
+    """The cost of the kill of the processes `killed` at `killed_at` (unix seconds), whatever the order of the records.
 
-    The step in flight may still end without the killed worker: what it had to give may have been given. The step after
+    The step in flight may still end without the killed one: what it had to give may have been given. The step after
     that one cannot. So the stall is the longer of the two gaps that follow the last step finished before the kill, and
     training has gone on once the second step beyond it is finished.
 
@@ -52,7 +52,7 @@ def incident(records: Iterable[Finished], killed_at: float, killed: int) -> Inci
 
     >>> steps = [(0.0, 0), (1.0, 1), (2.0, 2), (7.0, 3), (8.0, 4)]
     >>> records = [Finished(time, pid, step) for time, step in steps for pid in (10, 11) if pid == 11 or time < 2.5]
-    >>> found = incident(records, 2.5, killed=10)
+    >>> found = incident(records, 2.5, killed={10})
     >>> found.stall_s, found.steps_lost, found.steps_repeated, found.kept
     (4.0, 0, 0, 1.0)
     """
@@ -64,10 +64,10 @@ def incident(records: Iterable[Finished], killed_at: float, killed: int) -> Inci
     last = max(record.step for record in before)
     # Nobody finishes step s before everybody has given to it, having finished s - 1.
     members = {record.pid for record in before if record.step >= last - 1}
-    survivors = members - {killed}
+    survivors = members - killed
     step_s = _step_s(before)
     stall_s, resumed = _stall(before, after, last, step_s)
-    others = {record.step for record in ordered if record.pid != killed}
+    others = {record.step for record in ordered if record.pid not in killed}
     on = {record.pid for record in after if resumed is not None and record.step >= resumed}
     return Incident(
         killed=killed,

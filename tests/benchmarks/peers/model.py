@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +158,14 @@ def _children(pid: int) -> list[psutil.Process]:
         return []
 
 
+Choose = Callable[[Path, Set[int], random.Random], Set[int]]
+"""Whom to kill: from a run's folder, and the processes that step."""
+
+
+def one_by_chance(folder: Path, pids: Set[int], chance: random.Random) -> Set[int]:
+    return {chance.choice(sorted(pids))}
+
+
 def kill_some(
     start: Callable[[Path], AbstractContextManager[object]],
     folder: Path,
@@ -165,6 +173,7 @@ def kill_some(
     *,
     replaces: bool,
     spares: int = 0,
+    choose: Choose = one_by_chance,
 ) -> list[Incident]:
     """What `kills` kills cost, in as few runs of `start` as it takes, each in a new folder under `folder`.
 
@@ -177,15 +186,15 @@ def kill_some(
         run = folder / f"run-{len(incidents)}"
         run.mkdir(parents=True)
         with start(run):
-            incidents.append(kill_one(run, chance, spares))
+            incidents.append(kill_one(run, chance, spares, choose))
             while replaces and len(incidents) < kills and incidents[-1].stall_s is not None:
-                incidents.append(kill_one(run, chance, spares))
+                incidents.append(kill_one(run, chance, spares, choose))
     return incidents
 
 
-def kill_one(folder: Path, chance: random.Random, spares: int = 0) -> Incident:
-    """Waits until `WORKERS` processes step together and `spares` others are warm, kills one of those that step, and
-    waits until training has gone on, or a limit.
+def kill_one(folder: Path, chance: random.Random, spares: int = 0, choose: Choose = one_by_chance) -> Incident:
+    """Waits until `WORKERS` processes step together and `spares` others are warm, kills whom `choose` names of those
+    that step, and waits until training has gone on, or a limit.
 
     The kill comes at a step drawn between one and two checkpoints from here, so that its distance to the last
     checkpoint is any. Raises `TimeoutError` where training does not get there in `START_S`.
@@ -203,8 +212,9 @@ def kill_one(folder: Path, chance: random.Random, spares: int = 0) -> Incident:
         wanted = f"{WORKERS} workers that step together" + f", and {spares} warm spares" * (spares > 0)
         raise TimeoutError(f"no {wanted}, {START_S:.0f} s after the start or the last kill; see {folder}")
     records = read_steps(folder)
-    killed = chance.choice(sorted(stepping(records)))
-    os.kill(killed, signal.SIGKILL)
+    killed = choose(folder, stepping(records), chance)
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
     killed_at = time.time()
     last = max(record.step for record in read_steps(folder) if record.time <= killed_at)
     awaited(lambda: max(record.step for record in read_steps(folder)) >= last + PROOF, RECOVERY_S)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -60,19 +61,35 @@ class Logged(ByteGPT):
         return inner
 
 
-def measure(folder: Path, kills: int, *, model: str = "byte_gpt", spares: int = 0, pipeline: int = 1) -> list[Incident]:
-    """Kills `kills` workers, one after the other, in runs under `folder`."""
+def measure(
+    folder: Path, kills: int, *, model: str = "byte_gpt", spares: int = 0, pipeline: int = 1, two: bool = False
+) -> list[Incident]:
+    """Kills `kills` workers, one after the other, in runs under `folder`; or as often `two` of the four stages at once,
+    which keep no copies for one another, each time in a new run, as who keeps whose changes with every death."""
 
     def start(made: Path) -> AbstractContextManager[object]:
         return started(DRIVER, made, model, str(spares), str(pipeline), settings={"RAY_AUTH_MODE": "disabled"})
 
+    if two:
+        return kill_some(start, folder, kills, replaces=False, choose=every_second)
     return kill_some(start, folder, kills, replaces=True, spares=spares)
+
+
+def every_second(folder: Path, pids: Set[int], chance: random.Random) -> Set[int]:
+    """The workers of stages 0 and 2, or of 1 and 3. In a new run the next stage keeps a copy of each."""
+    [*_, view] = [event for event in events(folder) if event["kind"] == "view_formed"]
+    first = chance.randrange(2)
+    return {member["pid"] for member in view["members"] if member["stage"] % 2 == first} & pids
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """What a run told in `folder`."""
+    return read_events(LocalFolder(folder / "runs" / NAME))
 
 
 def recoveries(folder: Path) -> list[Mapping[str, Any]]:
     """What the runs under `folder` tell of each recovery."""
-    files = sorted(folder.glob(f"run-*/runs/{NAME}/events.ndjson"))
-    return [event for file in files for event in read_events(LocalFolder(file.parent)) if event["kind"] == "recovered"]
+    return [event for run in sorted(folder.glob("run-*")) for event in events(run) if event["kind"] == "recovered"]
 
 
 def drive(folder: Path, model: str, spares: int, pipeline: int) -> None:

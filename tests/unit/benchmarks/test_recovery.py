@@ -8,7 +8,7 @@ from tests.benchmarks.incidents import Finished, Incident
 from tests.benchmarks.peers.model import practised, stepping
 from tests.benchmarks.recovery import verdicts
 
-GOOD = Incident(killed=1, stall_s=0.3, step_s=0.02, steps_lost=0, steps_repeated=0, kept=1.0)
+GOOD = Incident(killed={1}, stall_s=0.3, step_s=0.02, steps_lost=0, steps_repeated=0, kept=1.0)
 
 
 def test_what_is_wanted_and_met() -> None:
