@@ -88,7 +88,10 @@ class Report:
             )
         if self.left_out:
             said.append(f"  warning: {self.left_out}")
-        said += _cut_lines(self.cut) if self.cut is not None else []
+        if self.cut is not None:
+            said += _cut_lines(self.cut)
+        elif self.rows is None and self.most_stages > 1:
+            said.append("  its cut is shown when the data is there: layers are timed on its rows")
         return said + [
             f"  warning: on workers with this machine's memory it does not fit: {why}" for why in self.misfits
         ]

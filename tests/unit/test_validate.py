@@ -120,6 +120,14 @@ def test_the_cut_is_shown(tmp_path: Path) -> None:
     )
 
 
+def test_a_cut_that_cannot_be_shown_yet_is_said_to_come(tmp_path: Path) -> None:
+    sound = staged(tmp_path)
+    unmade = replace(sound, data=replace(sound.data, path=str(tmp_path / "unmade"), prepare="examples.digits:prepare"))
+    last = "  its cut is shown when the data is there: layers are timed on its rows"
+    assert validate_job(unmade, []).lines()[-1] == last
+    assert last not in validate_job(replace(unmade, parallel=Parallel()), []).lines()
+
+
 def test_what_does_not_fit_this_machines_memory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "room_of", lambda: 100)
     report = validate_job(staged(tmp_path), [])
