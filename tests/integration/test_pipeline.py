@@ -136,14 +136,8 @@ WHERE = ("F0", "F3", "B4", "B7", "summed", "agreed", "exchanged", "apply", "appl
 """Warm-up, steady state, drain; then between the sums, the ring's number, the cell's exchange and the apply."""
 
 
-@pytest.mark.parametrize(
-    ("where", "stage"),
-    [
-        pytest.param(where, stage, marks=() if (where, stage) == ("exchanged", 0) else SLOW)
-        for where in WHERE
-        for stage in (0, 1)
-    ],
-)
+@SLOW
+@pytest.mark.parametrize(("where", "stage"), [(where, stage) for where in WHERE for stage in (0, 1)])
 def test_a_stage_that_dies_anywhere_in_a_step(tmp_path: Path, alone: Result, where: str, stage: int) -> None:
     # "agreed" is reached once for each stage of the cell that it tells.
     after = 40 if where == "agreed" else 20
@@ -260,7 +254,8 @@ def test_steps_that_overlap_are_committed_together_and_lost_together(tmp_path: P
     assert kept >= set(before) - {victim["pid"]}
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_that_nobody_else_holds_is_read_from_the_checkpoint(tmp_path: Path, alone: Result, stage: int) -> None:
     # There is one copy, of the first step, which is older.
     settings = {"checkpoint": Checkpoint(every_steps=30), "elastic": Elastic(wait_s=30, copy_every=1000)}

@@ -151,15 +151,8 @@ def test_a_worker_that_hangs_is_found_and_replaced(
     check(run, before, [lost["pid"]], undisturbed[False])
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("loss:sleep0.8:16", marks=SLOW),
-        pytest.param("loss:sleep3:0", marks=SLOW),
-        pytest.param("evaluate:sleep3:0", marks=SLOW),
-        "build:sleep3:0",
-    ],
-)
+@SLOW
+@pytest.mark.parametrize("fault", ["loss:sleep0.8:16", "loss:sleep3:0", "evaluate:sleep3:0", "build:sleep3:0"])
 def test_what_is_slow_but_healthy_is_no_hang(tmp_path: Path, fault: str) -> None:
     write_data(tmp_path / "data")
     slow = {"fault": fault, "always": "0.8" in fault}

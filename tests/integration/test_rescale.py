@@ -127,7 +127,8 @@ def longest_gap(run: Run, when: float) -> tuple[float, float]:
     return float(around.max()), float(np.median(np.diff(times[times < when])))
 
 
-@pytest.mark.parametrize("reduction", ["ring", pytest.param("exact", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["ring", "exact"])
 def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: Cluster, reduction: Any) -> None:
     write_data(tmp_path / "data")
     undisturbed = Run(job(tmp_path, name="undisturbed", workers=Workers(min=2), reduction=reduction))

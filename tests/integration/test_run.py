@@ -115,13 +115,18 @@ def test_byte_gpt_trains_and_writes_json(tmp_path: Path) -> None:
     ("changes", "expected"),
     [
         ({"task": "tasks:Nett"}, ["did you mean 'Net'?"]),
-        ({"task": "no_tasks:Net"}, ["there is no module 'no_tasks'"]),
+        pytest.param({"task": "no_tasks:Net"}, ["there is no module 'no_tasks'"], marks=pytest.mark.slow),
         ({"data": {"path": "nowhere", "batch_size": 48}}, ["nowhere: there is no such file or folder"]),
-        ({"steps": None}, ["neither `steps` nor `epochs`"]),
-        ({"data": {"path": "DATA", "batch_size": 996, "shards": 498}}, ["400 rows are fewer than data.shards = 498"]),
-        (
+        pytest.param({"steps": None}, ["neither `steps` nor `epochs`"], marks=pytest.mark.slow),
+        pytest.param(
+            {"data": {"path": "DATA", "batch_size": 996, "shards": 498}},
+            ["400 rows are fewer than data.shards = 498"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             {"data": {"path": "DATA", "batch_size": 402, "shards": 201}, "evaluate": {"path": "FEW", "every_steps": 1}},
             ["200 rows are fewer than data.shards = 201"],
+            marks=pytest.mark.slow,
         ),
         ({"workers": {"min": 1, "gpus": 1}}, ["the cluster has room for 0 workers of 1 CPU and 1 GPU each"]),
         ({"storage": "/proc/nowhere"}, ["storage: /proc/nowhere: the storage folder cannot be written"]),
@@ -190,7 +195,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_shard(tmp_pa
 
 @pytest.mark.parametrize(
     ("setting", "expected"),
-    [("{min: 3}", "workers.min: 3: the cluster"), ("{min: 2, spares: 1}", "workers.spares: 1: the cluster")],
+    [
+        ("{min: 3}", "workers.min: 3: the cluster"),
+        pytest.param("{min: 2, spares: 1}", "workers.spares: 1: the cluster", marks=pytest.mark.slow),
+    ],
 )
 def test_too_small_a_cluster_says_what_it_has(tmp_path: Path, setting: str, expected: str) -> None:
     write_data(tmp_path / "data")

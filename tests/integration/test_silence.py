@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["horovod", "torch"])
+@pytest.mark.parametrize("kind", ["horovod", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_world_of_two_machines(kind: str) -> None:
     with cable() as line, ExitStack() as stack:
         group = [stack.enter_context(started(kind, where)) for where in ((), line.there)]

@@ -107,7 +107,7 @@ def form(group: list[Member], port: int, generation: int = 0) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_contract(kind: str, size: int) -> None:
     with members(size, kind) as group:
         for generation in range(2):  # a process can join one world after the other
@@ -298,7 +298,9 @@ def kill_in_all_reduce(rounds: int, kind: str, doing: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
-@pytest.mark.parametrize("doing", ["reduce_forever", "flood", pytest.param("agree", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "doing", ["reduce_forever", *(pytest.param(one, marks=pytest.mark.slow) for one in ("flood", "agree"))]
+)
 def test_a_peer_killed_in_an_all_reduce_lets_the_others_go(kind: str, doing: str) -> None:
     assert kill_in_all_reduce(2, kind, doing) == {"out": 4, "late": 0, "died": 0, "formed anew": 2}
 
