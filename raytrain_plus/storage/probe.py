@@ -30,9 +30,11 @@ def left(storage: Folder, name: str) -> Iterator[Probe]:
     try:
         yield probe
     finally:
-        # A storage that has failed meanwhile keeps it: the next one of this name takes its place.
+        # A storage that has failed meanwhile keeps it: the next one of this name takes its place. One that did so
+        # already, as who had the run was taken for dead, has left its own.
         with contextlib.suppress(OSError):
-            storage.remove(probe.name)
+            if storage.read(probe.name) == probe.content:
+                storage.remove(probe.name)
 
 
 def amiss_with(probe: Probe) -> str:

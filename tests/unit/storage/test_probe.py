@@ -28,6 +28,15 @@ def test_what_an_earlier_one_left_is_in_nobodys_way(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+def test_what_a_later_one_left_stays(tmp_path: Path) -> None:
+    with left(LocalFolder(tmp_path), "run"):
+        later = left(LocalFolder(tmp_path), "run")
+        probe = later.__enter__()
+    assert amiss_with(probe) == ""
+    later.__exit__(None, None, None)
+    assert not os.listdir(tmp_path)
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(folder: LocalFolder, name: str, data: bytes) -> bool:
         raise PermissionError(13, "Permission denied")
