@@ -39,6 +39,7 @@ def losses(folder: Path) -> list[float]:
     return [event["loss"] for event in attach(folder).events("step_committed")]
 
 
+@pytest.mark.slow
 def test_in_the_background_of_a_laptop(tmp_path: Path, nothing_goes_on: None) -> None:
     write_data(tmp_path / "data")
     job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=60), tmp_path / "runs" / "job"

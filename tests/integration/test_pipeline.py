@@ -289,11 +289,12 @@ def test_a_model_is_cut_into_fewer_stages_and_back(tmp_path: Path, cluster: Clus
     assert result.recoveries == 0
 
 
+@SLOW
 @pytest.mark.parametrize(
     "layouts",
     [
         pytest.param([(4, 2), (4, 4)], id="2x2, 1x4"),
-        pytest.param([(2, 1), (4, 2), (1, 1), (4, 4), (4, 2)], id="2x1, 2x2, 1x1, 1x4, 2x2", marks=SLOW),
+        pytest.param([(2, 1), (4, 2), (1, 1), (4, 4), (4, 2)], id="2x1, 2x2, 1x1, 1x4, 2x2"),
     ],
 )
 def test_checkpoints_of_one_layout_are_those_of_any(

@@ -198,15 +198,8 @@ def test_a_survivor_that_does_not_leave_is_replaced(
     check(run, before, [stopped["pid"], killed["pid"]], undisturbed[False])
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("loss:kill:60", marks=SLOW),
-        pytest.param("backward:kill:60", marks=SLOW),
-        pytest.param("apply:kill:30", marks=SLOW),
-        "applied:kill:30",
-    ],
-)
+@SLOW
+@pytest.mark.parametrize("fault", ["loss:kill:60", "backward:kill:60", "apply:kill:30", "applied:kill:30"])
 def test_a_worker_that_is_killed_anywhere_in_a_step(
     tmp_path: Path, undisturbed: dict[bool, list[float]], fault: str
 ) -> None:
@@ -309,6 +302,7 @@ def test_the_same_exception_twice_ends_the_run_with_the_state_of_the_last_commit
     assert max(len(file.read_text().split()) for file in tmp_path.glob("reached-*")) == 2
 
 
+@SLOW
 def test_a_spare_takes_the_empty_place(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
     run, before = started(tmp_path, size=3, workers=Workers(min=3, max=3, spares=1))
     run.until(lambda: len(list(tmp_path.glob("computes-*"))) == 4, "a spare that has made its step for practice")

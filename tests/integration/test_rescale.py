@@ -288,6 +288,7 @@ def test_failures_are_bounded(tmp_path: Path, cluster: Cluster) -> None:
     assert (result.path / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_however_a_run_ends(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     shared = os.listdir(SHARED_MEMORY)

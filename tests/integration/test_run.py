@@ -221,7 +221,8 @@ def test_too_small_a_cluster_says_what_it_has(tmp_path: Path, setting: str, expe
     assert "its 1 nodes have: 2 CPU" in done.stdout
 
 
-@pytest.mark.parametrize("after_s", [1, pytest.param(2.5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [1, 2.5])
 def test_a_signal_that_comes_early_has_its_exit_code_too(tmp_path: Path, after_s: float) -> None:
     write_data(tmp_path / "data")
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=500))

@@ -43,7 +43,7 @@ def full_cluster() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("cache_mb", "transform", "racing_steps"),
-    [(0, None, 60), pytest.param(64, None, 8, marks=pytest.mark.slow), (0, noisy, 60)],
+    [(0, None, 60), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((64, None, 8), (0, noisy, 60)))],
     ids=["read", "kept", "transform"],
 )
 @pytest.mark.usefixtures("full_cluster")

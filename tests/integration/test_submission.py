@@ -64,6 +64,7 @@ def drivers(cluster: Head) -> list[psutil.Process]:
     return [one for one in own if one.cmdline()[1:4] == ["-m", "raytrain_plus", "run"]]
 
 
+@pytest.mark.slow
 def test_two_jobs_are_sent_and_followed(project: Path, cluster: Head) -> None:
     job_in(project)
     code, out, err = submit(project, cluster, "--set", "name=other")
