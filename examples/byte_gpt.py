@@ -166,7 +166,8 @@ def prepare(folder: Path, name: str, library: Path = LIBRARY) -> None:
     files = 1 if name == "held_out" else 4
     for number, part in enumerate(np.array_split(rows, files)):
         column = pa.FixedSizeListArray.from_arrays(pa.array(part.reshape(-1)), CONTEXT + 1)
-        pq.write_table(pa.table({"bytes": column}), folder / f"part-{number}.parquet", row_group_size=512)
+        file = folder / f"part-{number}.parquet"
+        pq.write_table(pa.table({"bytes": column}), file, row_group_size=512, write_page_checksum=True)
 
 
 def sources(library: Path) -> list[str]:

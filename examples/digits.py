@@ -50,4 +50,4 @@ def prepare(folder: Path, name: str) -> None:
     chosen = (held_out if name == "held_out" else ~held_out).numpy()
     pixels = pa.FixedSizeListArray.from_arrays(pa.array(images[chosen].astype("float32").reshape(-1)), 64)
     table = pa.table({"pixels": pixels, "label": pa.array(labels[chosen].astype("int64"))})
-    pq.write_table(table, folder / "digits.parquet", row_group_size=64)
+    pq.write_table(table, folder / "digits.parquet", row_group_size=64, write_page_checksum=True)

@@ -1,14 +1,30 @@
-"""What the address of a Ray cluster is the address of, and what is said where nobody is let in there. Pure, but for the
-environment."""
+"""Classify Ray addresses, build the authentication error, and refuse addresses that contain credentials. Pure, but for
+the environment."""
 
 from __future__ import annotations
 
 import os
 
+from raytrain_plus.credentials import REMEDY, credential_in, without_credentials
 from raytrain_plus.errors import InputError
 
 HERE = "http://127.0.0.1:8265"
 """Of the dashboard of a head on this machine."""
+
+
+def refuse_credentials(address: str, where: str = "", remedy: str = REMEDY) -> None:
+    """Raise `InputError` if an address contains a credential. `where`: the setting that it was given in."""
+    if part := credential_in(address):
+        shown = without_credentials(address, whole=True)
+        place = f"{where}: {shown}" if where else shown
+        raise InputError(f"the address contains a credential: {part}", where=place, remedy=remedy)
+
+
+def check_cluster(address: str) -> None:
+    """Raise `InputError` if the address of a Ray cluster contains a credential; error messages and hints repeat it."""
+    # The address of a head has no scheme.
+    full = address if "://" in address else f"http://{address}"
+    refuse_credentials(full, "address", "remove it; a cluster's token belongs into ~/.ray/auth_token")
 
 
 def is_dashboard(address: str | None) -> bool:
@@ -24,9 +40,10 @@ def is_join(address: str) -> bool:
 def dashboard_of(wanted: str | None) -> str:
     """The address of the cluster's dashboard: the one that is wanted, or the environment's, or this machine's.
 
-    Raises `InputError` where it is another kind of address.
+    Raises `InputError` where it is another kind of address, or contains a credential.
     """
     given = wanted or _environments() or HERE
+    check_cluster(given)
     if not is_dashboard(given):
         raise InputError("is not the address of a dashboard", where=f"address: {given}", expected=HERE)
     return given
@@ -37,14 +54,15 @@ def not_let_in(address: str, why: str) -> InputError:
     return InputError(
         f"the cluster asks for a token, and is not content with what it got: {why.splitlines()[0]}",
         where=f"address: {address}",
-        remedy="put the cluster's token into ~/.ray/auth_token, or name its file (RAY_AUTH_TOKEN_PATH=FILE), and set "
-        "RAY_AUTH_MODE=token",
+        remedy="put the cluster's token into ~/.ray/auth_token, or name its file (RAY_AUTH_TOKEN_PATH=FILE), and "
+        "export RAY_AUTH_MODE=token",
     )
 
 
 def named_dashboard() -> str | None:
-    """The address of the dashboard that the environment names, where it does."""
+    """The address of the dashboard that the environment names, where it does. Raises `InputError` as `dashboard_of`."""
     named = _environments()
+    check_cluster(named or "")
     return named if is_dashboard(named) else None
 
 

@@ -13,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 import cloudpickle
 
+from raytrain_plus.credentials import without_credentials
 from raytrain_plus.elastic.order import Order
 from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.observe.events import Event
@@ -99,6 +101,9 @@ def main() -> None:
         except RaytrainError as error:
             print(error, file=sys.stderr)
             tell(error)
+            sys.exit(1)
+        except Exception:
+            print(without_credentials(traceback.format_exc()), file=sys.stderr)
             sys.exit(1)
     sys.exit(result.exit_code)
 

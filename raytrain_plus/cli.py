@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import platform
 import shutil
 import signal
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from raytrain_plus.address import dashboard_of, is_dashboard, named_dashboard
+from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError, RaytrainError
 from raytrain_plus.jsontext import json_text
 from raytrain_plus.lacking import lacking
@@ -121,9 +123,10 @@ def resume(run: str, storage: str, overrides: Sequence[str], address: str | None
             )
         settings = [word for override in overrides for word in ("--set", override)]
         name = split(run)[1] if is_address(run) else Path(run).name
-        from raytrain_plus.submission import unneeded_to_resume
+        from raytrain_plus.submission import check_shown, unneeded_to_resume
 
         words = ["resume", run, "--storage", storage, *settings]
+        check_shown(words)
         return _send(str(address), name, words, unneeded_to_resume(run, storage, Path.cwd()), False, as_json)
     from raytrain_plus.runfolder import find_run
 
@@ -384,6 +387,10 @@ def install_horovod(to: Path | None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `raytrain`; ends the process with one of the exit codes that the help names."""
+    for stream in (sys.stdout, sys.stderr):
+        # A run's words may hold characters that this terminal has not, or that are half of one.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     # Until a run takes it, and afterwards.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(_guarded(lambda: cli.main(args=arguments and list(arguments), standalone_mode=False)))
@@ -398,14 +405,15 @@ def _guarded(call: Callable[[], Any]) -> int:
     except RaytrainError as error:
         return _say(str(error), 1)
     except click.ClickException as error:
-        error.show()
-        return 2
+        shown = io.StringIO()
+        error.show(shown)
+        return _say(without_credentials(shown.getvalue().rstrip("\n")), 2)
     except (click.Abort, KeyboardInterrupt):
         return _say("interrupted", 130)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (told := lacking(error)) is not None:
             return _say(str(told), 2)
-        return _say(f"{traceback.format_exc()}\n{_report_request()}", 1)
+        return _say(f"{without_credentials(traceback.format_exc())}\n{_report_request()}", 1)
     return code if isinstance(code, int) else 0
 
 
@@ -443,9 +451,6 @@ def _jobs(address: str | None) -> Jobs:
 
 def _send(address: str, run: str, words: Sequence[str], unneeded: Sequence[str], follow: bool, as_json: bool) -> int:
     """Has a cluster do what the words say of a run, on a copy of this folder; the exit code."""
-    from raytrain_plus.submission import check_shown
-
-    check_shown(words)
     jobs = _jobs(address)
     job = jobs.submit(run, words, Path.cwd(), unneeded)
     if as_json:

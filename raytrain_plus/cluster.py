@@ -11,23 +11,27 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.client import ray as client
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_plus.address import is_join, not_let_in
+from raytrain_plus.address import check_cluster, is_join, not_let_in
 from raytrain_plus.elastic.controller import Controller
 from raytrain_plus.elastic.group import Limits
 from raytrain_plus.elastic.order import Order
 from raytrain_plus.elastic.policy import room_for
-from raytrain_plus.errors import InputError
+from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job import Job
 from raytrain_plus.parallel.mesh import useful_shape
 from raytrain_plus.parallel.shapes import largest
 from raytrain_plus.places import check_seen, look, needs_of
+from raytrain_plus.reaper import reaper
+from raytrain_plus.sizetext import size_text
 from raytrain_plus.storage.folder import open_folder, split
 from raytrain_plus.storage.probe import left
 from raytrain_plus.workers.ray_private import (
@@ -35,11 +39,15 @@ from raytrain_plus.workers.ray_private import (
     draining_nodes,
     end_our_own_ray,
     has_autoscaler,
+    hide_token,
     most_there_can_be,
     our_own_signals,
     settings_of_our_own_ray,
     show_token,
+    show_token_if_any,
     silent_about_deaths,
+    socket_of_our_own_ray,
+    without_its_gcs,
 )
 
 NAMESPACE = "raytrain_plus"
@@ -62,30 +70,96 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
     if ray.is_initialized():
         _check_no_client()
         _warn_of_an_open_cluster()
-        yield time.time()
+        with _ray_errors_told():
+            yield time.time()
         return
     address = address or os.environ.get("RAY_ADDRESS")
-    with _answering(address or "local", "check the address, or leave it out to start Ray on this machine"):
-        if address:
-            _join(address, f"or {SENT}")
-        else:
-            ray.init(
-                address="local",
-                num_cpus=max(1, math.ceil((largest(job) + job.workers.spares) * job.workers.cpus)),
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                _system_config=settings_of_our_own_ray(),
-            )
+    with _others_ray(address) if address else _our_own_ray(job), silent_about_deaths(), _ray_errors_told():
+        yield time.time()
+
+
+@contextlib.contextmanager
+def _others_ray(address: str) -> Iterator[None]:
+    """Join the cluster at an address, while this is open."""
+    chosen = "RAY_AUTH_MODE" in os.environ
     try:
-        if address:
-            _warn_of_an_open_cluster()
-        with silent_about_deaths():
-            yield time.time()
+        with _answering(address, "check the address, or leave it out to start Ray on this machine"):
+            _join(address, f"or {SENT}")
+        _warn_of_an_open_cluster()
+        yield
     finally:
-        if address:
-            ray.shutdown()
-        else:
+        ray.shutdown()
+        if not chosen:
+            hide_token()
+
+
+@contextlib.contextmanager
+def _our_own_ray(job: Job) -> Iterator[None]:
+    """Start a Ray for this run alone; nothing of it outlives this, nor this process, whoever ends it."""
+    before = set(psutil.Process().children())
+    with reaper() as over_it:
+        try:
+            with _answering("local", "see Ray's own message"), _starting():
+                ray.init(
+                    address="local",
+                    num_cpus=max(1, math.ceil((largest(job) + job.workers.spares) * job.workers.cpus)),
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    _system_config=settings_of_our_own_ray(),
+                )
+        finally:
+            # Those of a start that failed, too.
+            over_it.mind(_rays_own(set(psutil.Process().children()) - before), socket_of_our_own_ray())
+        try:
+            yield
+        finally:
             end_our_own_ray()
+
+
+def _rays_own(processes: set[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes that run programs of Ray's package."""
+    package = str(Path(ray.__file__).parent)
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if any(word.startswith(package) for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Raise `RunError` if Ray does not start here; the machine is busy, most often, and nothing is wrong."""
+    try:
+        yield
+    except AuthenticationError:
+        raise
+    except Exception as error:
+        # Ray raises a plain `Exception` after half a minute.
+        raise RunError(
+            f"Ray did not start on this machine: {_first_line(error)}\n  {_load()}\n"
+            "  fix: try again when the machine is less busy, or join a cluster (--address)"
+        ) from error
+
+
+@contextlib.contextmanager
+def _ray_errors_told() -> Iterator[None]:
+    """Raise `RunError` for what goes wrong in Ray itself; most often something is too slow, or its head is gone."""
+    try:
+        yield
+    except RayError as error:
+        raise RunError(f"Ray failed: {type(error).__name__}: {_first_line(error)}\n  {_load()}") from error
+
+
+def _load() -> str:
+    """Say how busy this machine is."""
+    memory, (load, _, _) = psutil.virtual_memory(), os.getloadavg()
+    room = f"{size_text(memory.available)} of {size_text(memory.total)} memory free"
+    return f"this machine now: load average {load:.1f} on {os.cpu_count()} cores, {room}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
@@ -108,6 +182,7 @@ def joined(address: str, *, token: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _answering(address: str, remedy: str) -> Iterator[None]:
     """While a Ray is begun or joined: signals stay ours, and that none answers is raised as `InputError`."""
+    check_cluster(address)
     try:
         with our_own_signals():
             yield
@@ -134,8 +209,14 @@ def _join(address: str, elsewhere: str) -> None:
             expected="the address of the cluster's head, HOST:6379, from a machine of the cluster",
             remedy=elsewhere,
         )
-    _knock(address)
-    ray.init(address=address, logging_level=logging.WARNING)
+    try:
+        _knock(address)
+    except AuthenticationError:
+        if not show_token_if_any():
+            raise
+        _knock(address)
+    with without_its_gcs():
+        ray.init(address=address, logging_level=logging.WARNING)
 
 
 def _check_no_client() -> None:
@@ -191,6 +272,8 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
             lifetime="detached" if detached else None,
             num_cpus=0,
             max_concurrency=CALLS,
+            # As in `workers.pool`: Ray's head needs no record of each report.
+            enable_task_events=False,
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
         )
         .remote(order, limits, began)

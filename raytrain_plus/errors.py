@@ -4,6 +4,7 @@
     +-- InputError        the user's input is wrong: stop, exit code 2, no traceback
     |   +-- JobError      the job file or a `Job(...)`; holds every problem found, not the first alone
     |   +-- DataError     the data that the job names
+    |   |   +-- DataChanged     a file has changed since the run first saw it, or is damaged: a run that uses it fails
     |   +-- TaskError     the task cannot be imported, built or sent; holds the user's own traceback
     |   +-- CheckpointError     a checkpoint is another job's, or a newer version's
     |       +-- DamagedError    its bytes are not those that were written: the one before is taken
@@ -12,18 +13,26 @@
     |   +-- WorkerLost    a worker process died
     |   +-- WaitExpired   something we waited for did not come in time; says what, and for how long
     |   +-- StorageError  a storage failed; an `OSError`, too, so that it is met as a full disk is
+    |   +-- FolderGone    the run's folder was moved, removed or taken over: nothing more is written there
     +-- Interrupted       a collective was left early because the group changes
 
 Anything else that escapes is a fault of ours and keeps its traceback.
+
+No error repeats a credential of an address, whoever's words it quotes: each strips its texts when it is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raytrain_plus.credentials import without_credentials
+
 
 class RaytrainError(Exception):
     """Base of all errors raised on purpose; they survive pickling between processes."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class InputError(RaytrainError):
@@ -35,10 +44,7 @@ class InputError(RaytrainError):
 
     def __init__(self, what: str, where: str = "", expected: str = "", remedy: str = "") -> None:
         super().__init__(what, where, expected, remedy)
-        self.what = what
-        self.where = where
-        self.expected = expected
-        self.remedy = remedy
+        self.what, self.where, self.expected, self.remedy = map(without_credentials, (what, where, expected, remedy))
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
@@ -65,6 +71,13 @@ class DataError(InputError):
     """The data that the job names is missing, empty, broken, or not one table."""
 
 
+class DataChanged(DataError):
+    """A data file has changed since the run first saw it, or its pages are damaged.
+
+    A run that has begun fails at once (exit code 1): reading again, by whatever worker, makes nothing better.
+    """
+
+
 class TaskError(InputError):
     """The task cannot be imported, built or sent to a worker. `user_traceback` holds the user's own frames."""
 
@@ -72,7 +85,7 @@ class TaskError(InputError):
         self, what: str, where: str = "", expected: str = "", remedy: str = "", user_traceback: str = ""
     ) -> None:
         super().__init__(what, where, expected, remedy)
-        self.user_traceback = user_traceback
+        self.user_traceback = without_credentials(user_traceback)
 
     def __reduce__(self) -> tuple[type[TaskError], tuple[str, str, str, str, str]]:
         return TaskError, (self.what, self.where, self.expected, self.remedy, self.user_traceback)
@@ -99,8 +112,7 @@ class TrainingError(RunError):
 
     def __init__(self, what: str, user_traceback: str = "") -> None:
         super().__init__(what, user_traceback)
-        self.what = what
-        self.user_traceback = user_traceback
+        self.what, self.user_traceback = map(without_credentials, (what, user_traceback))
 
     def __str__(self) -> str:
         trace = self.user_traceback.rstrip()
@@ -117,6 +129,14 @@ class WaitExpired(RunError):
 
 class StorageError(OSError, RunError):
     """A storage failed, for good or for now; the message says what could not be done."""
+
+    def __init__(self, *args: object) -> None:
+        # `OSError` comes first, and takes its arguments to itself.
+        super().__init__(*(without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class FolderGone(RunError):
+    """The run's folder was moved or removed, or belongs to another run: nothing may be written there any more."""
 
 
 class Interrupted(RaytrainError):

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from raytrain_plus import jsonshape as has
 from raytrain_plus.data.granule import Rows, without_ids
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.source import index
@@ -21,6 +22,7 @@ from raytrain_plus.errors import DamagedError, InputError
 from raytrain_plus.past import look_back
 from raytrain_plus.runfolder import job_of
 from raytrain_plus.state.checkpoint import read_tensors
+from raytrain_plus.state.finite import not_finite
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.state.transfer import unpacked
 from raytrain_plus.storage.folder import Folder, is_address, open_folder
@@ -30,6 +32,7 @@ from raytrain_plus.training.randomness import random_key, set_random_key
 
 Weights = Mapping[str, torch.Tensor]
 CPU = torch.device("cpu")
+_TREE = has.object_of(persistent=has.list_of(has.text))
 
 
 def load(path: str | Path, model: nn.Module) -> int:
@@ -68,6 +71,9 @@ def newest_weights(run: Folder) -> tuple[Manifest, dict[str, torch.Tensor]]:
             if found.damaged:
                 passed_over(found.name, found.why)
             continue
+        if wrong := _TREE(manifest.tree):
+            passed_over(found.name, f"the manifest is none that this version writes: {wrong}")
+            continue
         buffers = set(manifest.tree["persistent"])
         names = [
             name
@@ -79,7 +85,14 @@ def newest_weights(run: Folder) -> tuple[Manifest, dict[str, torch.Tensor]]:
         except DamagedError as error:
             passed_over(found.name, f"{error.where}: {error.what}")
             continue
-        return manifest, {name.partition("/")[2]: unpacked(packed, CPU) for name, packed in tensors.items()}
+        weights = {name.partition("/")[2]: unpacked(packed, CPU) for name, packed in tensors.items()}
+        trained = {name for group in manifest.tree.get("groups") or () for name in group["parameters"]}
+        bad = not_finite((name, value) for name, value in weights.items() if name in trained)
+        if bad:
+            # Older versions wrote such checkpoints.
+            passed_over(found.name, f"'{bad[0]}' holds NaN or infinity")
+            continue
+        return manifest, weights
     raise InputError(
         "there is no complete checkpoint" + "".join(f"; {damage}" for damage in damages),
         where=run.where,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from raytrain_plus import jsonshape as has
 from raytrain_plus.data.of_job import steps_of
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.observe.events import Event, Tail, glance
@@ -14,7 +15,8 @@ from raytrain_plus.observe.page import Page
 from raytrain_plus.observe.progress import PLAIN_S, View
 from raytrain_plus.observe.standing import Standing, plural
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import DATASET, LEASE_S, job_of, lease_document
+from raytrain_plus.runfolder import DATASET, LEASE_S, holder_has_ended, job_of, lease_document
+from raytrain_plus.status import what_is_kept
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.folder import Folder, split
 
@@ -22,6 +24,7 @@ HERE_S = 0.25
 """Seconds between two looks into a folder on a file system."""
 ELSEWHERE_S = 2.0
 """The same on an object store, where parts are written as often."""
+_DATASET = has.object_of(rows=has.whole(1, 2**48))
 
 
 def watch(
@@ -47,9 +50,8 @@ def watch(
                     view.event(event)
             if result is not None:
                 break
-            if not pulse.felt():
-                how = f"raytrain resume '{run.where}'"
-                raise RunError(f"{name} has ended without a word: its controller is gone; go on with: {how}")
+            if not pulse.felt() and Result.load(run) is None:
+                raise RunError(f"{name}: the controller died; {what_is_kept(run)}")
             if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"{name} goes on after {timeout_s:g} s")
             time.sleep(HERE_S if run.path is not None else ELSEWHERE_S)
@@ -110,13 +112,16 @@ def _steps(run: Folder) -> int:
     """Of the whole run; 0 where its folder does not say it."""
     job = job_of(run)
     try:
-        return steps_of(job, read_object(run, DATASET, "")["rows"])
-    except (OSError, InputError, KeyError, TypeError):
+        return steps_of(job, read_object(run, DATASET, "", _DATASET)["rows"])
+    except (OSError, InputError):
         return job.steps or 0
 
 
 class _Pulse:
-    """Whether somebody goes on with a run: by the lease, which changes then, and by no clock but our own."""
+    """Whether somebody goes on with a run: by the lease, which changes then, and by no clock but our own.
+
+    If the holder is a process of this machine, its end is seen at once.
+    """
 
     def __init__(self, run: Folder) -> None:
         self._run = run
@@ -127,4 +132,4 @@ class _Pulse:
         now = lease_document(self._run)
         if now != self._seen:
             self._seen, self._since = now, time.monotonic()
-        return time.monotonic() - self._since <= LEASE_S
+        return time.monotonic() - self._since <= LEASE_S and not holder_has_ended(now)

@@ -15,7 +15,7 @@ from raytrain_plus.observe.progress import view_for
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import find_run
 from raytrain_plus.status import Status, state_of, status
-from raytrain_plus.storage.folder import Folder, split, without_secrets
+from raytrain_plus.storage.folder import Folder, split
 
 WISH_S = 60.0
 """Limit of telling a run what is wished of it."""
@@ -50,7 +50,7 @@ class Handle:
     def __init__(self, folder: Folder) -> None:
         self._run = folder
         self.name = split(folder.address)[1]
-        self.path = folder.path or without_secrets(folder.address)
+        self.path = folder.path or folder.address
         """The run's folder: a path, or the address where `storage` is one."""
 
     def __repr__(self) -> str:

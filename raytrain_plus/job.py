@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from raytrain_plus.credentials import REMEDY, credential_in
 from raytrain_plus.errors import InputError, JobError
 from raytrain_plus.storage.folder import SCHEMES, is_address
 
@@ -116,6 +118,10 @@ class Elastic:
     stop_grace_s: float = 3.0
     """Seconds that a stopped run has to come to a step boundary and save its result."""
 
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What follows a step whose loss or gradient is not finite: `stop` ends the run and names the shard and the
+    parameter; `skip` uses up its rows and changes nothing, up to ten steps in a row. Neither applies the step."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepBest:
@@ -209,7 +215,8 @@ class Job:
     storage: str = "runs"
     """The folder in which the run's folder is made: a path, or an address such as `s3://bucket/runs`.
 
-    An address holds settings as pyarrow takes them (`?region=eu-west-1`); credentials come from the environment.
+    An address holds settings as pyarrow takes them (`?region=eu-west-1`). Here as in every other setting, an address
+    with a credential in it is refused: credentials come from the environment.
     """
 
     def __post_init__(self) -> None:
@@ -248,7 +255,8 @@ _SAME = (
 """What makes two jobs the same: all that the result depends on."""
 
 
-def fields_of(cls: type) -> dict[str, tuple[Any, bool]]:
+@functools.cache
+def fields_of(cls: type) -> Mapping[str, tuple[Any, bool]]:
     """The settings of one level: name -> (type, whether it must be given)."""
     hints = get_type_hints(cls)
     return {
@@ -335,13 +343,27 @@ def spell_type(hint: Any) -> str:
 
 def check_values(values: Mapping[str, Any]) -> list[InputError]:
     """What is wrong with settings whose types are right; a check whose settings are not all there is left out."""
-    problems = []
+    problems = [problem for key, value in values.items() for problem in _credentials(value, key)]
     for keys, check in _CHECKS:
         if all(key in values for key in keys):
             problem = check(*(values[key] for key in keys))
             if problem is not None:
                 problems.append(InputError(problem[0], where=keys[0], expected=problem[1], remedy=problem[2]))
     return problems
+
+
+def _credentials(value: Any, key: str) -> Iterator[InputError]:
+    """Find addresses with credentials in a setting: it is written to the run's folder and shown in many places."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _credentials(name, key)
+            yield from _credentials(one, f"{key}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for place, one in enumerate(value):
+            yield from _credentials(one, f"{key}[{place}]")
+    elif isinstance(value, str) and (part := credential_in(value)):
+        reference = "; or refer to a variable, as in ${env:NAME}" * key.startswith("args")
+        yield InputError(f"the address contains a credential: {part}", where=key, remedy=f"{REMEDY}{reference}")
 
 
 _Problem = tuple[str, str, str] | None
@@ -358,11 +380,16 @@ def _name(name: str) -> _Problem:
     )
 
 
-def _at_least(lowest: float) -> Callable[[float | None], _Problem]:
+MOST = 10**9
+"""Of whatever is counted, or waited for in seconds: more is a mistake, and overflows 64 bits or a clock somewhere."""
+
+
+def _at_least(lowest: float, highest: float = MOST) -> Callable[[float | None], _Problem]:
     def check(value: float | None) -> _Problem:
-        if value is None or (math.isfinite(value) and value >= lowest):
+        if value is None or (math.isfinite(value) and lowest <= value <= highest):
             return None
-        return f"{value} is not allowed", f"{lowest:g} or more", ""
+        bound = f"at most {highest:,}" if value > highest else f"{lowest:g} or more"
+        return f"{value} is not allowed", bound, ""
 
     return check
 
@@ -371,6 +398,12 @@ def _above_zero(value: float | None) -> _Problem:
     if value is None or (math.isfinite(value) and value > 0):
         return None
     return f"{value} is not allowed", "a number above 0", ""
+
+
+def _seconds(value: float | None) -> _Problem:
+    if value is None or value <= MOST:
+        return _above_zero(value)
+    return f"{value} is not allowed", f"at most {MOST:,} seconds", ""
 
 
 def _batch(batch_size: int, shards: int) -> _Problem:
@@ -423,7 +456,9 @@ def _one_cell(maximum: int | None, minimum: int, pipeline: int) -> _Problem:
     return f"{most} workers are fewer than the {pipeline} stages of parallel.pipeline", f"{pipeline} or more", ""
 
 
-def _pipedream(schedule: str, pipeline: int, reduction: str, clip_norm: float | None, minimum: int) -> _Problem:
+def _pipedream(
+    schedule: str, pipeline: int, reduction: str, clip_norm: float | None, minimum: int, on_nonfinite: str
+) -> _Problem:
     if schedule != "pipedream":
         return None
     if pipeline == 1:
@@ -434,6 +469,9 @@ def _pipedream(schedule: str, pipeline: int, reduction: str, clip_norm: float | 
     if clip_norm is not None:
         what = "clip_norm needs the gradients of all stages at one step, and pipedream's stages are at different ones"
         return what, "no clip_norm, or another schedule", ""
+    if on_nonfinite == "skip":
+        what = "on_nonfinite: skip needs all stages to leave a step out together; pipedream's apply it one by one"
+        return what, "on_nonfinite: stop, or another schedule", ""
     if minimum < pipeline:
         what = f"with workers.min = {minimum} the model would be cut anew in the run, which pipedream does not bear"
         return what, f"workers.min of at least parallel.pipeline = {pipeline}", ""
@@ -489,7 +527,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("name",), _name),
     (("task",), _reference),
     (("data.batch_size",), _at_least(1)),
-    (("data.shards",), _at_least(1)),
+    (("data.shards",), _at_least(1, 100_000)),
     (("data.batch_size", "data.shards"), _batch),
     (("data.prepare",), _reference),
     (("data.transform",), _reference),
@@ -498,28 +536,38 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("steps",), _at_least(1)),
     (("epochs",), _at_least(1)),
     (("steps", "epochs"), _length),
-    (("workers.min",), _at_least(1)),
+    (("workers.min",), _at_least(1, 1_000_000)),
     (("workers.max", "workers.min"), _sizes),
     (("workers.min", "data.shards", "parallel.pipeline"), _shard_room),
     (("workers.max", "workers.min", "parallel.pipeline"), _one_cell),
-    (("parallel.pipeline",), _at_least(1)),
-    (("workers.spares",), _at_least(0)),
-    (("workers.cpus",), _at_least(0)),
+    (("parallel.pipeline",), _at_least(1, 1_000)),
+    (("workers.spares",), _at_least(0, 1_000_000)),
+    (("workers.cpus",), _at_least(0, 1_000_000)),
     (("workers.gpus",), _gpus),
-    (("workers.threads",), _at_least(1)),
-    (("parallel.microbatches",), _at_least(1)),
-    (("parallel.commit_every",), _at_least(1)),
-    (("parallel.schedule", "parallel.pipeline", "reduction", "clip_norm", "workers.min"), _pipedream),
+    (("workers.threads",), _at_least(1, 1_000)),
+    (("parallel.microbatches",), _at_least(1, 10_000)),
+    (("parallel.commit_every",), _at_least(1, 10_000)),
+    (
+        (
+            "parallel.schedule",
+            "parallel.pipeline",
+            "reduction",
+            "clip_norm",
+            "workers.min",
+            "elastic.on_nonfinite",
+        ),
+        _pipedream,
+    ),
     (("parallel.microbatches", "data.batch_size", "data.shards"), _microbatches),
     (("reduction", "data.shards"), _exact),
     (("clip_norm",), _above_zero),
-    (("elastic.hang_timeout_s",), _above_zero),
+    (("elastic.hang_timeout_s",), _seconds),
     (("elastic.max_failures",), _at_least(0)),
-    (("elastic.wait_s",), _above_zero),
+    (("elastic.wait_s",), _seconds),
     (("elastic.copy_every",), _at_least(1)),
-    (("elastic.stop_grace_s",), _above_zero),
+    (("elastic.stop_grace_s",), _seconds),
     (("checkpoint.every_steps",), _at_least(1)),
-    (("checkpoint.every_s",), _above_zero),
+    (("checkpoint.every_s",), _seconds),
     (("checkpoint.keep",), _at_least(1)),
     (("checkpoint.keep_best.metric", "evaluate"), _best),
     (("evaluate.every_steps",), _at_least(1)),

@@ -17,6 +17,14 @@ from raytrain_plus.job import Job, check_type, check_values, fields_of, flatten,
 MOST_BYTES = 1 << 20
 MOST_NODES = 10_000
 MOST_DEPTH = 32
+MOST_DIGITS = 100
+MOST_SHOWN = 200
+"""Characters of an override that an error repeats."""
+TOO_LARGE = f"it has more than {MOST_NODES:,} values, or is nested more than {MOST_DEPTH} deep"
+
+
+class _TooLarge(yaml.MarkedYAMLError):
+    """A document has more nodes, or is nested deeper, than any job."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -24,18 +32,39 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - yaml's own name for it
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._depth = 0
 
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
-    (
-        "float",
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose one node and what it contains. Raises `_TooLarge`."""
+        self._nodes += 1
+        event = self.peek_event()
+        if self._nodes > MOST_NODES or self._depth > MOST_DEPTH:
+            raise _TooLarge(problem=TOO_LARGE, problem_mark=event.start_mark)
+        if getattr(event, "tag", None) == "!":
+            # It makes text of what follows, in YAML; PyYAML passes over it.
+            raise yaml.MarkedYAMLError(problem="the tag ! is not allowed", problem_mark=event.start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF"), "true or false"),
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""], "null or nothing"),
+    "int": (r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789"), "digits, without a leading 0"),
+    "float": (
         r"[-+]?((\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
-        "-+.0123456789",
+        list("-+.0123456789"),
+        "a number, such as 0.5 or 1e-3",
     ),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+}
+"""The scalars that are no text: their spelling, how it may begin, and the spelling in words."""
+for _kind, (_pattern, _first, _) in _SCALARS.items():
+    _Loader.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Job, tuple[Path, ...]]:
@@ -90,18 +119,34 @@ def _names_beside(file: Path) -> list[str]:
 
 def _parse(text: str, where: str) -> yaml.MappingNode | None:
     try:
-        node = yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        raise JobError([InputError(f"is not YAML: {error.problem or error.context}", where=place)]) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise JobError([InputError(f"is not YAML: {str(error).splitlines()[0]}", where=where)]) from None
+        node = _compose(text)
+    except yaml.YAMLError as error:
+        raise JobError([_no_yaml(error, where)]) from None
     if node is None:
         raise JobError([InputError("is empty", where=where, expected="a job; jobs/digits.yaml is a short one")])
     if not isinstance(node, yaml.MappingNode):
         raise JobError([InputError("holds no settings", where=where, expected="lines of the form `key: value`")])
     return node
+
+
+def _compose(text: str) -> yaml.Node | None:
+    """Compose the nodes of a document. Raises `yaml.YAMLError`."""
+    try:
+        node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
+        return node
+    except (ValueError, OverflowError) as error:
+        # An escape such as "\\U00110000" names no character.
+        raise yaml.YAMLError(f"an escape names no character: {error}") from None
+
+
+def _no_yaml(error: yaml.YAMLError, where: str) -> InputError:
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return InputError(f"is not YAML: {str(error).splitlines()[0]}", where=where)
+    mark = error.problem_mark or error.context_mark
+    place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+    if isinstance(error, _TooLarge):
+        return InputError(f"is too large for a job: {error.problem}", where=place)
+    return InputError(f"is not YAML: {error.problem or error.context}", where=place)
 
 
 class _Reading:
@@ -114,6 +159,7 @@ class _Reading:
         self._nodes = 0
 
     def mapping(self, node: yaml.MappingNode, prefix: str, depth: int = 0) -> dict[str, Any]:
+        self._check_tag(node, "map", prefix.rstrip("."))
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = self.value(key_node, prefix.rstrip("."), depth + 1)
@@ -121,6 +167,10 @@ class _Reading:
             place = f"{self.file}:{key_node.start_mark.line + 1}:{key_node.start_mark.column + 1} {dotted}"
             if not isinstance(key, str):
                 self.problems.append(InputError(f"the key {key!r} is no word", where=place))
+                continue
+            if key == "<<":
+                what = "merge keys are not supported"
+                self.problems.append(InputError(what, where=place, remedy="write the settings out, or use *alias"))
                 continue
             if key in values:
                 first = self.places.get(dotted, "").split(" ")[0].split(":")[-2:-1]
@@ -133,44 +183,65 @@ class _Reading:
 
     def value(self, node: yaml.Node, dotted: str, depth: int = 0) -> Any:
         self._nodes += 1
+        # Aliases make many nodes out of few.
         if self._nodes > MOST_NODES or depth > MOST_DEPTH:
-            raise JobError([InputError("is too large or too deep for a job", where=self.file)])
+            raise JobError([InputError(f"is too large for a job: {TOO_LARGE}", where=self.file)])
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, f"{dotted}.", depth)
         if isinstance(node, yaml.SequenceNode):
+            self._check_tag(node, "seq", dotted)
             return [self.value(entry, dotted, depth + 1) for entry in node.value]
         assert isinstance(node, yaml.ScalarNode)
         return self._scalar(node, dotted)
 
     def _scalar(self, node: yaml.ScalarNode, dotted: str) -> Any:
-        kind = node.tag.removeprefix("tag:yaml.org,2002:")
-        text = str(node.value)
+        kind, text = node.tag.removeprefix(_TAG), str(node.value)
+        if kind in _SCALARS:
+            pattern, _, spelled = _SCALARS[kind]
+            if not re.fullmatch(pattern, text) and not (kind == "float" and re.fullmatch(_SCALARS["int"][0], text)):
+                self._problem(f"{text[:50]!r} is not what its tag !!{kind} says", node, dotted, spelled)
+                return None
         if kind == "bool":
             return text.lower() == "true"
         if kind == "null":
             return None
-        if kind == "int" and len(text) < 100:
-            return int(text)
+        if kind == "int":
+            if len(text) <= MOST_DIGITS:
+                return int(text)
+            self._problem("the number is too long", node, dotted, f"at most {MOST_DIGITS} digits")
         if kind == "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        if kind != "str":
-            place = f"{self.file}:{node.start_mark.line + 1}:{node.start_mark.column + 1} {dotted}"
-            self.problems.append(InputError(f"the tag {node.tag} is not allowed", where=place, expected="plain values"))
+        if kind not in _SCALARS:
+            self._check_tag(node, "str", dotted)
+        if re.search("[\ud800-\udfff]", text):
+            self._problem("the text contains half of a surrogate pair, which is no character", node, dotted)
         return text
+
+    def _check_tag(self, node: yaml.Node, kind: str, dotted: str) -> None:
+        if node.tag != f"{_TAG}{kind}":
+            self._problem(f"the tag {node.tag} is not allowed", node, dotted, "plain values")
+
+    def _problem(self, what: str, node: yaml.Node, dotted: str, expected: str = "") -> None:
+        place = f"{self.file}:{node.start_mark.line + 1}:{node.start_mark.column + 1} {dotted}"
+        self.problems.append(InputError(what, where=place, expected=expected))
 
     def override(self, values: dict[str, Any], text: str) -> None:
         """Applies one `a.b=c`."""
         key, equals, spelled = text.partition("=")
-        where = f"--set {text}"
+        where = f"--set {text}" if len(text) <= MOST_SHOWN else f"--set {text[:MOST_SHOWN]}..."
         if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key):
             self.problems.append(
                 InputError("is no override", where=where, expected="key=value, as in data.batch_size=128")
             )
             return
         try:
-            node = yaml.compose(spelled, Loader=_Loader)
+            node = _compose(spelled)
+        except _TooLarge as error:
+            self.problems.append(_no_yaml(error, f"--set {key}"))
+            return
         except yaml.YAMLError:
-            node = yaml.ScalarNode("tag:yaml.org,2002:str", spelled)
+            mark = yaml.Mark("--set", 0, 0, 0, "", 0)
+            node = yaml.ScalarNode(f"{_TAG}str", spelled, mark, mark)
         inner = _Reading(where)
         value = None if node is None else inner.value(node, key)
         self.problems += inner.problems

@@ -1,4 +1,4 @@
-"""JSON that every reader takes: what it has no word for is spelled as text. Pure."""
+"""JSON that every reader takes: what it has no word for is spelled as text, and credentials are stripped. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 import math
 from typing import Any
 
+from raytrain_plus.credentials import hide_credentials
+
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """`value` as JSON, with NaN and infinities as the texts that `float` reads back.
+    """`value` as JSON, with NaN and infinities as the texts that `float` reads back, and no credential of an address.
 
     >>> json_text({"loss": float("nan"), "steps": 3})
     '{"loss": "nan", "steps": 3}'
     """
-    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+    return json.dumps(hide_credentials(_plain(value)), indent=indent, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -16,12 +16,13 @@ from pathlib import Path
 import cloudpickle
 import yaml
 
+from raytrain_plus import jsonshape as has
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.source import Index, check_alike, check_enough, differences, index
 from raytrain_plus.elastic.order import Order
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
-from raytrain_plus.install.state import choose_collective
+from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job import Job
 from raytrain_plus.observe.trackers import check_installed, settings_for
 from raytrain_plus.parallel.shapes import cuts_of, left_out
@@ -32,10 +33,15 @@ from raytrain_plus.runfolder import DATASET, check_writable, earlier_result, exi
 from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.document import read_object
-from raytrain_plus.storage.folder import Folder, without_secrets
+from raytrain_plus.storage.folder import Folder
 from raytrain_plus.taskfile import load_function, load_task
 from raytrain_plus.training.layers import layers_of
 from raytrain_plus.workers.plan import Plan
+
+_DATASET = has.object_of(
+    fingerprint=has.text,
+    files=has.list_of(has.object_of(path=has.text, bytes=has.whole(0), footer_sha256=has.text)),
+)
 
 
 def order_of(
@@ -54,6 +60,8 @@ def order_of(
         return done
     search = [Path.cwd(), *roots]
     collective = choose_collective(job.collective, job.workers.gpus)
+    if unused := passed_over(job.collective):
+        print(f"warning: {unused}", file=sys.stderr)
     check_installed(job.trackers)
     pickled = _task_to_send(job, search)
     seen, held_out = _look_at_data(job, search)
@@ -83,7 +91,7 @@ def order_of(
         task_sha256=source,
         cuts=cuts,
         fresh=fresh,
-        job_yaml=replace(job, storage=without_secrets(job.storage)).to_yaml(),
+        job_yaml=job.to_yaml(),
         versions=_versions(),
         environment=settings_for(job.trackers, os.environ),
     )
@@ -123,16 +131,12 @@ def _check_data(folder: Folder, job: Job, seen: Index) -> None:
     """Holds the data against what the run's folder says of it, where it says anything."""
     remedy = "move the file away; the data is then held against what the checkpoints say"
     try:
-        then = read_object(folder, DATASET, remedy)
+        then = read_object(folder, DATASET, remedy, _DATASET)
     except FileNotFoundError:
         return
-    try:
-        differing = then["fingerprint"] != seen.fingerprint and differences(seen.to_json(), then)
-    except (KeyError, TypeError) as error:
-        what = f"the file is damaged: it does not say what the data was ({type(error).__name__}: {error})"
-        raise InputError(what, where=f"{folder.where}/{DATASET}", remedy=remedy) from None
-    if differing is not False:
-        raise _other_data(job, seen, str(then["fingerprint"]), f"the run began: {'; '.join(differing[:3])}")
+    if then["fingerprint"] != seen.fingerprint:
+        differing = differences(seen.to_json(), then)
+        raise _other_data(job, seen, then["fingerprint"], f"the run began: {'; '.join(differing[:3])}")
 
 
 def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> None:

@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from raytrain_plus import jsonshape as has
 from raytrain_plus.errors import InputError
 from raytrain_plus.jsontext import json_text
 from raytrain_plus.storage.document import read_object
-from raytrain_plus.storage.folder import Folder, without_secrets
+from raytrain_plus.storage.folder import Folder
 
 RESULT = "result.json"
 """The file's name in a run's folder."""
+_SHAPE = has.object_of(
+    name=has.text,
+    status=has.one_of("finished", "stopped", "failed"),
+    exit_code=has.whole(0, 255),
+    path=has.text,
+    steps=has.whole(0),
+    samples=has.whole(0),
+)
+_IF_THERE = {
+    "metrics": has.table_of(has.figure),
+    "state_sha256": has.maybe(has.text),
+    "recoveries": has.whole(0),
+    "stall_s": has.number(0, 1e12),
+    "goodput": has.number(),
+    "data_wait": has.number(),
+    "setup_s": has.maybe(has.number(0, 1e12)),
+    "seconds": has.number(0, 1e12),
+    "bubble": has.maybe(has.number()),
+    "copies": has.whole(0),
+    "copy_s": has.number(0, 1e12),
+    "error": has.maybe(has.text),
+    "show": has.maybe(has.text),
+}
+"""What earlier versions did not write."""
 _REMEDY = "move the file away; the run then counts as one that has not ended"
 
 
@@ -56,12 +81,14 @@ class Result:
     """Seconds for which those copies held the steps up, together."""
     error: str | None = None
     """What ended a failed run."""
+    skipped: int = 0
+    """Committed steps that changed nothing, because their sums were not finite (`elastic.on_nonfinite: skip`)."""
     show: str | None = None
     """What the task had to show."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only."""
-        return {**asdict(self), "path": without_secrets(str(self.path)), "metrics": dict(self.metrics)}
+        return {**asdict(self), "path": str(self.path), "metrics": dict(self.metrics)}
 
     def save(self, run: Folder) -> None:
         """Writes `result.json` into the run's folder, whole or not at all."""
@@ -77,10 +104,18 @@ class Result:
             values = read_object(run, RESULT, _REMEDY)
         except FileNotFoundError:
             return None
-        try:
-            # What is not finite stands there as text.
-            metrics = {name: float(value) for name, value in values.get("metrics", {}).items()}
-            return cls(**{**values, "path": run.path or run.address, "metrics": metrics})
-        except TypeError as error:
-            what = f"it holds no result that this version writes: {str(error).partition(' ')[2]}"
-            raise InputError(what, where=f"{run.where}/{RESULT}", remedy=_REMEDY) from None
+        wrong = _misfit(values)
+        if wrong:
+            what = f"it holds no result that this version writes: {wrong}"
+            raise InputError(what, where=f"{run.where}/{RESULT}", remedy=_REMEDY)
+        # What is not finite stands there as text.
+        metrics = {name: float(value) for name, value in values.get("metrics", {}).items()}
+        return cls(**{**values, "path": run.path or run.address, "metrics": metrics})
+
+
+def _misfit(values: Mapping[str, Any]) -> str:
+    wrong = ((name, shape(values[name])) for name, shape in _IF_THERE.items() if name in values)
+    unknown = values.keys() - {entry.name for entry in fields(Result)}
+    if unknown:
+        return f"there is {min(unknown)!a}, which is no part of one"
+    return _SHAPE(values) or next((f"{name}: {what}" for name, what in wrong if what), "")

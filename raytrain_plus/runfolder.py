@@ -7,20 +7,26 @@ import difflib
 import itertools
 import json
 import os
+import re
 import secrets
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from raytrain_plus import jsonshape as has
 from raytrain_plus.errors import InputError, JobError
 from raytrain_plus.job import Job
 from raytrain_plus.jobfile import read_job
+from raytrain_plus.process import has_ended, this_process
 from raytrain_plus.result import Result
 from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
+from raytrain_plus.storage.claimed import Claim
+from raytrain_plus.storage.document import parse_object, read_object
 from raytrain_plus.storage.folder import Folder, is_address, open_folder, split, within
 from raytrain_plus.storage.probe import keeps_others_out
 
@@ -37,6 +43,9 @@ LEASE_S = 10.0
 """Seconds after its last renewal for which a lease holds."""
 LEASE = "lease.json"
 CLAIMS = "claims"
+_PID = has.whole(1, 2**31 - 1)
+_CLAIM = has.object_of(pid=_PID, host=has.text)
+_LEASE = has.object_of(time=has.number(0, 1e12), pid=_PID, host=has.text)
 
 
 def check_writable(where: str | Path) -> Folder:
@@ -195,8 +204,8 @@ class Fence:
         self._number = earlier + 1
         who = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "token": secrets.token_hex(8)}
         alone = run.exclusive and keeps_others_out(run.inside(CLAIMS))
-        self._claim = json.dumps({**who, "exclusive": alone}).encode()
-        if not run.create(_claim_of(self._number), self._claim):
+        self.claim = Claim(_claim_of(self._number), json.dumps({**who, "exclusive": alone}).encode())
+        if not run.create(self.claim.name, self.claim.content):
             raise InputError(
                 f"another run of this name has begun in the meantime ({self._holder()})",
                 where=f"run folder {run.where}",
@@ -207,19 +216,24 @@ class Fence:
     def overtaken(self) -> str | None:
         """Who has taken the run over, if anybody has. Raises `OSError` where the storage fails."""
         newest = claims_of(self._run)
-        if newest == self._number and self._run.read(_claim_of(newest)) == self._claim:
+        if newest == self._number and self._run.read(self.claim.name) == self.claim.content:
             return None
         return self._holder()
+
+    @property
+    def gone(self) -> bool:
+        """Whether no claim lies in the folder: it was moved or removed. Raises `OSError` if the storage fails."""
+        return not claims_of(self._run)
 
     def _holder(self) -> str:
         newest = claims_of(self._run)
         if not newest:
             return "its folder was moved away"
         try:
-            who = json.loads(self._run.read(_claim_of(newest)))
-            return f"process {who['pid']} on {who['host']}"
-        except (ValueError, TypeError, KeyError):
+            who = read_object(self._run, _claim_of(newest), "", _CLAIM)
+        except (InputError, FileNotFoundError):
             return f"its claim, {_claim_of(newest)}, is damaged"
+        return _process(who)
 
 
 def _tidy(run: Folder) -> None:
@@ -240,16 +254,16 @@ def _claim_of(number: int) -> str:
 def claims_of(run: Folder) -> int:
     """How many controllers have claimed the run."""
     names = [name.removeprefix(f"{CLAIMS}/").removesuffix(".json") for name in run.files(CLAIMS)]
-    return max((int(name) for name in names if name.isdecimal()), default=0)
+    return max((int(name) for name in names if re.fullmatch("[0-9]{8}", name)), default=0)
 
 
 def single_writer(run: Folder) -> bool:
     """Whether the storage makes sure that no two controllers write into the run; as tried by the newest of them."""
     try:
-        claim = json.loads(run.read(_claim_of(claims_of(run))))
-    except (FileNotFoundError, ValueError):
+        claim = read_object(run, _claim_of(claims_of(run)), "")
+    except (FileNotFoundError, InputError):
         return run.exclusive
-    return run.exclusive and (not isinstance(claim, dict) or claim.get("exclusive") is not False)
+    return run.exclusive and claim.get("exclusive") is not False
 
 
 LEASE_BYTES = 512
@@ -275,8 +289,8 @@ class Lease:
         self._renewed = time.monotonic()
         # Ray's own processes have it in their environment.
         token = os.environ.get("RAY_AUTH_MODE") == "token"
-        who = {"pid": os.getpid(), "host": socket.gethostname(), **self._where, "token": token}
-        lease = {"time": time.time(), **who}
+        who = {"pid": os.getpid(), "host": socket.gethostname(), **this_process()}
+        lease = {"time": time.time(), **who, **self._where, "token": token}
         # All as long: pyarrow asks for an object's length first, and would read another one's end, or none.
         self._run.write(LEASE, [json.dumps(lease).encode().ljust(LEASE_BYTES)])
 
@@ -312,9 +326,25 @@ def _lease(run: Folder) -> bytes:
 def lease_holder(run: Folder) -> str | None:
     """Who holds the folder, or None. A lease that its holder stopped renewing ends after `LEASE_S`.
 
-    One that is damaged is nobody's: its holder writes it again soon.
+    If its holder was a process of this machine, the lease ends with that process. One that is damaged is nobody's: its
+    holder writes it again soon.
     """
     return _holder(_lease(run))
+
+
+def lost_holder(run: Folder) -> str | None:
+    """Return which controller left a lease behind and no longer holds the folder; None if there is none.
+
+    A controller that ends by itself removes its lease.
+    """
+    lease = _parsed(_lease(run))
+    return None if lease is None or _holds(lease) else _process(lease)
+
+
+def holder_has_ended(document: bytes) -> bool:
+    """Return whether the holder that a lease names has certainly ended; False if only time can tell."""
+    lease = _parsed(document)
+    return lease is not None and _has_ended(lease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,10 +361,9 @@ class Holder:
 
 def held_at(run: Folder) -> Holder | None:
     """Where the folder's holder is; None where nobody holds it."""
-    document = _lease(run)
-    if _holder(document) is None:
+    lease = _parsed(_lease(run))
+    if lease is None or not _holds(lease):
         return None
-    lease = json.loads(document)
     return Holder(str(lease.get("address", "")), str(lease.get("controller", "")), bool(lease.get("token")))
 
 
@@ -345,10 +374,28 @@ def lease_document(run: Folder) -> bytes:
 
 
 def _holder(document: bytes) -> str | None:
-    try:
-        lease = json.loads(document)
-        age = time.time() - lease["time"]
-        holder = f"process {lease['pid']} on {lease['host']}, renewed {max(0.0, age):.0f} s ago"
-    except (ValueError, TypeError, KeyError):
+    lease = _parsed(document)
+    if lease is None or not _holds(lease):
         return None
-    return None if age > LEASE_S else holder
+    return f"{_process(lease)}, renewed {max(0.0, time.time() - lease['time']):.0f} s ago"
+
+
+def _parsed(document: bytes) -> dict[str, Any] | None:
+    """Return what a lease says; None if it is damaged, or there is none."""
+    try:
+        return parse_object(document, LEASE, 1, "", _LEASE)
+    except InputError:
+        return None
+
+
+def _holds(lease: Mapping[str, Any]) -> bool:
+    return bool(time.time() - lease["time"] <= LEASE_S) and not _has_ended(lease)
+
+
+def _has_ended(lease: Mapping[str, Any]) -> bool:
+    # Leases of older versions lack the last two, and damaged ones may hold anything there.
+    return has_ended(lease["pid"], str(lease.get("machine", "")), str(lease.get("born", "")))
+
+
+def _process(lease: Mapping[str, Any]) -> str:
+    return f"process {lease['pid']} on {lease['host']}"

@@ -6,12 +6,16 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raytrain_plus.errors import InputError
 from raytrain_plus.past import look_back
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import lease_holder, single_writer
+from raytrain_plus.runfolder import exists, lease_holder, lost_holder, single_writer
 from raytrain_plus.sizetext import size_text
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.folder import Folder, split
+
+DIED = "unfinished (its controller died"
+"""How the state of a run begins whose controller died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,14 @@ class Status:
 
     run: str
     state: str
-    """`running` (with who), `finished`, `stopped`, `failed`, or `unfinished`."""
+    """`running` (with who), `finished`, `stopped`, `failed`, or `unfinished` (with whose death ended it)."""
     steps: int
     """Committed ones."""
     checkpoints: tuple[Kept, ...]
     single_writer: bool
     """Whether the storage makes sure that no two controllers write into the run."""
+    resume: str = ""
+    """The command that resumes the run, if its controller died."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only."""
@@ -55,6 +61,8 @@ class Status:
                 f"  {one.name:<24}{one.step + 1:>12,}{_spelled_age(one.age_s):>12}{size_text(one.bytes):>12}"
                 f"  {one.state}"
             )
+        if self.resume:
+            said.append(f"  resume with: {self.resume}")
         if not self.single_writer:
             said.append("  single writer not enforced: this storage cannot tell which of two controllers came first")
         return said
@@ -68,13 +76,36 @@ def status(run: Folder) -> Status:
         Kept(one.name, one.step, max(0.0, now - _moment(one.manifest, one.time)), one.bytes, one.why or "complete")
         for one in past.found
     )
-    return Status(split(run.address)[1], state, past.committed + 1, kept, single_writer(run))
+    resume = _resume(run) if state.startswith(DIED) else ""
+    return Status(split(run.address)[1], state, past.committed + 1, kept, single_writer(run), resume)
 
 
 def state_of(run: Folder) -> str:
     """The state alone, which is known at once: that of `Status`."""
-    holder, result = lease_holder(run), Result.load(run)
-    return f"running ({holder})" if holder else "unfinished" if result is None else result.status
+    # In this order: a controller that ends writes its result before it gives up its lease.
+    lost, holder, result = lost_holder(run), lease_holder(run), Result.load(run)
+    if holder:
+        return f"running ({holder})"
+    if result is not None:
+        return result.status
+    return f"{DIED}: {lost})" if lost else "unfinished"
+
+
+def what_is_kept(run: Folder) -> str:
+    """Say what a run has kept whose controller died, and the command that resumes it."""
+    try:
+        if not exists(run):
+            return "nothing was written yet: run the job again"
+        newest = next((found for found in look_back(run).found if found.manifest is not None), None)
+    except (OSError, InputError) as error:
+        return f"what is kept cannot be read ({error}); see: raytrain status '{run.where}'"
+    if newest is None:
+        return f"no checkpoint is complete, so it starts again from its first step; resume with: {_resume(run)}"
+    return f"the checkpoint after step {newest.step + 1:,} is kept; resume with: {_resume(run)}"
+
+
+def _resume(run: Folder) -> str:
+    return f"raytrain resume '{run.where}'"
 
 
 def _moment(manifest: Manifest | None, newest_file: float) -> float:

@@ -8,6 +8,7 @@ import difflib
 import glob
 import logging
 import os
+import re
 import secrets
 import shlex
 import time
@@ -19,12 +20,12 @@ import aiohttp
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from raytrain_plus.address import not_let_in
+from raytrain_plus.address import not_let_in, refuse_credentials
 from raytrain_plus.errors import InputError, RaytrainError, RunError
 from raytrain_plus.job import Job
 from raytrain_plus.runfolder import find_run, job_of
 from raytrain_plus.sizetext import size_text
-from raytrain_plus.storage.folder import is_address, without_secrets
+from raytrain_plus.storage.folder import is_address
 from raytrain_plus.workers.ray_private import show_token_if_any
 
 RUN = "raytrain_run"
@@ -281,12 +282,10 @@ def check_sendable(job: Job, file: Path, folder: Path) -> str:
 
 
 def check_shown(words: Sequence[str]) -> None:
-    """Raises `InputError` where a word holds a key: a cluster shows its jobs' words to whoever looks."""
+    """Raise `InputError` if a word contains a credential: a cluster shows the words of its jobs to everybody."""
     for word in words:
-        for part in (word, word.partition("=")[2]):
-            if is_address(part) and without_secrets(part) != part:
-                raise InputError(
-                    "the address holds a key, and the words of a job are shown to whoever sees the cluster",
-                    where=without_secrets(part),
-                    remedy="leave it out, and give it to the machines: in their environment, or as their own rights",
-                )
+        key, equals, value = word.partition("=")
+        if re.fullmatch(r"[\w.-]+", key) and equals:
+            refuse_credentials(value, f"--set {key}")
+        else:
+            refuse_credentials(word)

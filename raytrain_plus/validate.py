@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytrain_plus.credentials import without_credentials
 from raytrain_plus.data.granule import Rows
 from raytrain_plus.data.line import read_factor
 from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.page_checksum import HOW, LOOKED_AT, without_checksums
 from raytrain_plus.data.source import Index, check_alike, check_enough, exists, index
+from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job import Job
 from raytrain_plus.observe.standing import plural
 from raytrain_plus.observe.trackers import check_installed
 from raytrain_plus.parallel.shapes import cuts_of, left_out, most_shards, shapes_of
+from raytrain_plus.storage.folder import is_address
 from raytrain_plus.taskfile import build_task, load_function, load_task
 from raytrain_plus.training.layers import layers_of
 
@@ -24,8 +32,24 @@ if TYPE_CHECKING:
     from raytrain_plus.parallel.pipeline.forecast import Forecast
     from raytrain_plus.task import Task
 
+NAMED = 3
+"""Files that are named when there are many."""
 FACTOR_WARNING = 2.0
 """Above it, row groups are much longer than a shard's span, and most of what is read is read in vain."""
+STORAGE_S = 8.0
+"""Maximum seconds for a storage that is an address to answer; its client would try again for minutes."""
+ASK = """
+import sys
+from raytrain_plus.errors import InputError
+from raytrain_plus.storage.folder import open_folder
+try:
+    open_folder(sys.stdin.read()).read("job.yaml")
+except FileNotFoundError:
+    pass
+except (OSError, InputError) as error:
+    print(error)
+    sys.exit(2 if isinstance(error, InputError) else 1)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +83,13 @@ class Report:
     """Where the model is in stages: those of the largest number of workers."""
     misfits: tuple[str, ...] = ()
     """Of the numbers of stages that it may be cut into, those that this machine's memory is too small for, and why."""
+    files: int = 0
+    """Data files, held-out ones too, in which page checksums were looked for."""
+    files_in_all: int = 0
+    without_checksums: tuple[str, ...] = ()
+    """Those of `files` that carry no page checksums."""
+    storage: str = ""
+    """Why a storage that is an address cannot be read from here; empty if it can."""
 
     @property
     def most_stages(self) -> int:
@@ -72,6 +103,8 @@ class Report:
     def lines(self) -> list[str]:
         """For a person."""
         said = [f"{self.name}: the job is sound"]
+        if self.storage:
+            said.append(f"  warning: {self.storage}")
         if self.rows is None:
             said.append("  data: will be prepared by data.prepare when the job runs")
         else:
@@ -80,6 +113,7 @@ class Report:
             said.append(f"  a row group is read by {self.read_factor:.2f} shards in an epoch, on average")
             if self.read_factor > FACTOR_WARNING:
                 said.append("  warning: that is much; write smaller row groups, or use fewer data.shards")
+            said += self._checksum_lines()
         for size in self.sizes:
             cells = f"{plural(size.cells, 'cell')} of {plural(size.stages, 'stage')}, " * (self.most_stages > 1)
             said.append(
@@ -96,6 +130,17 @@ class Report:
             f"  warning: on workers with this machine's memory it does not fit: {why}" for why in self.misfits
         ]
 
+    def _checksum_lines(self) -> list[str]:
+        missing = self.without_checksums
+        if not missing:
+            return []
+        looked = f"the first {self.files:,}" if self.files < self.files_in_all else f"{self.files:,}"
+        names = ", ".join([*missing[:NAMED], *["..."] * (len(missing) > NAMED)])
+        return [
+            f"  {len(missing):,} of {looked} files carry no page checksums ({names}); damaged values in them "
+            f"cannot be found: write them with {HOW}"
+        ]
+
 
 def sizes_of(job: Job, cuts: Sequence[int] = (1,)) -> tuple[Size, ...]:
     """Each number of workers from min to max; with more of them than can have anything to do, none."""
@@ -110,10 +155,58 @@ def sizes_of(job: Job, cuts: Sequence[int] = (1,)) -> tuple[Size, ...]:
 
 
 def validate_job(job: Job, roots: Sequence[Path]) -> Report:
-    """Imports what the job names, builds its task, though no model, and looks at its data, if it is there.
+    """Imports what the job names, builds its task, though no model, and looks at its data, if it is there; asks a
+    storage that is an address whether it answers.
 
     Raises `InputError` for what is wrong.
     """
+    if not is_address(job.storage):
+        return _looked_at(job, roots)
+    with _asking(job.storage) as asked:
+        return replace(_looked_at(job, roots), storage=asked.answer())
+
+
+class _Asked:
+    """A storage that is asked whether it answers, by a process of its own: a client that waits cannot be ended else."""
+
+    def __init__(self, storage: str) -> None:
+        self._where = f"storage: {without_credentials(storage, whole=True).partition('?')[0]}"
+        self._until = time.monotonic() + STORAGE_S
+        command = [sys.executable, "-c", ASK]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
+        # Not in the command, which everybody on the machine can read: it may hold secrets.
+        assert self.process.stdin is not None
+        self.process.stdin.write(storage)
+        self.process.stdin.close()
+        self.process.stdin = None
+
+    def answer(self) -> str:
+        """Return why the storage cannot be read from here; empty if it can.
+
+        Raises `InputError` if it is no address of a storage.
+        """
+        try:
+            said, _ = self.process.communicate(timeout=max(0.0, self._until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return f"{self._where} does not answer this machine within {STORAGE_S:g} s"
+        first = (said.splitlines() or [""])[0]
+        if self.process.returncode == 2:
+            raise InputError(first, where="storage")
+        return f"{self._where} cannot be read from this machine: {first}" if self.process.returncode else ""
+
+
+@contextmanager
+def _asking(storage: str) -> Iterator[_Asked]:
+    asked = _Asked(storage)
+    try:
+        yield asked
+    finally:
+        asked.process.kill()
+        asked.process.communicate()
+
+
+def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     search = [Path.cwd(), *roots]
     task = build_task(load_task(job.task, search), job.args)
     for name in (job.data.prepare, job.data.transform):
@@ -127,14 +220,30 @@ def validate_job(job: Job, roots: Sequence[Path]) -> Report:
         return Report(job.name, sizes, None, None, None, None, unformed)
     seen = index(job.data.path)
     check_enough(seen, job.data.shards)
+    files = [seen.file(number) for number in range(len(seen.files))]
     if job.evaluate is not None and (job.data.prepare is None or exists(Path(job.evaluate.path))):
         held_out = index(job.evaluate.path)
         check_enough(held_out, job.data.shards)
         check_alike(seen, held_out)
+        files += [held_out.file(number) for number in range(len(held_out.files))]
+    looked_at = files[:LOOKED_AT]
     line = line_of(job, seen)
     units = len(seen.unit_rows)
     cut, misfits = _forecast(job, task, search, sizes[-1], cuts, seen) if job.parallel.pipeline > 1 else (None, ())
-    return Report(job.name, sizes, seen.rows, units, line.steps, read_factor(line, units), unformed, cut, misfits)
+    return Report(
+        job.name,
+        sizes,
+        seen.rows,
+        units,
+        line.steps,
+        read_factor(line, units),
+        unformed,
+        cut,
+        misfits,
+        files=len(looked_at),
+        files_in_all=len(files),
+        without_checksums=tuple(map(str, without_checksums(looked_at))),
+    )
 
 
 def _forecast(

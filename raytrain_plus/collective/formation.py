@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from raytrain_plus.collective.credentials import Credentials
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +22,8 @@ class Formation:
     address: str
     """The address of this member's own node, on which it listens and connects."""
     server: tuple[str, int]
-    """Where the members find each other: the rendezvous server, or the torch store."""
+    """Where the members find each other: the rendezvous server."""
     timeout_s: float
     """Limit of the forming, and of any single collective."""
+    credentials: Credentials = field(default=Credentials(), repr=False)
+    """What proves this member to the rendezvous and to the others. It comes through Ray, and is never logged."""

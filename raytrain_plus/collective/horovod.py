@@ -37,8 +37,11 @@ _OF_A_WORLD = (
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
     "HOROVOD_GLOO_IFACE",
     "HOROVOD_GLOO_TIMEOUT_SECONDS",
+    "HOROVOD_GLOO_RENDEZVOUS_TOKEN",
+    "HOROVOD_GLOO_LINK_KEYS",
 )
-"""What each world sets for itself."""
+"""What each world sets for itself. The last two are read by our edits of Horovod's source (`install.fixes`)."""
+_SECRETS = _OF_A_WORLD[-2:]
 
 
 def load_horovod() -> None:
@@ -76,6 +79,9 @@ class HorovodWorld:
             raise Interrupted(
                 f"world {formation.name} of generation {formation.generation} did not form: {error}"
             ) from error
+        finally:
+            # Horovod reads them while it forms the world; processes that the task starts later do not inherit them.
+            os.environ.update(dict.fromkeys(_SECRETS, ""))
 
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
         """Starts an in-place ring all-reduce."""
@@ -118,6 +124,8 @@ def _environment(formation: Formation) -> dict[str, str]:
         *formation.server,
         interface_of(formation.address),
         max(1, round(formation.timeout_s)),
+        formation.credentials.token,
+        ",".join(formation.credentials.link_keys),
     )
     return dict(zip(_OF_A_WORLD, map(str, values), strict=True))
 

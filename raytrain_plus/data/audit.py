@@ -23,13 +23,30 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from raytrain_plus import jsonshape as has
 from raytrain_plus.errors import InputError, StorageError
+from raytrain_plus.jobfile import read_job
 from raytrain_plus.observe.events import event_lines
+from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.folder import Folder, open_folder, split
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
+_DATASET = has.object_of(
+    path=has.name,
+    rows=has.whole(1, 2**48),
+    files=has.list_of(
+        has.object_of(path=has.name, bytes=has.whole(0), footer_sha256=has.text, row_groups=has.list_of(has.whole(0))),
+    ),
+)
+_RESULT = has.object_of(status=has.text, steps=has.whole(0))
+_EVENT = has.object_of(kind=has.text)
+_RESUMED = has.object_of(generation=has.whole(0), step=has.whole(-1))
+"""What the audit relies on, of what the run has written down."""
+_REMEDY = "put back the file that the run wrote: what the data was cannot be told without it"
+MOST_DUE = 1 << 22
+"""Entries that a ledger can lack, and yet be judged: what is missing is laid out in memory."""
 BLOCK_ROWS = 1 << 20
 """Rows whose ids are computed together: bounds the memory."""
 KEPT = 100
@@ -123,6 +140,12 @@ def audit(where: str | Path) -> Audit:
         due_to = min(made, line.steps) - 1
     else:
         due_to = min(int(np.concatenate([entries["step"], saved["step"], [-1]]).max()), line.steps - 1)
+    if (due_to + 1) * line.shards > max(MOST_DUE, 16 * len(entries)):
+        raise InputError(
+            f"step {due_to:,} is said to be due, and the ledger has only {len(entries):,} entries: one is damaged",
+            where=run.where,
+            remedy="put back what the run wrote: job.yaml, result.json, checkpoints/ and ledger/ say how far it came",
+        )
     if due_to >= 0 and not parts:
         faults.add("there is no ledger")
     entries = _only_due(entries, line, due_to, faults)
@@ -161,28 +184,35 @@ class _Faults:
 
 def _described(run: Folder) -> tuple[_Line, dict[str, Any]]:
     try:
-        job, then = yaml.safe_load(run.read("job.yaml")), json.loads(run.read("dataset.json"))
-        return _Line(job, then), then
+        text = run.read("job.yaml").decode()
+        then = read_object(run, "dataset.json", _REMEDY, _DATASET)
     except StorageError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"there is no run to audit: {type(error).__name__}: {error}",
             where=run.where,
             expected="a run's folder, with job.yaml and dataset.json in it, as this version writes them",
             remedy="name the run's folder, or its name and --storage",
         ) from error
+    # Checked, then as plain values.
+    job = yaml.safe_load(read_job(text, f"{run.where}/job.yaml", "run").to_yaml())
+    rows = sum(sum(file["row_groups"]) for file in then["files"])
+    if rows != then["rows"] or not rows:
+        what = f"its row groups have {rows:,} rows, and it says {then['rows']:,}"
+        raise InputError(f"the file is damaged: {what}", where=f"{run.where}/dataset.json", remedy=_REMEDY)
+    return _Line(job, then), then
 
 
 def _status(run: Folder, faults: _Faults) -> tuple[str, int | None]:
     """The run's status, and how many steps it says that it made where it has ended."""
     try:
-        result = json.loads(run.read("result.json"))
-        return str(result["status"]), int(result["steps"])
+        result = read_object(run, "result.json", "", _RESULT)
+        return result["status"], result["steps"]
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        faults.add(f"result.json cannot be read: {type(error).__name__}: {error}")
+    except (OSError, InputError) as error:
+        faults.add(f"result.json cannot be read: {_first_line(error)}")
     return "unfinished", None
 
 
@@ -254,7 +284,8 @@ def _entries(run: Folder, names: Iterable[str], faults: _Faults) -> npt.NDArray[
     torn = []
     for name in names:
         try:
-            table = pq.read_table(pa.BufferReader(run.read(name)), columns=list(_COLUMNS)).cast(_SCHEMA)
+            file = pa.BufferReader(run.read(name))
+            table = pq.read_table(file, columns=list(_COLUMNS), page_checksum_verification=True).cast(_SCHEMA)
             if any(table.column(column).null_count for column in _COLUMNS[:-1]):
                 raise ValueError("a column has nulls")
             summed = table.column("step_ids").is_valid().to_numpy()
@@ -298,9 +329,11 @@ def _resumptions(run: Folder) -> Iterator[tuple[int, int]]:
         if '"resumed"' in line:
             try:
                 event = json.loads(line)
+                if wrong := _EVENT(event) or (event["kind"] == "resumed" and _RESUMED(event)):
+                    raise ValueError(wrong)
                 if event["kind"] == "resumed":
-                    yield int(event["generation"]), int(event["step"])
-            except (ValueError, KeyError, TypeError) as error:
+                    yield event["generation"], event["step"]
+            except (ValueError, RecursionError) as error:
                 raise InputError(
                     f"a `resumed` event is damaged: {_first_line(error)}",
                     where=f"{run.where}: events",

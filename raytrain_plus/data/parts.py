@@ -5,14 +5,14 @@ grows: what lies in the folder is at any moment complete up to some step. A part
 step that it begins with, so that no two controllers of a run ever write the same one.
 
 A thousand steps of one generation take at most 64 KiB up to 900 shards, whatever the rows: nearly all of it for the
-sums of the ids. With more shards it is 84 bytes for each, less than 1 % of the data where a row has 9 bytes. Weights
+sums of the ids. With more shards it is 85 bytes for each, less than 1 % of the data where a row has 9 bytes. Weights
 that are not the number of rows add to each note up to 2 bytes where they are tokens, up to 7.2 where they are any
 numbers: less than 1 % of the data where a shard's part of a step has 800 bytes, or 1,300.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.ledger import NOTE, kept_bits, step_sum
 from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.outage import Outages
 from raytrain_plus.storage.repeated import Repeated
 
 FOLDER = "ledger"
@@ -39,7 +40,6 @@ SCHEMA = pa.schema(
     ]
 )
 """One row for each shard of each committed step, a part's sorted by shard and step; see `data.ledger`."""
-log = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
 """Seconds between two writings, at least."""
@@ -54,8 +54,10 @@ _ENCODINGS = dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED") | {"weight": "BY
 class Parts:
     """The ledger of a run while it is written."""
 
-    def __init__(self, run: Folder, before: Callable[[], None] = lambda: None) -> None:
-        """`before` is called before each writing, by who writes; where it raises, nothing is written."""
+    def __init__(self, run: Folder, before: Callable[[], None] = lambda: None, outages: Outages | None = None) -> None:
+        """`before` is called before each writing, by who writes; where it raises, nothing is written. `outages` hears
+        whether the storage takes the ledger."""
+        self._outages = outages or Outages()
         self._run_folder = run
         self._before = before
         self._entering = threading.Lock()
@@ -106,9 +108,9 @@ class Parts:
 
     def _flush_or_later(self) -> bool:
         try:
-            self.flush()
-        except OSError:
-            log.warning("the ledger cannot be written; trying again", exc_info=True)
+            # What fails is reported, and tried again.
+            with contextlib.suppress(OSError):
+                self.flush()
         except Exception as error:
             with self._entering:
                 self._failed = error
@@ -118,8 +120,21 @@ class Parts:
     def _write(self, part: list[tuple[int, int, bytes]]) -> None:
         generation, step, _ = part[0]
         sink = pa.BufferOutputStream()
-        pq.write_table(table_of(part), sink, compression="zstd", use_dictionary=False, column_encoding=_ENCODINGS)
-        self._run_folder.write(f"{FOLDER}/{generation:08d}-{step:012d}.parquet", [sink.getvalue()])
+        pq.write_table(
+            table_of(part),
+            sink,
+            compression="zstd",
+            use_dictionary=False,
+            column_encoding=_ENCODINGS,
+            write_page_checksum=True,
+        )
+        data = sink.getvalue()
+        size = data.size
+        with self._outages.watching("ledger", self._run_folder, lambda: size):
+            self._run_folder.write(f"{FOLDER}/{generation:08d}-{step:012d}.parquet", [data])
+        # Arrow keeps what a writing took for the next one, more of it each time: 15 MB after 4,000 steps.
+        del data, sink
+        pa.default_memory_pool().release_unused()
 
 
 def table_of(entries: list[tuple[int, int, bytes]]) -> pa.Table:

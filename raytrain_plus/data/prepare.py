@@ -51,7 +51,7 @@ def _write(function: object, spec: str, target: Path) -> None:
                 f"data.prepare raised {type(error).__name__}: {error}",
                 where=f"data.prepare: {spec}",
                 user_traceback=trim_traceback(error),
-            ) from error
+            ) from None
         if not any(folder.iterdir()):
             raise DataError("data.prepare wrote nothing", where=f"data.prepare: {spec}", expected="Parquet files")
         folder.chmod(0o755)

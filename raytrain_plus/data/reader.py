@@ -109,7 +109,7 @@ def _collated(table: pa.Table, collate: Collate) -> Any:
     except TypeError as error:
         # The default's own words say it all.
         trace = trim_traceback(error) if users_frames(error) else ""
-        raise TrainingError(f"the rows cannot be made a batch: {error}", trace) from error
+        raise TrainingError(f"the rows cannot be made a batch: {error}", trace) from None
 
 
 def from_stream(number: int, delivered: int, ended: bool) -> bool:

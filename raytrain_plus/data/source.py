@@ -1,4 +1,8 @@
-"""The dataset as its footers tell it: units, columns, fingerprint; and the reading of one unit."""
+"""The dataset as its footers tell it: units, columns, fingerprint; and the reading of one unit.
+
+No row counts that may be another one than when this process first looked: after each read, and once more at the end of
+a run, the file's `stat` is compared with the first one, and pages are held against their checksums.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,14 @@ import pyarrow.parquet as pq
 
 from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.ledger import ROW_ID, row_ids
-from raytrain_plus.errors import DataError
+from raytrain_plus.data.sight import Sight, change_of, footer_of, sight_of
+from raytrain_plus.errors import DataChanged, DataError
+
+_CHECKSUM_FAILED = "CRC checksum verification failed"
+"""In Arrow's words, which has no type of error for it."""
+
+UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
+"""What pyarrow raises for a file that is damaged; the last for a column's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,8 @@ class Index:
     """The columns, without metadata."""
     fingerprint: str
     """SHA-256 over the files' relative paths, sizes and footers; no times."""
+    file_sights: tuple[Sight, ...] = field(compare=False)
+    """For each file, its `stat` on this node, taken before its footer was read. Differs from node to node."""
 
     @property
     def rows(self) -> int:
@@ -85,9 +98,11 @@ def index(path: str | Path) -> Index:
     schemas: list[pa.Schema] = []
     units: list[tuple[int, int, int, int]] = []
     marks: list[tuple[int, str, tuple[int, ...]]] = []
+    sights: list[Sight] = []
     for number, file in enumerate(files):
-        metadata, footer = _footer(file)
-        size = file.stat().st_size
+        sight, metadata, footer = _looked_at(file)
+        sights.append(sight)
+        size = sight.size
         groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
         marks.append((size, hashlib.sha256(footer).hexdigest(), groups))
         digest.update(f"{_relative(file, base)}\0{size}\0".encode())
@@ -118,6 +133,7 @@ def index(path: str | Path) -> Index:
         unit_bytes=columns[3],
         schema=schemas[0],
         fingerprint=digest.hexdigest(),
+        file_sights=tuple(sights),
     )
 
 
@@ -159,22 +175,77 @@ def check_enough(data: Index, shards: int) -> None:
 
 
 def read_unit(data: Index, unit: int) -> pa.Table:
-    """All rows of one unit, in the file's order, with their ids. Raises `DataError` naming file and row group."""
+    """Return all rows of one unit, in the file's order, with their ids.
+
+    Raises `DataChanged` if the file has changed since `data` was made, or is damaged; `DataError` if it cannot be read.
+    """
+    number, group = data.unit_file[unit], data.unit_group[unit]
     try:
-        with pq.ParquetFile(data.file(data.unit_file[unit])) as file:
-            table = file.read_row_group(data.unit_group[unit], use_threads=False)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"cannot be read: {_plain(error)}", where=data.name(unit), remedy="write the file anew, or remove it"
-        ) from error
+        table = _read_group(data.file(number), group)
+    except UNREADABLE as error:
+        # A change is the better reason.
+        check_unchanged(data, number)
+        raise _unreadable(data, unit, error) from error
+    # Now, not before: so nothing has changed up to the end of the read.
+    check_unchanged(data, number)
     if table.num_rows != data.unit_rows[unit]:
-        raise DataError(
-            f"has {table.num_rows} rows, {data.unit_rows[unit]} when the run started",
-            where=data.name(unit),
-            remedy="leave the data alone while a run reads it",
-        )
-    file, group = data.files[data.unit_file[unit]], data.unit_group[unit]
-    return table.replace_schema_metadata(None).append_column(ROW_ID, column_of(row_ids(file, group, table.num_rows)))
+        raise _damaged(data, unit, f"{table.num_rows} rows came out of it, not {data.unit_rows[unit]}")
+    ids = column_of(row_ids(data.files[number], group, table.num_rows))
+    return table.replace_schema_metadata(None).append_column(ROW_ID, ids)
+
+
+def check_unchanged(data: Index, *numbers: int) -> None:
+    """Compare files, by number, with what this process first saw of them: one `stat` each. All files, if none is named.
+
+    Raises `DataChanged` if one has changed, `DataError` if one cannot be looked at.
+    """
+    for number in numbers or range(len(data.files)):
+        file = data.file(number)
+        try:
+            change = change_of(file, data.file_sights[number], data.file_footers[number])
+        except OSError as error:
+            raise DataError(f"cannot be looked at: {error.strerror or error}", where=str(file)) from error
+        if change:
+            raise DataChanged(
+                f"the file changed while the run used it: {change}",
+                where=f"{file} on {os.uname().nodename}",
+                remedy="put the file back and resume the run, or start over with --fresh; leave the data alone "
+                "while a run uses it",
+            )
+
+
+def _read_group(file: Path, group: int, columns: list[str] | None = None) -> pa.Table:
+    with pq.ParquetFile(file, page_checksum_verification=True) as opened:
+        return opened.read_row_group(group, columns=columns, use_threads=False)
+
+
+def _unreadable(data: Index, unit: int, error: Exception) -> DataError:
+    if _CHECKSUM_FAILED in str(error):
+        return _damaged(data, unit, "the page checksum does not match", _damaged_column(data, unit))
+    return DataError(
+        f"cannot be read: {_plain(error)}", where=data.name(unit), remedy="write the file anew, or remove it"
+    )
+
+
+def _damaged_column(data: Index, unit: int) -> str:
+    """Return the first column of a unit of which a page fails its checksum; empty if none does when read alone."""
+    names: list[str] = data.schema.names
+    for name in names:
+        try:
+            _read_group(data.file(data.unit_file[unit]), data.unit_group[unit], [name])
+        except UNREADABLE as error:
+            if _CHECKSUM_FAILED in str(error):
+                return name
+    return ""
+
+
+def _damaged(data: Index, unit: int, what: str, column: str = "") -> DataChanged:
+    column = f", column '{column}'" if column else ""
+    return DataChanged(
+        f"{what}: the file is damaged",
+        where=f"{data.name(unit)}{column} on {os.uname().nodename}",
+        remedy="put an undamaged copy in its place and resume the run",
+    )
 
 
 def _least_bytes(kind: pa.DataType) -> int:
@@ -246,20 +317,13 @@ def _relative(file: Path, base: Path) -> str:
     return file.name if file == base else file.relative_to(base).as_posix()
 
 
-def _footer(file: Path) -> tuple[pq.FileMetaData, bytes]:
-    """A file's metadata, and its footer's bytes: the last eight say how long it is."""
+def _looked_at(file: Path) -> tuple[Sight, pq.FileMetaData, bytes]:
+    """Return a file's `stat`, metadata and the bytes of its footer."""
     try:
-        with file.open("rb") as stream:
-            size = stream.seek(0, 2)
-            stream.seek(max(0, size - 8))
-            tail = stream.read(8)
-            length = int.from_bytes(tail[:4], "little")
-            stream.seek(max(0, size - 8 - length))
-            footer = stream.read(length)
-        return pq.read_metadata(file), footer
+        return sight_of(file), pq.read_metadata(file), footer_of(file)
     except PermissionError as error:
         raise DataError("cannot be read: permission denied", where=str(file)) from error
-    except (OSError, pa.ArrowException) as error:
+    except UNREADABLE as error:
         size = file.stat().st_size if exists(file) else 0
         raise DataError(
             f"is no readable Parquet file ({size} bytes): {_plain(error)}",

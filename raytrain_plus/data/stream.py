@@ -25,6 +25,7 @@ from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.granule import Rows
 from raytrain_plus.data.reads import Read
 from raytrain_plus.data.source import read_unit
+from raytrain_plus.errors import DataError
 
 TASKS_AT_ONCE = 2
 """Read tasks that run at the same time for one worker."""
@@ -70,9 +71,18 @@ def _read_group(
 ) -> Iterator[pa.Table]:
     # The user's transform is imported from these folders when the rows are unpickled.
     sys.path[:0] = [root for root in roots if root not in sys.path]
-    rows: Rows = cloudpickle.loads(ray.get(pickled_rows))
+    yield from _numbered(cloudpickle.loads(ray.get(pickled_rows)), group, whole_units)
+
+
+def _numbered(rows: Rows, group: tuple[Read, ...], whole_units: bool) -> Iterator[pa.Table]:
+    """Read a group, each read's rows with its number; those that cannot be read are left out."""
     for read in group:
-        table = read_unit(rows.index, read.piece.unit) if whole_units else rows.read(read.piece)
+        try:
+            table = read_unit(rows.index, read.piece.unit) if whole_units else rows.read(read.piece)
+        except DataError:
+            # The reader, to which these rows do not come, reads them itself: it meets the same fault and says so in one
+            # sentence. Raised here, Ray Data would print its own traceback on the user's screen.
+            continue
         yield table.append_column(_NUMBER, column_of(np.full(table.num_rows, read.number, dtype=np.int64)))
 
 

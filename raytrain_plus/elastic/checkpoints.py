@@ -22,7 +22,10 @@ from raytrain_plus.past import Past
 from raytrain_plus.state.manifest import Manifest, joined, name_of, void
 from raytrain_plus.state.stages import whole_tree
 from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.outage import outage_of
 from raytrain_plus.workers.plan import Written
+
+WRITER = "checkpoints"
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class Checkpoints:
             lambda published: post(partial(self._published, published)),
             ours=journal.check_fence,
             damaged=[found.name for found in past.found if found.damaged],
+            failed=lambda error, wanted: journal.outages.failed(WRITER, outage_of(error, run, wanted)),
         )
         self._publishing: set[str] = set()
         self._writers: dict[int, Sequence[Member]] = {}
@@ -102,6 +106,8 @@ class Checkpoints:
 
     def wrote(self, told: Written, living: Collection[str]) -> None:
         """A worker has written its share, or could not."""
+        if told.outage is not None:
+            self._journal.outages.failed(WRITER, told.outage)
         members = self._writers.get(told.generation)
         if members is not None:
             self._saving.begin(told.step, told.generation, [member.worker for member in members])
@@ -196,6 +202,7 @@ class Checkpoints:
         elif void(manifest.name, self._resumptions):
             self._journal.not_saved(manifest.step, "the run has gone on from an earlier one meanwhile")
         else:
+            self._journal.outages.worked(WRITER)
             self._journal.saved(manifest.step, time.time() - manifest.time, manifest.stall_s)
             self._told_saved(manifest.step)
         self._settled(manifest.step, manifest.generation)

@@ -22,8 +22,10 @@ from typing import Any
 
 import ray
 
+from raytrain_plus.collective.credentials import Credentials
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.rendezvous import RendezvousServer
+from raytrain_plus.data.sight import Sight
 from raytrain_plus.elastic import events as e
 from raytrain_plus.elastic import machine
 from raytrain_plus.elastic.buddies import buddies
@@ -40,6 +42,7 @@ from raytrain_plus.elastic.watch import Pulses, judge, overdue, silent
 from raytrain_plus.errors import (
     CheckpointError,
     DamagedError,
+    DataChanged,
     InputError,
     Interrupted,
     RaytrainError,
@@ -57,7 +60,9 @@ from raytrain_plus.result import Result
 from raytrain_plus.runfolder import check_writable, claim
 from raytrain_plus.state.checkpoint import MISSING, amiss
 from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.folder import open_folder, split
+from raytrain_plus.storage.outage import outage_of
 from raytrain_plus.storage.probe import left
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
 from raytrain_plus.workers.plan import (
@@ -154,7 +159,7 @@ class Controller:
         """Whether a loss in the midst of steps takes all back to where they began."""
         self._pool = Pool(job.workers.cpus, job.workers.gpus)
         past = order.past or Past()
-        self._run = open_folder(order.plan.folder)
+        self._run = Claimed(open_folder(order.plan.folder))
         self._journal = Journal(
             self._run,
             job.data.batch_size,
@@ -165,7 +170,7 @@ class Controller:
         self._checkpoints = Checkpoints(
             self._run, order, self._journal, self._post, lambda step: self._feed(e.Saved(step)), self._settled
         )
-        self._exporter = Exporter(self._run, self._pool.begin, self._journal.check_fence)
+        self._exporter = Exporter(self._run, self._pool.begin, self._journal.check_fence, self._journal.outages)
         self._metrics = Metrics(job.name)
         self._ends_kept = self._tries_to_export = 0
         self._handing = -1
@@ -177,6 +182,8 @@ class Controller:
         self._pulses = Pulses()
         self._places: dict[str, Place] = {}
         self._ready: dict[str, Ready] = {}
+        self._sights: dict[str, Mapping[str, tuple[Sight, ...]]] = {}
+        """For each node, what its first worker saw of the data files: those that replace it compare theirs with it."""
         self._draining: dict[str, float | None] = {}
         self._round: _Round | None = None
         self._copies = False
@@ -489,7 +496,8 @@ class Controller:
         self._feed(e.Up(name))
         if place.node in self._draining:
             self._feed(e.Notice(name))
-        self._pool.ask(name, self._posted(self._prepared, name), "prepare", self._plan, PREPARE_S)
+        plan = replace(self._plan, sights=self._sights.get(place.node, {}))
+        self._pool.ask(name, self._posted(self._prepared, name), "prepare", plan, PREPARE_S)
 
     def _clocked(self, name: str, asked: float, future: Future[Any]) -> None:
         try:
@@ -500,15 +508,21 @@ class Controller:
 
     def _prepared(self, name: str, future: Future[Any]) -> None:
         try:
-            self._ready[name] = answer(future, name)
+            ready: Ready = answer(future, name)
         except WorkerLost:
             return
         except RaytrainError as error:
             if self._group.generation < 0:
                 raise
-            self._lost(name, str(error))
+            if isinstance(error, DataChanged):
+                self._fail(error)
+            else:
+                self._lost(name, str(error))
             return
-        if self._ready[name].layers and self._group.generation < 0:
+        self._sights.setdefault(self._places[name].node, ready.sights)
+        # Kept once a node: workers may come and go by the hundred.
+        self._ready[name] = replace(ready, sights={})
+        if ready.layers and self._group.generation < 0:
             self._look_what_fits()
         self._feed(e.Warm(name, -1))
 
@@ -553,6 +567,9 @@ class Controller:
             answer(future, name)
         except WorkerLost:
             return
+        except DataChanged as error:
+            self._fail(error)
+            return
         except RaytrainError as error:
             self._lost(name, f"its step for practice failed: {error}")
             return
@@ -561,16 +578,10 @@ class Controller:
     # A generation
 
     def _join(self, command: e.Join) -> None:
-        order, view = self._order, command.view
+        view = command.view
         if not self._journal.opened:
-            address = ray.get_runtime_context().gcs_address
             # Only now, when nothing is wrong with what was asked for.
-            fence = claim(self._run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
-            name = ray.get_runtime_context().get_actor_name() or ""
-            names, where = order.plan.job.trackers, order.plan.roots[0]
-            relays = begun(names, self._run, order.job_yaml, order.environment, where)
-            self._journal.open(fence, order.job_yaml, order.versions, address, order.plan.index.to_json(), name, relays)
-            self._checkpoints.restart_clock()
+            self._open_folder()
         self._journal.renew()
         if not command.again:
             self._go_back_to(command.first_step - 1, view.generation)
@@ -609,6 +620,7 @@ class Controller:
                     rank=member.cell,
                     size=shape.cells,
                     speaks=self._speaks(stage),
+                    claim=self._run.claim,
                 ),
             )
             self._pulses.left(name, time.monotonic())
@@ -620,6 +632,21 @@ class Controller:
                 given = (sources[stage.number],) if same else sources
                 # A call of its own, which ends: a reference lives as long as the call that it was given to.
                 self._pool.call(name, "take", view.generation, given)
+
+    def _open_folder(self) -> None:
+        """Takes the run's folder. Raises `RunError` if the storage does not take what a run begins with."""
+        order = self._order
+        address = ray.get_runtime_context().gcs_address
+        try:
+            fence = claim(self._run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
+            self._run.hold(fence.claim)
+            name = ray.get_runtime_context().get_actor_name() or ""
+            names, where = order.plan.job.trackers, order.plan.roots[0]
+            relays = begun(names, self._run, order.job_yaml, order.environment, where)
+            self._journal.open(fence, order.job_yaml, order.versions, address, order.plan.index.to_json(), name, relays)
+        except StorageError as failure:
+            raise RunError(f"the run cannot begin in {self._run.where}: {outage_of(failure, self._run)}") from failure
+        self._checkpoints.restart_clock()
 
     def _snapshots(self, donors: Sequence[str], step: int) -> tuple[Any, ...]:
         """References to the states after `step`, by stage."""
@@ -725,12 +752,13 @@ class Controller:
         assert now is not None
         members = [names[seat] for seat in seats]
         addresses = [self._places[name].address for name in members]
-        where = (self._here, 0)
+        where, credentials = (self._here, 0), [Credentials()] * len(members)
         # Who is alone needs nobody's address.
         if len(members) > 1:
             server = RendezvousServer(self._here, len(members), set(addresses))
             (now.rings if world.startswith("stage") else now.cells).append(server)
             where = (self._here, server.start())
+            credentials = [server.credentials(rank) for rank in range(len(members))]
         generation = now.view.generation
         return [
             Formation(
@@ -741,6 +769,7 @@ class Controller:
                 address=address,
                 server=where,
                 timeout_s=COLLECTIVE_S,
+                credentials=credentials[rank],
             )
             for rank, address in enumerate(addresses)
         ]
@@ -1000,6 +1029,7 @@ class Controller:
                 rank=alike.index(name),
                 size=len(alike),
                 speaks=self._speaks(stages[name]),
+                claim=self._run.claim,
             )
             self._pool.ask(name, self._posted(self._kept, name), "keep", self._me, share)
         return True
@@ -1068,6 +1098,11 @@ class Controller:
             self._stopping_since = time.monotonic()
         self._feed(e.Stop())
 
+    def _fail(self, error: DataChanged) -> None:
+        """Stop at the next step boundary because of data that a worker met before it joined; the run has failed."""
+        self._errors["data"] = error
+        self._stop()
+
     def _waits(self, have: int) -> None:
         need = self._group.limits.minimum
         if have >= need:
@@ -1133,8 +1168,8 @@ class Controller:
         error: RaytrainError | None = RunError(end.why) if end.why else None
         if status == "failed":
             error = self._errors.get(end.why) or RunError(end.why)
-        elif "export" in self._errors:
-            status, error = "failed", self._errors["export"]
+        elif found := self._errors.get("data") or self._errors.get("export"):
+            status, error = "failed", found
         elif self._round is not None and self._round.differ:
             digests = ", ".join(f"{name}: {sha[:12]}" for name, sha in self._round.shas.items())
             status, error = "failed", RunError(f"the workers' states differ at the end ({digests}); please report this")

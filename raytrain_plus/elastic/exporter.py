@@ -18,16 +18,25 @@ from raytrain_plus.parallel.mesh import Stage
 from raytrain_plus.runfolder import MODEL
 from raytrain_plus.state.whole import model_file
 from raytrain_plus.storage.folder import Folder
-from raytrain_plus.storage.tries import tried
+from raytrain_plus.storage.outage import Outages
+from raytrain_plus.storage.tries import LAST_PAUSES_S, tried
 
 log = logging.getLogger(__name__)
 
 
 class Exporter:
-    def __init__(self, run: Folder, begin: Callable[..., Callable[[float], Any]], ours: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        run: Folder,
+        begin: Callable[..., Callable[[float], Any]],
+        ours: Callable[[], None],
+        outages: Outages | None = None,
+    ) -> None:
         """`begin` starts a worker's method; what it returns waits for the answer, up to so many seconds, and raises
         `WorkerLost`, `Interrupted`, or what the method raised. `ours` raises where the run is somebody else's by now.
+        `outages` hears whether the storage takes the model.
         """
+        self._outages = outages or Outages()
         self._run = run
         self._begin = begin
         self._ours = ours
@@ -60,7 +69,7 @@ class Exporter:
         done: Callable[[str | RaytrainError], None],
     ) -> None:
         try:
-            done(tried(lambda: self._written(number, holders, step)))
+            done(tried(lambda: self._written(number, holders, step), LAST_PAUSES_S))
         except StorageError as failure:
             done(RunError(f"the model cannot be written to {self._run.where}: {failure}"))
         except RaytrainError as failure:
@@ -92,6 +101,7 @@ class Exporter:
             self._ours()
 
         # Closed here, so that nothing of the workers' memory is held on to.
-        with contextlib.closing(pieces()) as file:
+        size = sum(entry.size for inventory in inventories for entry in inventory if entry.of_model)
+        with contextlib.closing(pieces()) as file, self._outages.watching("model", self._run, lambda: size):
             self._run.write(MODEL, file)
         return digest.hexdigest()

@@ -5,36 +5,43 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from raytrain_plus.credentials import hide_credentials, without_credentials
 from raytrain_plus.data.parts import Parts
 from raytrain_plus.elastic.bubble import Bubble, Drawing
 from raytrain_plus.elastic.commits import Commits
 from raytrain_plus.elastic.incidents import Incidents, Recovery
 from raytrain_plus.elastic.totals import Totals
 from raytrain_plus.elastic.view import View
-from raytrain_plus.errors import RunError, StorageError
+from raytrain_plus.errors import FolderGone, RunError, StorageError
 from raytrain_plus.observe.events import EventLog
 from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.observe.picture import svg, trace
 from raytrain_plus.observe.trackers import Relay, Trackers
 from raytrain_plus.past import Past
 from raytrain_plus.result import RESULT, Result
-from raytrain_plus.runfolder import DATASET, JOB, PICTURE, TRACE, Fence, Lease
+from raytrain_plus.runfolder import DATASET, JOB, LEASE_BYTES, PICTURE, TRACE, Fence, Lease
 from raytrain_plus.storage.folder import Folder
-from raytrain_plus.storage.tries import tried
+from raytrain_plus.storage.outage import Outage, Outages, outage_of
+from raytrain_plus.storage.tries import LAST_PAUSES_S, tried
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.workers.plan import Export, Place, Sent
 
 log = logging.getLogger(__name__)
 
-KEPT = 10_000
-"""Events kept in memory, at least; who follows from further back gets them out of the folder."""
+KEPT = 1_000
+"""Events kept in memory, at least: 1 MB. Whoever follows from further back gets them out of the folder,"""
+READ_BACK = 10_000
+"""so many at a time."""
 
 
 class Journal:
@@ -58,8 +65,14 @@ class Journal:
         self._told: list[dict[str, Any]] = []
         self._dropped = 0
         self._early: list[dict[str, Any]] = []
+        self.outages = Outages()
+        """What the storage does not take; every writer of the run reports here."""
+        self._gave_up = False
+        """Whether the storage was waited for at the end, in vain."""
         self._fence: Fence | None = None
         self._overtaken = ""
+        self._newest = max((found.step for found in past.found if found.manifest is not None), default=-1)
+        """The step of the newest complete checkpoint; -1 if there is none."""
         self._lease: Lease | None = None
         # The lease is renewed even while ledger and events are being written.
         self._aside = ThreadPoolExecutor(max_workers=2, thread_name_prefix="journal")
@@ -107,9 +120,9 @@ class Journal:
         run.remove(RESULT)
         run.write(JOB, [job_yaml.encode()])
         run.write(DATASET, [json.dumps(dataset, indent=1).encode() + b"\n"])
-        self._log = EventLog(run)
-        self._parts = Parts(run, self._before_entries)
-        self._trackers = Trackers(run, relays)
+        self._log = EventLog(run, outages=self.outages)
+        self._parts = Parts(run, self._before_entries, self.outages)
+        self._trackers = Trackers(run, relays, self.outages)
         early, self._early = self._early, []
         self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
         for event in early:
@@ -126,13 +139,15 @@ class Journal:
         """Says that the run is alive. Raises `RunError` where it belongs to somebody else by now."""
         if self._overtaken:
             raise RunError(self._overtaken)
+        self._tell_of_outages()
         if self._lease is None or not self._lease.due or not (self._renewing is None or self._renewing.done()):
             return
         lease = self._lease
 
         def renewed() -> None:
             self.check_fence()
-            lease.renew()
+            with self.outages.watching("lease", self._run, lambda: LEASE_BYTES):
+                lease.renew()
 
         self._renewing = self._later(renewed, "the run's lease cannot be renewed; trying again")
 
@@ -148,9 +163,29 @@ class Journal:
     def _look_for_another(self) -> None:
         holder = None if self._fence is None else self._fence.overtaken()
         if holder is not None:
-            self._overtaken = (
+            self._overtaken = self._gone() or (
                 f"another controller has taken this run over ({holder}); this one stops and writes no more"
             )
+
+    def _gone(self) -> str:
+        """What is said if the run's folder is not where it was; empty if it is."""
+        assert self._fence is not None
+        was, now = self._run.path, None if self._log is None else self._log.place()
+        moved = was is not None and now is not None and now.parent != Path(os.path.realpath(was))
+        if not moved and not self._fence.gone:
+            return ""
+        kept = f"the checkpoint after step {self._newest + 1}" if self._newest >= 0 else "no checkpoint"
+        stops = "the run stops and writes no more"
+        if moved:
+            assert now is not None
+            return (
+                f"the run's folder {was} was moved to {now.parent}: {stops}. It holds {kept}; to continue there: "
+                f"raytrain resume {shlex.quote(str(now.parent))}"
+            )
+        return (
+            f"the run's folder {self._run.where} was moved or removed: {stops}. It held {kept}; to continue, if it "
+            "lies elsewhere now: raytrain resume FOLDER"
+        )
 
     def _before_entries(self) -> None:
         """Comes before anything is entered into the ledger.
@@ -171,14 +206,24 @@ class Journal:
         def done() -> None:
             try:
                 act()
-            except OSError:
-                log.warning("%s", failing, exc_info=True)
-            except RunError:
-                log.warning("%s", self._overtaken)
+            except OSError as error:
+                self._say_once(failing, error)
+            except RunError as error:
+                # The loop ends the run with it.
+                log.info("%s", self._overtaken or error)
             except Exception:
                 log.exception("%s", failing)
 
         return self._aside.submit(done)
+
+    def _say_once(self, failing: str, error: OSError) -> None:
+        """Logs a failure of the storage in one line, unless its cause is reported already."""
+        if not self.outages.open:
+            log.warning("%s: %s", failing, error)
+
+    def _tell_of_outages(self, last: bool = False) -> None:
+        for kind, fields in self.outages.news(last):
+            self._tell(kind, **fields)
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
@@ -186,11 +231,11 @@ class Journal:
             self._news.wait_for(lambda: self._dropped + len(self._told) > cursor, timeout_s)
             if cursor >= self._dropped or self._log is None:
                 return self._told[max(0, cursor - self._dropped) :]
-            until = min(self._dropped, cursor + KEPT)
+            until = min(self._dropped, cursor + READ_BACK)
         try:
             events = list(itertools.islice(self._log.read(), cursor, until))
-        except OSError:
-            log.warning("events cannot be read back; trying again", exc_info=True)
+        except OSError as error:
+            self._say_once("events cannot be read back; trying again", error)
             events = []
         if not events:
             # They are still to be written.
@@ -257,6 +302,7 @@ class Journal:
         self._totals.back_to(step, self.samples(step), made)
         self.evaluated = evaluated
         self._figures = {at: figures for at, figures in self._figures.items() if at <= step}
+        self._newest = min(self._newest, step)
         self._tell("resumed", step=step, checkpoint=checkpoint, voided_to=made)
         if self._log is not None:
             # The next checkpoint waits for it in any case.
@@ -278,10 +324,13 @@ class Journal:
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:
         """There is a complete checkpoint of `step`; it took so long, and held the training up for `stall_s`."""
+        self._newest = step
         self._tell("checkpoint_saved", step=step, seconds=seconds, stall_s=stall_s)
 
     def not_saved(self, step: int, error: str) -> None:
         """There is none, or not one that can be used."""
+        # The cause comes first: who follows does not show it again.
+        self._tell_of_outages()
         self._tell("checkpoint_failed", step=step, error=error)
 
     def figures(self, step: int) -> Mapping[str, float]:
@@ -342,6 +391,7 @@ class Journal:
 
         Raises `RunError` where that cannot be written, or belongs to somebody else by now.
         """
+        error = error and without_credentials(error)
         if status == "finished":
             self._recovered(self._incidents.ended(time.time()))
         sha = export.state_sha256 if export else None
@@ -370,6 +420,7 @@ class Journal:
             result.save(self._run)
 
         self._at_last(made)
+        self._tell_of_outages(last=True)
         self._tell(
             "run_finished",
             status=status,
@@ -392,11 +443,29 @@ class Journal:
         self._later(draw, "the picture of a step cannot be written")
 
     def _at_last(self, write: Callable[[], None]) -> None:
-        """Writes a part of the end. Raises `RunError` where the storage does not take it."""
+        """Writes a part of the end. The storage is waited for once, for half a minute.
+
+        Raises `RunError` where it does not take it.
+        """
+        outages: list[Outage] = []
+
+        def failed(error: OSError) -> None:
+            outages[:] = [outage_of(error, self._run)]
+            # Who follows hears it while this waits.
+            self.outages.failed("end", outages[0])
+            self._tell_of_outages()
+
         try:
-            tried(write)
+            tried(write, () if self._gave_up else LAST_PAUSES_S, failed)
         except StorageError as failure:
-            raise RunError(f"the end of the run cannot be written to {self._run.where}: {failure}") from failure
+            self._gave_up = True
+            kept = f"the checkpoint after step {self._newest + 1} is" if self._newest >= 0 else "no checkpoint is"
+            raise RunError(
+                f"the end of the run cannot be written: {outages[0]}, tried for {sum(LAST_PAUSES_S):.0f} s. In "
+                f"{self._run.where} {kept} kept; when there is room: "
+                f"raytrain resume {shlex.quote(without_credentials(self._run.address, whole=True))}"
+            ) from failure
+        self.outages.worked("end")
 
     def close(self) -> None:
         """Closes what is open. What the storage does not take by now is lost, and said so."""
@@ -405,20 +474,21 @@ class Journal:
             try:
                 if opened is not None:
                     opened.close()
-            except (OSError, RunError):
-                log.warning("the end of %s cannot be written", type(opened).__name__, exc_info=True)
+            except OSError as error:
+                self._say_once(f"the end of {type(opened).__name__} cannot be written", error)
+            except RunError as error:
+                log.warning("the end of %s is not written: %s", type(opened).__name__, self._overtaken or error)
         try:
             if self._lease is not None and not self._overtaken:
                 self._lease.release()
-        except OSError:
-            log.warning("the run's lease cannot be given up; it ends by itself", exc_info=True)
+        except (OSError, FolderGone) as error:
+            log.warning("the run's lease cannot be given up; it ends by itself: %s", error)
 
     def _commit(self, records: Iterable[StepRecord]) -> None:
         for record in records:
             # Where the model is in stages, those that read no data do not wait for it.
             record = replace(record, waited_s=self._waited.pop(record.step, record.waited_s))
-            if self._parts is not None:
-                self._parts.add(self.generation, record.step, record.notes)
+            self._enter(record)
             self._totals.add(record)
             self._tell(
                 "step_committed",
@@ -427,9 +497,22 @@ class Journal:
                 epoch=record.step * self._batch_size // self._rows,
                 samples=record.rows,
                 loss=record.loss,
+                grad_norm=record.grad_norm,
                 seconds=record.seconds,
+                **({"skipped": True} if record.skipped else {}),
             )
             self._recovered(self._incidents.committed(record.time))
+
+    def _enter(self, record: StepRecord) -> None:
+        """Enters a step into the ledger. Raises `RunError` where the run's folder is gone, or another's."""
+        if self._parts is None:
+            return
+        try:
+            self._parts.add(self.generation, record.step, record.notes)
+        except FolderGone:
+            # This says where it is.
+            self.check_fence()
+            raise
 
     def _recovered(self, recovery: Recovery | None) -> None:
         if recovery is None:
@@ -447,15 +530,14 @@ class Journal:
         )
 
     def _tell(self, kind: str, time_s: float | None = None, /, **fields: Any) -> None:
+        # Words of Ray's and of the task's are among them, and followers see them as they are here.
+        fields = hide_credentials(fields)
         if self._log is None or self._trackers is None or self._overtaken:
             event = {"time": time.time(), "generation": self.generation, "kind": kind, **fields}
             self._early.append(dict(event))
         else:
             event = self._log.write(kind, generation=self.generation, time=time_s, fields=fields)
-            try:
-                self._trackers.add(event)
-            except OSError:
-                log.warning("TensorBoard's figures cannot be written; some are lost", exc_info=True)
+            self._trackers.add(event)
         self.gauges.add(event)
         with self._news:
             self._told.append(event)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from raytrain_plus.errors import StorageError
+from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.job import KeepBest
 from raytrain_plus.state.checkpoint import amiss, commit, discard, sweep
-from raytrain_plus.state.manifest import Manifest, kept, newness, void
+from raytrain_plus.state.manifest import Manifest, kept, newness, to_bytes, void
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.tries import tried
 
@@ -43,11 +43,13 @@ class Publisher:
         done: Callable[[Published], None],
         ours: Callable[[], None] = lambda: None,
         damaged: Iterable[str] = (),
+        failed: Callable[[OSError, int], None] = lambda error, wanted: None,
     ) -> None:
         """`settle` makes ledger and events durable; `done` is told on the thread what became of each.
 
         `ours` raises where the run belongs to somebody else by now: unlike `settle` it works on a full disk. The
         `damaged` are not removed while this run goes on: who has a copy of a file may mend them.
+        `failed` gets each error of the storage, and how many bytes were to be written.
         """
         self._complete = sorted(complete, key=newness, reverse=True)
         self._resumptions: Sequence[tuple[int, int]] = ()
@@ -58,6 +60,7 @@ class Publisher:
         self._settle = settle
         self._done = done
         self._ours = ours
+        self._failed = failed
         self._damaged = set(damaged)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
 
@@ -95,7 +98,8 @@ class Publisher:
 
     def _publish(self, manifest: Manifest) -> None:
         try:
-            error = tried(lambda: self._commit(manifest))
+            size = len(to_bytes(manifest))
+            error = tried(lambda: self._commit(manifest), failed=lambda failure: self._failed(failure, size))
         except StorageError as failure:
             error = str(failure)
         except Exception as failure:
@@ -132,8 +136,10 @@ class Publisher:
             self._ours()
             # Only where there is no manifest: a try that failed may have been one that succeeded.
             discard(self._run, name)
+        except (OSError, RunError) as error:
+            log.warning("what is left of a checkpoint was not removed; the next one takes it along: %s", error)
         except Exception:
-            log.warning("what is left of a checkpoint was not removed; the next one takes it along", exc_info=True)
+            log.exception("what is left of a checkpoint was not removed; the next one takes it along")
 
     def _sweep(self, newest: Manifest) -> None:
         """Removes what is not kept any more."""
@@ -146,5 +152,7 @@ class Publisher:
                 self._complete, _ = kept(self._complete, self._keep, self._best)
                 stay = {one.name for one in self._complete} | self._damaged
             sweep(self._run, stay, before=newness(newest))
+        except (OSError, RunError) as error:
+            log.warning("old checkpoints were not removed; trying again after the next one: %s", error)
         except Exception:
-            log.warning("old checkpoints were not removed; trying again after the next one", exc_info=True)
+            log.exception("old checkpoints were not removed; trying again after the next one")

@@ -20,6 +20,10 @@ class _Record(Protocol):
     @property
     def loss(self) -> float: ...
     @property
+    def grad_norm(self) -> float: ...
+    @property
+    def skipped(self) -> bool: ...
+    @property
     def seconds(self) -> float: ...
     @property
     def waited_s(self) -> float: ...
@@ -39,6 +43,8 @@ class Totals:
         self.steps = 0
         self.samples = 0
         self.loss: float | None = None
+        self.grad_norm: float | None = None
+        self.skipped = 0
         self.first_time: float | None = None
         self.last_time = 0.0
         self._warm_s = 0.0
@@ -62,6 +68,8 @@ class Totals:
         self.steps = record.step + 1
         self.samples += record.rows
         self.loss = record.loss
+        self.grad_norm = record.grad_norm
+        self.skipped += record.skipped
         self.last_time = record.time
         self.again_s += record.seconds if record.step <= self._again_to else 0.0
         if self.first_time is None or self._begin is None:
@@ -125,5 +133,6 @@ class Totals:
             copies=self.copies,
             copy_s=self.copy_s,
             error=error,
+            skipped=self.skipped,
             show=show,
         )

@@ -12,6 +12,7 @@ from raytrain_plus.errors import RunError
 HOROVOD_VERSION = "0.28.1"
 
 _PAIR = "third_party/gloo/gloo/transport/tcp/pair.cc"
+_PAIR_HEADER = "third_party/gloo/gloo/transport/tcp/pair.h"
 _OPERATIONS = "horovod/common/operations.cc"
 _TORCH = "horovod/torch/mpi_ops_v2.cc"
 _STORE = "horovod/common/gloo/http_store.cc"
@@ -315,6 +316,133 @@ EDITS: tuple[Edit, ...] = (
     }
 
     // sleep for 500ms before another try.
+""",
+    ),
+    Edit(
+        name="token-in-every-request",
+        file=_STORE,
+        reason="the rendezvous answers members only, and each member may publish its own keys only: every request "
+        "carries the member's token",
+        old="""      http::Response response = request.send(method, body);
+      gone =""",
+        new="""      std::vector<std::string> headers;
+      const char* token = std::getenv("HOROVOD_GLOO_RENDEZVOUS_TOKEN");
+      if (token != nullptr && *token != '\\0') {
+        headers.push_back(std::string("Authorization: Bearer ") + token);
+      }
+      http::Response response = request.send(method, body, headers);
+      gone =""",
+    ),
+    Edit(
+        name="link-key-kept",
+        file=_PAIR_HEADER,
+        reason="the first part of 'link-key': a connection keeps what its two members know",
+        old="""  bool is_client_;
+""",
+        new="""  bool is_client_;
+  std::string linkKey_;
+""",
+    ),
+    Edit(
+        name="link-key-read",
+        file=_PAIR,
+        reason="the first process that connects to a member's port is taken for its peer; with 'link-key', it must "
+        "first say the key that only these two members know",
+        old="""} // namespace
+
+Pair::Pair(
+""",
+        new="""// Returns the key that this process shares with the member of that rank; empty if there is none.
+std::string linkKeyOf(int rank) {
+  const char* keys = ::getenv("HOROVOD_GLOO_LINK_KEYS");
+  std::istringstream stream(keys == nullptr ? "" : keys);
+  std::string key;
+  for (int i = 0; i <= rank; i++) {
+    if (!std::getline(stream, key, ',')) {
+      return "";
+    }
+  }
+  return key;
+}
+
+// Reads the key from a new connection. It came in one piece, before the kernel showed the connection.
+bool saysLinkKey(int fd, const std::string& key) {
+  std::string said(key.size(), '\\0');
+  const auto got = ::recv(fd, &said[0], said.size(), MSG_DONTWAIT);
+  unsigned char differ = 0;
+  for (size_t i = 0; i < key.size(); i++) {
+    differ |= static_cast<unsigned char>(said[i] ^ key[i]);
+  }
+  return got == static_cast<ssize_t>(key.size()) && differ == 0;
+}
+
+} // namespace
+
+Pair::Pair(
+""",
+    ),
+    Edit(
+        name="link-key-set",
+        file=_PAIR,
+        reason="part of 'link-key'",
+        old="""      is_client_(false),
+      ex_(nullptr) {
+""",
+        new="""      is_client_(false),
+      linkKey_(linkKeyOf(rank)),
+      ex_(nullptr) {
+""",
+    ),
+    Edit(
+        name="link-key-awaited",
+        file=_PAIR,
+        reason="part of 'link-key': the kernel shows a connection only when the key has arrived, so that a process "
+        "that connects and says nothing holds nobody up",
+        old="""  // listen(2) on socket
+""",
+        new="""  if (!linkKey_.empty()) {
+    int seconds = 10;
+    rv = setsockopt(fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &seconds, sizeof(seconds));
+    if (rv == -1) {
+      ::close(fd);
+      signalAndThrowException(GLOO_ERROR_MSG("setsockopt: ", strerror(errno)));
+    }
+  }
+
+  // listen(2) on socket
+""",
+    ),
+    Edit(
+        name="link-key-checked",
+        file=_PAIR,
+        reason="part of 'link-key': a process that does not say it is dropped, and the port goes on listening",
+        old="""  rv = accept(fd_, (struct sockaddr*)&addr, &addrlen);
+""",
+        new="""  rv = accept(fd_, (struct sockaddr*)&addr, &addrlen);
+  if (rv != -1 && !linkKey_.empty() && !saysLinkKey(rv, linkKey_)) {
+    ::close(rv);
+    return;
+  }
+""",
+    ),
+    Edit(
+        name="link-key-said",
+        file=_PAIR,
+        reason="part of 'link-key': the member that connects says it, in one piece, before anything else",
+        old="""        GLOO_ERROR_MSG("connect ", peer_.str(), ": ", strerror(optval)));
+    return;
+  }
+""",
+        new="""        GLOO_ERROR_MSG("connect ", peer_.str(), ": ", strerror(optval)));
+    return;
+  }
+  if (!linkKey_.empty()) {
+    const auto sent = ::send(fd_, linkKey_.data(), linkKey_.size(), MSG_NOSIGNAL);
+    if (sent != static_cast<ssize_t>(linkKey_.size())) {
+      signalException(GLOO_ERROR_MSG("send ", peer_.str(), ": ", strerror(errno)));
+      return;
+    }
+  }
 """,
     ),
 )

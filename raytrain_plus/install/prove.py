@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 
+from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.errors import RunError
 
 PROOF_S = 120.0
 
 _MEMBER = """
-import sys, torch
+import json, sys, torch
+from raytrain_plus.collective.credentials import Credentials
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.horovod import HorovodWorld
 from raytrain_plus.collective.world import wait
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-world = HorovodWorld(Formation(generation=0, name="proof", rank=rank, size=2, address="127.0.0.1",
-                               server=("127.0.0.1", port), timeout_s=30))
-tensor = torch.full((1000,), rank + 1.0)
+given = json.load(sys.stdin)
+given["credentials"] = Credentials(given["credentials"]["token"], tuple(given["credentials"]["link_keys"]))
+world = HorovodWorld(Formation(**{**given, "server": tuple(given["server"])}))
+tensor = torch.full((1000,), world.rank + 1.0)
 wait(world.reduce(tensor, "proof"), "the proof's sum", 30)
 assert tensor.eq(3.0).all(), tensor
 world.close()
@@ -31,14 +35,21 @@ def prove() -> None:
     port = server.start()
     members = [
         subprocess.Popen(
-            [sys.executable, "-c", _MEMBER, str(rank), str(port)],
+            [sys.executable, "-c", _MEMBER],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for _ in range(2)
     ]
     try:
+        for rank, member in enumerate(members):
+            # Not as an argument, which every user of this machine can read.
+            assert member.stdin is not None
+            member.stdin.write(json.dumps(asdict(_formation(server, rank, port))))
+            member.stdin.close()
+            member.stdin = None
         said = [member.communicate(timeout=PROOF_S)[0] for member in members]
     except subprocess.TimeoutExpired as error:
         raise RunError(f"two processes did not sum a tensor through Horovod within {PROOF_S:g} s") from error
@@ -50,3 +61,16 @@ def prove() -> None:
     for member, text in zip(members, said, strict=True):
         if member.returncode:
             raise RunError(f"Horovod was built but does not work; a process that used it said:\n{text.rstrip()}")
+
+
+def _formation(server: RendezvousServer, rank: int, port: int) -> Formation:
+    return Formation(
+        generation=0,
+        name="proof",
+        rank=rank,
+        size=2,
+        address="127.0.0.1",
+        server=("127.0.0.1", port),
+        timeout_s=30,
+        credentials=server.credentials(rank),
+    )

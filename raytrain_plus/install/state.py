@@ -36,6 +36,8 @@ class HorovodState:
     """The command that mends it; empty where nothing is wrong."""
     nccl: bool = False
     """Whether it sums on GPUs."""
+    installed: bool = True
+    """Whether there is one at all."""
 
 
 def fixed_version(torch: str, nccl: bool = False) -> str:
@@ -49,7 +51,7 @@ def horovod_state() -> HorovodState:
     try:
         installed, torch = version("horovod"), version("torch")
     except PackageNotFoundError as error:
-        return HorovodState(False, f"{error.name} is not installed", REMEDY)
+        return HorovodState(False, f"{error.name} is not installed", REMEDY, installed=False)
     wanted = fixed_version(torch)
     nccl = installed == fixed_version(torch, nccl=True)
     if installed == wanted or nccl:
@@ -59,7 +61,10 @@ def horovod_state() -> HorovodState:
     if installed.partition(".torch.")[0] == wanted.partition(".torch.")[0]:
         return HorovodState(False, f"the installed build {installed} is for another torch than {torch}", REMEDY)
     return HorovodState(
-        False, f"the installed build {installed} lacks fixes without which a lost worker takes the others along", REMEDY
+        False,
+        f"the installed build {installed} lacks fixes of this version, without which a lost worker takes the others "
+        "along, or another process of the machine can join a run",
+        REMEDY,
     )
 
 
@@ -91,6 +96,14 @@ def choose_collective(wanted: str, gpus: float) -> str:
     if wanted == "horovod":
         raise InputError(f"Horovod cannot be used: {reason}", where="collective: horovod", remedy=remedy)
     return "torch"
+
+
+def passed_over(wanted: str) -> str:
+    """Return why `collective: auto` does not take the Horovod that is installed here; empty if it does, or none is."""
+    state = horovod_state()
+    if wanted != "auto" or state.usable or not state.installed:
+        return ""
+    return f"Horovod is not used: {state.reason}; this run takes torch.distributed (to have Horovod: {state.remedy})"
 
 
 def probe() -> HorovodState:

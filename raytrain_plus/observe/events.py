@@ -6,32 +6,33 @@ elsewhere           events-00000001.ndjson, ...: parts (`storage.growing`), othe
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import threading
 import time as time_of_day
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raytrain_plus.errors import InputError
+from raytrain_plus import jsonshape as has
 from raytrain_plus.jsontext import json_text
+from raytrain_plus.storage.appended import Appended
 from raytrain_plus.storage.document import parse_object
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.growing import Growing
 from raytrain_plus.storage.local import naming
+from raytrain_plus.storage.outage import Outages
 
 Event = dict[str, Any]
 EVENTS = "events.ndjson"
 """The file's name in a run's folder."""
+WRITER = "events"
 PERIOD_S = 2.0
 """Seconds between two writings of a part."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "run_started": ("job", "versions", "address"),
     "view_formed": ("members", "spares", "collective"),
-    "step_committed": ("step", "epoch", "samples", "loss", "seconds"),
+    "step_committed": ("step", "epoch", "samples", "loss", "grad_norm", "seconds"),
     "worker_joined": ("worker", "pid", "node"),
     "worker_lost": ("worker", "pid", "node", "cause"),
     "recovered": ("cause", "stall_s", "steps_lost", "steps_recomputed", "kept", "replaced", "phases"),
@@ -42,10 +43,67 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "checkpoint_saved": ("step", "seconds", "stall_s"),
     "checkpoint_failed": ("step", "error"),
     "resumed": ("step", "checkpoint", "voided_to"),
+    "storage_failed": ("place", "error", "wanted", "free"),
+    "storage_recovered": ("place", "error", "seconds"),
     "run_finished": ("status", "error", "steps", "samples", "state_sha256"),
 }
 """The fields of each kind, beside `time` (Unix seconds), `generation` and `kind`."""
+_OPTIONAL: dict[str, frozenset[str]] = {"step_committed": frozenset({"skipped"})}
+"""Fields that a kind may have besides."""
+_LATER = {"step_committed": frozenset({"grad_norm"})}
+"""Fields that the events of older versions lack."""
 
+_WHO = {"worker": has.text, "pid": has.whole(0), "node": has.text}
+_SECONDS = has.number(0, 1e12)
+_SHAPES: dict[str, has.Shape] = {
+    "time": _SECONDS,
+    "generation": has.whole(-1),
+    "kind": has.text,
+    "job": has.text,
+    "versions": has.table_of(has.text),
+    "address": has.text,
+    "members": has.list_of(
+        has.object_of(
+            worker=has.text,
+            cell=has.whole(0),
+            stage=has.whole(0),
+            params=has.whole(0),
+            shards=has.list_of(has.whole(0)),
+        ),
+    ),
+    "spares": has.list_of(has.text),
+    "collective": has.text,
+    "step": has.whole(-1),
+    "epoch": has.whole(0),
+    "samples": has.whole(0),
+    "loss": has.figure,
+    "grad_norm": has.figure,
+    "skipped": has.truth,
+    "seconds": _SECONDS,
+    **_WHO,
+    "cause": has.text,
+    "stall_s": _SECONDS,
+    "steps_lost": has.whole(0),
+    "steps_recomputed": has.whole(0),
+    "kept": has.list_of(has.anything),
+    "replaced": has.list_of(has.anything),
+    "phases": has.table_of(has.number()),
+    "for": has.text,
+    "deadline": has.maybe(has.number()),
+    "from": has.whole(0),
+    "to": has.whole(0),
+    "metrics": has.table_of(has.figure),
+    "error": has.maybe(has.text),
+    "place": has.text,
+    "wanted": has.whole(0),
+    "free": has.maybe(has.whole(0)),
+    "checkpoint": has.maybe(has.text),
+    "voided_to": has.whole(-1),
+    "status": has.text,
+    "steps": has.whole(0),
+    "state_sha256": has.maybe(has.text),
+}
+"""What each field holds, whatever the kind: a reader meets what a disk or a person has made of a line."""
 _REMEDY = "mend the line if you have a copy; or start over with --fresh, which keeps this run's folder"
 _STEP = b'"kind": "step_committed"'
 """What the line of a step has, and no other: in a text, quotes are written otherwise."""
@@ -58,19 +116,30 @@ _BLOCK = 65536
 class EventLog:
     """Appends events to those that a run has. What the storage does not take is kept, and written later."""
 
-    def __init__(self, run: Folder, clock: Callable[[], float] = time_of_day.time) -> None:
-        """Behind what earlier controllers have told; a last line that was torn by a crash is cut off first."""
+    def __init__(
+        self, run: Folder, clock: Callable[[], float] = time_of_day.time, outages: Outages | None = None
+    ) -> None:
+        """Behind what earlier controllers have told; a last line that was torn by a crash is cut off first.
+
+        `outages` hears whether the storage takes the events.
+        """
         self._clock = clock
         self._run = run
-        self._lines: _File | Growing
+        # On a file system each line goes to the operating system as soon as it is written: what another process reads
+        # is then never behind what the driver was told. An event costs less than 10 us: batches of them would save
+        # nothing that a step could notice.
+        self._lines: Appended | Growing
+        outages = outages or Outages()
         path = run.path_of(EVENTS)
         if path is not None:
-            self._lines = _File(path)
-            self._behind = self._lines.size
+            cut_torn_line(path)
+            self._behind = path.stat().st_size if path.exists() else 0
+            self._lines = Appended(run, path, WRITER, outages)
+            self._lines.open()
         else:
             self._behind = max(_parts(run), default=0)
             numbers = itertools.count(self._behind + 1)
-            self._lines = Growing(run, lambda: _part(next(numbers)), PERIOD_S)
+            self._lines = Growing(run, lambda: _part(next(numbers)), PERIOD_S, writer=WRITER, outages=outages)
 
     def write(self, kind: str, *, generation: int, time: float | None = None, fields: Event) -> Event:
         """Appends one event, stamped now unless `time` is given; the event, as handed in.
@@ -79,7 +148,7 @@ class EventLog:
         """
         if kind not in FIELDS:
             raise ValueError(f"there is no event '{kind}'; the kinds are {tuple(FIELDS)}")
-        if set(fields) != set(FIELDS[kind]):
+        if set(fields) - _OPTIONAL.get(kind, frozenset()) != set(FIELDS[kind]):
             raise ValueError(f"the event '{kind}' has the fields {FIELDS[kind]}, not {tuple(fields)}")
         event = {"time": self._clock() if time is None else time, "generation": generation, "kind": kind, **fields}
         self._lines.append(json_text(event).encode() + b"\n")
@@ -97,56 +166,13 @@ class EventLog:
         """Forgets what is not written yet."""
         self._lines.abandon()
 
+    def place(self) -> Path | None:
+        """Where the file lies now, if that is known: whoever moves its folder takes it along."""
+        return self._lines.place() if isinstance(self._lines, Appended) else None
+
     def read(self) -> Iterator[Event]:
         """The events of this log alone, as far as they are written."""
         return _events(self._run, self._behind)
-
-
-class _File:
-    """Hands each line to the operating system as soon as it is written.
-
-    What another process reads is then never behind what the driver was told. An event costs less than 10 us: batches of
-    them would save nothing that a step could notice.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        cut_torn_line(path)
-        self._file = path.open("ab", buffering=0)
-        self.size = self._file.seek(0, os.SEEK_END)
-        # One that grows in place, and is cut in place: a disk may be full for hours.
-        self._owed = bytearray()
-        self._writing = threading.Lock()
-
-    def append(self, line: bytes) -> None:
-        """See `Growing`."""
-        with self._writing:
-            self._owed += line
-            with contextlib.suppress(OSError):
-                self._flush()
-
-    def sync(self) -> None:
-        """See `Growing`."""
-        with naming(self._path):
-            with self._writing:
-                self._flush()
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """See `Growing`."""
-        try:
-            self.sync()
-        finally:
-            self._file.close()
-
-    def abandon(self) -> None:
-        """See `Growing`."""
-        with self._writing:
-            self._owed.clear()
-
-    def _flush(self) -> None:
-        while self._owed:
-            del self._owed[: self._file.write(self._owed)]
 
 
 def read_events(run: Folder) -> Iterator[Event]:
@@ -229,12 +255,20 @@ def _events(run: Folder, behind: int) -> Iterator[Event]:
 
 def _event(run: Folder, name: str, number: int, line: bytes) -> Event:
     file = f"{run.where}/{name}"
-    event = parse_object(line, file, number, _REMEDY)
-    missing = {"time", "generation", "kind", *FIELDS.get(str(event.get("kind")), ())} - event.keys()
-    if missing or not all(isinstance(event.get(field, 0), int) for field in ("generation", "step")):
-        what = f"the event has no {min(missing)!r}" if missing else "a number is none"
-        raise InputError(f"the file is damaged: {what}", where=f"{file}, line {number}", remedy=_REMEDY)
-    return event
+    return parse_object(line, file, number, _REMEDY, _misfit)
+
+
+def _misfit(event: Event) -> str:
+    kind = str(event.get("kind"))
+    missing = {"time", "generation", "kind", *FIELDS.get(kind, ())} - _LATER.get(kind, frozenset()) - event.keys()
+    if missing:
+        return f"the event has no {min(missing)!r}"
+    for name, value in event.items():
+        if wrong := _SHAPES.get(name, has.anything)(value):
+            return f"{name}: {wrong}"
+    if event["kind"] == "view_formed" and not event["members"]:
+        return "members: there are none"
+    return ""
 
 
 def _lines(run: Folder, behind: int) -> Iterator[tuple[str, int, bytes]]:

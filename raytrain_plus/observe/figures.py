@@ -25,7 +25,8 @@ class Figures:
     def of(self, event: Event) -> list[Figure]:
         """The figures of the next event; most kinds have none.
 
-        The loss of step s is that of the weights after s steps; figures evaluated after step s of those after s + 1.
+        Loss and gradient norm of step s are those of the weights after s steps; figures evaluated after step s are
+        those of the weights after s + 1.
         Steps that are made again after a total loss come again: what comes later counts.
         """
         kind = event["kind"]
@@ -33,6 +34,8 @@ class Figures:
         if kind == "step_committed":
             self._step = event["step"]
             found["train/loss"] = event["loss"]
+            if "grad_norm" in event:
+                found["train/grad_norm"] = event["grad_norm"]
             if event["seconds"] > 0:
                 found["train/samples_per_second"] = event["samples"] / event["seconds"]
         elif kind == "view_formed":

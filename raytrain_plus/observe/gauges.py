@@ -17,6 +17,8 @@ OF_RUN: dict[str, str] = {
     "raytrain_steps": "Committed steps",
     "raytrain_samples_per_second": "Rows a second in the latest steps, those of about 10 s; 0 while the run waits",
     "raytrain_loss": "Loss of the newest committed step",
+    "raytrain_grad_norm": "Global norm of the newest committed step's gradient, before clipping",
+    "raytrain_steps_skipped": "Steps whose sums were not finite, since the run began or was last resumed",
     "raytrain_generation": "Number of the view; rises with each change of the group",
     "raytrain_workers": "Workers in the group",
     "raytrain_spares": "Warm workers that stand by",
@@ -47,6 +49,10 @@ class _Totals(Protocol):
     def steps(self) -> int: ...
     @property
     def loss(self) -> float | None: ...
+    @property
+    def grad_norm(self) -> float | None: ...
+    @property
+    def skipped(self) -> int: ...
     @property
     def recoveries(self) -> int: ...
     @property
@@ -123,6 +129,8 @@ class Gauges:
             "raytrain_steps": totals.steps,
             "raytrain_samples_per_second": speed,
             "raytrain_loss": totals.loss,
+            "raytrain_grad_norm": totals.grad_norm,
+            "raytrain_steps_skipped": totals.skipped,
             "raytrain_generation": self._generation,
             "raytrain_workers": standing.workers,
             "raytrain_spares": self._spares,

@@ -77,13 +77,7 @@ class PlainView:
         """Every line has been flushed already."""
 
     def _say(self, text: str) -> None:
-        try:
-            print(text, file=self._stream, flush=True)
-        except BrokenPipeError:
-            # Who read along (`head`, say) has left. The run is worth more than its report: what follows goes nowhere.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+        say(text, self._stream)
 
 
 class TerminalView:
@@ -181,7 +175,32 @@ class NotebookView:
 
 def _say_error(result: Result) -> None:
     if result.error:
-        print(result.error, file=sys.stderr, flush=True)
+        say(result.error, sys.stderr)
+
+
+def say(text: str, stream: TextIO) -> None:
+    """Prints a line. A stream that does not take it loses it: the run is worth more than its report."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        # Whoever read along (`head`, say) has left: what follows goes nowhere.
+        _forget(stream)
+    except OSError:
+        # The disk that the output goes to is full, say: later lines may find room.
+        kept = os.dup(stream.fileno())
+        try:
+            _forget(stream)
+            stream.flush()
+            os.dup2(kept, stream.fileno())
+        finally:
+            os.close(kept)
+
+
+def _forget(stream: TextIO) -> None:
+    """Has what `stream` holds, and what follows, go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def view_for(stream: TextIO) -> View:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain_plus.observe.events import Event
+from raytrain_plus.storage.outage import outage_text
 
 WINDOW_S = 10.0
 """Speed is taken over the steps of about the last so many seconds."""
@@ -35,6 +36,8 @@ class Standing:
     _lost: list[str] = field(default_factory=list)
     """Losses of members that have not been told yet."""
     _recovering: bool = False
+    _outages: set[tuple[str, str]] = field(default_factory=set)
+    """(place, error) of each storage that takes no more."""
 
     def add(self, event: Event) -> str | None:
         """Takes one event; the line that it deserves, if it does.
@@ -45,6 +48,8 @@ class Standing:
         if kind == "step_committed":
             self.step, self.loss, self.waiting = event["step"] + 1, float(event["loss"]), ""
             self._time(event["samples"], event["seconds"])
+            if event.get("skipped"):
+                return f"step {event['step'] + 1} was skipped: its loss or gradient is not finite"
             return None
         if kind == "view_formed":
             return self._view(event)
@@ -72,6 +77,13 @@ class Standing:
             return "; ".join(self._untold()) or None
         if kind == "evaluated":
             self.evaluations.append((event["step"], event["metrics"]))
+        elif kind == "storage_failed":
+            self._outages.add((event["place"], event["error"]))
+        elif kind == "storage_recovered":
+            self._outages.discard((event["place"], event["error"]))
+        elif kind == "checkpoint_failed" and any(error in event["error"] for _, error in self._outages):
+            # Its cause has its line.
+            return None
         return told(event)
 
     def _untold(self) -> list[str]:
@@ -174,6 +186,11 @@ def told(event: Event) -> str | None:
         return f"node {event['node'][:12]} will leave"
     if kind == "checkpoint_failed":
         return f"the checkpoint after step {event['step'] + 1} failed: {event['error']}"
+    if kind == "storage_failed":
+        text = outage_text(event["place"], event["error"], event["wanted"], event["free"])
+        return f"cannot write to {text}; training continues"
+    if kind == "storage_recovered":
+        return f"can write to {event['place']} again after {event['seconds']:.0f} s ({event['error']})"
     if kind == "resumed":
         return f"resumed after step {event['step'] + 1} from {event['checkpoint']}"
     return None

@@ -6,7 +6,7 @@ import shlex
 
 from raytrain_plus.observe.standing import Standing, after_step, clock_text, figures, plural, spell_speed
 from raytrain_plus.result import Result
-from raytrain_plus.storage.folder import is_address, within, without_secrets
+from raytrain_plus.storage.folder import is_address, within
 
 
 def summary(result: Result, standing: Standing | None) -> list[str]:
@@ -19,7 +19,7 @@ def summary(result: Result, standing: Standing | None) -> list[str]:
     if result.show and result.show.strip():
         said = result.show.rstrip().splitlines()
         lines += ["", "  the model says:", *(f"    {line}".rstrip() for line in said), ""]
-    folder = without_secrets(str(result.path))
+    folder = str(result.path)
     lines.append(f"  folder   {folder}")
     if result.state_sha256 is not None:
         lines.append(f"  model    {within(folder, 'model.safetensors')}")
@@ -68,11 +68,13 @@ def _time(result: Result) -> list[str]:
     if result.bubble is not None:
         lines.append(
             f"  stages   waited {100 * result.bubble:.0f} % of their time for one another; one step is drawn in "
-            f"{within(without_secrets(str(result.path)), 'pipeline.svg')}"
+            f"{within(str(result.path), 'pipeline.svg')}"
         )
     if result.copies:
         share = 100 * result.copy_s / result.seconds if result.seconds > 0 else 0.0
         lines.append(f"  copies   {result.copies:,} of the state in other workers' memory, {share:.1f} % of the time")
+    if result.skipped:
+        lines.append(f"  skipped  {plural(result.skipped, 'step')}, whose loss or gradient was not finite")
     if result.recoveries:
         losses = f"{result.recoveries:,} loss{'' if result.recoveries == 1 else 'es'}"
         lines.append(

@@ -14,17 +14,20 @@ such a file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from raytrain_plus.observe.figures import Figure
+from raytrain_plus.storage.appended import Appended
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.growing import Growing
+from raytrain_plus.storage.outage import Outages
 
+WRITER = "TensorBoard"
 FLUSH_S = 5.0
 """Seconds for which figures may be held back before they are written to a file."""
 PERIOD_S = 30.0
@@ -43,17 +46,29 @@ _CRC_TABLE = tuple(map(_crc_entry, range(256)))
 class Scalars:
     """A `Tracker` that writes files which TensorBoard reads."""
 
-    def __init__(self, folder: Folder, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Folder, clock: Callable[[], float] = time.time, outages: Outages | None = None) -> None:
+        """`outages` hears whether the storage takes the figures; they are kept until it does."""
         self._folder = folder
         self._clock = clock
-        self._file: _File | Growing | None = None
+        self._outages = outages or Outages()
+        self._flushed = 0.0
+        self._file: Appended | Growing | None = None
 
     def add(self, figures: Sequence[Figure]) -> None:
         """See `Tracker`."""
-        for figure in figures:
-            if self._file is None:
-                self._file = self._open()
-            self._file.append(record(scalar_event(figure.time_s, figure.step, figure.name, figure.value)))
+        records = b"".join(record(scalar_event(one.time_s, one.step, one.name, one.value)) for one in figures)
+        if not records:
+            return
+        if self._file is None:
+            self._file = self._open()
+        if isinstance(self._file, Growing):
+            self._file.append(records)
+            return
+        self._file.keep(records)
+        if self._clock() - self._flushed >= FLUSH_S:
+            self._flushed = self._clock()
+            with contextlib.suppress(OSError):
+                self._file.flush()
 
     def end(self, status: str) -> None:
         """See `Tracker`; the files say nothing of how a run ended."""
@@ -62,40 +77,25 @@ class Scalars:
 
     def abandon(self) -> None:
         """Forgets what is not written yet, where that would take long to write."""
-        if isinstance(self._file, Growing):
+        if self._file is not None:
             self._file.abandon()
 
-    def _open(self) -> _File | Growing:
+    def _open(self) -> Appended | Growing:
         head = record(_double(1, self._clock()) + _bytes(3, b"brain.Event:2"))
         path = self._folder.path
         if path is None:
-            return Growing(self._folder, self._name, PERIOD_S, head)
-        path.mkdir(parents=True, exist_ok=True)
-        file = _File(path / self._name(), self._clock)
-        file.append(head)
+            return Growing(self._folder, self._name, PERIOD_S, head, writer=WRITER, outages=self._outages)
+        # Only this folder: the one above it is the run's, which may be gone.
+        file = Appended(
+            self._folder, path / self._name(), WRITER, self._outages, before=lambda: path.mkdir(exist_ok=True)
+        )
+        file.keep(head)
+        self._flushed = self._clock()
         return file
 
     def _name(self) -> str:
         """One that TensorBoard looks for; later ones of the same folder sort behind it."""
         return f"events.out.tfevents.{self._clock():017.6f}.{socket.gethostname()}.{os.getpid()}"
-
-
-class _File:
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        self._file = path.open("wb")
-        self._clock = clock
-        self._flushed = clock()
-
-    def append(self, record: bytes) -> None:
-        """See `Growing`."""
-        self._file.write(record)
-        if self._clock() - self._flushed >= FLUSH_S:
-            self._flushed = self._clock()
-            self._file.flush()
-
-    def close(self) -> None:
-        """See `Growing`."""
-        self._file.close()
 
 
 def scalar_event(time_s: float, step: int, name: str, value: float) -> bytes:

@@ -28,12 +28,13 @@ from typing import IO, Any, Protocol
 
 import yaml
 
-from raytrain_plus.errors import InputError
+from raytrain_plus.errors import FolderGone, InputError
 from raytrain_plus.observe.events import Event
 from raytrain_plus.observe.figures import Figure, Figures
 from raytrain_plus.observe.tensorboard import Scalars
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.outage import Outages
 
 log = logging.getLogger(__name__)
 
@@ -92,15 +93,15 @@ def begun(names: Sequence[str], run: Folder, job_yaml: str, environment: Mapping
 class Trackers:
     """All of a run's. What goes wrong with them is said once, and costs figures."""
 
-    def __init__(self, run: Folder, relays: Sequence[Relay] = ()) -> None:
-        """`relays`: the trackers that the job names, begun."""
-        self._scalars = Scalars(run.inside("tensorboard"))
+    def __init__(self, run: Folder, relays: Sequence[Relay] = (), outages: Outages | None = None) -> None:
+        """`relays`: the trackers that the job names, begun. `outages` hears whether TensorBoard's files grow."""
+        self._scalars = Scalars(run.inside("tensorboard"), outages=outages)
         self._relays = relays
         self._figures = Figures()
         self._status = "failed"
 
     def add(self, event: Event) -> None:
-        """Takes one event. Raises `OSError` where TensorBoard's files cannot be written."""
+        """Takes one event."""
         if event["kind"] == "run_finished":
             self._status = event["status"]
         figures = self._figures.of(event)
@@ -267,7 +268,7 @@ class Relay:
     def _keep(self, run: str) -> None:
         try:
             self._run.write(self._file, [json.dumps({"run": run}).encode() + b"\n"])
-        except OSError as error:
+        except (OSError, FolderGone) as error:
             log.warning("it cannot be kept which of %s's runs this one is: %s", self._name, error)
 
     @property

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
+from raytrain_plus.credentials import without_credentials
 from raytrain_plus.observe.figures import Figure
 from raytrain_plus.observe.trackers import END_S, LOAD_S, Tracker
 
@@ -119,7 +120,7 @@ def in_short(error: Exception, environment: Mapping[str, str]) -> str:
     for name, value in environment.items():
         if value and re.search("KEY|TOKEN|PASSWORD|SECRET", name):
             text = text.replace(value, "***")
-    return f"{type(error).__name__}: {re.sub('//[^/@ ]*@', '//', text)[:200]}"
+    return f"{type(error).__name__}: {without_credentials(text)[:200]}"
 
 
 def read(lines: BinaryIO, queue: Queue) -> None:

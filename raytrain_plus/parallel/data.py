@@ -179,8 +179,3 @@ def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
             groups.append([parameter])
             filled = nbytes
     return groups
-
-
-def square_norm(tensor: torch.Tensor) -> float:
-    """The sum of squares, in float64."""
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2

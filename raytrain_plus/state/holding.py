@@ -7,7 +7,7 @@ among settings `group/...` and `scheduler/...`. Tied parameters appear once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from torch import nn
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.tree import Json, from_json, to_json
+
+SKIPPED = "skipped"
+"""Among a state's counts: how many steps in a row, up to its own, were skipped because sums were not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,10 @@ class Holding:
     """The grids of the next exact sums; empty where sums are not exact."""
     persistent: Sequence[str] = ()
     """Buffers that the model's `state_dict` has."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Counts over steps that belong to the state: see `SKIPPED`."""
+    allowed: frozenset[str] = frozenset()
+    """Tensors that may hold NaN or infinity, because they do from the beginning."""
 
 
 def model_state(holding: Holding) -> dict[str, torch.Tensor]:
@@ -50,7 +57,12 @@ def saved_model(holding: Holding) -> dict[str, torch.Tensor]:
 def described(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
     """The state as tensors, which are the live ones, and a tree. Raises `TaskError` for what cannot be written down."""
     tensors = model_state(holding)
-    rest = {"scales": dict(holding.scales), "persistent": list(holding.persistent)}
+    rest = {
+        "scales": dict(holding.scales),
+        "counts": dict(holding.counts),
+        "persistent": list(holding.persistent),
+        "allowed": sorted(holding.allowed),
+    }
     if holding.optimizer is None:
         return tensors, {"classes": None, "optimizer": {}, "groups": None, "scheduler": None, **rest}
     names = {id(value): name for name, value in holding.parameters}
@@ -104,7 +116,7 @@ def put_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device],
     Raises `TaskError` where optimizer or scheduler are others, or have other groups: before anything is changed.
     """
     if holding.optimizer is None:
-        _put_scales(tree, holding)
+        _put_rest(tree, holding)
         return
     others = other_classes(tree, holding)
     if others:
@@ -129,9 +141,11 @@ def put_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device],
         group.update(from_json(held["settings"], at(any_device)))
     if holding.scheduler is not None:
         holding.scheduler.load_state_dict(from_json(tree["scheduler"], at(any_device)))
-    _put_scales(tree, holding)
+    _put_rest(tree, holding)
 
 
-def _put_scales(tree: Json, holding: Holding) -> None:
+def _put_rest(tree: Json, holding: Holding) -> None:
     holding.scales.clear()
     holding.scales.update(tree["scales"])
+    # States of older versions have no counts.
+    holding.counts.update({SKIPPED: 0} | tree.get("counts", {}))

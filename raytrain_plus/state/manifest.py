@@ -17,13 +17,47 @@ from typing import Any
 
 import xxhash
 
+from raytrain_plus import jsonshape as has
 from raytrain_plus.errors import CheckpointError, DamagedError
 from raytrain_plus.state.dtypes import DTYPES
 
 FORMAT = 1
 FOLDER = "checkpoints"
-_NAME = re.compile(r"(\d{12})-(\d{8})")
-_FILE = re.compile(r"\d{5}-of-\d{5}\.safetensors")
+_NAME = re.compile(r"([0-9]{12})-([0-9]{8})")
+_FILE = re.compile(r"[0-9]{5}-of-[0-9]{5}\.safetensors")
+_SHAPE = has.object_of(
+    run=has.text,
+    step=has.whole(0),
+    generation=has.whole(0),
+    time=has.number(0, 1e12),
+    job=has.table_of(has.anything),
+    task_sha256=has.maybe(has.text),
+    versions=has.table_of(has.text),
+    data=has.object_of(fingerprint=has.text),
+    layout=has.list_of(has.anything),
+    random=has.table_of(has.anything),
+    metrics=has.table_of(has.number()),
+    stall_s=has.number(0, 1e12),
+    files=has.list_of(
+        has.object_of(name=has.text, bytes=has.whole(0), xxh3_128=has.text, head=has.whole(0), head_xxh3_128=has.text)
+    ),
+    tensors=has.table_of(
+        has.object_of(
+            dtype=has.text,
+            shape=has.list_of(has.whole(0)),
+            pieces=has.list_of(
+                has.object_of(
+                    file=has.whole(0),
+                    start=has.whole(0),
+                    bytes=has.whole(0),
+                    first=has.whole(0),
+                    last=has.whole(0),
+                    xxh3_128=has.text,
+                )
+            ),
+        )
+    ),
+)
 _HEAD = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})", ')
 
 
@@ -161,7 +195,7 @@ def from_bytes(document: bytes, name: str) -> Manifest:
     try:
         values = json.loads(b"{" + rest)
         written = values.pop("format")
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, RecursionError) as error:
         raise DamagedError(f"the manifest is none: {type(error).__name__}: {error}", where=where) from None
     if written != FORMAT:
         raise CheckpointError(
@@ -169,6 +203,8 @@ def from_bytes(document: bytes, name: str) -> Manifest:
             where=where,
             remedy=f"use the version that wrote it (raytrain-plus {_version(values)}), or a newer one",
         )
+    if wrong := _SHAPE(values):
+        raise DamagedError(f"the manifest is none that this version writes: {wrong}", where=where)
     try:
         manifest = Manifest(
             **{
@@ -197,14 +233,14 @@ def _fault(manifest: Manifest, name: str) -> str:
     """What of a manifest does not hold together, if anything: it may come from anywhere."""
     if manifest.name != name:
         return f"it says that it is {manifest.name}"
-    if not isinstance(manifest.data, dict) or "fingerprint" not in manifest.data:
-        return "it does not say of what data it is"
     for file in manifest.files:
         if not _FILE.fullmatch(file.name):
             return f"{file.name!r} is no name of a file of a checkpoint"
         if not 0 <= file.head <= file.bytes:
             return f"the header of {file.name} has {file.head} bytes"
     for tensor_name, tensor in manifest.tensors.items():
+        if wrong := has.name(tensor_name):
+            return wrong
         if tensor.dtype not in DTYPES:
             return f"{tensor_name} is {tensor.dtype}"
         rows = tensor.shape[0] if tensor.shape else 1

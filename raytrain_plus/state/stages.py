@@ -45,6 +45,7 @@ def own_tree(tree: Tree, others: Collection[str]) -> Tree:
         "groups": tree["groups"] and [{**group, "parameters": mine(group["parameters"])} for group in tree["groups"]],
         "scales": {name: tree["scales"][name] for name in mine(list(tree["scales"]))},
         "persistent": mine(tree["persistent"]),
+        "allowed": [name for name in tree.get("allowed", ()) if layer_of(name) not in others],
     }
 
 
@@ -69,4 +70,5 @@ def whole_tree(trees: Sequence[Tree]) -> Tree:
         ],
         "scales": {name: scale for tree in trees for name, scale in tree["scales"].items()},
         "persistent": [name for tree in trees for name in tree["persistent"]],
+        "allowed": [name for tree in trees for name in tree.get("allowed", ())],
     }

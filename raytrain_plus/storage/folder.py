@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote, unquote
 
+from raytrain_plus.address import refuse_credentials
 from raytrain_plus.errors import InputError
 
 Buffer = bytes | bytearray | memoryview | Any
@@ -38,7 +39,7 @@ class Folder(Protocol):
     where: str
     """Its path or address, as it may be shown."""
     address: str
-    """What `open_folder` takes to open it again; may hold secrets."""
+    """What `open_folder` takes to open it again."""
     exclusive: bool
     """Whether `create` is certain, as the kind of storage promises it: of two that create a name at once, one fails."""
 
@@ -76,17 +77,24 @@ class Folder(Protocol):
     def inside(self, name: str) -> Folder:
         """A folder of this one; it need not be there."""
 
+    def existing(self) -> Folder:
+        """The same folder, which was made before: on a file system, a write raises `FileNotFoundError` if it is gone.
+
+        Object stores have no folders to make.
+        """
+
 
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 """What the address of a folder can begin with."""
 
 
 def open_folder(where: str | Path) -> Folder:
-    """The folder at a path or an address, such as `s3://bucket/runs`; it need not be there.
+    """Return the folder at a path or an address, such as `s3://bucket/runs`; it need not exist.
 
-    Raises `InputError` where nothing of that kind is known.
+    Raises `InputError` if the kind of address is unknown, or if the address contains a credential.
     """
     text = str(where)
+    refuse_credentials(text)
     if "://" not in text:
         from raytrain_plus.storage.local import LocalFolder
 
@@ -133,24 +141,6 @@ def split(where: str | Path) -> tuple[str, str]:
     scheme, place, settings = _parted(str(where))
     above, _, name = place.rpartition("/")
     return f"{scheme}://{above or '/'}{settings}", unquote(name)
-
-
-def without_secrets(where: str) -> str:
-    """A path or address as it may be written down: still that of the folder, for who has the keys.
-
-    >>> without_secrets("s3://KEY:SECRET@bucket/runs?region=eu-west-1")
-    's3://bucket/runs?region=eu-west-1'
-    """
-    if not is_address(where):
-        return where
-    scheme, place, settings = _parted(where)
-    host, slash, rest = place.partition("/")
-    user, _, host = host.rpartition("@")
-    # On S3 it is half of a key; on Azure and GCS it is no secret, and the address is another without it.
-    user = "" if scheme == "s3" else user.partition(":")[0]
-    # On Azure a setting can be a signature, which opens the door.
-    settings = "" if scheme in ("abfs", "abfss") else settings
-    return f"{scheme}://{user}{'@' if user else ''}{host}{slash}{rest}{settings}"
 
 
 def _parted(address: str) -> tuple[str, str, str]:

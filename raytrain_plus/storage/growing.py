@@ -9,16 +9,16 @@ A part is created where none of its name is: of two that write at the same time,
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from raytrain_plus.errors import FolderGone
 from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.outage import Outages
 from raytrain_plus.storage.repeated import Repeated
-
-log = logging.getLogger(__name__)
 
 REST = 5.0
 """How many times as long as a writing took lies before the next one, at least."""
@@ -38,11 +38,22 @@ class _Part:
 class Growing:
     """What the storage does not take is kept, and written later."""
 
-    def __init__(self, folder: Folder, name: Callable[[], str], period_s: float, head: bytes = b"") -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        name: Callable[[], str],
+        period_s: float,
+        head: bytes = b"",
+        writer: str = "",
+        outages: Outages | None = None,
+    ) -> None:
         """`name` gives the name of the next part, another one each time; a part begins with `head`.
 
-        Writes every `period_s` seconds; where writing takes long, `REST` times as long as it took.
+        Writes every `period_s` seconds; where writing takes long, `REST` times as long as it took. `outages` hears from
+        `writer` whether the storage takes it.
         """
+        self._writer = writer
+        self._outages = outages or Outages()
         self._folder = folder
         self._name = name
         self._head = head
@@ -61,7 +72,7 @@ class Growing:
 
     def sync(self) -> None:
         """Returns when all that was entered is written. Raises `OSError` where it cannot be."""
-        with self._writing:
+        with self._writing, self._outages.watching(self._writer, self._folder, self._owed):
             while True:
                 with self._entering:
                     if not self._parts:
@@ -99,9 +110,17 @@ class Growing:
             self._folder.write(part.name, [data])
             part.written = len(data)
 
+    def _owed(self) -> int:
+        """Bytes that are not written yet."""
+        with self._entering:
+            return sum(len(part.data) - part.written for part in self._parts)
+
     def _sync_or_later(self) -> bool:
         try:
-            self.sync()
-        except OSError:
-            log.warning("what grows in %s cannot be written; trying again", self._folder.where, exc_info=True)
+            # What fails is reported, and tried again.
+            with contextlib.suppress(OSError):
+                self.sync()
+        except FolderGone:
+            # So does whoever holds the run's folder find.
+            return False
         return True

@@ -11,6 +11,7 @@ A file whose fsync failed is thrown away and never synced again: a second fsync 
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import os
 import secrets
@@ -99,10 +100,12 @@ class LocalFolder:
 
     exclusive = True
 
-    def __init__(self, path: Path, disk: Disk | None = None) -> None:
+    def __init__(self, path: Path, disk: Disk | None = None, made: Path | None = None) -> None:
+        """`made`: this folder or one above it that is there already, and that no write makes again."""
         self.path = path
         self.where = self.address = str(path)
         self._disk = disk or Disk()
+        self._made = made
 
     def path_of(self, name: str) -> Path:
         """Where a file lies, there or not. Raises `InputError` where a link leads out of the folder."""
@@ -196,7 +199,13 @@ class LocalFolder:
 
     def inside(self, name: str) -> Folder:
         """A folder of this one; it need not be there."""
-        return LocalFolder(self._inside(name), self._disk)
+        return LocalFolder(self._inside(name), self._disk, self._made)
+
+    def existing(self) -> Folder:
+        """This folder, which no write makes again: `FileNotFoundError` is raised if it is gone."""
+        same = copy.copy(self)
+        same._made = self.path
+        return same
 
     def _inside(self, name: str) -> Path:
         """Where a file lies. Raises `InputError` where a link leads out of the folder."""
@@ -210,6 +219,8 @@ class LocalFolder:
 
     def _make(self, folder: Path) -> None:
         missing = [one for one in (folder, *folder.parents) if not one.exists()]
+        if self._made in missing:
+            raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(self._made))
         for one in reversed(missing):
             self._disk.mkdir(one)
             self._disk.fsync_folder(one.parent)

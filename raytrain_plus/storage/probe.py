@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.storage.folder import Folder, open_folder, without_secrets
+from raytrain_plus.storage.folder import Folder, open_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def refusal(machine: str, fault: str, storage: str) -> InputError:
     """What is told of a machine with such a fault."""
     return InputError(
         f"the machine {machine} {fault}",
-        where=f"storage: {without_secrets(storage)}",
+        where=f"storage: {storage}",
         expected="a folder that all machines of the cluster see and may write: a share's absolute path, or an address",
         remedy="--set storage=s3://BUCKET/runs, say",
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from raytrain_plus.errors import InputError, StorageError
-from raytrain_plus.storage.folder import Buffer, Folder, Stat, check_name, within, without_secrets
+from raytrain_plus.storage.folder import Buffer, Folder, Stat, check_name, within
 from raytrain_plus.storage.local import PART, LocalFolder
 
 if TYPE_CHECKING:
@@ -38,16 +37,15 @@ REQUEST_TIMEOUT_S = 30.0
 def open_remote(where: str) -> Folder:
     """The folder at an address, such as `s3://bucket/runs?region=eu-west-1`; it need not be there.
 
-    The address holds settings as pyarrow takes them; credentials come from the environment. Raises `InputError` where
-    it is none, `OSError` where the store that it names cannot be asked.
+    The address holds settings as pyarrow takes them, and no credentials: these come from the environment. Raises
+    `InputError` where it is none, `OSError` where the store that it names cannot be asked.
     """
-    shown = re.sub("://.*@", "://", where, flags=re.DOTALL).partition("?")[0]
+    shown = where.partition("?")[0]
     with _told(f"{shown} could not be opened"):
         try:
             system, path = fs.FileSystem.from_uri(where)
         except (ValueError, NotImplementedError) as error:
-            secret = ":" in where.partition("://")[2].rpartition("@")[0]
-            raise _no_address(shown, "" if secret else str(error).replace(where, shown)) from None
+            raise _no_address(shown, str(error).replace(where, shown)) from None
     if system.type_name == "local":
         return LocalFolder(Path(path))
     path = path.rstrip("/")
@@ -68,7 +66,7 @@ def _no_address(shown: str, why: str) -> InputError:
         where=shown,
         expected="s3://bucket/path, gs://bucket/path, abfs://container@account.dfs.core.windows.net/path, "
         "hdfs://host:port/path, or a path",
-        remedy="mend the address; in a password write / as %2F",
+        remedy="correct the address",
     )
 
 
@@ -93,7 +91,7 @@ class RemoteFolder:
     def __init__(self, system: fs.FileSystem, path: str, address: str, objects: Objects | None = None) -> None:
         """`path` is the folder's in `system`, `address` what one opens it by."""
         self.address = address
-        self.where = without_secrets(address).partition("?")[0]
+        self.where = address.partition("?")[0]
         self.exclusive = objects is not None
         self._system = system
         self._path = path
@@ -205,6 +203,10 @@ class RemoteFolder:
         """A folder of this one; it need not be there."""
         return RemoteFolder(self._system, self._inside(name), within(self.address, name), self._objects)
 
+    def existing(self) -> Folder:
+        """The same: where folders are the beginnings of names, there is none to make."""
+        return self
+
     def _inside(self, name: str) -> str:
         return f"{self._path}/{check_name(name)}"
 
@@ -246,11 +248,14 @@ class RemoteFolder:
 
 @contextlib.contextmanager
 def _told(failure: str) -> Iterator[None]:
-    """Every failure of pyarrow's as an error of ours that says what could not be done."""
+    """Every failure of pyarrow's as an error of ours that says what could not be done.
+
+    The cause is not chained: logs would show its text, which may repeat an address with credentials, as it is.
+    """
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(f"{failure}: it is not there") from error
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{failure}: it is not there") from None
     except (OSError, pa.ArrowException) as error:
         why = str(error).partition("\n")[0]
-        raise StorageError(f"{failure}: {why}") from error
+        raise StorageError(f"{failure}: {why}") from None

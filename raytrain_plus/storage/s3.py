@@ -140,8 +140,11 @@ def _parts(data: Iterable[Buffer]) -> Iterator[bytearray]:
 
 @contextlib.contextmanager
 def _told(path: str, done: str) -> Iterator[None]:
-    """Every failure of the client as an error of ours that says what could not be done."""
+    """Every failure of the client as an error of ours that says what could not be done.
+
+    The cause is not chained: logs would show its text, which may repeat an address with credentials, as it is.
+    """
     try:
         yield
     except (ClientError, BotoCoreError) as error:
-        raise StorageError(f"s3://{path} could not be {done}: {error}") from error
+        raise StorageError(f"s3://{path} could not be {done}: {error}") from None

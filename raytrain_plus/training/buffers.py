@@ -48,6 +48,8 @@ class Buffers:
         else:
             self._flat = self.exact.wire
             parts = [*self.exact.sums, *self.exact.rider.split(list(firsts.values()))]
+        self.changes = self._flat[: sum(means.values()) if self.exact is None else 0]
+        """The sums that become means. Exact ones say themselves whether they are finite."""
         self._maxima = torch.zeros(sum(largest.values()), dtype=torch.int64, device=device)
         self._sums = dict(zip((*means, *firsts), parts, strict=True))
         self._sums |= dict(zip(largest, self._maxima.split(list(largest.values())), strict=True))
@@ -137,6 +139,11 @@ class Buffers:
             yield self._flat, f"buffers{self._label}.sum", "sum"
         if len(self._maxima):
             yield self._maxima, f"buffers{self._label}.max", "max"
+
+    def not_finite(self) -> list[str]:
+        """Return the names of the buffers whose means would not be finite."""
+        means = [name for name, rule in self._rules.items() if rule == "mean"]
+        return [name for name in means if not bool(self._sums[name].isfinite().all())]
 
     def commit(self, rows: int) -> None:
         """Makes the reduced values the committed ones, and the model's. `rows`: those of the whole step."""

@@ -59,6 +59,9 @@ class Saving(Protocol):
     def busy(self) -> bool:
         """Whether this worker still writes its share of an earlier one."""
 
+    def check(self) -> None:
+        """Raise `TrainingError` if a state that was to be kept is not finite."""
+
     def due(self, step: int, evaluated: bool) -> bool:
         """Whether the state after `step` is to be kept; the same for every member."""
 
@@ -137,6 +140,7 @@ def train(
         return {}
 
     def save_after(step: int, metrics: Mapping[str, float], flags: Flags) -> None:
+        saving.check()
         if not (flags.save or saving.due(step, bool(metrics))):
             return
         if flags.busy:
@@ -224,6 +228,8 @@ def _make(
             seconds=seconds / len(steps),
             waited_s=sum(waits_s) / len(steps),
             reduce_s=one.reduce_s,
+            grad_norm=one.grad_norm,
+            skipped=one.skipped,
             time=now - seconds * (steps[-1] - step) / len(steps),
             notes=one.notes,
             # Of steps that overlap, the passes of all are told with the last.

@@ -18,6 +18,7 @@ from raytrain_plus.job import Job
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.cut import Layer
 from raytrain_plus.parallel.pipeline.handover import Tensors
+from raytrain_plus.parallel.pipeline.message import classes_of
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.task import Task
 from raytrain_plus.taskfile import told_as_task_error
@@ -91,12 +92,16 @@ def measured(
 
 
 def measured_here(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
-    """The same on this machine's processor, for a look before a run. Raises `TaskError` where the task fails."""
+    """The same on this machine's processor, for a look before a run.
+
+    Raises `TaskError` if the task fails, or its batches hold what cannot pass between stages.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(job.workers.threads)
     try:
         with told_as_task_error("the layers cannot be run one after the other", f"task: {job.task}"):
             microbatch = first_microbatch(rows, job.parallel.microbatches, task.collate)
+            classes_of(microbatch.batch)
             return measured(task, job.seed, torch.device("cpu"), microbatch, job.parallel.overlaps)
     finally:
         torch.set_num_threads(threads)

@@ -23,9 +23,11 @@ from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.control import Control
+from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.figures import Figures, ShardBatches
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.randomness import LayerKeys
+from raytrain_plus.training.verdict import Said
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,10 @@ class Passes(Protocol):
     def bars(self) -> Sequence[Bar]:
         """What a stage did when in the last step, in Unix seconds; nothing where there are no stages."""
 
+    @property
+    def chunks(self) -> Sequence[int]:
+        """The number in the model of each of the parts that this worker holds."""
+
     def run(
         self,
         step: int,
@@ -68,9 +74,13 @@ class Passes(Protocol):
         world: World,
         control: Control,
         flags: Callable[[], header.Flags],
+        search: FaultSearch | None = None,
     ) -> list[Work]:
         """Leaves the shards' gradients and buffers in the parts, and the header, with the `flags` that this worker
-        raises, in the first part's rider; the sums of both that it has started over `world`."""
+        raises, in the first part's rider; the sums of both that it has started over `world`.
+
+        `search` checks each shard's gradients before they are summed.
+        """
 
     def figures(self, batches: ShardBatches, hosted: Sequence[int], control: Control) -> Figures:
         """What the held-out batches of the hosted shards give; the same on all stages of a cell."""
@@ -78,10 +88,8 @@ class Passes(Protocol):
     def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The gradients of all tied parameters of the cell, out of those that are held here."""
 
-    def agree(
-        self, step: int, settled: bool, squares: Mapping[str, float], world: World, control: Control, wait_s: float
-    ) -> tuple[bool, dict[str, float]]:
-        """Whether the sums are settled on all stages of the cell, and the squares of all their gradients' norms.
+    def agree(self, step: int, said: Said, world: World, control: Control, wait_s: float) -> Said:
+        """Return what all stages of the replica know of the step's sums, this one's being `said`.
 
         Comes back when every member of every stage's `world` is known to hold its sums.
         """
@@ -102,11 +110,11 @@ class Overlapping(Passes, Protocol):
         batches: Callable[[int], Shards],
         control: Control,
         flags: Callable[[], header.Flags],
-        end: Callable[[int], None],
+        end: Callable[[int, FaultSearch], None],
     ) -> None:
         """Makes the passes of these steps. `counted`: how many rows each microbatch of a step has; `batches`, asked for
         one step after the other where the data is read, has them. `end` is called when this worker's gradients of a
-        step are complete, its header in the first part's rider."""
+        step are complete, its header in the first part's rider, each of its shards checked."""
 
     def updating(self) -> AbstractContextManager[None]:
         """Open while the weights are changed in place."""
@@ -117,6 +125,7 @@ class Whole:
 
     def __init__(self, task: Task, part: Part, device: torch.device, shards: int) -> None:
         self.bars: Sequence[Bar] = ()
+        self.chunks = (0,)
         self._task = task
         self._part = part
         self._device = device
@@ -129,6 +138,7 @@ class Whole:
         world: World,
         control: Control,
         flags: Callable[[], header.Flags],
+        search: FaultSearch | None = None,
     ) -> list[Work]:
         """See `Passes`."""
         part = self._part
@@ -150,12 +160,18 @@ class Whole:
                     part.check_unchanged(before)
                     seen = part.buffers.seen()
                     keyed.backward()
-                    if shard == last and index + 1 == len(shards[shard]):
+                    ends = shard == last and index + 1 == len(shards[shard])
+                    if ends:
                         put_header(part.gradients, header.encode(reports, self._shards, flags()))
-                        with part.buffers.swapped(seen):
-                            return part.gradients.reduce_during((loss * weight).backward, world, control.check)
                     with part.buffers.swapped(seen):
+                        if ends and search is None:
+                            return part.gradients.reduce_during((loss * weight).backward, world, control.check)
                         (loss * weight).backward()
+            if search is not None:
+                search.shard_ended(shard, 0, part.parameters)
+                if shard == last:
+                    # They could not be checked once they are submitted.
+                    return part.gradients.reduce_during(nothing, world, control.check)
             part.gradients.end_shard()
         raise AssertionError("a worker in a world hosts at least one shard with rows in every step")
 
@@ -177,24 +193,26 @@ class Whole:
         """See `Passes`: all are here."""
         return gradients
 
-    def agree(
-        self, step: int, settled: bool, squares: Mapping[str, float], world: World, control: Control, wait_s: float
-    ) -> tuple[bool, dict[str, float]]:
-        """See `Passes`: there is nobody else in the cell, and a step that one has applied all others can copy."""
-        return settled, dict(squares)
+    def agree(self, step: int, said: Said, world: World, control: Control, wait_s: float) -> Said:
+        """See `Passes`: this is the only stage, and a step that one replica has applied all others can copy."""
+        return said
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, float]:
-        batch = on_device(microbatch.batch, self._device, self._part)
+        batch = on_device(microbatch.batch, self._device)
         return weighed(self._task, self._part.module, batch, microbatch.rows)
 
 
-def on_device(batch: Any, device: torch.device, part: Part, again: bool = False) -> Any:
-    """A batch where the model is; `again`: it is taken once more.
+def nothing() -> None:
+    """The backward passes have been made."""
 
-    An exact sum may need the step once more, and the same bits from it: a task that writes into its batch writes into a
-    copy, which lies in memory alike wherever the rows came from.
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return a copy of a batch where the model is.
+
+    The step may be computed again from the same batch, and is to have the same bits then: a task that writes into its
+    batch writes into a copy, which lies in memory alike wherever the rows came from.
     """
-    return to_device(batch, device, copy=again or bool(part.gradients.exact or part.buffers.exact))
+    return to_device(batch, device, copy=True)
 
 
 def weighed(task: Task, model: nn.Module, batch: Any, rows: int) -> tuple[torch.Tensor, float]:

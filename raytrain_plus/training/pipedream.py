@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
 from raytrain_plus.training import header
 from raytrain_plus.training.control import Control
+from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.passes import Part, Shards, on_device, put_header, weighed
 from raytrain_plus.training.randomness import Keyed
 from raytrain_plus.training.staged import Staged
@@ -42,7 +44,7 @@ class PipeDream(Staged):
         batches: Callable[[int], Shards],
         control: Control,
         flags: Callable[[], header.Flags],
-        end: Callable[[int], None],
+        end: Callable[[int, FaultSearch], None],
     ) -> None:
         """See `passes.Overlapping`."""
         control.enter("collective")
@@ -126,7 +128,7 @@ class _Window:
         batches: Callable[[int], Shards],
         control: Control,
         flags: Callable[[], header.Flags],
-        end: Callable[[int], None],
+        end: Callable[[int, FaultSearch], None],
     ) -> None:
         self._of = of
         self._steps = steps
@@ -148,6 +150,8 @@ class _Window:
         """The step whose last backward pass is made here."""
         self._before = self._part.writes()
         self._keyed: dict[int, Keyed] = {}
+        self._search = FaultSearch()
+        """Of the step whose backward passes are being made."""
         self._reports: dict[int, dict[int, header.ShardReport]] = {}
         self.bars: list[Bar] = []
 
@@ -188,7 +192,7 @@ class _Window:
         """See `chunk.Work`."""
         batch, start, ids = given
         rows = self.rows(number)
-        loss, weight = weighed(self._of._task, model, on_device(batch, self._of._device, self._part), rows)
+        loss, weight = weighed(self._of._task, model, on_device(batch, self._of._device), rows)
         step, shard, _ = self.places[number]
         reports = self._reports.setdefault(step, {})
         before = reports.get(shard) or header.ShardReport(start)
@@ -210,7 +214,8 @@ class _Window:
             part.check_unchanged(self._before)
             if number + 1 == len(self.places):
                 # As late as can be: what was wished for while these steps were made is heard at their end.
-                self._of._handovers.send_note("flags", self._of._stage, self._flags(), self._of._last)
+                said = astuple(self._flags())
+                self._of._handovers.send_note("flags", self._of._stage, said, self._of._last)
         else:
             # The stage before has come past that microbatch: nothing keeps its gradients any more.
             self._of._handovers.finish_one("backward", chunk - 1, number - 2)
@@ -218,6 +223,9 @@ class _Window:
             keyed.backward()
             with keyed.open(), self._of.weights.backward(number):
                 yield
+            if index + 1 == len(self._counted[step][shard]):
+                # No step can be computed again here, where the weights have moved on: each one is searched at once.
+                self._search.shard_ended(shard, chunk, part.parameters)
             if number == self._last_of[step]:
                 self._due = step
         taken = time.perf_counter() - timed
@@ -234,9 +242,11 @@ class _Window:
         if of._stage == of._last:
             said = header.Flags()
             if step == self._steps[-1]:
-                said = header.either(of._handovers.take_note("flags", stage, stage) for stage in range(of._stages))
+                told = (of._handovers.take_note("flags", stage, stage) for stage in range(of._stages))
+                said = header.either(header.Flags(*one) for one in told)
             encoded = header.encode(self._reports.pop(step), of._shards, said)
             for stage in range(of._stages):
                 of._handovers.send_note("header", first + stage, encoded, stage)
         put_header(self._part.gradients, of._handovers.take_note("header", first + of._stage, of._last))
-        self._end(step)
+        search, self._search = self._search, FaultSearch()
+        self._end(step, search)

@@ -20,6 +20,10 @@ class StepRecord:
     """Of `seconds`, how long the data was waited for."""
     reduce_s: float = 0.0
     """And, when its own part was computed, the others' parts of the sums."""
+    grad_norm: float = 0.0
+    """Global norm of the gradient before clipping."""
+    skipped: bool = False
+    """Its sums were not finite, and it changed nothing."""
     time: float
     """Unix seconds by this worker's clock."""
     notes: bytes = b""

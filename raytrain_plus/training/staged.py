@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from types import MappingProxyType
 from typing import Any
 
@@ -23,15 +24,18 @@ from raytrain_plus.job import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.handover import Handovers, Peers
 from raytrain_plus.parallel.pipeline.layout import holders, splits
+from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
 from raytrain_plus.parallel.pipeline.schedule import Pipeline
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.control import Control
+from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.figures import Figures, ShardBatches, checked
 from raytrain_plus.training.model import to_device
-from raytrain_plus.training.passes import Part, on_device, put_header, weighed
+from raytrain_plus.training.passes import Part, nothing, on_device, put_header, weighed
 from raytrain_plus.training.randomness import Keyed
+from raytrain_plus.training.verdict import Said, from_plain, merged
 
 AT_ONCE = 16
 """Held-out microbatches that are on their way through the stages at the same time, at most."""
@@ -50,20 +54,23 @@ class Staged:
         stages: int,
         device: torch.device,
         shards: int,
+        classes: Classes = KNOWN,
         tied: Mapping[int, Collection[str]] = MappingProxyType({}),
     ) -> None:
-        """`parts`: the chunks of the stage that `peers.rank` says, in order; `shards`: of the job; `tied`: the tied
-        parameters that each stage has, where others have some that are tied to them."""
+        """`parts`: the chunks of the stage that `peers.rank` says, in order; `shards`: of the job; `classes`: those of
+        the objects in batches; `tied`: the tied parameters that each stage has, where others have some that are tied to
+        them."""
         self._task = task
         self._stages = stages
         self._stage = peers.rank
         self._device = device
         self._shards = shards
         self._tied = tied
-        self._handovers = Handovers(peers, device)
+        self._handovers = Handovers(peers, device, classes)
         self.bars: list[Bar] = []
         where = holders(schedule, stages)
         own = [chunk for chunk, stage in enumerate(where) if stage == peers.rank]
+        self.chunks = tuple(own)
         self._parts = dict(zip(own, parts, strict=True))
         self._last = where[-1]
         self._twice = where[0] == where[-1]
@@ -83,29 +90,30 @@ class Staged:
         world: World,
         control: Control,
         flags: Callable[[], header.Flags],
+        search: FaultSearch | None = None,
     ) -> list[Work]:
         """See `passes.Passes`. Of its microbatches the first stage alone has the batches and ids; all know the rows."""
         # Until the first activations come, others are waited for.
         control.enter("collective")
         said_here = flags()
-        work = _Cell(self, step, shards, control)
+        work = _Cell(self, step, shards, control, search)
         self.bars = work.bars
         for stage in range(self._stages):
             self._handovers.expect_note("agreed", stage, stage)
             if self._stage == self._last:
                 self._handovers.expect_note("flags", stage, stage)
         self._handovers.expect_note("header", self._stage, self._last)
-        self._handovers.send_note("flags", self._stage, said_here, self._last)
+        self._handovers.send_note("flags", self._stage, astuple(said_here), self._last)
         self._hand_on_batches(work)
         self._pipeline.run(work, len(work.places))
         if self._stage == self._last:
-            said = [self._handovers.take_note("flags", stage, stage) for stage in range(self._stages)]
+            said = [header.Flags(*self._handovers.take_note("flags", stage, stage)) for stage in range(self._stages)]
             encoded = header.encode(work.reports, self._shards, header.either(said))
             for stage in range(self._stages):
                 self._handovers.send_note("header", stage, encoded, stage)
         put_header(self._first.gradients, self._handovers.take_note("header", self._stage, self._last))
         works = [
-            one for part in self._parts.values() for one in part.gradients.reduce_during(_nothing, world, control.check)
+            one for part in self._parts.values() for one in part.gradients.reduce_during(nothing, world, control.check)
         ]
         self._handovers.finish()
         return works
@@ -149,18 +157,16 @@ class Staged:
         self._handovers.finish()
         return found
 
-    def agree(
-        self, step: int, settled: bool, squares: Mapping[str, float], world: World, control: Control, wait_s: float
-    ) -> tuple[bool, dict[str, float]]:
+    def agree(self, step: int, said: Said, world: World, control: Control, wait_s: float) -> Said:
         """See `passes.Passes`. One number goes around each stage's ring when it has its sums, and then through the
         cell: who has heard all of its cell knows that every member of every ring holds its sums."""
         work = world.reduce(torch.zeros(1), "summed")
         wait(work, f"the others to have their sums of step {step}", wait_s, control.interrupted)
         for stage in range(self._stages):
-            self._handovers.send_note("agreed", self._stage, (settled, dict(squares)), stage)
-        told = [self._handovers.take_note("agreed", stage, stage) for stage in range(self._stages)]
+            self._handovers.send_note("agreed", self._stage, said.plain(), stage)
+        told = [from_plain(self._handovers.take_note("agreed", stage, stage)) for stage in range(self._stages)]
         self._handovers.finish()
-        return all(one for one, _ in told), {name: value for _, some in told for name, value in some.items()}
+        return merged(told)
 
     def _hand_on_batches(self, work: _Cell | _HeldOut) -> None:
         """From where the data is read to where the loss is."""
@@ -174,19 +180,23 @@ class Staged:
         return next(iter(self._parts.values()))
 
 
-def _nothing() -> None:
-    """The backward passes have been made."""
-
-
 class _Cell:
     """One step of a cell, as `chunk.Work`: the microbatches of all its shards, one after the other."""
 
-    def __init__(self, staged: Staged, step: int, shards: Mapping[int, Sequence[Microbatch]], control: Control) -> None:
+    def __init__(
+        self,
+        staged: Staged,
+        step: int,
+        shards: Mapping[int, Sequence[Microbatch]],
+        control: Control,
+        search: FaultSearch | None,
+    ) -> None:
         self.places = [(shard, index) for shard in sorted(shards) for index in range(len(shards[shard]))]
         self._of = staged
         self._step = step
         self._shards = shards
         self._control = control
+        self._search = search
         microbatches = (self._microbatch(number) for number in range(len(self.places)))
         self.batches = [(one.batch, one.start, one.ids) for one in microbatches]
         self._before = {chunk: part.writes() for chunk, part in staged._parts.items()}
@@ -208,8 +218,7 @@ class _Cell:
         """See `chunk.Work`."""
         batch, start, ids = given
         rows = self.rows(number)
-        part = self._of._first
-        loss, weight = weighed(self._of._task, model, on_device(batch, self._of._device, part, self._of._twice), rows)
+        loss, weight = weighed(self._of._task, model, on_device(batch, self._of._device), rows)
         shard, _ = self.places[number]
         before = self.reports.get(shard) or header.ShardReport(start)
         self.reports[shard] = before.plus(rows, ids, weight, float(loss.detach()))
@@ -238,6 +247,8 @@ class _Cell:
                 yield
             if kind in ("B", "W"):
                 del self._keyed[chunk, number], self._seen[chunk, number]
+                if last_of_shard and self._search is not None:
+                    self._search.shard_ended(shard, chunk, part.parameters)
                 if last_of_shard and number + 1 < len(self.places):
                     part.gradients.end_shard()
         taken = time.perf_counter() - timed

@@ -3,18 +3,19 @@
 each hosted shard, in order
     committed buffers back -> each microbatch: keys set, forward, weighted backward
 last backward of all:  buckets submitted as they fill; the header rides on the first
-all sums there -> checked -> divided by the weight -> clipped -> optimizer, scheduler, buffers    = applied
+all sums there -> divided by the weight -> checked -> clipped -> optimizer, scheduler, buffers    = applied
 
-Where sums are exact (`collective.exact`) and one did not fit its grid, the whole step is made again, on a grid that
-fits: nothing has changed by then.
+A step is computed again, nothing having changed by then, if exact sums (`collective.exact`) did not fit their grids, on
+grids that fit; and if a sum is not finite, with a check after each shard. `verdict` says what follows.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,21 +24,36 @@ from torch import nn
 from raytrain_plus.collective.world import World, wait
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TaskError, TrainingError
-from raytrain_plus.parallel.data import BUCKET_BYTES, Gradients, square_norm
+from raytrain_plus.parallel.data import BUCKET_BYTES, Gradients
 from raytrain_plus.parallel.pipeline.layout import tied_groups
 from raytrain_plus.state import transfer
-from raytrain_plus.state.holding import Holding
+from raytrain_plus.state.finite import not_finite
+from raytrain_plus.state.holding import SKIPPED, Holding, model_state
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.control import Control
+from raytrain_plus.training.fault_search import FaultSearch, square_norms
 from raytrain_plus.training.model import Built
-from raytrain_plus.training.passes import Overlapping, Part, Passes, Shards, Whole
+from raytrain_plus.training.passes import Overlapping, Part, Passes, Shards, Whole, nothing
 from raytrain_plus.training.randomness import LayerKeys
+from raytrain_plus.training.verdict import (
+    BUFFER,
+    LOSS,
+    SKIPPED_IN_A_ROW,
+    Fault,
+    Said,
+    gradient_norm,
+    of_step,
+    squares_of,
+    why_refused,
+)
 
 TRIES = 3
-"""How often a step is made until its exact sums fit their grids; the second time they do, if a step can be repeated."""
+"""How often a step is computed until its sums are fit, or known to stay unfit; twice, if a step can be repeated."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +66,10 @@ class Applied:
     """What somebody wished for, or said, at this boundary."""
     notes: bytes
     """What each shard gave, for the ledger: `data.ledger.NOTE`s in shard order."""
+    grad_norm: float
+    """Global norm of the gradient before clipping; NaN or infinite if the step was skipped for it."""
+    skipped: bool = False
+    """Sums were not finite: weights, optimizer, scheduler and buffers stayed as they were."""
     reduce_s: float = field(compare=False)
     """How long the sums were waited for when its own part was computed. Two that came to the same are equal."""
 
@@ -76,11 +96,14 @@ class Stepper:
         clip_norm: float | None,
         device: torch.device,
         exact: bool = False,
+        skip_nonfinite: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """`built`: the model, or those chunks of it that this worker holds. `exact`: sums over shards are the same bits
-        in any order. Raises `TaskError` for what cannot be summed so."""
+        in any order. `skip_nonfinite`: leave the state as it is in a step whose sums are not finite, rather than raise.
+        Raises `TaskError` for what cannot be summed exactly."""
         self.task = task
+        self._shards = shards
         exact_shards = shards if exact else None
         self.parts = tuple(
             _part(task, one, seed, device, bucket_bytes, exact_shards, None if number else shards, f".{number}")
@@ -98,6 +121,8 @@ class Stepper:
         """The step whose state this is; None while it is being changed, and after a change that did not end."""
         self.scales: dict[str, int] = {}
         """The grids of the next exact sums, by parameter and buffer."""
+        self.counts = {SKIPPED: 0}
+        """Part of the committed state: how many steps in a row, up to this one, were skipped."""
         self._exact = [
             *(exact for part in self.parts for exact in part.gradients.exact),
             *(part.buffers.exact for part in self.parts if part.buffers.exact),
@@ -110,12 +135,16 @@ class Stepper:
             name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
         ]
         self._clip_norm = clip_norm
+        self._skip_nonfinite = skip_nonfinite
+        self.allowed: frozenset[str] = frozenset()
+        """Names of what is not finite from the beginning, such as a mask with infinities."""
         self._summed: _Summed | None = None
         self._ended: int | None = None
         """The last step of a window that is made here, and is not known to be made everywhere."""
         self.squares: dict[str, float] = {}
-        """Of the step that was applied last, the squares of the norms of all the model's gradients, where they are
-        clipped: who has yet to apply it needs them."""
+        """Squared gradient norms of all parameters of the model in the step that was applied last: a worker that has
+        yet to apply it needs them."""
+        self.allowed = frozenset(not_finite(model_state(self.holding()).items()))
 
     @property
     def ready(self) -> int | None:
@@ -144,52 +173,96 @@ class Stepper:
         `meanwhile` is called when its own part is computed, before the wait for the others'; `flags` what this worker
         has to say to all.
 
-        Raises `TrainingError` where a loss is not finite (before anything changed) and `Interrupted` or `WaitExpired`
-        (after `wait_s` in one collective) where the world breaks.
+        Raises `TrainingError` if loss or sums are not finite (before anything changed), unless such steps are skipped,
+        and `Interrupted` or `WaitExpired` (after `wait_s` in one collective) if the world breaks.
         """
         for part in self.parts:
             part.module.train()
-        scales = self.scales
-        self._summed = None
-        reduce_s = 0.0
+        scales, search, reduce_s, refused = self.scales, None, 0.0, ""
         for _ in range(TRIES):
-            for part in self.parts:
-                part.gradients.begin(scales)
-                part.buffers.begin_step(scales)
-            works = self.passes.run(step, shards, world, control, flags)
-            control.enter("collective")
-            meanwhile()
-            computed = time.monotonic()
-            for index, work in enumerate(works):
-                wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
-            totals = self._totals(step)
-            self._reduce_buffers(step, world, wait_s, control)
-            readings = [exact.read() for exact in self._exact]
-            settled = all(reading.settled for reading in readings)
-            if settled:
-                for part in self.parts:
-                    part.gradients.take_means(totals.weight)
-            self._take_tied(settled)
-            if settled:
-                grids = {name: scale for reading in readings for name, scale in reading.scales.items()}
-                self._summed = _Summed(step, totals, grids)
-            squares = self._squares() if settled else {}
-            settled, squares = self.passes.agree(step, settled, squares, world, control, wait_s)
-            reduce_s += time.monotonic() - computed
-            if settled:
-                break
             self._summed = None
-            scales = {**scales, **self._measured(step, world, wait_s, control)}
+            computed_s, totals, said = self._compute(
+                step, shards, world, scales, search, control=control, wait_s=wait_s, meanwhile=meanwhile, flags=flags
+            )
+            reduce_s += time.monotonic() - computed_s
+            refused = why_refused(step, totals.bad_shards, said, searched=search is not None)
+            if said.fit or refused:
+                break
+            if said.settled:
+                search = FaultSearch()
+            else:
+                measured, finite = self._measured(step, world, wait_s, control)
+                scales, search = {**scales, **measured}, None if finite else FaultSearch()
         else:
             raise TrainingError(
                 f"the gradients of step {step} are others each time they are computed, by far; "
                 "`reduction: exact` needs a loss that draws its random numbers from torch, NumPy or random"
             )
+        if refused:
+            self._check_may_skip(refused)
+        elif search is not None:
+            log.warning("step %d was not finite, and is when computed again: look for faulty memory", step)
         # Who is to leave may have given its state out: it changes no more.
         control.check()
         control.enter("applying")
-        self._apply(squares)
-        return Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes, reduce_s=reduce_s)
+        self._apply(said.squares)
+        return Applied(
+            rows=totals.rows,
+            loss=totals.loss,
+            flags=totals.flags,
+            notes=totals.notes,
+            grad_norm=gradient_norm(said.squares),
+            skipped=bool(refused),
+            reduce_s=reduce_s,
+        )
+
+    def _compute(
+        self,
+        step: int,
+        shards: Shards,
+        world: World,
+        scales: Mapping[str, int],
+        search: FaultSearch | None,
+        *,
+        control: Control,
+        wait_s: float,
+        meanwhile: Callable[[], None],
+        flags: Callable[[], header.Flags],
+    ) -> tuple[float, header.StepTotals, Said]:
+        """Make the passes and the sums of a step once; when its own part was computed (monotonic seconds), the header's
+        totals, and what all stages know of the sums."""
+        for part in self.parts:
+            part.gradients.begin(scales)
+            part.buffers.begin_step(scales)
+        works = self.passes.run(step, shards, world, control, flags, search)
+        control.enter("collective")
+        meanwhile()
+        computed_s = time.monotonic()
+        for index, work in enumerate(works):
+            wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
+        totals = self._totals()
+        if not totals.weight:
+            raise TrainingError(
+                f"the weights that the task's loss gave in step {step} add up to 0: there is no mean to learn from"
+            )
+        self._reduce_buffers(step, world, wait_s, control)
+        readings = [exact.read() for exact in self._exact]
+        settled = all(reading.settled for reading in readings)
+        if settled:
+            for part in self.parts:
+                part.gradients.take_means(totals.weight)
+        self._take_tied(settled)
+        squares = self._squares() if settled else {}
+        if totals.bad_shards:
+            squares[LOSS] = math.nan
+        fault = None if search is None else self._first_fault(search, step, world, wait_s, control)
+        if fault is not None:
+            squares[fault.parameter] = math.nan
+        if settled or fault is not None or totals.bad_shards:
+            grids = {name: scale for reading in readings for name, scale in reading.scales.items()}
+            self._summed = _Summed(step, totals, grids)
+        said = self.passes.agree(step, Said(settled, squares, fault), world, control, wait_s)
+        return computed_s, totals, said
 
     def run_window(
         self,
@@ -213,20 +286,25 @@ class Stepper:
             part.module.train()
             part.gradients.begin({})
         self._summed = self._ended = None
-        made: list[Applied] = []
+        made: list[tuple[header.StepTotals, float]] = []
+        """Of each step, its totals and the seconds that its sums were waited for."""
+        squares: dict[str, float] = {}
 
-        def end(step: int) -> None:
+        def end(step: int, search: FaultSearch) -> None:
             works = [
-                work for part in self.parts for work in part.gradients.reduce_during(lambda: None, world, control.check)
+                work for part in self.parts for work in part.gradients.reduce_during(nothing, world, control.check)
             ]
             control.enter("collective")
             computed = time.monotonic()
             for index, work in enumerate(works):
                 wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
             reduce_s = time.monotonic() - computed
-            totals = self._totals(step)
+            totals = self._totals()
             for part in self.parts:
                 part.gradients.take_means(totals.weight)
+            own = self._squares()
+            self._check_window_step(step, totals, own, search, world, wait_s, control)
+            squares.update(of_step(step, own))
             control.check()
             control.enter("applying")
             self.held = None
@@ -234,9 +312,7 @@ class Stepper:
                 self._change(step)
             for part in self.parts:
                 part.gradients.begin({})
-            made.append(
-                Applied(rows=totals.rows, loss=totals.loss, flags=totals.flags, notes=totals.notes, reduce_s=reduce_s)
-            )
+            made.append((totals, reduce_s))
             # What comes next waits for others.
             control.enter("collective")
 
@@ -244,10 +320,20 @@ class Stepper:
         for part in self.parts:
             part.buffers.check_unchanged()
         self._ended = steps[-1]
-        passes.agree(steps[-1], True, {}, world, control, wait_s)
+        said = passes.agree(steps[-1], Said(True, squares), world, control, wait_s)
         control.check()
         self.finish({})
-        return made
+        return [
+            Applied(
+                rows=totals.rows,
+                loss=totals.loss,
+                flags=totals.flags,
+                notes=totals.notes,
+                grad_norm=gradient_norm(squares_of(step, said.squares)),
+                reduce_s=reduce_s,
+            )
+            for step, (totals, reduce_s) in zip(steps, made, strict=True)
+        ]
 
     def finish(self, squares: Mapping[str, float]) -> None:
         """Applies the step of which it has all sums, because others have: these are the `squares` they agreed on. Or
@@ -284,21 +370,58 @@ class Stepper:
             self.scheduler,
             self.scales,
             self._persistent,
+            self.counts,
+            self.allowed,
         )
 
     def _apply(self, squares: Mapping[str, float]) -> None:
         summed, self._summed = self._summed, None
         assert summed is not None, "its sums are there"
-        step = summed.step
-        if self._clip_norm is not None:
-            self._clip(step, self._clip_norm, squares)
+        norm = gradient_norm(squares)
+        self.squares = dict(squares)
+        if not math.isfinite(norm):
+            # Refused by all alike: the state after this step is the one before it.
+            self.restore_buffers()
+            self.counts[SKIPPED] += 1
+            self.held = summed.step
+            return
+        self._clip(norm)
         self.held = None
-        self._change(step)
+        self._change(summed.step)
         for part in self.parts:
             part.buffers.commit(summed.totals.rows)
         self.scales = summed.scales
-        self.squares = dict(squares)
-        self.held = step
+        self.counts[SKIPPED] = 0
+        self.held = summed.step
+
+    def _check_may_skip(self, refused: str) -> None:
+        """Raises `TrainingError` unless a step may be skipped that was refused for this reason."""
+        skipped = self.counts[SKIPPED] + 1
+        if self._skip_nonfinite and skipped < SKIPPED_IN_A_ROW:
+            log.warning("skipped: %s", refused)
+            return
+        self._summed = None
+        if self._skip_nonfinite:
+            refused += f"; this is the {skipped}th step in a row, which `elastic.on_nonfinite: skip` does not skip"
+        raise TrainingError(refused)
+
+    def _check_window_step(
+        self,
+        step: int,
+        totals: header.StepTotals,
+        squares: Mapping[str, float],
+        search: FaultSearch,
+        world: World,
+        wait_s: float,
+        control: Control,
+    ) -> None:
+        """Raises `TrainingError` if a step among steps that overlap cannot be applied here."""
+        said = Said(True, squares)
+        if not said.fit:
+            said = replace(said, fault=self._first_fault(search, step, world, wait_s, control))
+        refused = why_refused(step, totals.bad_shards, said, searched=True)
+        if refused:
+            raise TrainingError(refused)
 
     def _change(self, step: int) -> None:
         # An optimizer may draw, too.
@@ -308,39 +431,47 @@ class Stepper:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def _totals(self, step: int) -> header.StepTotals:
-        """What the step's header says. Raises `TrainingError` where there is nothing to learn from."""
+    def _totals(self) -> header.StepTotals:
+        """What the step's header says."""
         head = self.parts[0].gradients.rider
-        totals = header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype)))
-        if totals.bad_shards:
-            raise TrainingError(_not_finite(step, totals.bad_shards))
-        if not totals.weight:
-            raise TrainingError(
-                f"the weights that the task's loss gave in step {step} add up to 0: there is no mean to learn from"
-            )
-        return totals
+        return header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype)))
 
     def _reduce_buffers(self, step: int, world: World, wait_s: float, control: Control) -> None:
         works = [world.reduce(*vector) for part in self.parts for vector in part.buffers.to_reduce()]
         for work in works:
             wait(work, f"the buffers of step {step}", wait_s, control.interrupted)
 
-    def _measured(self, step: int, world: World, wait_s: float, control: Control) -> dict[str, int]:
-        """The grids that fit this step's values. Raises `TrainingError` where some are not finite."""
+    def _measured(self, step: int, world: World, wait_s: float, control: Control) -> tuple[dict[str, int], bool]:
+        """The grids that fit this step's values, and whether all of these are finite."""
         largest = torch.from_numpy(np.concatenate([exact.largest() for exact in self._exact])).to(self.device)
         work = world.reduce(largest, "exact.largest", "max")
         wait(work, f"the largest values of step {step}", wait_s, control.interrupted)
         parts = np.split(largest.cpu().numpy(), np.cumsum([len(exact.names) for exact in self._exact])[:-1])
-        bad = [name for exact, part in zip(self._exact, parts, strict=True) for name in exact.not_finite(part)]
-        if bad:
-            raise TrainingError(
-                f"step {step} gives values that are not finite for {', '.join(bad[:3])}, though its loss is finite; "
-                "nothing of this step was applied"
-            )
         scales: dict[str, int] = {}
+        finite = True
         for exact, part in zip(self._exact, parts, strict=True):
             scales |= exact.scales_from(part)
-        return scales
+            finite = finite and not exact.not_finite(part)
+        return scales, finite
+
+    def _first_fault(
+        self, search: FaultSearch, step: int, world: World, wait_s: float, control: Control
+    ) -> Fault | None:
+        """The first of the faults that the members of this stage's world have found; all of them ask together."""
+        trained = [name for name, _ in self.named]
+        parts = zip(self.passes.chunks, self.parts, strict=True)
+        chunk_of = {name: chunk for chunk, part in parts for name, _ in part.parameters}
+        # By shard, the parameter's number, from 1 on: of several, the last one is nearest to the loss.
+        found = torch.zeros(self._shards, dtype=torch.int64, device=self.device)
+        for fault in search.found:
+            found[fault.shard] = max(int(found[fault.shard]), trained.index(fault.parameter) + 1)
+        work = world.reduce(found, "faults", "max")
+        wait(work, f"the search for what is not finite in step {step}", wait_s, control.interrupted)
+        for shard, number in enumerate(found.tolist()):
+            if number:
+                name = trained[number - 1]
+                return Fault(shard, chunk_of[name], name)
+        return None
 
     def _take_tied(self, settled: bool) -> None:
         """Gives tied parameters the sum of their gradients, in the order of names, wherever in the cell they are."""
@@ -355,19 +486,20 @@ class Stepper:
                     _gradient(own[name]).copy_(total)
 
     def _squares(self) -> dict[str, float]:
-        """Of each parameter's gradient, tied ones once, the square of its norm, where it is to be clipped."""
-        if self._clip_norm is None:
-            return {}
-        return {name: square_norm(_gradient(value)) for name, value in self.named if name not in self.tied}
+        """The squared norm of each parameter's gradient, tied ones once; NaN for a buffer whose sum is not finite."""
+        trained = [(name, _gradient(value)) for name, value in self.named if name not in self.tied]
+        changes = [part.buffers.changes for part in self.parts]
+        squares = square_norms([*(gradient for _, gradient in trained), *changes])
+        found = {name: square for (name, _), square in zip(trained, squares, strict=False)}
+        for part, square in zip(self.parts, squares[len(trained) :], strict=True):
+            if not math.isfinite(square):
+                found |= {f"{BUFFER}{name}": math.nan for name in part.buffers.not_finite()}
+        return found
 
-    def _clip(self, step: int, limit: float, squares: Mapping[str, float]) -> None:
-        # In the order of names, however the model is cut.
-        norm = math.sqrt(sum(squares[name] for name in sorted(squares)))
-        if not math.isfinite(norm):
-            raise TrainingError(f"the gradient of step {step} is not finite (norm {norm}), though its loss is")
-        if norm > limit:
+    def _clip(self, norm: float) -> None:
+        if self._clip_norm is not None and norm > self._clip_norm:
             for part in self.parts:
-                part.gradients.scale(limit / (norm + 1e-6))
+                part.gradients.scale(self._clip_norm / (norm + 1e-6))
 
 
 def _part(
@@ -413,11 +545,3 @@ def _check_exact(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     assert parameter.grad is not None, "gradients are views into buckets and never None"
     return parameter.grad
-
-
-def _not_finite(step: int, shards: Sequence[int]) -> str:
-    which = f"shard {shards[0]}" if len(shards) == 1 else f"shards {', '.join(map(str, shards))}"
-    return (
-        f"the loss of step {step} is not finite in {which}; nothing of this step was applied. "
-        "Usual causes: a learning rate too high, a division by zero or log(0) in the loss, bad values in the data"
-    )

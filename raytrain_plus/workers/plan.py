@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain_plus.collective.formation import Formation
+from raytrain_plus.data.sight import Sight
 from raytrain_plus.data.source import Index
 from raytrain_plus.elastic.events import Lacks, Why
 from raytrain_plus.errors import RaytrainError
@@ -15,6 +16,8 @@ from raytrain_plus.parallel.mesh import Stage
 from raytrain_plus.parallel.pipeline.cut import Layer
 from raytrain_plus.parallel.pipeline.layout import Chunks, tied_groups
 from raytrain_plus.state.manifest import Share
+from raytrain_plus.storage.claimed import Claim
+from raytrain_plus.storage.outage import Outage
 from raytrain_plus.storage.probe import Probe
 from raytrain_plus.training.records import Evaluated, StepRecord
 
@@ -41,6 +44,8 @@ class Plan:
     """The run's folder, as `open_folder` takes it; made by the controller when the first world is formed."""
     probe: Probe | None = None
     """What the controller has left in the storage: who does not see it has another one."""
+    sights: Mapping[str, tuple[Sight, ...]] = field(default_factory=dict)
+    """For each dataset's path, what an earlier worker on the same node saw first of its files; empty for the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +70,8 @@ class Ready:
     """What each costs, where the model is to be cut into stages."""
     room: int = 0
     """Bytes of memory where the model is: of its device, or of its machine, which it may share with others."""
+    sights: Mapping[str, tuple[Sight, ...]] = field(default_factory=dict)
+    """For each dataset's path, what was first seen of its files on this worker's node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,8 @@ class ShareOf:
     size: int = 1
     speaks: bool = True
     """Whether it writes what belongs to no layer: the first stage that trains anything."""
+    claim: Claim | None = None
+    """The controller's claim: without it in the run's folder nothing is written there. None: nobody claims the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +219,8 @@ class Written:
     """For how long the copy held the training up."""
     error: str
     """Why there is no share."""
+    outage: Outage | None = None
+    """What the storage said, if it did not take the share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

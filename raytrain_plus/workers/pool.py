@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorPlacementGroupRemoved, ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorPlacementGroupRemoved, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raytrain_plus.errors import Interrupted, WorkerLost
+from raytrain_plus.errors import Interrupted, RunError, WorkerLost
 from raytrain_plus.workers.actor import WorkerActor
 
 CALLS = 32
 """Calls that a worker answers at the same time: those that stay pending, short ones, and copies that others send."""
+
+FREE_S = 5.0
+"""Maximum seconds for Ray to free the places of the last workers; without its GCS it never does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class Pool:
     def __init__(self, cpus: float, gpus: float) -> None:
         self._need = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
         self._handles: dict[str, Handle] = {}
+        self._freeing: list[threading.Thread] = []
 
     @property
     def need(self) -> str:
@@ -44,8 +50,13 @@ class Pool:
         return ", ".join(f"{amount:g} {name}" for name, amount in self._need.items()) or "nothing"
 
     def start(self, name: str) -> None:
-        """Starts a worker; it comes up on its own."""
-        group = placement_group([self._need or {"CPU": 0.001}], strategy="PACK")
+        """Starts a worker; it comes up on its own. Raises `RunError` if Ray's GCS does not answer within a minute."""
+        try:
+            group = placement_group([self._need or {"CPU": 0.001}], strategy="PACK")
+        except GetTimeoutError:
+            raise RunError(
+                f"Ray's GCS does not answer, so {name} cannot be started: the head is gone, or busy"
+            ) from None
         actor = (
             ray.remote(WorkerActor)
             .options(
@@ -53,6 +64,8 @@ class Pool:
                 num_gpus=self._need.get("GPU", 0),
                 max_restarts=0,
                 max_concurrency=CALLS,
+                # Else Ray's head keeps a record of each call, up to 100,000 of them: 5 MB a minute of pulses.
+                enable_task_events=False,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )
             .remote(name)
@@ -105,13 +118,28 @@ class Pool:
         # One that is gone already, with its node perhaps, has nothing to end.
         with contextlib.suppress(RayError):
             ray.kill(handle.actor)
-        with contextlib.suppress(RayError):
-            remove_placement_group(handle.group)
+        # Without Ray's GCS this takes a minute, in which nobody else may be kept waiting.
+        self._freeing = [*(thread for thread in self._freeing if thread.is_alive()), _freed(handle.group)]
 
     def shutdown(self) -> None:
-        """Ends every worker."""
+        """Ends every worker, and waits for `FREE_S` at most until their places are free."""
         for name in self:
             self.end(name)
+        until = time.monotonic() + FREE_S
+        for thread in self._freeing:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def _freed(group: PlacementGroup) -> threading.Thread:
+    """Start a thread that frees a placement group."""
+
+    def free() -> None:
+        with contextlib.suppress(RayError):
+            remove_placement_group(group)
+
+    thread = threading.Thread(target=free, name="free a place", daemon=True)
+    thread.start()
+    return thread
 
 
 def answer(future: Future[Any], worker: str, limit_s: float = 0) -> Any:

@@ -25,6 +25,9 @@ HEAD = "node:__internal_head__"
 WATCHER_S = 10.0
 """Limit of the end of a process that was killed."""
 
+WITHOUT_GCS_S = 7 * 24 * 3600
+"""Seconds for which a process lives on without Ray's GCS: longer than any wait of ours."""
+
 DRAIN_S = 10.0
 """Limit of telling Ray that a node goes."""
 
@@ -143,7 +146,23 @@ def settings_of_our_own_ray() -> dict[str, Any]:
     everything else on the machine go first. None for a Ray that is newer than what was seen: an unknown one ends it.
     """
     newest = tuple(int(part) for part in ray.__version__.split(".")[:2])
-    return {"worker_niceness": 0} if newest <= tuple(int(part) for part in SEEN.split(".")) else {}
+    known = newest <= tuple(int(part) for part in SEEN.split("."))
+    return {"worker_niceness": 0, "gcs_rpc_server_reconnect_timeout_s": WITHOUT_GCS_S} if known else {}
+
+
+@contextlib.contextmanager
+def without_its_gcs() -> Iterator[None]:
+    """Have a connection to Ray that is made while this is open outlive the cluster's GCS: after a minute without one
+    Ray ends the process. One that the user has configured is left as it is."""
+    name = "RAY_gcs_rpc_server_reconnect_timeout_s"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(WITHOUT_GCS_S)
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def show_token() -> None:
@@ -162,20 +181,35 @@ def show_token() -> None:
     _or_nothing(show, "a cluster that asks for a token needs RAY_AUTH_MODE=token in the environment")
 
 
-def show_token_if_any() -> None:
-    """Has Ray's clients over HTTP show a token, where there is one; RAY_AUTH_MODE decides where it is set.
+def show_token_if_any() -> bool:
+    """Have Ray's clients show a token, if there is one and RAY_AUTH_MODE is not set; return whether they now do.
 
     Not where actors live on a cluster that asks for none: it could not call them any more.
     """
 
-    def show() -> None:
+    def show() -> bool:
         from ray._private.authentication.authentication_token_setup import _enable_token_auth
         from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
-        if "RAY_AUTH_MODE" not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
-            _enable_token_auth()
+        if "RAY_AUTH_MODE" in os.environ or not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+            return False
+        _enable_token_auth()
+        return True
 
-    _or_nothing(show, "a cluster that asks for a token needs RAY_AUTH_MODE=token in the environment")
+    return bool(_or_nothing(show, "a cluster that asks for a token needs RAY_AUTH_MODE=token in the environment"))
+
+
+def hide_token() -> None:
+    """Have Ray's clients show no token to the clusters that this process joins later, unless one is asked for again."""
+
+    def hide() -> None:
+        from ray._raylet import Config  # type: ignore[attr-defined]
+
+        os.environ.pop("RAY_AUTH_MODE", None)
+        # Ray holds what it has read from the environment.
+        Config.initialize("")
+
+    _or_nothing(hide, "a cluster that asks for no token needs RAY_AUTH_MODE=disabled in the environment")
 
 
 def check_let_in(address: str) -> None:
@@ -202,6 +236,19 @@ def is_submitted() -> bool:
         return "job_submission_id" in os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "")
 
     return bool(_or_nothing(ask, "a submitted run ends with its driver"))
+
+
+def socket_of_our_own_ray() -> str:
+    """Return the socket of the raylet that was started for one run, which its workers have in their command; empty if
+    it did not start."""
+
+    def ask() -> str:
+        from ray._private import worker
+
+        node = worker._global_node
+        return "" if node is None else str(node.raylet_socket_name or "")
+
+    return _or_nothing(ask, "a worker that just starts outlives a driver that is killed") or ""
 
 
 def end_our_own_ray() -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from raytrain_plus.errors import RaytrainError, WaitExpired
+import torch
+
+from raytrain_plus.errors import RaytrainError, StorageError, TrainingError, WaitExpired
 from raytrain_plus.state.checkpoint import Copy, write_share
+from raytrain_plus.state.finite import check_finite, tensor_of
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.state.manifest import Share, name_of
+from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.outage import Outage, outage_of
 from raytrain_plus.storage.tries import tried
 from raytrain_plus.workers.plan import ShareOf, Written
 
@@ -51,6 +56,7 @@ class Saver:
         self._open: tuple[int, int] | None = None
         """Step and generation of the one whose end has not been told yet."""
         self._part: Part | None = None
+        self._unfit: TrainingError | None = None
         self.copied = -1
         """The last step that was copied in the present generation."""
 
@@ -80,6 +86,11 @@ class Saver:
             self._threads.submit(late)
         return True
 
+    def check(self) -> None:
+        """Raise `TrainingError` if a state that was to be kept is not finite."""
+        if self._unfit is not None:
+            raise self._unfit
+
     def due(self, step: int, evaluated: bool) -> bool:
         """Whether the state after `step` is to be kept; the same for every member."""
         by_steps = self._every_steps is not None and (step + 1) % self._every_steps == 0
@@ -92,13 +103,14 @@ class Saver:
         if not self._free.wait(FREE_S):
             raise WaitExpired(f"an earlier checkpoint was still being written after {FREE_S:g} s")
         began, start = time.time(), time.monotonic()
-        copies, tree = self._memory.copy(self._holding(), part.of.rank, part.of.size, part.of.speaks)
+        holding = self._holding()
+        copies, tree = self._memory.copy(holding, part.of.rank, part.of.size, part.of.speaks)
         stall_s = time.monotonic() - start
         self._free.clear()
         self._open = step, part.of.generation
         self.copied = step
 
-        def told(share: Share | None, error: str) -> Written:
+        def told(share: Share | None, error: str, outage: Outage | None = None) -> Written:
             return Written(
                 step=step,
                 generation=part.of.generation,
@@ -110,23 +122,44 @@ class Saver:
                 time=began,
                 stall_s=stall_s,
                 error=error,
+                outage=outage,
             )
 
         what = f"{self._run.where} has taken nothing of it for {STILL_S:g} s"
         self._moved()
         self._late = lambda: part.tell(told(None, what))
-        self._threads.submit(self._write, part, step, copies, told)
+        self._threads.submit(self._write, part, step, copies, holding.allowed, told)
 
     def _moved(self) -> None:
         self._progress = time.monotonic()
 
     def _write(
-        self, part: Part, step: int, copies: Sequence[Copy], told: Callable[[Share | None, str], Written]
+        self,
+        part: Part,
+        step: int,
+        copies: Sequence[Copy],
+        allowed: Collection[str],
+        told: Callable[..., Written],
     ) -> None:
+        run = self._run if part.of.claim is None else Claimed(self._run, part.of.claim)
+        outages: list[Outage] = []
+
+        def failed(error: OSError) -> None:
+            # The newest failure says what is free now.
+            outages[:] = [outage_of(error, run, sum(copy.data.nbytes for copy in copies))]
+
         try:
+            check_finite(((copy.piece.tensor, _tensor(copy)) for copy in copies), allowed, step)
             name = name_of(step, part.of.generation)
-            share = tried(lambda: write_share(self._run, name, part.of.writer, part.of.writers, copies, self._moved))
+            share = tried(
+                lambda: write_share(run, name, part.of.writer, part.of.writers, copies, self._moved), failed=failed
+            )
             part.tell(told(share, ""))
+        except TrainingError as failure:
+            self._unfit = failure
+            part.tell(told(None, str(failure)))
+        except StorageError as failure:
+            part.tell(told(None, str(failure), *outages))
         except RaytrainError as failure:
             part.tell(told(None, str(failure)))
         except Exception:
@@ -134,3 +167,9 @@ class Saver:
         finally:
             self._late = None
             self._free.set()
+
+
+def _tensor(copy: Copy) -> torch.Tensor:
+    """The values of a piece; flat, unless the whole tensor is a scalar."""
+    flat = tensor_of(copy.dtype, copy.data)
+    return flat if copy.shape else flat.reshape(())

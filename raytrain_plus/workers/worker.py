@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -48,10 +48,13 @@ from raytrain_plus.data.reader import (
     held_out_counts,
     microbatch_rows,
 )
-from raytrain_plus.data.source import Index, differences, index
+from raytrain_plus.data.sight import Sight
+from raytrain_plus.data.source import Index, check_unchanged, differences, index
 from raytrain_plus.elastic.events import Why
 from raytrain_plus.errors import (
     CheckpointError,
+    DamagedError,
+    DataChanged,
     DataError,
     InputError,
     Interrupted,
@@ -65,9 +68,11 @@ from raytrain_plus.errors import (
 from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job import Job
 from raytrain_plus.parallel.mesh import Stage
+from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
 from raytrain_plus.runfolder import MODEL
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.entry import Entry
+from raytrain_plus.state.finite import as_tensors, check_finite, not_finite
 from raytrain_plus.state.holding import Holding, model_state, other_classes, saved_model
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
@@ -130,6 +135,8 @@ class Worker:
         """What the stepper holds: the model, or a stage of it. A model in stages is built when the stage is known."""
         self._before: tuple[Stage, Stepper] | None = None
         """What it held before a generation in which it holds another stage, until that one has made a step."""
+        self._classes: Classes = KNOWN
+        """Those of the objects in a batch, where batches pass from stage to stage."""
         self._rows: Rows | None = None
         self._evaluation: Evaluation | None = None
         self._feed: Batches | None = None
@@ -318,7 +325,16 @@ class Worker:
         self._copied_state = None
         if not self.has_copy(step, stage):
             raise Interrupted(f"{self._name} has neither {stage} of step {step} nor a copy of it")
-        return [entry_of(name, value) for name, value in self._state_of(step, stage).items()]
+        state = self._state_of(step, stage)
+        check_finite(state.items(), self._allowed(step, stage), step)
+        return [entry_of(name, value) for name, value in state.items()]
+
+    def _allowed(self, step: int, stage: Stage) -> Collection[str]:
+        """The tensors of a state that may hold NaN or infinity."""
+        if (own := self._stepper_at(step, stage)) is not None:
+            return own.allowed
+        found = None if self._copier is None else self._copier.find(step, stage)
+        return () if found is None else json.loads(found.values)["allowed"]
 
     def tensors(self, step: int, stage: Stage, names: Sequence[str]) -> list[Array]:
         """The bytes of some of them."""
@@ -411,9 +427,12 @@ class Worker:
         else:
             assert isinstance(job.task, str), "a class travels pickled"
             cls = load_task(job.task, roots)
-        _same_data(job.data.prepare, roots, plan.index)
-        if plan.held_out is not None:
-            _same_data(job.data.prepare, roots, plan.held_out)
+        # With what this node sees of the files, which the driver's may lie beside.
+        plan = replace(
+            plan,
+            index=_same_data(plan, roots, plan.index),
+            held_out=None if plan.held_out is None else _same_data(plan, roots, plan.held_out),
+        )
         set_random_key(random_key(job.seed, "task"))
         self._plan = plan
         self._task = task = build_task(cls, job.args)
@@ -430,13 +449,14 @@ class Worker:
         self._rows = _rows(plan.index, line_of(job, plan.index), job, transform)
         self._evaluation = _evaluation(plan, task.collate, transform)
         if self._stepper is None:
-            return self._measured()
+            return replace(self._measured(), sights=_sights(plan))
         trained = [value for _, value in self._stepper.named]
         held = [*self._stepper.module.parameters(), *self._stepper.module.buffers()]
         return Ready(
             parameters=sum(value.numel() for value in trained),
             # An optimizer has two figures, as a rule, for each weight that it trains.
             state_bytes=sum(value.nbytes for value in held) + 2 * sum(value.nbytes for value in trained),
+            sights=_sights(plan),
         )
 
     @property
@@ -467,6 +487,7 @@ class Worker:
                 clip_norm=job.clip_norm,
                 device=self._device,
                 exact=job.reduction == "exact",
+                skip_nonfinite=job.elastic.on_nonfinite == "skip",
             )
         check_storable(self._stepper.holding())
         self._stage = layers.stage
@@ -482,6 +503,7 @@ class Worker:
 
         job = self._plan.job
         batch = first_microbatch(self._rows, job.parallel.microbatches, self._task.collate)
+        self._classes = classes_of(batch.batch)
         found = measured(self._task, job.seed, self._device, batch, overlaps=job.parallel.overlaps)
         return Ready(
             parameters=sum(layer.parameters for layer in found),
@@ -526,6 +548,10 @@ class Worker:
             tensors = tried(lambda: read_tensors(run, manifest, dict.fromkeys(stored)))
         except StorageError as failure:
             raise StorageError(f"the checkpoint {manifest.name} cannot be read: {failure}") from failure
+        bad = not_finite(as_tensors(tensors), stepper.allowed)
+        if bad:
+            # Older versions wrote such checkpoints.
+            raise DamagedError(f"'{bad[0]}' holds NaN or infinity", where=f"{run.where}/{FOLDER}/{manifest.name}.json")
         tree = own_tree(manifest.tree, layers.others)
         stepper.adopt(Snapshot(manifest.step, tensors, json.dumps(tree).encode(), ""))
 
@@ -589,6 +615,8 @@ class Worker:
                 joined = True
                 controller.joined.remote(self._name, generation, form_s)
                 why = self._train(assignment, feed, world, lambda record: self._made(record, reporter.tell))
+                if why == "finished":
+                    self._check_data()
             self._go_back_to_before()
             outcome = self._outcome(why)
             if why == "finished":
@@ -600,7 +628,7 @@ class Worker:
             self._go_back_to_before()
             outcome = replace(self._outcome("interrupted"), fault="" if known else str(error))
         except RaytrainError as error:
-            final = isinstance(error, (TrainingError, TaskError))
+            final = isinstance(error, (TrainingError, TaskError, DataChanged))
             fault = f"{type(error).__name__}: {error}"
             self._go_back_to_before()
             outcome = replace(self._outcome("failed"), error=error, fault=fault, final=final)
@@ -612,6 +640,14 @@ class Worker:
         self._given.clear()
         control.enter("idle")
         return replace(outcome, records=reporter.rest())
+
+    def _check_data(self) -> None:
+        """Compare all data files with what this worker first saw of them. Raises `DataChanged` if one has changed."""
+        assert self._plan is not None
+        self._control.patience(FIRST_STEP_S)
+        self._control.enter("data")
+        for seen in filter(None, (self._plan.index, self._plan.held_out)):
+            check_unchanged(seen)
 
     def _take_place(self, assignment: Assignment) -> None:
         """Builds what this member is to hold, where it holds something else, or must begin anew."""
@@ -675,6 +711,7 @@ class Worker:
                 stages=assignment.layers.stage.of,
                 device=self._device,
                 shards=self._plan.job.data.shards,
+                classes=self._classes,
                 tied=assignment.layers.apart(self._stepper.tied),
             )
         form_s = time.monotonic() - start
@@ -870,11 +907,18 @@ def open_stream(*arguments: Any, **settings: Any) -> Any:
     return Stream(*arguments, **settings, first=ray_data_on_the_head)
 
 
-def _same_data(spec: str | None, roots: list[Path], expected: Index) -> None:
-    """Makes the data where this node lacks it, and holds what is there against what the driver saw."""
+def _same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
+    """Make the data if this node lacks it, compare it with what the driver saw, and return it as this node sees it.
+
+    Raises `DataChanged` if a file has changed since an earlier worker on this node first saw it, `DataError` if the
+    data is other than the driver's.
+    """
     # Not as the job names it: a path may be relative, to the driver's working directory.
     path = expected.path
-    prepare(spec, path, roots)
+    prepare(plan.job.data.prepare, path, roots)
+    first = plan.sights.get(path)
+    if first is not None:
+        check_unchanged(replace(expected, file_sights=first))
     seen = index(path)
     if seen.fingerprint != expected.fingerprint:
         found = differences(seen.to_json(), expected.to_json())
@@ -884,6 +928,11 @@ def _same_data(spec: str | None, roots: list[Path], expected: Index) -> None:
             expected=f"the data with the fingerprint {expected.fingerprint[:12]}, not {seen.fingerprint[:12]}",
             remedy="put the same files there on every node, or name a shared folder",
         )
+    return seen if first is None else replace(seen, file_sights=first)
+
+
+def _sights(plan: Plan) -> dict[str, tuple[Sight, ...]]:
+    return {seen.path: seen.file_sights for seen in (plan.index, plan.held_out) if seen is not None}
 
 
 def _users_error(error: BaseException) -> TrainingError:

@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
+from raytrain_plus.collective.credentials import Credentials
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.horovod import HorovodWorld, _environment, load_horovod
+from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.data.granule import Rows, without_ids
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.reader import Batches
@@ -37,6 +40,8 @@ from raytrain_plus.training.model import build_model
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.saver import Saver
+
+CREDENTIALS = "BENCHMARK_CREDENTIALS"
 
 
 def main(kind: str, file: str, rank: int, size: int, port: int, warm_up: int) -> None:
@@ -81,8 +86,26 @@ def main(kind: str, file: str, rank: int, size: int, port: int, warm_up: int) ->
 
 def formation(rank: int, size: int, port: int) -> Formation:
     return Formation(
-        generation=0, name="bench", rank=rank, size=size, address="127.0.0.1", server=("127.0.0.1", port), timeout_s=30
+        generation=0,
+        name="bench",
+        rank=rank,
+        size=size,
+        address="127.0.0.1",
+        server=("127.0.0.1", port),
+        timeout_s=30,
+        credentials=own_credentials(),
     )
+
+
+def credentials_for(server: RendezvousServer, rank: int) -> dict[str, str]:
+    """The environment in which a rank finds its credentials."""
+    return {**os.environ, CREDENTIALS: json.dumps(asdict(server.credentials(rank)))}
+
+
+def own_credentials() -> Credentials:
+    """What `credentials_for` left for this rank."""
+    given = json.loads(os.environ[CREDENTIALS])
+    return Credentials(given["token"], tuple(given["link_keys"]))
 
 
 def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> float:

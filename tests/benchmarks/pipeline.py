@@ -47,6 +47,7 @@ from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Stepper
+from tests.benchmarks.loop import credentials_for, own_credentials
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPES = ((2, 4), (2, 8), (2, 16), (4, 16))
@@ -113,6 +114,7 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
             address="127.0.0.1",
             server=("127.0.0.1", port),
             timeout_s=LIMIT_S,
+            credentials=own_credentials(),
         )
     )
     kind = PipeDream if schedule == "pipedream" else Staged
@@ -218,6 +220,7 @@ def measured(kind: str, schedule: Schedule, stages: int, microbatches: int, pad_
             stdout=subprocess.PIPE,
             text=True,
             cwd=REPOSITORY,
+            env=credentials_for(server, rank),
         )
         for rank in range(stages)
     ]

@@ -26,6 +26,7 @@ from raytrain_plus.job import Data, Workers
 from raytrain_plus.observe.events import read_events
 from raytrain_plus.runner import run
 from raytrain_plus.storage.local import LocalFolder
+from tests.benchmarks.loop import credentials_for
 
 REPOSITORY = Path(__file__).parents[2]
 LOOP_S = 300.0
@@ -66,7 +67,11 @@ def loop(kind: str, file: Path, warm_up: int, size: int = 2) -> float:
     command = [sys.executable, "-m", "tests.benchmarks.loop", kind, str(file)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(size), str(port), str(warm_up)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+            [*command, str(rank), str(size), str(port), str(warm_up)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env=credentials_for(server, rank),
         )
         for rank in range(size)
     ]

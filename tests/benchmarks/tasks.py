@@ -74,4 +74,4 @@ def prepare(folder: Path, name: str) -> None:
     x = rng.normal(size=(20_000, 64)).astype("float32")
     column = pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), 64)
     table = pa.table({"x": column, "y": pa.array(rng.integers(0, 10, len(x)), pa.int64())})
-    pq.write_table(table, folder / "0.parquet", row_group_size=500)
+    pq.write_table(table, folder / "0.parquet", row_group_size=500, write_page_checksum=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import random
 import signal
 import threading
 import time
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,6 +101,17 @@ class Secretive(Net):
         super().__init__()
         if word != "open sesame":
             raise ValueError("not the word")
+
+
+class Repeats(Net):
+    """Fails as a client library does: its error repeats the address that it was given."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.address = address
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        raise ConnectionError(f"no answer from '{self.address}'")
 
 
 class Sleeps(Net):
@@ -229,6 +242,42 @@ class Faulty(Net):
             time.sleep(float(what.removeprefix("sleep")))
 
 
+class Derails(Faulty):
+    """Its loss is finite and its gradient is not: in the step after so many applied ones, or wherever a row's first
+    value exceeds `above`."""
+
+    def __init__(self, folder: str, after: int | None = None, above: float = math.inf, **settings: Any) -> None:
+        super().__init__(folder, **settings)
+        self.after, self.above = after, above
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        self.made = super().optimizer(parameters)
+        return self.made
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        applied = max((int(state["step"]) for state in self.made.state.values()), default=0)
+        loss = super().loss(model, batch)
+        if applied != self.after and not bool((batch["x"][:, 0] > self.above).any()):
+            return loss
+        weight = next(value for name, value in model.named_parameters() if name == "last.1.weight")
+        # The derivative of a root is infinite at 0.
+        return loss + (weight - weight.detach()).abs().sqrt().sum()
+
+
+class Encoded(UserDict[str, Any]):
+    """A batch of a kind of its own, as tokenizers give: a mapping that moves itself."""
+
+    def to(self, device: torch.device) -> Encoded:
+        return Encoded({key: value.to(device) for key, value in self.data.items()})
+
+
+class Encodes(Faulty):
+    """The same from batches of that kind."""
+
+    def collate(self, table: pa.Table) -> Any:
+        return Encoded(super().collate(table))
+
+
 class FaultyStage(Faulty):
     """Goes wrong where it holds that stage of two, also at places of a staged step: F0 to F15 and B0 to B15, the passes
     of its microbatches; summed, when it has its sums; agreed, when its ring has; exchanged, when its cell has."""
@@ -342,7 +391,7 @@ def write_data(folder: Path, rows: int = 500, files: int = 3, group: int = 20, s
     for number, chosen in enumerate(np.array_split(np.arange(rows), files)):
         x = pa.FixedSizeListArray.from_arrays(pa.array(points[chosen].reshape(-1)), 6)
         table = pa.table({"x": x, "y": pa.array(labels[chosen], pa.int64())})
-        pq.write_table(table, folder / f"{number}.parquet", row_group_size=group)
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=group, write_page_checksum=True)
     return folder
 
 

@@ -23,7 +23,7 @@ from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS, background
 from tests.integration.elastic import raylets
 from tests.integration.tasks import write_data
-from tests.integration.test_run import command, raytrain, write_job
+from tests.integration.test_run import command, outliving, raytrain, write_job
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -103,6 +103,17 @@ def test_stopped_from_elsewhere_it_is_saved_and_goes_on_later(tmp_path: Path, no
     code, out, err = raytrain("resume", folder, "--set", f"steps={made + 3}", "--json")
     assert (code, json.loads(out)["steps"]) == (0, made + 3), err
     until(lambda: not background(), "the end of its processes")
+
+
+def test_nothing_is_left_of_a_run_whose_background_process_is_killed(tmp_path: Path, nothing_goes_on: None) -> None:
+    """Ray's agents outlived it by more than 40 s."""
+    write_data(tmp_path / "data")
+    code, _, err = raytrain("run", write_job(tmp_path, task="tasks:Sleeps", steps=5000), "--detach")
+    assert code == 0, err
+    processes = background()
+    processes[0].kill()
+    assert not outliving(processes)
+    assert attach(tmp_path / "runs" / "job").status().state.startswith("unfinished (its controller died: process ")
 
 
 def test_what_keeps_a_run_from_beginning_is_told_at_once(tmp_path: Path, nothing_goes_on: None) -> None:
@@ -204,7 +215,8 @@ def test_a_controller_that_is_killed_is_missed(tmp_path: Path, cluster: Cluster)
     psutil.Process(int(holder.split()[1])).kill()
     code, _, err = raytrain("attach", folder)
     assert code == 1
-    assert f"job has ended without a word: its controller is gone; go on with: raytrain resume '{folder}'" in err
+    assert "job: the controller died; no checkpoint is complete, so it starts again from its first step" in err
+    assert f"resume with: raytrain resume '{folder}'" in err
     until(nothing_is_held, "its room to be free again")
 
 

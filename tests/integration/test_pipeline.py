@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+import socket
+import struct
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
@@ -108,6 +115,100 @@ def elastic(tmp_path: Path, spares: int = 0, **changes: Any) -> tuple[Run, dict[
     before = born(run.until_size(run.job.workers.max or run.job.workers.min))
     run.until_step(10)
     return run, before
+
+
+class Forger:
+    """A process of the same machine that belongs to nobody: it tries to publish and to read at every new port.
+
+    From when the run has its folder: then the rendezvous are served.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.answers: Counter[str] = Counter()
+        self._folder = folder
+        self._known: set[tuple[str, int]] = set()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._forge)
+
+    def __enter__(self) -> Forger:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self._thread.join(30)
+
+    def _forge(self) -> None:
+        while not self._end.wait(0.1):
+            listening = self._listening()
+            if self._folder.exists():
+                break
+            # All of these are older than the first rendezvous.
+            self._known = listening
+        while not self._end.wait(0.02):
+            listening = self._listening()
+            new, self._known = listening - self._known, listening
+            for place in new:
+                for method, path in (
+                    ("PUT", "/global/0"),
+                    ("PUT", "/torch/1"),
+                    ("GET", "/global/0"),
+                    ("GET", "/torch/0"),
+                ):
+                    lines = (f"{method} {path} HTTP/1.1", f"Authorization: Bearer 0.{'0' * 32}", "Content-Length: 6")
+                    said = self._say(place, "\r\n".join((*lines, "", "forged")).encode())
+                    if not said.startswith(b"HTTP/1.1 "):
+                        break
+                    self.answers[f"{method} {said[9:12].decode()}"] += 1
+
+    @staticmethod
+    def _say(place: tuple[str, int], what: bytes) -> bytes:
+        with contextlib.suppress(OSError), socket.create_connection(place, timeout=1) as connection:
+            connection.sendall(what)
+            return connection.recv(100)
+        return b""
+
+    @staticmethod
+    def _listening() -> set[tuple[str, int]]:
+        found = set()
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            place, state = line.split()[1], line.split()[3]
+            if state == "0A":
+                address, port = place.split(":")
+                found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
+        return found
+
+
+class Canary:
+    """Makes a file in whoever unpickles it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self._file), "w")
+
+
+def test_a_forger_on_the_same_machine_is_refused_and_the_run_goes_on(tmp_path: Path, alone: Result) -> None:
+    canary = tmp_path / "canary"
+    pickled = pickle.dumps(Canary(canary))
+    with Forger(tmp_path / "runs" / "run") as forger, contextlib.ExitStack() as stack:
+        run = Run(staged(tmp_path, 4, 2, collective="horovod", task="tasks:Encodes", args={"pad_s": PAD_S}))
+        run.until(lambda: run.committed() >= 5, "step 5", 120)
+        for member in run.members():
+            for one in psutil.Process(member["pid"]).net_connections("tcp"):
+                if one.status != psutil.CONN_LISTEN:
+                    continue
+                for number in range(3):
+                    # The number of a connection, as Gloo wants it, and a message's length.
+                    said = stack.enter_context(socket.create_connection(one.laddr[:2], timeout=5))
+                    said.sendall(struct.pack("<qq", number, len(pickled)) + pickled)
+        check(run, alone)
+    assert not canary.exists()
+    # Two rings and two cells, each asked four times.
+    assert set(forger.answers) == {"PUT 403", "GET 403"}, forger.answers
+    assert forger.answers["PUT 403"] >= 8
+    assert len(run.events("view_formed")) == 1
 
 
 PLACES = [(cell, stage) for cell in range(2) for stage in range(2)]

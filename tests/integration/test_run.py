@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -14,12 +16,14 @@ from typing import Any
 
 import psutil
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import ray
 
 from raytrain_plus import Data, Job, TaskError, run
 from raytrain_plus.observe.events import read_events
+from raytrain_plus.status import state_of, status
 from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import Net, write_data
@@ -60,11 +64,11 @@ def raytrain(*arguments: str | Path, cwd: Path = TASKS, **environment: str) -> t
     return process.returncode, out, err
 
 
-def wait_for_a_step(tmp_path: Path) -> Path:
-    """The run's events, once a step is among them."""
+def wait_for_a_step(tmp_path: Path, steps: int = 1) -> Path:
+    """The run's events, once so many steps are among them."""
     events = tmp_path / "runs" / "job" / "events.ndjson"
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (events.exists() and "step_committed" in events.read_text()):
+    while time.monotonic() < deadline and not (events.exists() and events.read_text().count("step_committed") >= steps):
         time.sleep(0.1)
     return events
 
@@ -157,6 +161,22 @@ def test_a_secret_is_referred_to_and_written_down_nowhere(tmp_path: Path) -> Non
     written = [file.read_bytes() for file in (tmp_path / "runs").rglob("*") if file.is_file()]
     assert any(b"open ${env:WORD}" in text for text in written)
     assert not any(b"sesame" in text for text in [*written, out.encode(), err.encode()])
+
+
+def test_what_a_library_says_of_an_address_is_stripped_everywhere(tmp_path: Path) -> None:
+    """Its error went into events, result and messages as it was; Ray's logs are looked through, too."""
+    write_data(tmp_path / "data")
+    job = write_job(tmp_path, task="tasks:Repeats", args={"address": "${env:STORE}"})
+    # The names of Ray's sockets are short.
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as logs:
+        code, out, err = raytrain("run", job, STORE="s3://KEY:hunter2@bucket/x?secret_key=hunter2", RAY_TMPDIR=logs)
+        printed = [file.read_bytes() for file in Path(logs).rglob("*") if file.is_file()]
+    assert code == 1, err
+    written = [file.read_bytes() for file in (tmp_path / "runs").rglob("*") if file.is_file()]
+    assert len(printed) > 5
+    assert sum(b"no answer from 's3://***@bucket/x?secret_key=***'" in text for text in written) == 2
+    assert "no answer from 's3://***@bucket/x?secret_key=***'" in err
+    assert not any(b"hunter2" in text for text in [*printed, *written, out.encode(), err.encode()])
 
 
 @pytest.mark.parametrize(
@@ -292,20 +312,78 @@ def test_a_driver_that_dies_takes_the_run_with_it(tmp_path: Path) -> None:
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=5000))
     wait_for_a_step(tmp_path)
     family = psutil.Process(process.pid).children(recursive=True)
-    ours = [
-        entry for entry in family if any(word in " ".join(entry.cmdline()) for word in ("Controller", "WorkerActor"))
-    ]
-    assert len(ours) >= 3
+    assert len(named(family, "Controller", "WorkerActor")) >= 3
     process.kill()
     process.communicate(timeout=10)
-    _, alive = psutil.wait_procs(ours, timeout=10)
-    # Two agents of Ray's own outlive the killed driver of a local cluster by about a minute, with and without us.
-    _, late = psutil.wait_procs(family, timeout=5)
-    names = {entry.name() for entry in late if entry.status() != "zombie"}
-    for entry in late:
+    # Two agents of Ray's own outlived it by a minute.
+    assert not outliving(family)
+
+
+def named(processes: list[psutil.Process], *words: str) -> list[psutil.Process]:
+    """Those that have one of the words in their command."""
+    return [entry for entry in processes if any(word in " ".join(entry.cmdline()[:3]) for word in words)]
+
+
+def outliving(processes: list[psutil.Process]) -> set[str]:
+    """What those do that are there after 10 s; they are ended."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    # One whose parent has not asked about it yet has ended.
+    left = [entry for entry in alive if entry.is_running() and entry.status() != "zombie"]
+    names = {" ".join([entry.name(), *entry.cmdline()[:4]]) for entry in left}
+    for entry in left:
         entry.kill()
-    assert not alive
-    assert names <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
+    return names
+
+
+def test_the_result_decides_though_rays_head_is_gone(tmp_path: Path) -> None:
+    """Ray ended the driver a minute after the GCS, with an exit code of its own, though the run had finished."""
+    write_data(tmp_path / "data")
+    process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=30))
+    wait_for_a_step(tmp_path)
+    family = psutil.Process(process.pid).children(recursive=True)
+    [gcs] = [entry for entry in family if entry.name() == "gcs_server"]
+    gcs.kill()
+    killed = time.monotonic()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert time.monotonic() - killed < 55
+    assert json.loads((tmp_path / "runs" / "job" / "result.json").read_text())["status"] == "finished"
+    assert "job finished: 30 steps" in out
+    assert "GCS" not in err
+    assert not outliving(family)
+
+
+@pytest.mark.parametrize("who", ["Controller", pytest.param("raylet", marks=pytest.mark.slow)])
+def test_the_death_of_the_controller_says_what_is_kept_and_how_to_resume(tmp_path: Path, who: str) -> None:
+    write_data(tmp_path / "data")
+    folder = tmp_path / "runs" / "job"
+    process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=500, checkpoint={"every_steps": 3}))
+    events = wait_for_a_step(tmp_path)
+    deadline = time.monotonic() + 60
+    while "checkpoint_saved" not in events.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    [victim] = [entry for entry in family if who in entry.name()]
+    assert state_of(LocalFolder(folder)).startswith("running (process ")
+    [controller] = named(family, "Controller")
+    victim.kill()
+    if victim == controller:
+        killed = time.monotonic()
+        while not state_of(LocalFolder(folder)).startswith(
+            f"unfinished (its controller died: process {victim.pid} on "
+        ):
+            assert time.monotonic() - killed < 2
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    kept = status(LocalFolder(folder)).checkpoints[0]
+    told = [line for line in err.splitlines() if line.startswith("the controller died: ")]
+    assert len(told) == 1, err
+    assert told[0].endswith(
+        f"; the checkpoint after step {kept.step + 1} is kept; resume with: raytrain resume '{folder}'"
+    )
+    code, out, err = raytrain("status", folder)
+    assert (code, out.splitlines()[-1]) == (0, f"  resume with: raytrain resume '{folder}'"), err
+    assert not outliving(family)
 
 
 @pytest.mark.slow
@@ -330,6 +408,49 @@ def test_a_corrupt_file_is_told_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "data" / "9.parquet").write_bytes(b"PAR1 and then nothing")
     code, _, err = raytrain("run", write_job(tmp_path))
     assert (code, "9.parquet: is no readable Parquet file" in err) == (2, True), err
+
+
+def write_plain(file: Path, table: pa.Table) -> None:
+    """Write the table into the file as it lies there; of other values, its size and footer are the same."""
+    with file.open("r+b") as opened:
+        pq.write_table(
+            table, opened, row_group_size=20, compression="none", use_dictionary=False, write_statistics=False
+        )
+        opened.truncate()
+
+
+@pytest.mark.parametrize(
+    ("cache_mb", "steps", "before_it"),
+    [
+        pytest.param(0, 120, 1, id="read again in each epoch"),
+        # All rows are in memory by then: the look at all files before the end finds it.
+        pytest.param(64, 40, 20, id="read once", marks=pytest.mark.slow),
+    ],
+)
+def test_a_file_that_is_overwritten_while_a_run_reads_it_fails_the_run(
+    tmp_path: Path, cache_mb: int, steps: int, before_it: int
+) -> None:
+    file = write_data(tmp_path / "data") / "1.parquet"
+    table = pq.read_table(file)
+    write_plain(file, table)
+    # In the files' order, so that each worker has what it needs in memory after an epoch, which takes 11 steps.
+    data = {"path": str(tmp_path / "data"), "batch_size": 48, "shards": 8, "cache_mb": cache_mb, "shuffle": "none"}
+    process = command("run", write_job(tmp_path, task="tasks:Sleeps", data=data, steps=steps))
+    wait_for_a_step(tmp_path, before_it)
+    before = file.stat()
+    write_plain(file, table.set_column(1, "y", pc.subtract(2, table.column("y"))))
+    assert (file.stat().st_size, file.stat().st_ino) == (before.st_size, before.st_ino)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, (out, err)
+    told = rf"{file} on \S+: the file changed while the run used it: its modification time changed: 20\d\d-"
+    assert re.search(told, err), err
+    assert "Traceback" not in out + err
+    result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
+    assert (result["status"], result["exit_code"]) == ("failed", 1)
+    assert (result["steps"] < steps) == (cache_mb == 0)
+    # It was not tried again in another generation.
+    kinds = [event["kind"] for event in read_events(LocalFolder(tmp_path / "runs" / "job"))]
+    assert kinds.count("view_formed") == 1
 
 
 def test_schemas_that_differ_are_told_with_file_and_column(tmp_path: Path) -> None:

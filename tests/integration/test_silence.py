@@ -16,7 +16,7 @@ from raytrain_plus.data.audit import audit
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.network import HERE, POSSIBLE, THERE, cable, raylet_behind
 from tests.integration.tasks import write_data
-from tests.integration.test_worlds import formation, reduced, started
+from tests.integration.test_worlds import Door, formation, reduced, started
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -30,11 +30,11 @@ def test_a_world_of_two_machines(kind: str) -> None:
         group = [stack.enter_context(started(kind, where)) for where in ((), line.there)]
         rendezvous = RendezvousServer(HERE, size=2, peers=[HERE, THERE])
         stack.callback(rendezvous.close)
-        port = rendezvous.start()
+        door = Door(rendezvous.start(), rendezvous)
         assert [member.hear() for member in group] == [{"up": True}] * 2
         for rank, (member, address) in enumerate(zip(group, (HERE, THERE), strict=True)):
-            asked = formation(rank, 2, port)
-            member.tell(do="form", formation={**asked, "address": address, "server": [HERE, port]})
+            asked = formation(rank, 2, door)
+            member.tell(do="form", formation={**asked, "address": address, "server": [HERE, door.port]})
         assert [member.hear() for member in group] == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
         assert reduced(group) == [{"value": 3}, {"value": 3}]
         listening = rendezvous.published()

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -78,31 +79,39 @@ def started(kind: str, where: Sequence[str] = ()) -> Iterator[Member]:
             pipe.close()
 
 
+class Door(NamedTuple):
+    """Where members find a rendezvous, and who lets them in."""
+
+    port: int
+    rendezvous: RendezvousServer
+
+
 @contextmanager
-def server(size: int) -> Iterator[tuple[RendezvousServer, int]]:
+def server(size: int) -> Iterator[tuple[RendezvousServer, Door]]:
     rendezvous = RendezvousServer("127.0.0.1", size=size, peers=["127.0.0.1"])
     port = rendezvous.start()
     try:
-        yield rendezvous, port
+        yield rendezvous, Door(port, rendezvous)
     finally:
         rendezvous.close()
 
 
-def formation(rank: int, size: int, port: int, generation: int = 0) -> dict[str, Any]:
+def formation(rank: int, size: int, door: Door, generation: int = 0) -> dict[str, Any]:
     return {
         "generation": generation,
         "name": f"g{generation}",
         "rank": rank,
         "size": size,
         "address": "127.0.0.1",
-        "server": ["127.0.0.1", port],
+        "server": ["127.0.0.1", door.port],
         "timeout_s": 20,
+        "credentials": asdict(door.rendezvous.credentials(rank)),
     }
 
 
-def form(group: list[Member], port: int, generation: int = 0) -> list[dict[str, Any]]:
+def form(group: list[Member], door: Door, generation: int = 0) -> list[dict[str, Any]]:
     for rank, member in enumerate(group):
-        member.tell(do="form", formation=formation(rank, len(group), port, generation))
+        member.tell(do="form", formation=formation(rank, len(group), door, generation))
     return [member.hear() for member in group]
 
 
@@ -111,8 +120,8 @@ def form(group: list[Member], port: int, generation: int = 0) -> list[dict[str, 
 def test_contract(kind: str, size: int) -> None:
     with members(size, kind) as group:
         for generation in range(2):  # a process can join one world after the other
-            with server(size) as (_, port):
-                assert form(group, port, generation) == [{"rank": rank, "size": size} for rank in range(size)]
+            with server(size) as (_, door):
+                assert form(group, door, generation) == [{"rank": rank, "size": size} for rank in range(size)]
             for operation, expected in (("sum", sum(range(1, size + 1))), ("max", size)):
                 for dtype in ("float32", "float64", "int64"):
                     for member in group:
@@ -125,8 +134,8 @@ def test_contract(kind: str, size: int) -> None:
 
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
 def test_int64_sums_keep_every_bit(kind: str) -> None:
-    with members(2, kind) as group, server(2) as (_, port):
-        form(group, port)
+    with members(2, kind) as group, server(2) as (_, door):
+        form(group, door)
         for member in group:
             member.tell(do="bits")
         # One writer, 2^62 + 1 and a float's bits: they come out as they went in.
@@ -134,8 +143,8 @@ def test_int64_sums_keep_every_bit(kind: str) -> None:
 
 
 def test_tensors_pass_from_member_to_member() -> None:
-    with members(3, "torch") as group, server(3) as (_, port):
-        form(group, port)
+    with members(3, "torch") as group, server(3) as (_, door):
+        form(group, door)
         for length in (1, 100_000):
             for member in group:
                 member.tell(do="relay", length=length)
@@ -145,8 +154,8 @@ def test_tensors_pass_from_member_to_member() -> None:
 
 def test_who_waits_for_a_tensor_leaves_when_told_and_when_its_sender_dies() -> None:
     with members(3, "torch") as group:
-        with server(3) as (rendezvous, port):
-            form(group, port)
+        with server(3) as (rendezvous, door):
+            form(group, door)
             listening = [address for addresses in rendezvous.published().values() for address in addresses]
             for member, source in ((group[0], 1), (group[1], 2)):
                 member.tell(do="await_nothing", source=source)
@@ -157,14 +166,14 @@ def test_who_waits_for_a_tensor_leaves_when_told_and_when_its_sender_dies() -> N
             group[0].tell(do="cut", listening=listening)
             assert "left the wait for a tensor that never comes" in group[0].hear()["interrupted"]
             assert time.monotonic() - start < 1.0
-        with server(2) as (_, port):
-            assert form(group[:2], port, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
+        with server(2) as (_, door):
+            assert form(group[:2], door, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
 
 
 @pytest.mark.parametrize("length", [10, 50_000_000])
 def test_who_waits_for_a_tensor_to_be_taken_leaves_when_told_and_when_the_taker_dies(length: int) -> None:
-    with members(3, "torch") as group, server(3) as (rendezvous, port):
-        form(group, port)
+    with members(3, "torch") as group, server(3) as (rendezvous, door):
+        form(group, door)
         listening = [address for addresses in rendezvous.published().values() for address in addresses]
         for member, to in ((group[0], 1), (group[1], 2)):
             member.tell(do="send_to_nobody", to=to, length=length)
@@ -177,34 +186,94 @@ def test_who_waits_for_a_tensor_to_be_taken_leaves_when_told_and_when_the_taker_
         assert time.monotonic() - start < 1.0
 
 
+@contextmanager
+def forged(rendezvous: RendezvousServer, waiting: int, says: Sequence[bytes]) -> Iterator[None]:
+    """Connects to all ports that `waiting` members have published, before their peer does, and says each of `says`."""
+    deadline = time.monotonic() + 20
+    while len(found := rendezvous.published()) < waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with ExitStack() as stack:
+        for place in sorted({place for places in found.values() for place in places}):
+            for said in says:
+                # Members that are connected to each other listen there no more.
+                with suppress(ConnectionRefusedError):
+                    forger = stack.enter_context(socket.create_connection(place))
+                    forger.sendall(said)
+        yield
+
+
+@pytest.mark.parametrize("says", [b"", b"0" * 32, b"GET / HTTP/1.1\r\n\r\n" * 10], ids=["nothing", "a key", "a lot"])
+def test_who_connects_to_a_horovod_member_without_its_key_is_dropped(says: bytes) -> None:
+    with members(4, "horovod") as group, server(4) as (rendezvous, door):
+        for rank in range(3):
+            group[rank].tell(do="form", formation=formation(rank, 4, door))
+        with forged(rendezvous, 3, [says]):
+            group[3].tell(do="form", formation=formation(3, 4, door))
+            assert [member.hear() for member in group] == [{"rank": rank, "size": 4} for rank in range(4)]
+            assert reduced(group) == [{"value": 10}] * 4
+
+
+def test_a_torch_world_with_a_forged_connection_is_not_used() -> None:
+    # Gloo takes whoever says the number of a connection for its peer. The members find out, and form another world.
+    says = [struct.pack("<q", number) for number in range(3)]
+    with members(4, "torch") as group:
+        caught = 0
+        for generation in range(6):
+            with server(4) as (rendezvous, door):
+                for rank in range(3):
+                    group[rank].tell(do="form", formation=formation(rank, 4, door, generation))
+                with forged(rendezvous, 3, says):
+                    group[3].tell(do="form", formation=formation(3, 4, door, generation))
+                    answers = [member.hear() for member in group]
+            caught = sum("did not form" in answer.get("interrupted", "") for answer in answers)
+            # The member that has published last may be the one who connects to all others, or to none.
+            if caught:
+                break
+            assert reduced(group) == [{"value": 10}] * 4
+        assert caught >= 2, answers
+        with server(4) as (_, door):
+            assert form(group, door, 9) == [{"rank": rank, "size": 4} for rank in range(4)]
+        assert reduced(group) == [{"value": 10}] * 4
+
+
+@pytest.mark.parametrize("kind", ["horovod", "torch"])
+def test_a_token_of_another_generation_joins_nothing(kind: str) -> None:
+    with members(2, kind) as group, server(2) as (_, door), server(2) as (_, before):
+        start = time.monotonic()
+        replayed = {**formation(1, 2, door), "credentials": formation(1, 2, before)["credentials"]}
+        assert "did not form" in group[1].ask(do="form", formation=replayed)["interrupted"]
+        assert time.monotonic() - start < 10
+        assert form(group, door, 1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
+
+
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
 def test_an_absent_peer_is_given_up_at_once_when_the_formation_is_cancelled(kind: str) -> None:
     with members(2, kind) as group:
-        with server(3) as (rendezvous, port):
+        with server(3) as (rendezvous, door):
             for rank, member in enumerate(group):
-                member.tell(do="form", formation=formation(rank, 3, port))
+                member.tell(do="form", formation=formation(rank, 3, door))
             time.sleep(0.5)
             start = time.monotonic()
             rendezvous.cancel()
             answers = [member.hear() for member in group]
             assert time.monotonic() - start < 1.0
         assert all("did not form" in answer["interrupted"] for answer in answers)
-        with server(2) as (_, port):
-            assert form(group, port, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
+        with server(2) as (_, door):
+            assert form(group, door, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
         assert reduced(group) == [{"value": 3}, {"value": 3}]
 
 
 def test_a_peer_killed_in_mid_mesh_aborts_nobody() -> None:
     with members(3, "horovod") as group:
-        with server(3) as (rendezvous, port):
+        with server(3) as (rendezvous, door):
             for rank in (0, 2):
-                group[rank].tell(do="form", formation=formation(rank, 3, port))
+                group[rank].tell(do="form", formation=formation(rank, 3, door))
             deadline = time.monotonic() + 10
             while 2 not in rendezvous.published() and time.monotonic() < deadline:
                 time.sleep(0.01)
             # It has published where it listens; the others will try to connect to it.
             group[2].process.kill()
-            group[1].tell(do="form", formation=formation(1, 3, port))
+            group[1].tell(do="form", formation=formation(1, 3, door))
             time.sleep(0.3)
             start = time.monotonic()
             rendezvous.cancel()
@@ -215,8 +284,8 @@ def test_a_peer_killed_in_mid_mesh_aborts_nobody() -> None:
             assert time.monotonic() - start < 2.0
         assert all("did not form" in answer.get("interrupted", "") for answer in answers), answers
         survivors = group[:2]
-        with server(2) as (_, port):
-            assert form(survivors, port, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
+        with server(2) as (_, door):
+            assert form(survivors, door, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
         assert reduced(survivors) == [{"value": 3}, {"value": 3}]
 
 
@@ -228,13 +297,14 @@ def test_a_peer_whose_machine_vanishes_in_mid_mesh_is_waited_for_by_nobody() -> 
         for one in full:
             one.setblocking(False)
             one.connect_ex(silent.getsockname())
-        with server(3) as (rendezvous, port):
+        with server(3) as (rendezvous, door):
             for rank, member in enumerate(group):
-                member.tell(do="form", formation=formation(rank, 3, port))
+                member.tell(do="form", formation=formation(rank, 3, door))
             where = (struct.pack("<H", 2) + struct.pack(">H", 0x1001) + bytes([127, 0, 0, 1])).ljust(128, b"\0")
             value = b"".join(where + struct.pack("<Q", number) for number in range(2))
-            client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            client.request("PUT", "/global/2", value)
+            client = http.client.HTTPConnection("127.0.0.1", door.port, timeout=5)
+            token = rendezvous.credentials(2).token
+            client.request("PUT", "/global/2", value, {"Authorization": f"Bearer {token}"})
             assert client.getresponse().status == 200
             client.close()
             time.sleep(1)
@@ -247,8 +317,8 @@ def test_a_peer_whose_machine_vanishes_in_mid_mesh_is_waited_for_by_nobody() -> 
             answers = [member.hear() for member in group]
             assert time.monotonic() - start < 2.0
         assert all("did not form" in answer.get("interrupted", "") for answer in answers), answers
-        with server(2) as (_, port):
-            assert form(group, port, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
+        with server(2) as (_, door):
+            assert form(group, door, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
 
 
 def connecting_to(port: int) -> int:
@@ -268,8 +338,8 @@ def kill_in_all_reduce(rounds: int, kind: str, doing: str) -> dict[str, int]:
     counted = {"out": 0, "late": 0, "died": 0, "formed anew": 0}
     slowest = 0.0
     for number in range(rounds):
-        with members(3, kind) as group, server(3) as (rendezvous, port):
-            assert all("rank" in answer for answer in form(group, port))
+        with members(3, kind) as group, server(3) as (rendezvous, door):
+            assert all("rank" in answer for answer in form(group, door))
             listening = [address for addresses in rendezvous.published().values() for address in addresses]
             for member in group:
                 member.tell(do=doing, length=200_000 + 1000 * (number % 7))

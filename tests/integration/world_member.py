@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raytrain_plus.collective.credentials import Credentials
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.horovod import HorovodWorld, load_horovod
 from raytrain_plus.collective.interrupt import cut
@@ -36,7 +37,9 @@ class Member:
         return self.left and KIND == "torch"
 
     def form(self, order: dict[str, Any]) -> dict[str, Any]:
-        formation = Formation(**{**order["formation"], "server": tuple(order["formation"]["server"])})
+        given = order["formation"]
+        credentials = Credentials(given["credentials"]["token"], tuple(given["credentials"]["link_keys"]))
+        formation = Formation(**{**given, "server": tuple(given["server"]), "credentials": credentials})
         if self.world is not None:
             self.world.close()
             self.world = None

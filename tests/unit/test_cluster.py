@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +14,10 @@ import pytest
 pytest.importorskip("ray")
 
 import ray
-from ray.exceptions import AuthenticationError
+from ray._raylet import AuthenticationTokenLoader
+from ray.exceptions import AuthenticationError, GetTimeoutError
 
-from raytrain_plus import Data, InputError, Job, cluster
+from raytrain_plus import Data, InputError, Job, RunError, cluster
 from raytrain_plus.cluster import connected, joined
 from raytrain_plus.submission import Jobs
 
@@ -106,3 +110,74 @@ def test_a_cluster_open_beyond_this_machine_is_told_of_where_one_is_connected_al
         pass
     said = capsys.readouterr().err.splitlines()
     assert [f"whoever reaches {open_to} can run anything" in line for line in said] == ([True] if open_to else [])
+
+
+def test_a_ray_that_is_too_slow_to_start_is_told_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises a plain `Exception`: that was a fault of ours, to be reported."""
+
+    def init(**_: Any) -> None:
+        raise Exception("The current node timed out during startup. This could happen because\nof this or that.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(RunError) as told, connected(JOB, None):
+        pass
+    first, load, fix = str(told.value).splitlines()
+    assert first == (
+        "Ray did not start on this machine: The current node timed out during startup. This could happen because"
+    )
+    assert re.fullmatch(
+        rf"  this machine now: load average \d+\.\d on {os.cpu_count()} cores, [\d.]+ GB of [\d.]+ GB memory free", load
+    )
+    assert fix.startswith("  fix: try again when the machine is less busy")
+
+
+def test_a_ray_that_is_too_slow_to_answer_is_told_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "nodes", list)
+    said = r"Ray failed: GetTimeoutError: Get timed out\n  this machine now: load average"
+    with pytest.raises(RunError, match=said), connected(JOB, None):
+        raise GetTimeoutError("Get timed out")
+
+
+@pytest.mark.parametrize(
+    ("mode", "here", "right", "asked"),
+    [
+        (None, True, True, [None, "token"]),
+        (None, True, False, [None, "token"]),
+        (None, False, True, [None]),
+        ("disabled", True, True, ["disabled"]),
+    ],
+)
+def test_a_token_that_lies_here_is_shown_to_a_cluster_that_asks_for_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str | None, here: bool, right: bool, asked: list[str | None]
+) -> None:
+    """It had to be asked for by RAY_AUTH_MODE=token, of which nobody told."""
+    token = tmp_path / "token"
+    if here:
+        token.write_text("a-token-of-this-test-alone")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    # So that it is as it was, whatever happens here.
+    monkeypatch.setenv("RAY_AUTH_MODE", mode or "disabled")
+    if mode is None:
+        del os.environ["RAY_AUTH_MODE"]
+    AuthenticationTokenLoader.instance().reset_cache()
+    seen: list[str | None] = []
+
+    def check(address: str) -> None:
+        seen.append(os.environ.get("RAY_AUTH_MODE"))
+        if seen[-1] != "token" or not right:
+            raise AuthenticationError("no token was found")
+
+    monkeypatch.setattr(cluster, "check_let_in", check)
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "nodes", list)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    let_in = asked[-1] == "token" and right
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        expected = contextlib.nullcontext() if let_in else pytest.raises(InputError, match="export RAY_AUTH_MODE=token")
+        with expected, connected(JOB, f"127.0.0.1:{server.getsockname()[1]}"):
+            assert os.environ["RAY_AUTH_MODE"] == "token"
+    # The next cluster may ask for none.
+    assert (seen, os.environ.get("RAY_AUTH_MODE")) == (asked, mode)

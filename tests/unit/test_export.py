@@ -103,6 +103,19 @@ def test_a_damaged_newest_is_passed_over_and_said_so(
     assert "00001-of-00002.safetensors" in line
 
 
+def test_a_newest_that_is_not_finite_is_passed_over_and_said_so(
+    local: LocalFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Older versions could write one."""
+    bad = {"param/first.weight": torch.full((4, 3), torch.nan), "param/first.bias": torch.zeros(4)}
+    bad["buffer/count"] = torch.zeros(())
+    groups = [{"parameters": ["first.weight", "first.bias"], "settings": {}}]
+    written = shares(local, bad, name_of(14, 0), 2)
+    commit(local, described(14, 0, written, tree={"persistent": ["count"], "groups": groups}))
+    assert load(local.path, model(0)) == 9
+    assert "'first.weight' holds NaN or infinity" in capsys.readouterr().err
+
+
 def test_what_a_newer_version_wrote_is_not_passed_over_in_silence(local: LocalFolder, tmp_path: Path) -> None:
     document = local.path / "checkpoints" / f"{name_of(9, 0)}.json"
     rest = document.read_bytes().partition(b", ")[2].replace(b'"format": 1', b'"format": 2')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 import time
 from pathlib import Path
@@ -39,7 +40,7 @@ def going_on(tmp_path: Path) -> LocalFolder:
 
 
 def write_step(log: EventLog, step: int) -> None:
-    fields = {"step": step, "epoch": 0, "samples": 8, "loss": 0.5, "seconds": 0.1}
+    fields = {"step": step, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": 0.3, "seconds": 0.1}
     log.write("step_committed", generation=0, time=10.0 * step, fields=fields)
 
 
@@ -93,8 +94,17 @@ def test_a_run_with_which_nobody_goes_on_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(following, "LEASE_S", 0.3)
     going_on.remove("lease.json")
-    with pytest.raises(RunError, match="run has ended without a word: its controller is gone; go on with: raytrain"):
+    with pytest.raises(RunError, match=r"run: the controller died; no checkpoint .*; resume with: raytrain"):
         watch(going_on, None)
+
+
+def test_the_death_of_a_controller_on_this_machine_is_told_at_once(going_on: LocalFolder) -> None:
+    lease = json.loads(going_on.read("lease.json"))
+    going_on.write("lease.json", [json.dumps({**lease, "born": "1"}).encode()])
+    began = time.monotonic()
+    with pytest.raises(RunError, match="the controller died"):
+        watch(going_on, None)
+    assert time.monotonic() - began < 2
 
 
 def test_what_has_happened_is_told_with_its_time(going_on: LocalFolder) -> None:
@@ -127,7 +137,7 @@ def test_and_what_comes_until_the_end(going_on: LocalFolder) -> None:
 def test_the_end_is_told_with_the_last_step_and_what_went_wrong(going_on: LocalFolder) -> None:
     log = EventLog(going_on, clock=lambda: 0.0)
     write_step(log, 2)
-    fields = {"step": 3, "epoch": 0, "samples": 8, "loss": 0.5, "seconds": 0.1}
+    fields = {"step": 3, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": 0.3, "seconds": 0.1}
     log.write("step_committed", generation=0, time=20.5, fields=fields)
     text = io.StringIO()
     tell(going_on, text, follow=False)

@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> LocalFolder:
     run.write("job.yaml", [Job(name="gpt", task="a:B", data=Data(path="d", batch_size=8), steps=4).to_yaml().encode()])
     log = EventLog(run, clock=lambda: 0.0)
     for step in range(2):
-        fields = {"step": step, "epoch": 0, "samples": 8, "loss": 0.5, "seconds": 0.1}
+        fields = {"step": step, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": 0.3, "seconds": 0.1}
         log.write("step_committed", generation=0, fields=fields)
     log.close()
     return run

@@ -21,7 +21,7 @@ def tell(run: Folder, events: Iterable[tuple[int, str, dict[str, Any]]]) -> None
 
 
 def committed(generation: int, *steps: int) -> list[tuple[int, str, dict[str, Any]]]:
-    fields = {"epoch": 0, "samples": 8, "loss": 1.0, "seconds": 0.1}
+    fields = {"epoch": 0, "samples": 8, "loss": 1.0, "grad_norm": 0.3, "seconds": 0.1}
     return [(generation, "step_committed", {"step": step, **fields}) for step in steps]
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +20,7 @@ from raytrain_plus import runfolder
 from raytrain_plus.errors import InputError
 from raytrain_plus.job import Data, Job
 from raytrain_plus.past import Past, look_back
+from raytrain_plus.process import this_process
 from raytrain_plus.result import Result
 from raytrain_plus.runfolder import (
     LEASE_S,
@@ -29,6 +33,7 @@ from raytrain_plus.runfolder import (
     find_run,
     job_of,
     lease_holder,
+    lost_holder,
 )
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.local import LocalFolder
@@ -290,6 +295,33 @@ def test_a_lease_that_nobody_renews_ends(run: Folder) -> None:
     Lease(run, "here:1").release()
     assert lease_holder(run) is None
     assert not run.files()
+
+
+def left_by_the_dead(run: Folder) -> None:
+    """The lease of a process of this machine that has just been killed."""
+    renew = (
+        "import sys; from raytrain_plus.runfolder import Lease; from raytrain_plus.storage.folder import open_folder; "
+        "import os, signal; Lease(open_folder(sys.argv[1]), 'here:1').renew(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", renew, run.address]).returncode == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not this_process(), reason="needs /proc")
+def test_a_holder_that_died_on_this_machine_is_in_nobodys_way(run: Folder) -> None:
+    """Its lease was waited for, and `raytrain status` said for 10 s that the run went on."""
+    left_by(run, "failed")
+    left_by_the_dead(run)
+    assert time.time() - json.loads(run.read("lease.json"))["time"] < 5, "its lease has not run out"
+    assert lease_holder(run) is None
+    assert (lost_holder(run) or "").startswith("process ")
+    began = time.monotonic()
+    assert earlier_result(run, JOB, fresh=True) is None
+    assert time.monotonic() - began < 2
+    # One of which only time can tell holds the folder as long as ever.
+    lease = json.loads(run.read("lease.json"))
+    run.write("lease.json", [json.dumps({**lease, "time": time.time(), "machine": "another"}).encode()])
+    assert lease_holder(run) is not None
+    assert lost_holder(run) is None
 
 
 def test_a_storage_that_can_be_written_is_left_as_it_was(storage: Folder, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import sys
 import time
@@ -14,7 +16,7 @@ from raytrain_plus.result import Result
 from raytrain_plus.runfolder import Fence, Lease
 from raytrain_plus.state.checkpoint import commit
 from raytrain_plus.state.manifest import name_of
-from raytrain_plus.status import status
+from raytrain_plus.status import status, what_is_kept
 from raytrain_plus.storage.folder import Folder, open_folder
 from raytrain_plus.storage.local import Disk, LocalFolder
 from tests.unit.state.test_checkpoint import described, shares, state
@@ -30,6 +32,31 @@ def test_a_run_that_goes_on_is_held_by_somebody(run: Folder) -> None:
     Lease(run, "here:1").release()
     Result(name="run", status="stopped", exit_code=130, path=run.path or run.address, steps=3, samples=24).save(run)
     assert status(run).to_json()["state"] == "stopped"
+
+
+def test_a_run_whose_controller_died_says_what_is_kept_and_how_to_resume(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path / "run")
+    assert what_is_kept(run) == "nothing was written yet: run the job again"
+    tell(run, committed(0, *range(10)))
+    Lease(run, "here:1").renew()
+    lease = json.loads(run.read("lease.json"))
+    run.write("lease.json", [json.dumps({**lease, "born": "1", "host": "h", "pid": os.getpid()}).encode()])
+    command = f"raytrain resume '{run.path}'"
+    assert what_is_kept(run) == (
+        f"no checkpoint is complete, so it starts again from its first step; resume with: {command}"
+    )
+    for step, whole in ((1, True), (3, True), (5, False)):
+        written = shares(run, state(step), name_of(step, 0), 2)
+        if whole:
+            commit(run, described(step, 0, written, time=time.time()))
+    assert what_is_kept(run) == f"the checkpoint after step 4 is kept; resume with: {command}"
+    found = status(run)
+    assert found.lines()[0] == f"run: unfinished (its controller died: process {os.getpid()} on h); 10 steps"
+    assert found.lines()[-1] == f"  resume with: {command}"
+    assert found.to_json()["resume"] == command
+    # What has ended has ended, whatever became of its lease.
+    Result(name="run", status="failed", exit_code=1, path=run.path, steps=3, samples=24).save(run)
+    assert (status(run).state, status(run).resume) == ("failed", "")
 
 
 def test_checkpoints_are_listed_with_age_and_size_and_why_one_is_none(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain_plus import Data, Evaluate, Job, Parallel, Task, Workers
+from raytrain_plus import Data, Evaluate, Job, Parallel, Task, Workers, validate
 from raytrain_plus.errors import DataError, InputError, TaskError
+from raytrain_plus.storage.folder import Folder
 from raytrain_plus.training import measure
 from raytrain_plus.validate import validate_job
 
@@ -35,6 +38,35 @@ def job(tmp_path: Path, prepare: str | None = None, data: str = "data", held_out
     )
 
 
+def test_a_storage_that_does_not_answer_is_waited_for_no_longer_than_10_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was called sound; and a client of S3 tries for minutes, also when its process is to end."""
+    write(tmp_path / "data", "x")
+    write(tmp_path / "held_out", "x")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        settings = f"scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{silent.getsockname()[1]}"
+        assert validate.STORAGE_S <= 8
+        monkeypatch.setattr(validate, "STORAGE_S", 0.5)
+        wished = replace(job(tmp_path), storage=f"s3://bucket/runs?{settings}")
+        began = time.monotonic()
+        report = validate_job(wished, [])
+        assert time.monotonic() - began < 10
+    assert report.storage == "storage: s3://bucket/runs does not answer this machine within 0.5 s"
+    assert f"  warning: {report.storage}" in report.lines()
+
+
+def test_a_storage_that_answers_or_refuses_says_so(tmp_path: Path, bucket: Folder) -> None:
+    write(tmp_path / "data", "x")
+    write(tmp_path / "held_out", "x")
+    assert validate_job(replace(job(tmp_path), storage=bucket.inside("runs").address), []).storage == ""
+    nobody = "s3://bucket/runs?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:1"
+    refused = validate_job(replace(job(tmp_path), storage=nobody), []).storage
+    assert refused.startswith("storage: s3://bucket/runs cannot be read from this machine: ")
+    with pytest.raises(InputError, match="storage: s3:///: this is no address of a folder"):
+        validate_job(replace(job(tmp_path), storage="s3:///"), [])
+
+
 def test_held_out_data_that_is_missing_or_another_table(tmp_path: Path) -> None:
     write(tmp_path / "data", "x")
     with pytest.raises(DataError, match=r"held_out: there is no such file or folder"):
@@ -42,6 +74,25 @@ def test_held_out_data_that_is_missing_or_another_table(tmp_path: Path) -> None:
     write(tmp_path / "held_out", "y")
     with pytest.raises(DataError, match=r"other columns than the training data: x, y"):
         validate_job(job(tmp_path), [])
+
+
+def test_files_without_page_checksums_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("data", "held_out"):
+        write(tmp_path / folder, "x")
+        for number in range(1, 3):
+            table = pq.read_table(tmp_path / folder / "0.parquet")
+            pq.write_table(table, tmp_path / folder / f"{number}.parquet", write_page_checksum=number == 2)
+    report = validate_job(job(tmp_path), [])
+    names = [str(tmp_path / folder / f"{number}.parquet") for folder in ("data", "held_out") for number in (0, 1)]
+    assert list(report.without_checksums) == names
+    said = "damaged values in them cannot be found: write them with pq.write_table(..., write_page_checksum=True)"
+    listed = ", ".join([*names[:3], "..."])
+    assert f"  4 of 6 files carry no page checksums ({listed}); {said}" in report.lines()
+    monkeypatch.setattr(validate, "LOOKED_AT", 2)
+    assert any(line.startswith("  2 of the first 2 files carry no") for line in validate_job(job(tmp_path), []).lines())
+    for name in names:
+        pq.write_table(pq.read_table(name), name, write_page_checksum=True)
+    assert not any("checksum" in line for line in validate_job(job(tmp_path), []).lines())
 
 
 def test_data_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:

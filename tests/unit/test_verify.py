@@ -195,7 +195,8 @@ def test_a_size_that_makes_no_step_faster_is_formed_smaller_where_workers_die(
         path = tmp_path / job.name
         path.mkdir()
         log = EventLog(LocalFolder(path))
-        members = [{"worker": f"w{number}"} for number in range(to_form)]
+        place = {"cell": 0, "stage": 0, "params": 1, "shards": [0]}
+        members = [{"worker": f"w{number}", **place} for number in range(to_form)]
         for count in (1, to_form, 2):
             view = {"members": members[:count], "spares": [], "collective": "horovod"}
             log.write("view_formed", generation=count, fields=view)

@@ -2,13 +2,24 @@
 
 What passes between two chunks looks alike for all microbatches of as many rows: the first of them goes with a
 description, and whoever has read that receives the rest straight into place.
+
+Between two stages travel, each under a tag of its own (`_tag`):
+
+    tensors     activations and gradients: raw, part by part
+    messages    descriptions, batches, flags, headers, figures (`message`: JSON and raw bytes, never a pickle)
+
+A message begins with its length (8 bytes, little-endian), in a first part of `HEAD_BYTES`; what is longer follows in a
+second part. Descriptions and notes alike are read without importing or calling anything that they name.
+
+Both ends of every connection have proved to each other that they are members of this generation (`collective.torch`).
+That keeps out other processes of the members' machines. Single messages carry no proof of their own, so who can change
+packets on the network between machines is not kept out: that network must be private.
 """
 
 from __future__ import annotations
 
-import json
-import pickle
-from collections.abc import Sequence
+from collections import namedtuple
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,15 +27,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from raytrain_plus.collective.world import Transfer
-from raytrain_plus.errors import TrainingError
+from raytrain_plus.errors import RunError, TaskError, TrainingError
 from raytrain_plus.parallel.pipeline.layout import MICROBATCHES
+from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, dtype_named, from_bytes, name_of, to_bytes
 
 TENSORS = 14
 """The most tensors that may pass between two layers."""
 _PARTS = TENSORS + 2
 _HEAD, _REST = TENSORS, TENSORS + 1
 HEAD_BYTES = 4096
-"""What is no tensor goes in one message of this size, and in a second one where it is longer."""
+"""Length of a message's first part."""
+MESSAGE_BYTES = 1 << 40
+"""Longest message that is believed."""
 
 Pass = Literal["forward", "backward"]
 Note = Literal["batch", "flags", "header", "tied", "agreed", "figures"]
@@ -86,17 +100,28 @@ class _Form:
             tuple((value.dtype, tuple(value.shape), value.requires_grad) for value in tensors.values), tensors.tree
         )
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self, giver: str) -> bytearray:
+        """As a message. Raises `TrainingError` if the tree, which `giver` gave, cannot be described."""
         forms = [(str(dtype).removeprefix("torch."), shape, grad) for dtype, shape, grad in self.forms]
-        return json.dumps([forms, pytree.treespec_dumps(self.tree)]).encode()
+        try:
+            return to_bytes([forms, _described(self.tree)])
+        except TaskError as error:
+            raise TrainingError(
+                f"{giver} gives its tensors in what cannot pass between the stages of a pipeline ({error.what}): "
+                "tuples, lists and dicts of tensors pass"
+            ) from None
 
     @classmethod
-    def from_bytes(cls, text: bytes) -> _Form:
-        forms, tree = json.loads(text)
-        return cls(
-            tuple((getattr(torch, dtype), tuple(shape), grad) for dtype, shape, grad in forms),
-            pytree.treespec_loads(tree),
-        )
+    def from_bytes(cls, message: memoryview) -> _Form:
+        """Out of a message. Raises `RunError` if it describes nothing that is known here."""
+        try:
+            forms, tree = from_bytes(message)
+            return cls(
+                tuple((dtype_named(dtype), tuple(map(int, shape)), bool(grad)) for dtype, shape, grad in forms),
+                _tree(tree),
+            )
+        except (ValueError, TypeError, KeyError, StopIteration) as error:
+            raise RunError(f"a description of another stage's tensors cannot be read: {error}") from error
 
     def __str__(self) -> str:
         return ", ".join(
@@ -105,17 +130,50 @@ class _Form:
         )
 
 
+def _described(tree: pytree.TreeSpec) -> Any:
+    """A tree's kinds of nodes by name, outermost first; None for a leaf."""
+    if tree.is_leaf():
+        return None
+    children = [_described(child) for child in tree.children()]
+    if tree.type is namedtuple:
+        return "namedtuple", [name_of(tree.context), list(tree.context._fields)], children
+    return name_of(tree.type), tree.context, children
+
+
+def _tree(described: Any) -> pytree.TreeSpec:
+    """The tree, of kinds of nodes that this process knows itself: torch's, and those that its own task has told it."""
+    if described is None:
+        return pytree.treespec_leaf()
+    kind, context, children = described
+    if kind == "namedtuple":
+        name, fields = context
+        same = (cls for cls in _named_tuples(tuple) if name_of(cls) == name and list(cls._fields) == fields)
+        return pytree.TreeSpec(namedtuple, next(same), list(map(_tree, children)))
+    known = {name_of(cls): cls for cls in pytree.SUPPORTED_NODES if cls is not namedtuple}
+    return pytree.TreeSpec(known[kind], context, list(map(_tree, children)))
+
+
+def _named_tuples(cls: Any) -> Iterator[Any]:
+    """The named tuples among the classes that this process has."""
+    for one in cls.__subclasses__():
+        if isinstance(getattr(one, "_fields", None), tuple):
+            yield one
+        yield from _named_tuples(one)
+
+
 class Handovers:
     """What one stage sends and receives in one generation."""
 
-    def __init__(self, peers: Peers, device: torch.device) -> None:
+    def __init__(self, peers: Peers, device: torch.device, classes: Classes = KNOWN) -> None:
+        """`classes`: those of the objects that may be in batches; see `message`."""
         self._peers = peers
         self._device = device
+        self._classes = classes
         self._forms: dict[tuple[int, int, bool], _Form] = {}
         """(boundary, rows, whether gradients are wanted) -> what passes there; a boundary has the number of the chunk
         before it."""
         self._coming: dict[tuple[Kind, int, int], tuple[list[torch.Tensor], list[Transfer]]] = {}
-        self._kept: dict[tuple[Kind, int], bytes] = {}
+        self._kept: dict[tuple[Kind, int], bytearray] = {}
         self._heads: dict[tuple[Kind, int, int], tuple[torch.Tensor, Transfer]] = {}
         self._going: dict[tuple[Kind, int, int], list[tuple[torch.Tensor, Transfer, str]]] = {}
 
@@ -128,7 +186,7 @@ class Handovers:
         form, known = _Form.of(tensors), self._forms.get(key)
         if known is None:
             self._forms[key] = form
-            self._send_bytes("forward", boundary, microbatch, form.to_bytes(), to)
+            self._send_bytes("forward", boundary, microbatch, form.to_bytes(giver), to)
         elif known != form:
             raise TrainingError(
                 f"{giver} gives {form} for one microbatch of {rows} rows and {known} for another; "
@@ -143,8 +201,11 @@ class Handovers:
             self._send("backward", boundary, microbatch, part, value, to)
 
     def send_note(self, kind: Note, number: int, value: Any, to: int) -> None:
-        """Starts to hand on what is no tensor of a layer's; `number`: of the microbatch, or of the stage it is from."""
-        data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        """Starts to hand on what is no tensor of a layer's; `number`: of the microbatch, or of the stage it is from.
+
+        Raises `TaskError` if the task's batch holds what no message can carry.
+        """
+        data = to_bytes(value, self._classes, kind)
         if to == self._peers.rank:
             self._kept[kind, number] = data
         else:
@@ -193,8 +254,7 @@ class Handovers:
     def take_note(self, kind: Note, number: int, giver: int) -> Any:
         """What another stage, or this one itself, has handed on so."""
         kept = self._kept.pop((kind, number), None)
-        # Between the processes of one run, over connections of its own.
-        return pickle.loads(kept if kept is not None else self._receive_bytes(kind, 0, number, giver))
+        return from_bytes(self._receive_bytes(kind, 0, number, giver) if kept is None else kept, self._classes)
 
     def finish(self) -> None:
         """Waits until all that was sent has arrived. Raises `Interrupted` where the world breaks."""
@@ -220,15 +280,15 @@ class Handovers:
         what = f"stage {to} to take the {kind} pass of microbatch {microbatch}"
         self._going.setdefault((kind, boundary, microbatch), []).append((value, transfer, what))
 
-    def _send_bytes(self, kind: Kind, boundary: int, microbatch: int, data: bytes, to: int) -> None:
+    def _send_bytes(self, kind: Kind, boundary: int, microbatch: int, data: bytearray, to: int) -> None:
         head = bytearray(HEAD_BYTES)
         head[:8] = len(data).to_bytes(8, "little")
         first = data[: HEAD_BYTES - 8]
         head[8 : 8 + len(first)] = first
         self._send(kind, boundary, microbatch, _HEAD, torch.frombuffer(head, dtype=torch.uint8), to)
-        rest = bytearray(data[HEAD_BYTES - 8 :])
-        if rest:
-            self._send(kind, boundary, microbatch, _REST, torch.frombuffer(rest, dtype=torch.uint8), to)
+        if len(data) > len(first):
+            rest = torch.frombuffer(data, dtype=torch.uint8, offset=len(first))
+            self._send(kind, boundary, microbatch, _REST, rest, to)
 
     def _expect_head(self, kind: Kind, boundary: int, microbatch: int, giver: int) -> None:
         key = (kind, boundary, microbatch)
@@ -236,19 +296,20 @@ class Handovers:
             into = torch.empty(HEAD_BYTES, dtype=torch.uint8)
             self._heads[key] = (into, self._peers.receive(into, giver, _tag(kind, boundary, microbatch, _HEAD)))
 
-    def _receive_bytes(self, kind: Kind, boundary: int, microbatch: int, giver: int) -> bytes:
+    def _receive_bytes(self, kind: Kind, boundary: int, microbatch: int, giver: int) -> memoryview:
         what = f"the {kind} of microbatch {microbatch} from stage {giver}"
         self._expect_head(kind, boundary, microbatch, giver)
         into, transfer = self._heads.pop((kind, boundary, microbatch))
         transfer.finish(what)
-        head = into.numpy().tobytes()
-        length = int.from_bytes(head[:8], "little")
-        first = head[8 : 8 + length]
-        if len(first) == length:
-            return first
-        rest = torch.empty(length - len(first), dtype=torch.uint8)
-        self._peers.receive(rest, giver, _tag(kind, boundary, microbatch, _REST)).finish(what)
-        return first + rest.numpy().tobytes()
+        length = int.from_bytes(into[:8].numpy().tobytes(), "little")
+        if length <= HEAD_BYTES - 8:
+            return memoryview(into[8 : 8 + length].numpy().data)
+        if length > MESSAGE_BYTES:
+            raise RunError(f"{what} is said to have {length} bytes: it is damaged")
+        whole = torch.empty(length, dtype=torch.uint8)
+        whole[: HEAD_BYTES - 8] = into[8:]
+        self._peers.receive(whole[HEAD_BYTES - 8 :], giver, _tag(kind, boundary, microbatch, _REST)).finish(what)
+        return memoryview(whole.numpy().data)
 
 
 def _tag(kind: Kind, boundary: int, microbatch: int, part: int) -> int:

@@ -99,7 +99,7 @@ def drive(folder: Path, model: str, spares: int, pipeline: int) -> None:
     data.mkdir()
     text = np.random.default_rng(0).integers(0, VOCABULARY, (64 * WORKERS * size.rows, size.length + 1), dtype=np.uint8)
     rows = pa.FixedSizeListArray.from_arrays(pa.array(text.reshape(-1)), size.length + 1)
-    pq.write_table(pa.table({"bytes": rows}), data / "text.parquet", row_group_size=64)
+    pq.write_table(pa.table({"bytes": rows}), data / "text.parquet", row_group_size=64, write_page_checksum=True)
     job = Job(
         name=NAME,
         task=Logged,

@@ -278,6 +278,16 @@ def test_a_torn_part(job: Job) -> None:
     assert audit(run).faults[0].startswith(f"ledger/{part.name} cannot be read")
 
 
+def test_a_flipped_bit_in_a_part_is_found_and_names_it(job: Job) -> None:
+    run = run_of(job, notes_of(job))
+    [part] = (run / "ledger").iterdir()
+    chunk = pq.read_metadata(part).row_group(0).column(SCHEMA.names.index("ids"))
+    data = bytearray(part.read_bytes())
+    data[chunk.data_page_offset + chunk.total_compressed_size - 3] ^= 4
+    part.write_bytes(data)
+    assert audit(run).faults[0].startswith(f"ledger/{part.name} cannot be read: could not verify page integrity")
+
+
 def test_what_cannot_be_is_told_and_not_looked_for(job: Job) -> None:
     notes = notes_of(job)
     notes[3][1]["start"], notes[4][2]["rows"], notes[5][3]["rows"] = 2**62, 2**62, -5
@@ -294,7 +304,11 @@ def test_what_cannot_be_is_told_and_not_looked_for(job: Job) -> None:
 def test_a_run_of_another_kind(job: Job, file: str, text: str) -> None:
     run = run_of(job, notes_of(job))
     (run / file).write_text(text)
-    with pytest.raises(InputError, match="there is no run to audit"):
+    with pytest.raises(InputError, match=f"run/{file}") as caught:
+        audit(run)
+    assert str(caught.value).startswith(str(run))
+    (run / file).unlink()
+    with pytest.raises(InputError, match=f"there is no run to audit: FileNotFoundError: .*{file}"):
         audit(run)
 
 

@@ -1,5 +1,7 @@
 """Batches: the line's rows, the same whether streamed or read directly; a transform is a function of the job."""
 
+import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.line import Line
 from raytrain_plus.data.reader import Batches, Counts, cut, from_stream, held_out, held_out_counts
 from raytrain_plus.data.source import index, read_unit
-from raytrain_plus.errors import TrainingError, WaitExpired
+from raytrain_plus.errors import DataChanged, TrainingError, WaitExpired
 
 
 @pytest.fixture
@@ -125,6 +127,26 @@ def test_streamed_and_direct_rows_are_the_same(folder: Path, cache_mb: int, tran
     streamed, feed = gather(rows, ThreadStream, cache_mb)
     assert streamed == direct
     assert feed.streamed_reads > 0
+
+
+class WaryStream(ThreadStream):
+    """Leaves out what it cannot read, as Ray Data's tasks do."""
+
+    def start(self) -> None:
+        for group in self.groups:
+            for read in group:
+                with contextlib.suppress(DataChanged):
+                    self.tables[read.number] = self.rows.read(read.piece)
+                self.delivered = read.number
+        self.ended = True
+
+
+@pytest.mark.parametrize("make_stream", [None, WaryStream])
+def test_a_file_that_changes_ends_the_batches(folder: Path, make_stream: object) -> None:
+    rows = rows_of(folder)
+    os.utime(folder / "1.parquet", (1, 1))
+    with pytest.raises(DataChanged, match=r"1\.parquet on \S+: the file changed while the run used it: its modifi"):
+        gather(rows, make_stream)
 
 
 def test_a_shard_that_moves_in_mid_granule_sees_the_same_noise(folder: Path) -> None:

@@ -1,21 +1,33 @@
 """What one pass over the footers finds, and what it refuses, with the place and the remedy."""
 
 import os
+import random
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.source import check_enough, index, read_unit
-from raytrain_plus.errors import DataError
+from raytrain_plus.data.source import Index, check_enough, check_unchanged, index, read_unit
+from raytrain_plus.errors import DataChanged, DataError
 
 
 def write(path: Path, rows: int, start: int = 0, group: int = 4, **columns: pa.Array) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table({"x": pa.array(range(start, start + rows), pa.int64()), **columns})
     pq.write_table(table, path, row_group_size=group)
+
+
+def write_checked(path: Path, rows: int, **how: Any) -> Path:
+    """Points and labels, in row groups of 10, with page checksums."""
+    rng = np.random.default_rng(0)
+    points = pa.FixedSizeListArray.from_arrays(pa.array(rng.normal(size=6 * rows).astype("float32")), 6)
+    table = pa.table({"x": points, "y": pa.array(rng.integers(0, 3, rows))})
+    pq.write_table(table, path, row_group_size=10, write_page_checksum=True, **how)
+    return path
 
 
 def test_units_come_file_by_file_and_group_by_group(tmp_path: Path) -> None:
@@ -159,14 +171,125 @@ def test_a_corrupt_file_is_named_with_its_size(tmp_path: Path) -> None:
     assert "b.parquet: is no readable Parquet file (18 bytes)" in failure(tmp_path)
 
 
+def rot(file: Path, at: int, damage: bytes) -> None:
+    """Damages bytes as a disk does: nobody has written to the file."""
+    before = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(damage)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def test_a_corrupt_row_group_is_named(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 4000, group=4000)
     seen = index(tmp_path)
-    data = bytearray((tmp_path / "a.parquet").read_bytes())
-    data[4:400] = b"\xff" * 396
-    (tmp_path / "a.parquet").write_bytes(data)
+    rot(tmp_path / "a.parquet", 4, b"\xff" * 396)
     with pytest.raises(DataError, match="row group 0: cannot be read"):
         read_unit(seen, 0)
+
+
+def flip(file: Path, at: int, bit: int) -> None:
+    rot(file, at, bytes([file.read_bytes()[at] ^ 1 << bit]))
+
+
+def pages(file: Path) -> list[tuple[int, int, int, str]]:
+    """Row group, where its header begins, where the page ends, and column, of each page of one-paged column chunks."""
+    found = []
+    metadata = pq.read_metadata(file)
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            chunk = metadata.row_group(group).column(number)
+            name = chunk.path_in_schema.partition(".")[0]
+            starts = [start for start in (chunk.dictionary_page_offset, chunk.data_page_offset) if start is not None]
+            end = starts[0] + chunk.total_compressed_size
+            found += [(group, *span, name) for span in zip(starts, [*starts[1:], end], strict=True)]
+    return found
+
+
+def fault(seen: Index, unit: int) -> str:
+    """What is wrong with a unit; empty if it can be read."""
+    try:
+        read_unit(seen, unit)
+    except DataChanged as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", [{}, {"compression": "none"}, {"use_dictionary": False}, {"data_page_version": "2.0"}])
+def test_a_flipped_bit_in_any_page_of_sixty_files_is_found(tmp_path: Path, how: dict[str, Any]) -> None:
+    rng = random.Random(str(how))
+    for number in range(60):
+        write_checked(tmp_path / f"{number}.parquet", 20, **how)
+    seen, missed = index(tmp_path), []
+    told = "row group {}, column '{}' on \\S+: the page checksum does not match: the file is damaged"
+    assert len(seen.unit_rows) == 120
+    for number in range(len(seen.files)):
+        group, _, end, column = rng.choice(pages(seen.file(number)))
+        # A header's statistics are no values, nor are they under the checksum.
+        flip(seen.file(number), end - 1 - rng.randrange(8), rng.randrange(8))
+        found = fault(seen, 2 * number + group)
+        if not re.search(f"{seen.file(number)}, {told.format(group, column)}", found):
+            missed.append(f"{seen.name(2 * number + group)}: {found}")
+        # The other row group is whole.
+        assert read_unit(seen, 2 * number + 1 - group).num_rows == 10
+    assert not missed
+
+
+@pytest.mark.parametrize("bits", [range(1, 2), pytest.param(range(8), marks=pytest.mark.slow)])
+def test_no_flipped_bit_in_a_pages_header_gives_other_rows(tmp_path: Path, bits: range) -> None:
+    file = write_checked(tmp_path / "a.parquet", 10)
+    seen = index(tmp_path)
+    whole, data = read_unit(seen, 0), file.read_bytes()
+    times = file.stat().st_mtime_ns
+    found = 0
+    for _, start, end, _ in pages(file):
+        for at in range(start, min(start + 40, end)):
+            for bit in bits:
+                file.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+                os.utime(file, ns=(times, times))
+                try:
+                    # Statistics, say, which nobody reads.
+                    assert read_unit(seen, 0).equals(whole)
+                except DataError as error:
+                    found += "changed" not in str(error)
+    assert found > 50 * len(bits)
+
+
+def test_a_file_that_changed_before_or_after_it_was_read_is_named(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / f"{name}.parquet", 4)
+    seen = index(tmp_path)
+    assert read_unit(seen, 1).num_rows == 4
+    os.utime(tmp_path / "b.parquet", (1, 1))
+    assert read_unit(seen, 0).num_rows == 4
+    told = r"b\.parquet on \S+: the file changed while the run used it: its modification time changed: 20.* -> 1970-"
+    for look in (lambda: read_unit(seen, 1), lambda: check_unchanged(seen)):
+        with pytest.raises(DataChanged, match=told):
+            look()
+    check_unchanged(seen, 0)
+    # Whoever looks now for the first time sees nothing amiss.
+    check_unchanged(index(tmp_path))
+
+
+def test_a_change_is_told_rather_than_what_it_does_to_the_reading(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 4)
+    seen = index(tmp_path)
+    (tmp_path / "a.parquet").write_bytes(b"no Parquet")
+    with pytest.raises(DataChanged, match=r"its size changed: \d+ -> 10 bytes"):
+        read_unit(seen, 0)
+    (tmp_path / "a.parquet").unlink()
+    with pytest.raises(DataChanged, match="it was removed"):
+        read_unit(seen, 0)
+
+
+def test_data_that_each_node_wrote_for_itself_is_the_same_data(tmp_path: Path) -> None:
+    for node in ("one", "two"):
+        write(tmp_path / node / "a.parquet", 9)
+    os.utime(tmp_path / "two" / "a.parquet", (1, 1))
+    one, two = index(tmp_path / "one"), index(tmp_path / "two")
+    assert one.file_sights != two.file_sights
+    assert one.fingerprint == two.fingerprint
+    assert read_unit(one, 0).equals(read_unit(two, 0))
 
 
 def test_fewer_rows_than_shards(tmp_path: Path) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
 
-from raytrain_plus.data.line import Piece
+from raytrain_plus.data.granule import Rows
+from raytrain_plus.data.line import Line, Piece
 from raytrain_plus.data.reads import Read
-from raytrain_plus.data.stream import Stream, _split
+from raytrain_plus.data.source import index
+from raytrain_plus.data.stream import Stream, _numbered, _split
+from tests.unit.data.test_source import write
 
 
 def stream() -> Stream:
@@ -19,6 +24,19 @@ def stream() -> Stream:
 
 def arrive(into: Stream, number: int) -> None:
     assert into._put(Read(number, 0, 0, Piece(0, number, 0, 1)), pa.table({"x": [number]}))
+
+
+def test_what_cannot_be_read_is_left_to_the_reader_which_names_the_fault(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / f"{name}.parquet", 4)
+    seen = index(tmp_path)
+    line = Line(seen.unit_rows, shards=1, batch_size=4, seed=0, epochs=1, shuffle="none")
+    rows = Rows(index=seen, line=line, seed=0, transform=None, granule=4)
+    os.utime(tmp_path / "a.parquet", (1, 1))
+    group = tuple(Read(unit, 0, unit, Piece(0, unit, 0, 4)) for unit in (0, 1))
+    for whole_units in (False, True):
+        [table] = _numbered(rows, group, whole_units)
+        assert table.column("_raytrain_read").to_pylist() == [1] * 4
 
 
 def test_a_read_that_arrived_is_taken_and_those_before_it_are_dropped() -> None:

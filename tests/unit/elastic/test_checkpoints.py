@@ -18,6 +18,7 @@ from raytrain_plus.job import Checkpoint
 from raytrain_plus.state.checkpoint import survey
 from raytrain_plus.state.manifest import FOLDER, name_of
 from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.outage import Outages
 from raytrain_plus.workers.plan import Written
 from tests.unit.state.test_checkpoint import shares, state
 
@@ -39,6 +40,7 @@ class Kept:
             committed=9,
             settle=lambda: None,
             check_fence=lambda: None,
+            outages=Outages(),
             samples=lambda step: 8 * (step + 1),
             figures=lambda step: {"loss": 0.5, "bad": float("nan")},
             saved=lambda step, took_s, stall_s: self.told.append(("journal", step)),

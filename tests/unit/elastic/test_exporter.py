@@ -12,11 +12,11 @@ import pytest
 import safetensors.torch
 import torch
 
+from raytrain_plus.elastic import exporter
 from raytrain_plus.elastic.exporter import Exporter
 from raytrain_plus.errors import Interrupted, RaytrainError, RunError, WorkerLost
 from raytrain_plus.parallel.mesh import Stage
 from raytrain_plus.state.named import bytes_of, entry_of, state_sha256
-from raytrain_plus.storage import tries
 from raytrain_plus.storage.folder import Buffer
 from raytrain_plus.storage.local import LocalFolder
 
@@ -49,12 +49,12 @@ class Workers:
 
 def exported(run: LocalFolder, workers: Workers, ours: Callable[[], None] = lambda: None) -> str | RaytrainError:
     told: queue.SimpleQueue[str | RaytrainError] = queue.SimpleQueue()
-    exporter = Exporter(run, workers.begin, ours)
-    exporter.export(HOLDERS, 7, told.put)
+    made = Exporter(run, workers.begin, ours)
+    made.export(HOLDERS, 7, told.put)
     try:
         return told.get(timeout=10)
     finally:
-        exporter.close()
+        made.close()
 
 
 def test_a_model_in_stages_is_one_file(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ class Full(LocalFolder):
 def test_what_the_storage_refuses_is_tried_again_from_the_first_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tries, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(exporter, "LAST_PAUSES_S", (0.0,))
     assert exported(Full(tmp_path, 1), Workers()) == state_sha256(WHOLE)
     refused = exported(Full(tmp_path, 9), Workers())
     assert isinstance(refused, RunError)
@@ -128,11 +128,11 @@ def test_what_is_no_longer_wanted_ends_and_the_next_one_begins(tmp_path: Path) -
             assert go.wait(10)
 
     told: queue.SimpleQueue[str | RaytrainError] = queue.SimpleQueue()
-    exporter = Exporter(LocalFolder(tmp_path), Workers(before).begin, lambda: None)
-    exporter.export(HOLDERS, 7, told.put)
+    made = Exporter(LocalFolder(tmp_path), Workers(before).begin, lambda: None)
+    made.export(HOLDERS, 7, told.put)
     assert first.wait(10)
-    exporter.export(HOLDERS, 7, told.put)
+    made.export(HOLDERS, 7, told.put)
     go.set()
     assert isinstance(told.get(timeout=10), Interrupted)
     assert told.get(timeout=10) == state_sha256(WHOLE)
-    exporter.close()
+    made.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -17,12 +19,12 @@ from raytrain_plus.data import parts
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.elastic import journal as module
 from raytrain_plus.elastic.journal import Journal
-from raytrain_plus.errors import RunError
+from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.observe.events import EventLog, read_events
 from raytrain_plus.past import Past
 from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runfolder import Fence, Lease, claims_of
-from raytrain_plus.storage import tries
+from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.folder import Buffer, Folder
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.records import StepRecord
@@ -111,7 +113,7 @@ class Ending(LocalFolder):
 
 
 def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tries, "PAUSES_S", ())
+    monkeypatch.setattr(module, "LAST_PAUSES_S", ())
     run = Ending(tmp_path / "run")
     sync = EventLog.sync
     monkeypatch.setattr(
@@ -221,7 +223,7 @@ class Standing(LocalFolder):
 
 
 def test_no_storage_holds_the_loop_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tries, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(module, "LAST_PAUSES_S", (0.01,))
     monkeypatch.setattr(Lease, "due", True)
     run = Standing(tmp_path / "run")
     journal = journal_of(run)
@@ -295,3 +297,77 @@ def test_steps_that_are_made_again_out_of_copies_are_told_once(run: Folder) -> N
     table = pq.read_table(pa.BufferReader(run.read(part)))
     assert sorted(set(table["step"].to_pylist())) == [0, 1, 2, 3]
     assert len(table) == 4 * 4
+
+
+def test_a_folder_that_is_moved_away_is_told_with_its_new_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = LocalFolder(tmp_path / "run")
+    held = Claimed(run)
+    journal = journal_of(held)
+    fence = Fence(held, 0)
+    held.hold(fence.claim)
+    journal.open(fence, "name: x\n", {}, "here", {})
+    journal.saved(7, 0.1, 0.0)
+    (tmp_path / "run").rename(tmp_path / "its new place")
+    monkeypatch.setattr(Lease, "due", True)
+    with pytest.raises(RunError, match=r"moved to .*its new place: the run stops") as told:
+        renew_for(journal, 10)
+    assert "the checkpoint after step 8" in str(told.value)
+    assert f"raytrain resume '{tmp_path / 'its new place'}'" in str(told.value)
+    with pytest.raises(RunError, match="its new place"):
+        journal.finish("x", "failed", "no", None, 0.0)
+    journal.close()
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "its new place" / RESULT).exists()
+
+
+def test_a_folder_that_is_removed_is_told_without_a_place(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Claimed(run)
+    journal = journal_of(held)
+    fence = Fence(held, 0)
+    held.hold(fence.claim)
+    journal.open(fence, "name: x\n", {}, "here", {})
+    for name in run.files():
+        run.remove(name)
+    monkeypatch.setattr(Lease, "due", True)
+    with pytest.raises(RunError, match=r"was moved or removed: the run stops .* It held no checkpoint"):
+        renew_for(journal, 10)
+    journal.close()
+    assert not run.files()
+
+
+class Filling(LocalFolder):
+    """Takes nothing while it is full."""
+
+    full = False
+
+    def write(self, name: str, data: Iterable[Buffer]) -> None:
+        if self.full:
+            raise StorageError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        super().write(name, data)
+
+
+def test_a_full_disk_at_the_end_is_waited_for_once_and_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LAST_PAUSES_S", (0.01, 0.01))
+    run = Filling(tmp_path / "run")
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+    journal.report("a", [step(0)])
+    run.full = True
+    with pytest.raises(RunError) as told:
+        journal.finish("x", "finished", None, None, 0.0)
+    assert "the end of the run cannot be written: " in str(told.value)
+    assert "No space left on device (" in str(told.value)
+    assert f"no checkpoint is kept; when there is room: raytrain resume {tmp_path / 'run'}" in str(told.value)
+    # A second end does not wait again, and nothing is said twice.
+    monkeypatch.setattr(module, "LAST_PAUSES_S", (60.0,))
+    with pytest.raises(RunError, match="cannot be written"):
+        journal.finish("x", "failed", str(told.value), None, 0.0)
+    journal.close()
+    assert [event["kind"] for event in journal.follow(0, 0)].count("storage_failed") == 1
+    assert not caplog.records

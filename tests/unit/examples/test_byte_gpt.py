@@ -13,6 +13,7 @@ from torch import nn
 
 from examples import byte_gpt
 from examples.byte_gpt import CONTEXT, VOCABULARY, ByteGPT, held_out, prepare, printable, sources
+from raytrain_plus.data.page_checksum import without_checksums
 from raytrain_plus.jobfile import load_job
 
 WIDTH, DEPTH = 128, 4
@@ -201,6 +202,7 @@ def test_row_groups_are_small(tmp_path: Path, library: Path) -> None:
         (library / "pack0" / "large.py").unlink()
     metadata = pq.ParquetFile(tmp_path / "train" / "part-0.parquet").metadata
     assert max(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)) == 512
+    assert without_checksums(sorted((tmp_path / "train").iterdir())) == ()
 
 
 def test_its_job_file_is_a_job() -> None:

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import torch
 
 from examples.digits import Digits, prepare
+from raytrain_plus.data.page_checksum import without_checksums
 from raytrain_plus.jobfile import load_job
 
 
@@ -32,6 +33,7 @@ def test_every_image_is_in_one_split_the_same_bytes_each_time(tmp_path: Path) ->
         assert hashlib.sha256(one.read_bytes()).digest() == hashlib.sha256(two.read_bytes()).digest()
         groups = pq.ParquetFile(one).metadata
         assert max(groups.row_group(index).num_rows for index in range(groups.num_row_groups)) == 64
+        assert without_checksums([one]) == ()
 
 
 def test_a_plain_loop_learns_them(tmp_path: Path) -> None:

@@ -80,6 +80,19 @@ def test_auto_takes_torch_where_horovod_cannot_be_used(monkeypatch: pytest.Monke
     assert state.choose_collective("auto", 0) == "horovod"
 
 
+def test_a_build_of_another_version_is_not_passed_over_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, "0.28.1+raytrain.fb9ace7e.torch.2.13.0.cpu", "2.13.0+cpu")
+    said = state.passed_over("auto")
+    assert "another process of the machine can join a run" in said
+    assert said.endswith("(to have Horovod: raytrain install-horovod)")
+    assert state.passed_over("torch") == ""
+    with pytest.raises(InputError, match="lacks fixes of this version") as caught:
+        state.choose_collective("horovod", 0)
+    assert caught.value.remedy == "raytrain install-horovod"
+    show(monkeypatch, None, "2.13.0+cpu")
+    assert state.passed_over("auto") == ""
+
+
 def test_a_job_that_asks_for_gpus_wants_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(True, "0.28.1+x", ""))
     assert state.choose_collective("auto", 1) == "torch"

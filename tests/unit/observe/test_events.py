@@ -170,7 +170,7 @@ def test_a_torn_last_line_is_cut_before_appending(tmp_path: Path, whole: bytes, 
         (b"", "Expecting value"),
         (b'{"time": 1.0, "kind": "waiting", "for": "x"}', "the event has no 'generation'"),
         (b'{"time": 1.0, "generation": 0, "kind": "resumed", "step": 3}', "the event has no 'checkpoint'"),
-        (b'{"time": 1.0, "generation": "0", "kind": "waiting", "for": "x"}', "a number is none"),
+        (b'{"time": 1.0, "generation": "0", "kind": "waiting", "for": "x"}', "generation: '0' is no whole number"),
     ],
 )
 def test_a_damaged_line_is_told_by_its_place(run: Folder, damaged: bytes, match: str) -> None:
@@ -198,6 +198,22 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path) -> 
 def test_a_file_that_is_not_there_has_no_torn_line(tmp_path: Path) -> None:
     cut_torn_line(tmp_path / "events.ndjson")
     assert not (tmp_path / "events.ndjson").exists()
+
+
+def test_a_step_says_that_it_was_skipped_and_older_versions_lack_its_norm(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path)
+    fields = {"step": 0, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": float("nan"), "seconds": 0.1}
+    log = EventLog(run, clock=lambda: 0.0)
+    log.write("step_committed", generation=0, fields={**fields, "skipped": True})
+    with pytest.raises(ValueError, match="skipt"):
+        log.write("step_committed", generation=0, fields={**fields, "skipt": True})
+    log.close()
+    path = tmp_path / "events.ndjson"
+    path.write_bytes(path.read_bytes() + path.read_bytes().replace(b'"grad_norm": "nan", ', b""))
+    new, old = read_events(run)
+    assert new["skipped"]
+    assert math.isnan(float(new["grad_norm"]))
+    assert "grad_norm" not in old
 
 
 def test_no_kind_has_a_field_that_every_event_has() -> None:
@@ -251,7 +267,7 @@ def test_a_glance_sees_all_but_many_steps_and_each_thing_behind_the_step_before_
     if run.path is not None:
         run.path.mkdir()
     log = EventLog(run, clock=lambda: 0.0)
-    fields = {"epoch": 0, "samples": 8, "loss": 0.5, "seconds": 0.1}
+    fields = {"epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": 0.3, "seconds": 0.1}
     for step in range(9001):
         log.write("step_committed", generation=0, fields={"step": step, **fields})
         if step == 8500:

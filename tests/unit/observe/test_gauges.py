@@ -21,8 +21,19 @@ class Run:
     totals: Totals
     gauges: Gauges
 
-    def step(self, number: int, time: float, *, loss: float = 1.25) -> None:
-        self.totals.add(StepRecord(step=number, rows=48, loss=loss, seconds=0.5, waited_s=0.1, time=time))
+    def step(self, number: int, time: float, *, loss: float = 1.25, skipped: bool = False) -> None:
+        self.totals.add(
+            StepRecord(
+                step=number,
+                rows=48,
+                loss=loss,
+                grad_norm=0.25,
+                skipped=skipped,
+                seconds=0.5,
+                waited_s=0.1,
+                time=time,
+            )
+        )
         self.gauges.add(step(number, samples=48, seconds=0.5, loss=loss, time=time))
 
     def of_run(self, checkpoint: float | None = None) -> dict[str, float]:
@@ -50,6 +61,7 @@ def test_a_run_that_begins_says_only_what_it_knows(run: Run) -> None:
     run.gauges.add(event("waiting", **{"for": "2 more workers"}))
     assert run.of_run() == {
         "steps": 0,
+        "steps_skipped": 0,
         "samples_per_second": 0,
         "generation": 0,
         "workers": 0,
@@ -65,13 +77,15 @@ def test_a_run_that_begins_says_only_what_it_knows(run: Run) -> None:
 def test_figures_follow_the_run(run: Run) -> None:
     run.gauges.add({**view(4, 4), "generation": 3, "spares": ["worker-9"]})
     for number in range(4):
-        run.step(number, 100.0 + number, loss=2.0 - number)
+        run.step(number, 100.0 + number, loss=2.0 - number, skipped=number == 2)
     run.gauges.add(event("checkpoint_failed", step=1, error="the disk is full"))
     run.gauges.add({**event("checkpoint_saved", step=3, seconds=1.5, stall_s=0.25), "generation": 3})
     assert run.of_run(checkpoint=1e9) == {
         "steps": 4,
+        "steps_skipped": 1,
         "samples_per_second": 96,
         "loss": -1.0,
+        "grad_norm": 0.25,
         "generation": 3,
         "workers": 2,
         "spares": 1,

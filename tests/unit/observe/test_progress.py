@@ -100,6 +100,21 @@ def feed(there: View) -> None:
     there.event(evaluated(8, loss=1.5))
 
 
+def test_output_that_the_disk_does_not_take_is_lost_and_the_run_is_not(tmp_path: Path) -> None:
+    """`raytrain run > log.txt` on a full disk: the run ended with a traceback of its own report."""
+    with (tmp_path / "log.txt").open("w") as stream:
+        said = PlainView(stream)
+        said.start("first", 10)
+        kept, full = os.dup(stream.fileno()), os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, stream.fileno())
+        said.start("lost", 10)
+        os.dup2(kept, stream.fileno())
+        os.close(kept)
+        os.close(full)
+        said.start("last", 10)
+    assert [line.partition(":")[0] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["first", "last"]
+
+
 def test_the_terminal_view_redraws_no_faster_than_it_can_be_read() -> None:
     console, clock = terminal(), Clock()
     live = TerminalView(console, clock)

@@ -130,3 +130,19 @@ def test_stages_of_one_cell_hold_the_model_together_and_cells_hold_copies() -> N
     for index, member in enumerate(formed["members"]):
         member.update(cell=index // 2, stage=index % 2, params=[700, 300][index % 2])
     assert "; 1,000 parameters;" in (Standing(total=10).add(formed) or "")
+
+
+def test_a_full_disk_has_one_line_and_its_failed_checkpoints_none() -> None:
+    run = Standing(total=10)
+    full = event("storage_failed", place="/mnt", error="No space left on device", wanted=2_000_000, free=0)
+    failed = event("checkpoint_failed", step=3, error="a could not write its share: [Errno 28] No space left on device")
+    over = event("storage_recovered", place="/mnt", error="No space left on device", seconds=12.4)
+    other = event("checkpoint_failed", step=3, error="a was lost before it had written its share")
+    assert [run.add(one) for one in (full, failed, other, failed, over, failed)] == [
+        "cannot write to /mnt: No space left on device (2.0 MB wanted, 0 bytes free); training continues",
+        None,
+        "the checkpoint after step 4 failed: a was lost before it had written its share",
+        None,
+        "can write to /mnt again after 12 s (No space left on device)",
+        f"the checkpoint after step 4 failed: {failed['error']}",
+    ]

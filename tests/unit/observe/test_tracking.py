@@ -69,7 +69,7 @@ def test_what_failed_is_tried_again_and_comes_once(monkeypatch: pytest.MonkeyPat
     assert (tracker.got, tracker.ended, queue.missing) == ([0, 1, 2, 3], ["stopped"], 0)
     assert told == [
         {"run": "its run"},
-        {"warning": "it takes no figures; trying again: ConnectionError: https://host is away"},
+        {"warning": "it takes no figures; trying again: ConnectionError: https://***@host is away"},
     ]
 
 
@@ -106,7 +106,7 @@ def test_no_secret_is_told() -> None:
     error = ValueError("401 for hunter2 at https://me:pw@host/x?a=b@c\nmore")
     assert (
         in_short(error, {"WANDB_API_KEY": "hunter2", "WANDB_MODE": "401"})
-        == "ValueError: 401 for *** at https://host/x?a=b@c"
+        == "ValueError: 401 for *** at https://***@host/x?a=b@c"
     )
 
 

@@ -49,5 +49,5 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_refusal_shows_no_keys() -> None:
     told = str(refusal("m", "has another folder there", "s3://KEY:hidden@bucket/runs"))
-    assert "storage: s3://bucket/runs" in told
+    assert "storage: s3://***@bucket/runs" in told
     assert "hidden" not in told

@@ -247,7 +247,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named() -> None:
     before = sha(one)
     control = Control()
     control.begin(0)
-    with pytest.raises(TrainingError, match=r"step 0 gives values that are not finite for last\.bias"):
+    with pytest.raises(TrainingError, match=r"of step 0 is not finite in shard 0, first in the parameter 'last\.bias'"):
         one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
     one.restore_buffers()
     assert (sha(one), one.held) == (before, -1)

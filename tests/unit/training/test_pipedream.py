@@ -264,7 +264,7 @@ def test_who_waits_for_others_at_the_end_says_so_and_keeps_nothing_that_they_hav
         agree = passes.agree
 
         def looked(*arguments: Any) -> Any:
-            seen.append((arguments[4].activity().doing, len(passes._handovers._going)))
+            seen.append((arguments[3].activity().doing, len(passes._handovers._going)))
             return agree(*arguments)
 
         passes.agree = looked

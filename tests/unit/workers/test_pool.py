@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from ray.exceptions import ActorPlacementGroupRemoved, ActorUnavailableError, RayActorError
+import threading
+import time
+from typing import Any
 
+import pytest
+from ray.exceptions import ActorPlacementGroupRemoved, ActorUnavailableError, GetTimeoutError, RayActorError
+
+from raytrain_plus.errors import RunError
+from raytrain_plus.workers import pool
 from raytrain_plus.workers.pool import Pool, cause_of_death
 
 
@@ -30,6 +36,37 @@ from raytrain_plus.workers.pool import Pool, cause_of_death
 )  # fmt: skip
 def test_a_death_has_a_cause(error: Exception, cause: str) -> None:
     assert cause_of_death(error) == cause
+
+
+def test_a_ray_without_its_gcs_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray waits for a minute then, for each worker: a run had ended, and nobody was told."""
+    asked, answers = [], threading.Event()
+
+    def wait(group: Any) -> None:
+        asked.append(group)
+        answers.wait(60)
+
+    monkeypatch.setattr(pool, "remove_placement_group", wait)
+    monkeypatch.setattr(pool.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(pool, "FREE_S", 0.2)
+    workers = Pool(1, 0)
+    workers._handles = {name: pool.Handle(None, name) for name in ("a", "b", "c")}  # type: ignore[arg-type]
+    began = time.monotonic()
+    workers.end("a")
+    assert time.monotonic() - began < 0.1
+    workers.shutdown()
+    assert time.monotonic() - began < 2
+    answers.set()
+    assert sorted(asked) == ["a", "b", "c"]
+
+
+def test_a_worker_that_cannot_be_started_for_want_of_the_gcs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any, **__: Any) -> None:
+        raise GetTimeoutError("There was timeout in creating the placement group")
+
+    monkeypatch.setattr(pool, "placement_group", late)
+    with pytest.raises(RunError, match="Ray's GCS does not answer, so worker-1 cannot be started"):
+        Pool(1, 0).start("worker-1")
 
 
 def test_what_a_worker_needs_is_spelled() -> None:

@@ -127,7 +127,8 @@ def test_an_autoscaler_is_known_by_its_reports(
 
 
 def test_internal_settings_are_given_to_a_ray_that_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ray_private.settings_of_our_own_ray() == {"worker_niceness": 0}
+    known = {"worker_niceness": 0, "gcs_rpc_server_reconnect_timeout_s": ray_private.WITHOUT_GCS_S}
+    assert ray_private.settings_of_our_own_ray() == known
     monkeypatch.setattr(ray_private.ray, "__version__", "3.0.1")
     assert ray_private.settings_of_our_own_ray() == {}
 

@@ -8,11 +8,13 @@ import queue
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.manifest import joined, name_of
@@ -160,3 +162,30 @@ def test_a_storage_that_fails_is_tried_again_and_then_told_of(
     assert told.get(timeout=10).error == error
     assert made._free.wait(10)
     assert ((tmp_path / "checkpoints" / name_of(3, 2)).exists()) == (not error)
+
+
+@pytest.mark.parametrize("place", ["a weight", "a moment", "a buffer"])
+def test_a_state_that_is_not_finite_is_not_saved_and_stops_the_training(tmp_path: Path, place: str) -> None:
+    held = holding()
+    mask = torch.tensor([0.0, -torch.inf])
+    held = replace(held, buffers={"mask": mask, "mean": torch.zeros(2)}, allowed=frozenset({"buffer/mask"}))
+    [(_, weight), *_] = held.parameters
+    assert held.optimizer is not None
+    told: Told = queue.SimpleQueue()
+    one = saver(LocalFolder(tmp_path), held, told)
+    one.copy(3, {})
+    assert told.get(timeout=10).error == "", "what was not finite from the beginning may stay so"
+    one.check()
+    where = {
+        "a weight": weight.data,
+        "a moment": held.optimizer.state[weight]["exp_avg_sq"],
+        "a buffer": held.buffers["mean"],
+    }[place]
+    where.view(-1)[1] = torch.inf
+    one.copy(7, {})
+    written = told.get(timeout=10)
+    assert written.share is None
+    assert "the state after step 7 is not finite" in written.error
+    with pytest.raises(TrainingError, match="the state after step 7 is not finite"):
+        one.check()
+    assert [path.name for path in tmp_path.rglob("*.safetensors") if "0000000007" in str(path)] == []

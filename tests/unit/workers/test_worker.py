@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,17 @@ from torch import nn
 pytest.importorskip("ray")
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.errors import Interrupted, TrainingError
+from raytrain_plus.data.source import index
+from raytrain_plus.errors import DataChanged, Interrupted, TrainingError
 from raytrain_plus.state.transfer import Snapshot, digest
 from raytrain_plus.state.whole import model_file
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.workers import worker as module
+from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.plan import ShareOf
 from raytrain_plus.workers.saver import Part, Saver
 from raytrain_plus.workers.worker import Worker
+from tests.unit.data.test_source import write
 from tests.unit.training.test_exact_steps import SHARDS, Small, batches, sha, stepper
 
 TENSORS = {"param/x": ("float32", (2,), np.arange(8, dtype=np.uint8))}
@@ -127,6 +132,16 @@ def test_the_state_is_given_out_in_the_midst_of_a_step_that_is_never_applied(tmp
     assert (one.held, sha(one)) == (0, before)
 
 
+def test_a_state_that_is_not_finite_is_not_exported() -> None:
+    worker = Worker("worker-0")
+    one = worker._stepper = stepper()
+    worker._stage = module.WHOLE.stage
+    with torch.no_grad():
+        dict(one.named)["first.weight"].view(-1)[0] = torch.nan
+    with pytest.raises(TrainingError, match=r"the state after step -1 is not finite: 'param/first\.weight' holds NaN"):
+        worker.inventory(-1, module.WHOLE.stage)
+
+
 def test_a_state_that_is_being_changed_is_not_given_out() -> None:
     worker = Worker("worker-0")
     worker._stepper = stepper()
@@ -152,3 +167,75 @@ def test_what_is_for_a_generation_that_is_over_is_refused_and_said(caplog: pytes
     assert refused[0] == "worker-0 refused: a wish to pause for generation 2; it is in 3"
     worker.pause(3)
     assert (control.pausing(), len(caplog.records)) == (True, 5)
+
+
+class Finishes(Worker):
+    """Comes to the end of the run at once; a file is overwritten after the last read, if one is named."""
+
+    overwritten: Path | None = None
+
+    def _feed_of(self, assignment: Any, stack: Any) -> Any: ...
+
+    def _take_place(self, assignment: Any) -> None: ...
+
+    def _join(self, assignment: Any, stack: Any) -> Any:
+        return SoloWorld(), 0.0
+
+    def _train(self, *arguments: Any) -> str:
+        if self.overwritten is not None:
+            os.utime(self.overwritten, (1, 1))
+        return "finished"
+
+
+@pytest.mark.parametrize("name", [None, "data", "held_out"])
+def test_all_files_are_looked_at_once_more_before_a_run_is_finished(tmp_path: Path, name: str | None) -> None:
+    for folder in ("data", "held_out"):
+        write(tmp_path / folder / "a.parquet", 4)
+    worker = Finishes("worker-0")
+    worker.overwritten = None if name is None else tmp_path / name / "a.parquet"
+    worker._plan = SimpleNamespace(index=index(tmp_path / "data"), held_out=index(tmp_path / "held_out"))  # type: ignore[assignment]
+    worker._stepper = one = stepper()
+    worker._stage = module.WHOLE.stage
+    worker._saver = Saver(LocalFolder(tmp_path), one.holding, None, best=False)
+    worker._copier = Copier("worker-0", one.holding, 1)
+    worker._control.begin(0)
+    assignment = SimpleNamespace(
+        generation=0,
+        share=ShareOf(generation=0, writer=0, writers=1),
+        layers=module.WHOLE,
+        copies=False,
+        buddy=None,
+        ring=SimpleNamespace(timeout_s=1),
+    )
+    controller = SimpleNamespace(
+        **{call: SimpleNamespace(remote=lambda *arguments: None) for call in ("report", "joined")}
+    )
+    outcome = worker._serve(controller, assignment)  # type: ignore[arg-type]
+    if name is None:
+        assert (outcome.why, outcome.error) == ("finished", None)
+        return
+    # Final: it is not tried again, as if a worker had been lost.
+    assert (outcome.why, outcome.final, outcome.state_sha256) == ("failed", True, None)
+    assert isinstance(outcome.error, DataChanged)
+    assert str(outcome.error).startswith(f"{worker.overwritten} on ")
+    assert "its modification time changed: 20" in outcome.fault
+
+
+def test_a_worker_compares_the_data_with_what_an_earlier_one_of_its_node_saw(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 4)
+    # The driver's node wrote its own, at another time.
+    driver, here = index(tmp_path), str(tmp_path)
+    os.utime(tmp_path / "a.parquet", (1, 1))
+    job = SimpleNamespace(data=SimpleNamespace(prepare=None))
+    first = module._same_data(SimpleNamespace(job=job, sights={}), [], driver)  # type: ignore[arg-type]
+    assert first.file_sights != driver.file_sights
+    later = SimpleNamespace(job=job, sights={here: first.file_sights})
+    assert module._same_data(later, [], driver).file_sights == first.file_sights  # type: ignore[arg-type]
+    assert module._sights(SimpleNamespace(index=first, held_out=None)) == later.sights  # type: ignore[arg-type]
+    os.utime(tmp_path / "a.parquet", (2, 2))
+    with pytest.raises(DataChanged, match=r"its modification time changed: 1970-01-01 00:00:01\.000000 UTC -> 1970"):
+        module._same_data(later, [], driver)  # type: ignore[arg-type]
+    # It is first of all a change, whatever else is wrong with it.
+    (tmp_path / "a.parquet").write_bytes(b"no Parquet")
+    with pytest.raises(DataChanged, match="its size changed"):
+        module._same_data(later, [], driver)  # type: ignore[arg-type]

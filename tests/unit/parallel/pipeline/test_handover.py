@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import queue
-from collections import defaultdict
-from typing import Any
+import sys
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
-from raytrain_plus.errors import TrainingError
-from raytrain_plus.parallel.pipeline.handover import _KINDS, HEAD_BYTES, TENSORS, Handovers, _tag, apart
+from raytrain_plus.errors import RunError, TrainingError
+from raytrain_plus.parallel.pipeline.handover import _KINDS, HEAD_BYTES, TENSORS, Handovers, _Form, _tag, apart
+from raytrain_plus.parallel.pipeline.message import to_bytes
 from tests.unit.parallel.pipeline.cells import Mail, Threads
 
 CPU = torch.device("cpu")
+LEAF = {"type": None, "context": None, "children_spec": []}
 
 
 @pytest.fixture
@@ -100,6 +106,52 @@ def test_notes_of_any_length_pass_expected_or_not(pair: tuple[Handovers, Handove
 def test_what_cannot_pass_is_told(value: Any, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
         apart(value, "the layer 'x'")
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        OrderedDict(b=torch.ones(1), a=[torch.ones(2)]),
+        Pair(torch.ones(1), torch.ones(2)),
+        defaultdict(list, a=torch.ones(1)),
+        torch.ones(3, 2).max(dim=0),
+        {1: torch.ones(1), (2, "a"): torch.ones(1)},
+    ],
+    ids=lambda tree: type(tree).__name__,
+)
+def test_trees_of_all_kinds_that_torch_knows_pass(pair: tuple[Handovers, Handovers, Mail], tree: Any) -> None:
+    one, other, _ = pair
+    one.send(0, 0, 2, apart(tree, "x"), 1, "x")
+    taken, _ = other.take(0, 0, 2, 0)
+    assert taken.tree == apart(tree, "x").tree
+    assert type(taken.whole()) is type(tree)
+
+
+def test_a_description_names_nothing_that_is_imported(pair: tuple[Handovers, Handovers, Mail], tmp_path: Path) -> None:
+    # What torch writes of a tree names modules, which torch imports when it reads that.
+    (tmp_path / "canary_module.py").write_text("import pathlib; pathlib.Path(__file__).with_name('canary').touch()")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        factory = {"default_factory_module": "canary_module", "default_factory_name": "x", "dict_context": ["a"]}
+        node = {"type": "collections.defaultdict", "context": factory, "children_spec": [LEAF]}
+        torchs = json.dumps([1, node])
+        with pytest.raises(AttributeError):
+            pytree.treespec_loads(torchs)
+        assert (tmp_path / "canary").exists(), "the attack works on torch's reader"
+        (tmp_path / "canary").unlink()
+        sys.modules.pop("canary_module")
+        for tree in (torchs, ("canary_module.x", None, [None]), ("collections.defaultdict", factory, [None]), 3):
+            message = to_bytes([[("float32", (1,), False)], tree])
+            with pytest.raises((RunError, ValueError)):
+                _Form.from_bytes(memoryview(message)).tree.unflatten([torch.ones(1)])
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert not (tmp_path / "canary").exists()
 
 
 def test_no_two_messages_of_a_step_have_the_same_tag() -> None:

@@ -1,0 +1,74 @@
+"""Page checksums of Parquet files: which files carry them. What reads the pages verifies them.
+
+A footer does not tell. Each page begins with a header in Thrift's compact protocol, whose field 4 is the checksum:
+
+    1 type i32 | 2 uncompressed_page_size i32 | 3 compressed_page_size i32 | 4 crc i32, optional | 5 ... structs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_plus.errors import DataError
+
+HEADER_BYTES = 64
+"""What is read of a page's header: four numbers take less than half of it."""
+LOOKED_AT = 1000
+"""At most so many files of a dataset are opened to look for checksums."""
+HOW = "pq.write_table(..., write_page_checksum=True)"
+"""How a file with page checksums is written."""
+
+_NEXT_I32 = 0x15
+"""Begins a field of type i32 (5) whose number is that of the field before it and 1; its value is a varint."""
+_BEFORE = 3
+"""Fields before the checksum, none of them optional."""
+
+
+def has_checksum(header: bytes) -> bool:
+    """Return whether a page's header, of which these are the first bytes, has a checksum.
+
+    Raises `ValueError` if it is no page header.
+
+    >>> has_checksum(bytes.fromhex("150015401540 15d20f 1c")), has_checksum(bytes.fromhex("150015401540 2c"))
+    (True, False)
+    """
+    try:
+        at = 0
+        for _ in range(_BEFORE):
+            if header[at] != _NEXT_I32:
+                raise ValueError("not a page header")
+            at += 1
+            while header[at] & 0x80:
+                at += 1
+            at += 1
+        return header[at] == _NEXT_I32
+    except IndexError:
+        raise ValueError("not a page header: it ends too early") from None
+
+
+def without_checksums(files: Sequence[Path]) -> tuple[Path, ...]:
+    """Return the files whose first data page has no checksum; files without rows have no pages, and are left out.
+
+    Raises `DataError` if a file cannot be read.
+    """
+    return tuple(file for file in files if not _first_page_has_one(file))
+
+
+def _first_page_has_one(file: Path) -> bool:
+    try:
+        metadata = pq.read_metadata(file)
+        groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+        first = next((group for group in groups if group.num_rows and group.num_columns), None)
+        if first is None:
+            return True
+        with file.open("rb") as stream:
+            stream.seek(first.column(0).data_page_offset)
+            return has_checksum(stream.read(HEADER_BYTES))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(
+            f"the header of its first page cannot be read: {error}", where=str(file), remedy="write the file again"
+        ) from error

@@ -1,0 +1,121 @@
+"""Check plain values, as JSON has them, against the shape that a document must have. Pure.
+
+A shape is a function from a value to what is wrong with it, in words; nothing if it fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Shape = Callable[[Any], str]
+MOST = 2**63 - 1
+
+
+def anything(value: Any) -> str:
+    """Fit every value."""
+    return ""
+
+
+def text(value: Any) -> str:
+    """Fit every text: an error's may hold what no file name can."""
+    return "" if isinstance(value, str) else f"{_spelled(value)} is no text"
+
+
+def name(value: Any) -> str:
+    """Fit text that can be a file's name: encodable, and without NUL."""
+    if not isinstance(value, str):
+        return text(value)
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        return f"{_spelled(value)} holds what is no character"
+    return ""
+
+
+def truth(value: Any) -> str:
+    """Fit true and false."""
+    return "" if isinstance(value, bool) else f"{_spelled(value)} is neither true nor false"
+
+
+def whole(lowest: int, highest: int = MOST) -> Shape:
+    """Fit whole numbers from `lowest` to `highest`."""
+
+    def check(value: Any) -> str:
+        if isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest:
+            return ""
+        return f"{_spelled(value)} is no whole number from {lowest:,}" + f" to {highest:,}" * (highest != MOST)
+
+    return check
+
+
+def number(lowest: float = -math.inf, highest: float = math.inf) -> Shape:
+    """Fit finite numbers from `lowest` to `highest`."""
+
+    def check(value: Any) -> str:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 1e300:
+            return "" if lowest <= value <= highest else f"{_spelled(value)} is out of range"
+        return f"{_spelled(value)} is no finite number"
+
+    return check
+
+
+def figure(value: Any) -> str:
+    """Fit numbers, with what is not finite spelled as text: see `jsontext`."""
+    if isinstance(value, float) or value in ("nan", "inf", "-inf"):
+        return ""
+    return number()(value).replace("finite number", "number")
+
+
+def one_of(*values: str) -> Shape:
+    """Fit these texts alone."""
+    return lambda value: "" if value in values else f"{_spelled(value)} is none of {', '.join(values)}"
+
+
+def maybe(shape: Shape) -> Shape:
+    """Fit null, too."""
+    return lambda value: "" if value is None else shape(value)
+
+
+def list_of(shape: Shape) -> Shape:
+    """Fit lists whose entries all fit."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, list):
+            return f"{_spelled(value)} is no list"
+        return next((f"entry {place}: {wrong}" for place, one in enumerate(value) if (wrong := shape(one))), "")
+
+    return check
+
+
+def table_of(shape: Shape) -> Shape:
+    """Fit objects with any names whose values all fit."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, Mapping):
+            return f"{_spelled(value)} is no object"
+        return next((f"{key!a}: {wrong}" for key, one in value.items() if (wrong := shape(one))), "")
+
+    return check
+
+
+def object_of(**fields: Shape) -> Shape:
+    """Fit objects that have these fields, and perhaps others."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, Mapping):
+            return f"{_spelled(value)} is no object"
+        for field, shape in fields.items():
+            if field not in value:
+                return f"there is no {field!r}"
+            if wrong := shape(value[field]):
+                return f"{field}: {wrong}"
+        return ""
+
+    return check
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, int) and abs(value) > MOST:
+        return "a number of more than 64 bits"
+    spelled = ascii(value) if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"
+    return spelled if len(spelled) <= 60 else f"{spelled[:60]}..."

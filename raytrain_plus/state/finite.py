@@ -1,0 +1,60 @@
+"""Find tensors of a training state that hold NaN or infinity."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+
+from raytrain_plus.errors import TrainingError
+from raytrain_plus.state.transfer import Array, Packed
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def not_finite(tensors: Named, allowed: Collection[str] = ()) -> list[str]:
+    """Return the names of the floating or complex tensors that hold a value that is not finite, in order.
+
+    `allowed` names are left out, and an optimizer's scalars: some keep an infinity as the best value so far.
+    """
+    found = [
+        name
+        for name, value in tensors
+        if name not in allowed and not (name.startswith("optim/") and value.dim() == 0) and not _finite(value)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def check_finite(tensors: Named, allowed: Collection[str], step: int) -> None:
+    """Raise `TrainingError` if the state after `step` holds a value that is not finite."""
+    found = not_finite(tensors, allowed)
+    if found:
+        raise TrainingError(spell_not_finite(step, found))
+
+
+def spell_not_finite(step: int, names: Collection[str]) -> str:
+    """Return a sentence that says so."""
+    first, *others = names
+    more = f" and {len(others)} more tensors hold" if len(others) > 1 else " and one more tensor hold" * len(others)
+    return (
+        f"the state after step {step} is not finite: '{first}'{more or ' holds'} NaN or infinity, though each gradient "
+        "was finite; usual causes: a learning rate or an optimizer that overflows, a BatchNorm of one value"
+    )
+
+
+def as_tensors(packed: Mapping[str, Packed]) -> Named:
+    """Return tensors that share the memory of packed ones, which has to be writable."""
+    return ((name, tensor_of(dtype, data).reshape(shape)) for name, (dtype, shape, data) in packed.items())
+
+
+def tensor_of(dtype: str, data: Array) -> torch.Tensor:
+    """Return a flat tensor of these bytes, which it shares."""
+    return torch.from_numpy(data).view(getattr(torch, dtype))
+
+
+def _finite(value: torch.Tensor) -> bool:
+    if not (value.is_floating_point() or value.is_complex()):
+        return True
+    value = value.detach()
+    # Types of eight bits have no operations of their own.
+    return bool((value.float() if value.element_size() == 1 else value).isfinite().all())

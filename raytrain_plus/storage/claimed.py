@@ -1,0 +1,126 @@
+"""A run's folder that changes only while the claim of its controller lies in it.
+
+    mv runs/digits elsewhere    the claim goes with the folder: who still writes to runs/digits finds none, and stops
+
+Without this check the next checkpoint would make `runs/digits` again, and the name could not be used for a new run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from raytrain_plus.errors import FolderGone
+from raytrain_plus.storage.folder import Buffer, Folder, Stat
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What the newest controller of a run has created in the run's folder."""
+
+    name: str
+    content: bytes
+
+
+class Guarded:
+    """A `Folder` that calls `check` before each change, and once more before a written file gets its name."""
+
+    def __init__(self, folder: Folder, check: Callable[[], None]) -> None:
+        self._folder = folder
+        self._check = check
+        self.where = folder.where
+        self.address = folder.address
+        self.exclusive = folder.exclusive
+
+    @property
+    def path(self) -> Path | None:
+        """See `Folder`."""
+        return self._folder.path
+
+    def path_of(self, name: str) -> Path | None:
+        """See `Folder`."""
+        return self._folder.path_of(name)
+
+    def write(self, name: str, data: Iterable[Buffer]) -> None:
+        """See `Folder`."""
+        self._changed(lambda: self._folder.write(name, self._checked(data)))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """See `Folder`."""
+        return self._changed(lambda: self._folder.create(name, data))
+
+    def read(self, name: str) -> bytes:
+        """See `Folder`."""
+        return self._folder.read(name)
+
+    def read_into(self, name: str, start: int, into: memoryview) -> None:
+        """See `Folder`."""
+        self._folder.read_into(name, start, into)
+
+    def files(self, under: str = "") -> Mapping[str, Stat]:
+        """See `Folder`."""
+        return self._folder.files(under)
+
+    def unfinished(self, under: str = "") -> Mapping[str, Stat]:
+        """See `Folder`."""
+        return self._folder.unfinished(under)
+
+    def remove(self, name: str) -> None:
+        """See `Folder`."""
+        self._changed(lambda: self._folder.remove(name))
+
+    def move(self, to: str) -> None:
+        """See `Folder`."""
+        self._changed(lambda: self._folder.move(to))
+
+    def inside(self, name: str) -> Folder:
+        """See `Folder`."""
+        return Guarded(self._folder.inside(name), self._check)
+
+    def existing(self) -> Folder:
+        """See `Folder`."""
+        return Guarded(self._folder.existing(), self._check)
+
+    def _changed(self, change: Callable[[], T]) -> T:
+        self._check()
+        try:
+            return change()
+        except FileNotFoundError:
+            # The folder may have gone between the check and the change.
+            self._check()
+            raise
+
+    def _checked(self, data: Iterable[Buffer]) -> Iterator[Buffer]:
+        yield from data
+        # That may have taken a while.
+        self._check()
+
+
+class Claimed(Guarded):
+    """A run's folder; from `hold` on only the holder of that claim can change it."""
+
+    def __init__(self, folder: Folder, claim: Claim | None = None) -> None:
+        super().__init__(folder, self._look)
+        self.claim: Claim | None = None
+        """None until it is held."""
+        if claim is not None:
+            self.hold(claim)
+
+    def hold(self, claim: Claim) -> None:
+        """From now on every change raises `FolderGone` unless this claim lies in the folder."""
+        self._folder = self._folder.existing()
+        self.claim = claim
+
+    def _look(self) -> None:
+        if self.claim is None:
+            return
+        try:
+            if self._folder.read(self.claim.name) == self.claim.content:
+                return
+        except FileNotFoundError:
+            pass
+        raise FolderGone(f"the run's folder {self.where} was moved or removed, or belongs to another run by now")

@@ -1,0 +1,89 @@
+"""Eight minutes of losses: nothing is lost, no bit differs, and no process grows."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from raytrain_plus import Data, Workers
+from raytrain_plus.data.audit import audit
+from tests.integration.elastic import Run, job
+from tests.integration.tasks import write_data
+
+SPAN_S = 480.0
+PERIOD_S = 10.0
+"""Seconds from one kill to the next."""
+STEPS_PER_S = 10
+PAD_S = 0.04
+"""What each of two shards sleeps in a step of four workers, so that it takes most of a step's time."""
+WARM_S = 60.0
+"""Until then a process still loads what it uses for the first time, at its first losses among others."""
+GROWTH = 0.02
+
+
+@pytest.fixture
+def five() -> Iterator[None]:
+    ray.init(address="local", num_cpus=5, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that the process holds in memory."""
+    return int(psutil.Process(pid).memory_info().rss)
+
+
+def controller() -> int:
+    [found] = [one.pid for one in psutil.process_iter(["cmdline"]) if "ray::Controller" in one.info["cmdline"][:1]]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("five")
+def test_eight_minutes_with_a_kill_every_ten_seconds(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=4000)
+    settings: dict[str, Any] = {
+        "steps": int(SPAN_S * STEPS_PER_S),
+        "reduction": "exact",
+        "data": Data(path=str(tmp_path / "data"), batch_size=48, shards=8),
+    }
+    undisturbed = Run(job(tmp_path, name="undisturbed", workers=Workers(min=1), **settings)).finish(300)
+    assert undisturbed.status == "finished", undisturbed.error
+
+    run = Run(job(tmp_path, workers=Workers(min=1, max=4), args={"pad_s": PAD_S}, **settings))
+    kept = run.until_size(4)[0]
+    pids = {"controller": controller(), "worker": kept["pid"]}
+    began, chance = time.monotonic(), random.Random(0)
+    held: list[dict[str, int]] = []
+    kills = 0
+    for number in itertools.count(1):
+        time.sleep(max(0.0, began + number * PERIOD_S - time.monotonic()))
+        if run.committed() >= settings["steps"] - 10 * STEPS_PER_S:
+            break
+        if time.monotonic() - began >= WARM_S:
+            held.append({who: memory_of(pid) for who, pid in pids.items()})
+        others = [member for member in run.members() if member["pid"] != kept["pid"]]
+        run.kill(chance.choice(others))
+        kills += 1
+    result = run.finish()
+
+    assert result.status == "finished", result.error
+    lost = sum(event["steps_lost"] for event in run.events("recovered"))
+    growth = {who: held[-1][who] / held[0][who] - 1 for who in pids}
+    minutes = (time.monotonic() - began) / 60
+    print(f"\n{kills} kills in {minutes:.1f} minutes, {result.steps} steps, {lost} lost; memory: {held}")
+    assert (lost, result.steps, result.state_sha256) == (0, settings["steps"], undisturbed.state_sha256)
+    assert len(run.events("worker_lost")) == kills
+    assert len(run.losses()) == settings["steps"]
+    found = audit(result.path)
+    assert found.clean, found.faults
+    assert all(share <= GROWTH for share in growth.values()), growth

@@ -1,0 +1,173 @@
+"""Parquet files with flipped, lost and foreign bytes, and what reading them gives.
+
+A damaged file raises an error of ours, or gives the rows that were written. Parquet has no checksum for its footer: a
+footer that is damaged and still parses must at least be noticed as another one, which is what stops a run that has
+seen the file before. Nor has it one for the headers of its pages.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_plus.data.source import Index, index, read_unit
+from raytrain_plus.errors import RaytrainError
+from tests.unit.fuzz.verdict import Fault, limited
+
+PAGES = False
+"""Whether damage to pages has to be noticed: only where the read function checks their checksums."""
+SETTINGS: tuple[dict[str, object], ...] = (
+    {},
+    {"compression": "none"},
+    {"compression": "zstd", "data_page_version": "2.0"},
+    {"compression": "gzip", "use_dictionary": False},
+    {"compression": "none", "use_dictionary": False, "data_page_size": 64},
+    {
+        "compression": "snappy",
+        "data_page_version": "2.0",
+        "column_encoding": "DELTA_BINARY_PACKED",
+        "use_dictionary": False,
+    },
+    {"write_statistics": False, "store_schema": False, "write_page_index": True},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A file as it was written."""
+
+    data: bytes
+    seen: Index
+    units: tuple[pa.Table, ...]
+    footer: int
+    """Where its footer begins."""
+
+
+def bases_in(folder: Path) -> list[Base]:
+    """Files of every kind, each in a folder of its own."""
+    return [_base(folder / str(number), number) for number in range(2 * len(SETTINGS))]
+
+
+def _base(folder: Path, number: int) -> Base:
+    folder.mkdir()
+    settings = dict(SETTINGS[number % len(SETTINGS)])
+    table = _rich(40) if number < len(SETTINGS) else _plain(40)
+    if "column_encoding" in settings:
+        table = _plain(40)
+    file = folder / "x.parquet"
+    pq.write_table(table, file, row_group_size=16, write_page_checksum=True, **settings)
+    data, seen = file.read_bytes(), index(folder)
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    return Base(data, seen, tuple(read_unit(seen, unit) for unit in range(len(seen.unit_rows))), footer)
+
+
+def _plain(rows: int) -> pa.Table:
+    return pa.table({"x": pa.array(np.arange(rows)), "y": pa.array(np.arange(rows) % 3, pa.int32())})
+
+
+def _rich(rows: int) -> pa.Table:
+    return pa.table(
+        {
+            "x": pa.array(np.arange(rows)),
+            "f": pa.array(np.linspace(0, 1, rows), pa.float32()),
+            "b": pa.array([row % 2 == 0 for row in range(rows)]),
+            "s": pa.array([f"row {row}" if row % 5 else None for row in range(rows)]),
+            "l": pa.array([list(range(row % 4)) for row in range(rows)], pa.list_(pa.int16())),
+            "t": pa.array([{"a": row, "b": str(row)} for row in range(rows)]),
+            "v": pa.array([[row, row + 1] for row in range(rows)], pa.list_(pa.float32(), 2)),
+            "d": pa.array(["a", "b"] * (rows // 2)).dictionary_encode(),
+            "z": pa.array(np.arange(rows), pa.timestamp("us")),
+        }
+    )
+
+
+def damaged(base: Base, draw: random.Random) -> bytes:
+    """The bytes of a file, damaged: its footer more often than its size alone would have it."""
+    data = bytearray(base.data)
+    for _ in range(draw.choice([1, 1, 1, 2, 4])):
+        if not data:
+            break
+        low = base.footer if draw.random() < 0.6 and base.footer < len(data) else 0
+        at = draw.randrange(low, len(data))
+        kind = draw.randrange(8)
+        if kind < 3:
+            data[at] ^= 1 << draw.randrange(8)
+        elif kind == 3:
+            data[at] = draw.choice([0, 1, 0x7F, 0x80, 0xFF])
+        elif kind == 4:
+            data[at : at + draw.choice([1, 8, 100])] = b""
+        elif kind == 5:
+            data[at:at] = draw.choice([b"\0", b"\xff" * 9, b"PAR1", draw.randbytes(20)])
+        elif kind == 6:
+            del data[at:]
+        else:
+            size = draw.choice([4, 8, 50])
+            data[at : at + size] = draw.choice([bytes(size), b"\xff" * size, draw.randbytes(size)])
+    return bytes(data)
+
+
+def check(seed: int, bases: list[Base]) -> str:
+    """Try one damaged file; `refused`, `noticed` (its footer is another), `same` or `pages` (other rows)."""
+    draw = random.Random(seed)
+    base = draw.choice(bases)
+    data = damaged(base, draw)
+    return check_file(base, data)
+
+
+def check_file(base: Base, data: bytes) -> str:
+    """The same for bytes that are there. Raises `Fault`, or what must not escape."""
+    (Path(base.seen.path) / "x.parquet").write_bytes(data)
+    with limited():
+        # A run that saw the file as it was written, then one that begins now.
+        before = _read(base.seen, base)
+        try:
+            seen = index(base.seen.path)
+        except RaytrainError as error:
+            _words(error)
+            return "refused"
+        alike = seen.fingerprint == base.seen.fingerprint
+        if alike and seen.to_json() != base.seen.to_json():
+            raise Fault("two files with one fingerprint are two datasets")
+        after = _read(seen, base) if alike else _whatever(seen)
+    if PAGES and (before == "other" or (alike and after == "other")):
+        raise Fault(
+            f"other rows were read than were written, by a run that {'begins' if before != 'other' else 'saw the file'}"
+        )
+    return after if alike else "noticed"
+
+
+def _whatever(seen: Index) -> str:
+    """Read what is another dataset by now: as many rows as it says, or an error of ours."""
+    for unit, rows in enumerate(seen.unit_rows):
+        try:
+            table = read_unit(seen, unit)
+        except RaytrainError as error:
+            _words(error)
+            return "refused"
+        if table.num_rows != rows:
+            raise Fault(f"{table.num_rows} rows were read of a unit that has {rows}")
+    return "same"
+
+
+def _read(seen: Index, base: Base) -> str:
+    """What reading every unit comes to: `same` rows as were written, `other` ones, or `refused`."""
+    found = "same"
+    for unit, written in enumerate(base.units):
+        try:
+            table = read_unit(seen, unit)
+        except RaytrainError as error:
+            _words(error)
+            return "refused"
+        if not table.equals(written):
+            found = "other"
+    return found
+
+
+def _words(error: RaytrainError) -> None:
+    if not str(error).strip() or ("x.parquet" not in str(error) and "rows" not in str(error)):
+        raise Fault(f"{type(error).__name__} does not say which file: {error}")

@@ -1,0 +1,312 @@
+"""Nothing that a user or a disk can do to a job, a Parquet file or a run's folder gives a traceback, hangs, or is read
+as something else. Each fault that fuzzing found stays below as a case, with what it was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_plus import jsonshape as has
+from raytrain_plus.data.source import index, read_unit
+from raytrain_plus.errors import DataChanged, DataError, JobError
+from raytrain_plus.jobfile import load_job
+from raytrain_plus.observe.events import _SHAPES, FIELDS
+from tests.unit.fuzz import folders, jobs
+from tests.unit.fuzz.again import KINDS, found
+from tests.unit.fuzz.verdict import raytrain
+
+FEW = {"jobs": 100, "parquet": 60, "folders": 10}
+MANY = {"jobs": 20_000, "parquet": 2_000, "folders": 1_000}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few(kind: str, tmp_path: Path) -> None:
+    came = found(kind, 0, FEW[kind], tmp_path)
+    assert came.total() == FEW[kind]
+    assert len(came) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many(kind: str) -> None:
+    """Other seeds than the few, on all cores; a process that a library's fault ends is a failure of the test."""
+    cores = os.cpu_count() or 1
+    bounds = [FEW[kind] + part * MANY[kind] // cores for part in range(cores + 1)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.fuzz.again", kind, str(first), str(last)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for first, last in itertools.pairwise(bounds)
+    ]
+    said = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0] * cores, "\n".join(said)[-4000:]
+
+
+# Jobs.
+
+GOOD = f"task: {jobs.TASK}\nsteps: 2\ndata: {{path: data, batch_size: 8}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        # Tracebacks: the tag made a number of what is none.
+        ("seed: !!int abc", [], "job.yaml:4:7 seed: 'abc' is not what its tag !!int says\n  expected: digits"),
+        ("clip_norm: !!float x", [], "job.yaml:4:12 clip_norm: 'x' is not what its tag !!float says"),
+        ("", ["seed=!!int 1_0"], "seed: '1_0' is not what its tag !!int says"),
+        # Taken for false, and for nothing.
+        ("args: {x: !!bool maybe}", [], "job.yaml:4:11 args.x: 'maybe' is not what its tag !!bool says"),
+        ("args: {x: !!null x}", [], "args.x: 'x' is not what its tag !!null says"),
+        # Collections lost their tags, whatever these were.
+        ("args: {x: !!seq {a: 1}}", [], "job.yaml:4:11 args.x: the tag tag:yaml.org,2002:seq is not allowed"),
+        (
+            "args: {x: !!python/object:os.system {a: 1}}",
+            [],
+            "the tag tag:yaml.org,2002:python/object:os.system is",
+        ),
+        ("args: {x: !!set {a}}", [], "args.x: the tag tag:yaml.org,2002:set is not allowed"),
+        # A number, where YAML says text.
+        ("args: {x: ! 5}", [], "job.yaml:4:11: is not YAML: the tag ! is not allowed"),
+        # Tracebacks: RecursionError.
+        ("", [f"args.x={'[' * 3000}"], "--set args.x:1:34: is too large for a job: it has more than"),
+        ("", [f"args.x={'{a: ' * 3000}"], "nested more than 32 deep"),
+        (f"args: {'[' * 3000}", [], "job.yaml:4:39: is too large for a job"),
+        # Tracebacks: OverflowError, ValueError, out of an escape.
+        ('args: {x: "\\UFFFFFFFF"}', [], "is not YAML: an escape names no character"),
+        ('args: {x: "\\U00110000"}', [], "is not YAML: an escape names no character"),
+        # Taken as it is, to be a traceback wherever it is written or printed.
+        ('args: {x: "\\uD800"}', [], "job.yaml:4:11 args.x: the text contains half of a surrogate pair"),
+        ("", ['data.path="\\uDFFF"'], "data.path: the text contains half of a surrogate pair"),
+        # A key of its own, so that the task's constructor was called with `<<`.
+        ("args: {<<: {width: 3}}", [], "job.yaml:4:8 args.<<: merge keys are not supported"),
+        # `validate` counted up to them, for hours.
+        ("workers: {max: 4294967296}", ["data.shards=4294967296", "data.batch_size=4294967296"], "at most 100,000"),
+        (
+            "parallel: {pipeline: 4294967296}",
+            [],
+            "pipeline: 4294967296 is not allowed\n  expected: at most 1,000",
+        ),
+        # Steps times rows overflowed 64 bits; waits, the clock.
+        ("", ["steps=9223372036854775807"], "expected: at most 1,000,000,000"),
+        (
+            "elastic: {wait_s: 1e308}",
+            [],
+            "1e+308 is not allowed\n  expected: at most 1,000,000,000 seconds",
+        ),
+        ("workers: {cpus: 1e308}", [], "workers.cpus: 1e+308 is not allowed"),
+        (f"args: {{x: {'9' * 101}}}", [], "args.x: the number is too long"),
+    ],
+)
+def test_a_job(text: str, overrides: list[str], expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(GOOD + text)
+    with pytest.raises(JobError) as caught:
+        load_job(file, overrides)
+    assert expected in str(caught.value)
+    assert len(str(caught.value)) < 2000
+    code, out, err = raytrain("validate", file, *(word for one in overrides for word in ("--set", one)))
+    assert (code, out) == (2, "")
+    assert err.strip() == str(caught.value)
+
+
+def test_what_is_no_yaml_is_text_beside_set(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(GOOD)
+    for text in ("a: b: c", "@x", '"\\U00110000"', "[1"):
+        assert load_job(file, [f"args.x={text}"])[0].args == {"x": text}
+
+
+# Parquet files.
+
+
+def test_a_column_whose_name_is_damaged(tmp_path: Path) -> None:
+    """A traceback: UnicodeDecodeError, which is no error of pyarrow's own."""
+    file = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"é": np.arange(4)}), file, store_schema=False)
+    seen = index(tmp_path)
+    file.write_bytes(file.read_bytes().replace("é".encode(), b"\xc3("))
+    with pytest.raises(DataError, match="is no readable Parquet file"):
+        index(tmp_path)
+    with pytest.raises(DataChanged, match="its footer changed"):
+        read_unit(seen, 0)
+
+
+# Run folders.
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[folders.Base]:
+    before = Path.cwd()
+    folder = tmp_path_factory.mktemp("base")
+    os.chdir(folder)
+    yield folders.base_in(folder)
+    os.chdir(before)
+
+
+@pytest.fixture
+def run(base: folders.Base) -> Iterator[Path]:
+    folder = base.folder.with_name("one")
+    shutil.copytree(base.folder, folder)
+    with folders.patient_for_nothing():
+        yield folder
+    shutil.rmtree(folder)
+
+
+def put(file: str, **changes: Any) -> Callable[[Path], None]:
+    """Changes some of a document's values."""
+
+    def act(run: Path) -> None:
+        path = run / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return act
+
+
+def told(kind: str, **changes: Any) -> Callable[[Path], None]:
+    """Changes some of the first event of a kind; what becomes `...` is left out."""
+
+    def act(run: Path) -> None:
+        lines = [json.loads(line) for line in (run / "events.ndjson").read_text().splitlines()]
+        first = next(line for line in lines if line["kind"] == kind)
+        first |= changes
+        for name in [name for name, value in first.items() if value is ...]:
+            del first[name]
+        (run / "events.ndjson").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    return act
+
+
+def text(file: str, content: bytes) -> Callable[[Path], None]:
+    """Puts other bytes in a file's place."""
+
+    def act(run: Path) -> None:
+        (run / file).write_bytes(content)
+
+    return act
+
+
+def forged(**changes: Any) -> Callable[[Path], None]:
+    """Changes some of the newest manifest, and makes its hash right again."""
+
+    def act(run: Path) -> None:
+        file = run / "checkpoints" / "000000000007-00000000.json"
+        file.write_bytes(folders.hashed({**json.loads(file.read_bytes()), **changes}))
+
+    return act
+
+
+DEEP, LONG = b"[" * 100_000, b"1" * 5000
+
+
+@pytest.mark.parametrize(
+    ("damage", "verb", "code", "expected"),
+    [
+        # Tracebacks, each.
+        (text("dataset.json", b"{}"), "audit", 2, "one/dataset.json, line 1: the file is damaged: there is no 'path'"),
+        (
+            put("dataset.json", path=[1]),
+            "audit",
+            2,
+            "dataset.json, line 1: the file is damaged: path: a list",
+        ),
+        (put("dataset.json", path="\0"), "audit", 2, "path: '\\x00' holds what is no character"),
+        (put("dataset.json", path="\ud800"), "audit", 2, "path: '\\ud800' holds what is no character"),
+        (put("dataset.json", files=[{"path": 1.5}]), "audit", 2, "files: entry 0: path: 1.5 is no text"),
+        (text("dataset.json", DEEP), "audit", 2, "dataset.json, line 1: the file is damaged: RecursionError"),
+        (text("job.yaml", b"a: " + DEEP), "audit", 2, "one/job.yaml:1:36: is too large for a job"),
+        (text("result.json", DEEP), "audit", 1, "result.json cannot be read"),
+        (
+            put("result.json", metrics=7),
+            "status",
+            2,
+            "it holds no result that this version writes: metrics: 7",
+        ),
+        (
+            text("result.json", b'{"a": ' + LONG + b"}"),
+            "status",
+            2,
+            "line 1: the file is damaged: ValueError",
+        ),
+        (put("result.json", stall_s=[]), "attach", 2, "stall_s: a list is no finite number"),
+        (put("result.json", recoveries="7"), "attach", 2, "recoveries: '7' is no whole number from 0"),
+        (text("lease.json", DEEP), "status", 0, "one: finished"),
+        (put("lease.json", time=[]), "status", 0, "one: finished"),
+        (text("claims/00000001.json", DEEP), "status", 0, "one: finished"),
+        (forged(generation=0.0), "status", 0, "complete"),
+        (forged(step="7"), "status", 0, "step: '7' is no whole number from 0"),
+        (forged(time=[1]), "status", 0, "time: a list is no finite number"),
+        (forged(tensors=[]), "status", 0, "tensors: a list is no object"),
+        (forged(tree=None), "export", 0, "the model after step 4"),
+        (forged(tree={"persistent": None}), "export", 0, "the model after step 4"),
+        (
+            told("step_committed", loss=None),
+            "logs",
+            2,
+            "line 5: the file is damaged: loss: None is no number",
+        ),
+        (told("drain_notice", node=7), "logs", 2, "node: 7 is no text"),
+        (told("view_formed", members=[{"worker": "w"}]), "logs", 2, "members: entry 0: there is no 'cell'"),
+        (told("view_formed", members=[]), "logs", 2, "members: there are none"),
+        (told("worker_lost", time=1e300), "logs", 2, "time: 1e+300 is out of range"),
+        (told("rescaled", to=True), "logs", 2, "to: True is no whole number from 0"),
+        (
+            told("waiting", generation=10**30),
+            "status",
+            2,
+            "generation: a number of more than 64 bits is no",
+        ),
+        (told("run_finished", steps="8"), "logs", 2, "steps: '8' is no whole number from 0"),
+        (text("events.ndjson", LONG + b"\n"), "logs", 2, "events.ndjson, line 1: the file is damaged: ValueError"),
+        # The exit code was what the file said.
+        (put("result.json", exit_code=-1), "attach", 2, "exit_code: -1 is no whole number from 0 to 255"),
+    ],
+)
+def test_a_run_folder(
+    damage: Callable[[Path], None], verb: str, code: int, expected: str, run: Path, tmp_path: Path
+) -> None:
+    damage(run)
+    got, out, err = raytrain(verb, run, *(["--to", tmp_path / "model"] if verb == "export" else []))
+    assert (got, expected in out + err) == (code, True), out + err
+
+
+@pytest.mark.parametrize("length", ["steps: 1000000000", "epochs: 1000000"])
+def test_a_job_that_became_longer_is_audited_in_no_time(length: str, run: Path) -> None:
+    """The audit laid out 60 GiB of entries that were missing, or took a minute for a million epochs."""
+    job = run / "job.yaml"
+    longer = job.read_text().replace("epochs: 2", "epochs: null").replace("steps: null", "steps: null")
+    key = length.partition(":")[0]
+    job.write_text(longer.replace(f"{key}: null", length))
+    code, _, err = raytrain("audit", run)
+    assert code == 2
+    assert "is said to be due, and the ledger has only 32 entries" in err
+
+
+def test_a_dataset_whose_rows_are_no_number_has_no_length(run: Path) -> None:
+    """What a notebook shows was a traceback: a share of NaN."""
+    from raytrain_plus.following import seen
+    from raytrain_plus.storage.local import LocalFolder
+
+    put("dataset.json", rows=float("nan"))(run)
+    assert "step 8 of 8" in seen(LocalFolder(run)).html()
+
+
+def test_every_field_of_an_event_has_a_shape() -> None:
+    """One without would be read as whatever a damaged line says."""
+    assert {name for fields in FIELDS.values() for name in fields} <= _SHAPES.keys()
+    assert has.object_of(a=has.whole(0))({"a": True})

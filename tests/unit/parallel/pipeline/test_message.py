@@ -1,0 +1,318 @@
+"""Messages between stages: whatever a batch is made of arrives as it was, and nothing that arrives can run anything."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import json
+import math
+import pickle
+import random
+import sys
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from raytrain_plus.errors import RunError, TaskError
+from raytrain_plus.parallel.pipeline.message import KNOWN, classes_of, from_bytes, to_bytes
+from raytrain_plus.training.header import Flags
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    label: str
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+@dataclass
+class Plain:
+    x: torch.Tensor
+    extra: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: torch.Tensor
+    name: str = "a"
+
+
+class Encoding(UserDict[str, Any]):
+    """As transformers' BatchEncoding: a mapping with a state of its own, which moves itself."""
+
+    def __init__(self, data: dict[str, Any], sequences: int = 1) -> None:
+        super().__init__(data)
+        self._sequences = sequences
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"data": self.data, "sequences": self._sequences}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.data, self._sequences = state["data"], state["sequences"]
+
+    def to(self, device: torch.device) -> Encoding:
+        return Encoding({key: value.to(device) for key, value in self.data.items()}, self._sequences)
+
+
+class Image(torch.Tensor):
+    """As torchvision's: a tensor that knows more."""
+
+
+class Slots:
+    __slots__ = ("a", "b")
+
+
+class Named(dict[str, Any]):
+    """A dict with attributes."""
+
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def passed(value: Any) -> Any:
+    return from_bytes(to_bytes(value, classes_of(value)), classes_of(value))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are alike in all that a task can see."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        assert one.stride() == other.stride()
+        assert one.requires_grad == other.requires_grad
+        bits = [tensor.detach().as_subclass(torch.Tensor).contiguous().reshape(-1) for tensor in (one, other)]
+        return one.dtype == other.dtype and one.shape == other.shape and bytes_of(bits[0]) == bytes_of(bits[1])
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, float):
+        return one.hex() == other.hex()
+    if isinstance(one, (Plain, Encoding)):
+        return same(vars(one), vars(other))
+    if isinstance(one, (Frozen, Slots)):
+        return all(same(getattr(one, name), getattr(other, name)) for name in type(one).__slots__)
+    return bool(one == other)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_type_shape_and_layout_pass(dtype: torch.dtype) -> None:
+    base = torch.arange(4 * 6 * 3).remainder(120).to(dtype).reshape(4, 6, 3)
+    tensors = [
+        base,
+        base[0, 0, 0],
+        base[:0],
+        base.transpose(0, 2),
+        base[:, ::2],
+        base[:, 0, :1].expand(4, 5),
+        base[1:, 3:],
+        torch.zeros(2, 4, 3, 5).to(dtype).to(memory_format=torch.channels_last),
+    ]
+    for tensor in tensors:
+        found = passed(tensor)
+        assert same(tensor, found), tensor
+        assert not found.numel() or found.data_ptr() != tensor.data_ptr()
+
+
+def test_a_strange_number_keeps_its_bits() -> None:
+    for tensor in (torch.tensor([math.nan, -0.0, math.inf]), torch.tensor([1 + 2j]).conj(), torch.zeros(2)._neg_view()):
+        assert (
+            torch.equal(torch.view_as_real(passed(tensor)), torch.view_as_real(tensor.resolve_conj()))
+            if (tensor.is_complex())
+            else bytes_of(passed(tensor)) == bytes_of(tensor.resolve_neg())
+        )
+
+
+def slots() -> Slots:
+    made = Slots()
+    made.a = 1
+    made.b = "b"
+    return made
+
+
+def named() -> Named:
+    made = Named(a=1)
+    made.extra = "extra"  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [True, False, 0, -1, 2**70, 0.1, -0.0, math.nan, math.inf, -math.inf, "", "\ud800", "ä\n\0", 1 + 2j],
+        {"a": 1, "~": 2, "b": {1: "int", (1, "x"): "tuple", None: None, False: 3}},
+        ([], (), {}, set(), frozenset(), {1, "a"}, frozenset({2})),
+        b"bytes",
+        bytearray(b"\0\1"),
+        np.arange(12).reshape(3, 4)[:, ::2],
+        np.asfortranarray(np.ones((3, 4), np.float16)),
+        np.array(["a", "bcd"]),
+        np.array(["2020-01-01"], "datetime64[D]"),
+        np.zeros(0, np.int32),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.float32(0.1),
+        np.bool_(True),
+        np.str_("text"),
+        Point(torch.ones(2), "a"),
+        Plain(torch.ones(2), Plain(torch.zeros(1))),
+        Frozen(torch.ones(2)),
+        Color.RED,
+        Encoding({"ids": torch.ones(2, 3, dtype=torch.int64)}, 2),
+        slots(),
+        named(),
+        OrderedDict(b=1, a=2),
+        Counter("hello"),
+        defaultdict(list, a=[1]),
+        deque([1, 2], maxlen=3),
+        datetime.datetime(2020, 1, 2, 3, 4, 5, 6, datetime.timezone.utc),
+        decimal.Decimal("0.1"),
+        torch.Size([1, 2]),
+        Flags(pause=True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_batches_are_made_of_passes(value: Any) -> None:
+    assert same(passed({"inside": [value]}), {"inside": [value]})
+
+
+def test_what_goes_along_with_objects_passes() -> None:
+    assert passed(named()).extra == "extra"
+    assert passed(defaultdict(list))["new"] == []
+    image = torch.ones(2, 2).as_subclass(Image)
+    image.where = "left"  # type: ignore[attr-defined]
+    found = passed(image)
+    assert type(found) is Image
+    assert found.where == "left"
+    assert passed(torch.ones(2, requires_grad=True)).requires_grad
+
+
+def test_one_tensor_in_two_places_stays_one() -> None:
+    ids = torch.arange(3)
+    found = passed({"ids": ids, "labels": ids, "other": ids.clone()})
+    assert found["ids"] is found["labels"]
+    assert found["ids"] is not found["other"]
+
+
+def test_each_tensor_has_memory_of_its_own_that_is_aligned_alike() -> None:
+    for tensor in passed([torch.ones(3), torch.ones(5, dtype=torch.uint8), torch.ones(7)]):
+        assert tensor.data_ptr() % 64 == 0
+        tensor.add_(1)
+
+
+def test_what_cannot_pass_is_named_with_a_remedy() -> None:
+    for value, words in (
+        (lambda: 0, r"batch\['x'\]\[1\] is a builtins.function, which cannot pass"),
+        (open, r"batch\['x'\]\[1\] is a builtins.builtin_function_or_method"),
+        (Plain, r"batch\['x'\]\[1\] is a builtins.type"),
+        (torch.eye(2).to_sparse(), r"a tensor with the layout torch.sparse_coo"),
+        (np.array([{}], dtype=object), "a NumPy array of Python objects"),
+        (iter([]), r"batch\['x'\]\[1\] is a builtins.list_iterator"),
+        (Plain(torch.ones(1), sys), r"batch\['x'\]\[1\] \(Plain\)\['extra'\] is a builtins.module"),
+    ):
+        with pytest.raises(TaskError, match=words) as caught:
+            classes_of({"x": [0, value]})
+        assert "Task.collate" in caught.value.remedy
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(TaskError, match="more than 100 levels deep"):
+        classes_of(endless)
+
+
+def test_a_class_that_the_first_microbatch_has_not_is_refused_on_both_sides() -> None:
+    with pytest.raises(TaskError, match=r"batch\[0\] is a .*\.Plain, of which the first microbatch has none"):
+        to_bytes([Plain(torch.ones(1))], KNOWN, "batch")
+    message = to_bytes(Plain(torch.ones(1)), classes_of(Plain(torch.ones(1))))
+    with pytest.raises(RunError, match=r"cannot be read: KeyError: .*Plain"):
+        from_bytes(message)
+
+
+def test_nothing_that_arrives_is_imported_called_or_unpickled(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+
+    class Canary:
+        def __reduce__(self) -> tuple[object, tuple[str, str]]:
+            return (open, (str(canary), "w"))
+
+    pickled = pickle.dumps(Canary())
+    objects = io_array(pickled)
+    called = {"~": "object", "state": None, "items": None, "pairs": None, "arguments": [str(canary), "w"]}
+    forged = [
+        pickled,
+        len(pickled).to_bytes(8, "little") + pickled,
+        written([{"~": "block", "number": 0}, [[0, len(objects), "array", False]]], objects),
+        *(
+            written([{**called, "class": name, "new": new}, []])
+            for name in ("builtins.open", "_io.open", "os.system", "subprocess.Popen", "builtins.eval", "pathlib.Path")
+            for new in (False, True)
+        ),
+        written([{"~": "type", "name": "eval"}, []]),
+        written([{"~": "antigravity", "items": []}, []]),
+        written([{"~": "block", "number": 0}, [[0, 0, "tensor", "load", [0], [1], False, None, {}]]]),
+        written(
+            [{"~": "block", "number": 0}, [[0, 8, "tensor", "float32", [1 << 40], [1], False, None, {}]]], bytes(8)
+        ),
+        written(
+            [{"~": "block", "number": 0}, [[0, 4, "tensor", "float32", [1], [1 << 62], False, "os.x", {}]]], bytes(4)
+        ),
+        written([{"~": "block", "number": 0}, [[-8, 8, "bytes", False]]], bytes(8)),
+        written([{"~": "block", "number": 0}, [[0, 1 << 40, "bytes", False]]], bytes(8)),
+        (1 << 60).to_bytes(8, "little"),
+        b"",
+    ]
+    for message in forged:
+        with pytest.raises(RunError, match="a message of another stage cannot be read"):
+            from_bytes(bytearray(message))
+    assert not canary.exists()
+
+
+def io_array(pickled: bytes) -> bytes:
+    """A .npy file of Python objects, which NumPy would unpickle if it was let."""
+    head = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }\n"
+    return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + pickled
+
+
+def written(header: Any, blocks: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return (len(text).to_bytes(8, "little") + text).ljust(-(-(8 + len(text)) // 64) * 64, b"\0") + blocks
+
+
+def test_damaged_messages_say_so_and_do_nothing_else() -> None:
+    draw = random.Random(0)
+    value = [{"x": torch.ones(3), "y": np.ones(2), "z": [1, (2, "a"), b"c", OrderedDict(a=1)]}]
+    whole = bytes(to_bytes(value))
+    for _ in range(3000):
+        message = bytearray(whole)
+        for _ in range(draw.randrange(1, 4)):
+            message[draw.randrange(len(message))] = draw.randrange(256)
+        try:
+            from_bytes(message[: draw.randrange(len(message))] if draw.random() < 0.2 else message)
+        except RunError:
+            continue

@@ -1,0 +1,379 @@
+"""A step whose loss or gradient is not finite changes nothing, on any path.
+
+Once, with `reduction: ring` and no `clip_norm`, a NaN gradient under a finite loss was applied: at the last step the
+run ended well, and gave out a model full of NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.elastic.view import host_shards
+from raytrain_plus.errors import TrainingError
+from raytrain_plus.job import Schedule
+from raytrain_plus.parallel.mesh import Shape
+from raytrain_plus.parallel.pipeline.layout import holders
+from raytrain_plus.state.named import named_state, state_sha256
+from raytrain_plus.task import Task
+from raytrain_plus.training.control import Control
+from raytrain_plus.training.model import build_chunks, build_model
+from raytrain_plus.training.pipedream import PipeDream
+from raytrain_plus.training.staged import Staged
+from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.verdict import SKIPPED_IN_A_ROW
+from tests.unit.parallel.pipeline.cells import Mail, Threads, at_once
+from tests.unit.training.test_staged import Ring, RingWorld, one_computes_at_a_time
+
+__all__ = ["one_computes_at_a_time"]
+CPU = torch.device("cpu")
+SHARDS = 4
+NAMES = ("a", "b", "c", "d")
+BAD = (2, 1)
+"""Step and shard whose gradient is not finite."""
+
+
+class Root(torch.autograd.Function):
+    """The identity; its derivative is NaN where a row says so, as that of sqrt is at 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(bad)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (bad,) = ctx.saved_tensors
+        return torch.where(bad.any(), torch.nan, gradients[0]), None
+
+
+class Layer(nn.Module):
+    """The third one has the derivative above; what comes in carries the mark of bad rows in its last column."""
+
+    def __init__(self, name: str, statistics: bool) -> None:
+        super().__init__()
+        self.last = name == NAMES[-1]
+        self.risky = name == "c"
+        self.linear = nn.Linear(5, 5)
+        self.normal = nn.BatchNorm1d(5) if statistics else nn.Identity()
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, mark = x[:, :5], x[:, 5:]
+        values = torch.tanh(self.normal(self.linear(values)))
+        if self.risky:
+            values = Root.apply(values, mark > 0)  # type: ignore[no-untyped-call]
+        return values if self.last else torch.cat([values, mark], 1)
+
+
+class Risky(Task):
+    statistics = True
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {name: partial(Layer, name, self.statistics) for name in NAMES}
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([value for _, value in parameters], lr=1e-2)
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        # A task may write into its batch: a step that is computed again has it as it was.
+        x = batch["x"] * batch["times"].add_(1)
+        return nn.functional.mse_loss(model(x), x[:, :5].cumsum(1)) + batch["shift"].sum()
+
+
+class Flat(Risky):
+    """Its buffers stay as they are, as pipedream asks."""
+
+    statistics = False
+
+
+def batches(
+    step: int, hosted: Sequence[int], data: bool = True, bad: tuple[int, int] = BAD, shift: float = 0.0
+) -> dict[int, list[Microbatch]]:
+    made: dict[int, list[Microbatch]] = {}
+    for shard in hosted:
+        draw = torch.Generator().manual_seed(100 * step + shard)
+        for number in range(2):
+            x = torch.randn(4, 6, generator=draw)
+            x[:, 5] = float((step, shard) == bad and number == 1)
+            given = {"x": x, "times": torch.zeros(1), "shift": torch.full((1,), shift)}
+            made.setdefault(shard, []).append(Microbatch(given if data else None, 4, start=step, ids=step + shard))
+    return made
+
+
+def control() -> Control:
+    made = Control()
+    made.begin(0)
+    return made
+
+
+def alone(exact: bool = False, skip: bool = False, clip_norm: float | None = None, task: Task | None = None) -> Stepper:
+    task = task or Risky()
+    built = build_model(task, 1, CPU)
+    return Stepper(
+        task,
+        [built],
+        seed=1,
+        shards=SHARDS,
+        clip_norm=clip_norm,
+        device=CPU,
+        exact=exact,
+        skip_nonfinite=skip,
+        bucket_bytes=300,
+    )
+
+
+def run(one: Stepper, step: int, **settings: Any) -> Applied:
+    given = batches(step, range(SHARDS), **settings)
+    return one.run(step, given, SoloWorld(), control=control(), wait_s=5)
+
+
+def sha(one: Stepper) -> str:
+    one.restore_buffers()
+    return state_sha256(named_state(one.module, one.optimizer, one.named))
+
+
+NAMED = r"gradient of step 2 is not finite in shard 1, first in the parameter 'c\.normal\.bias'"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_a_gradient_that_is_not_finite_is_never_applied_and_is_named(exact: bool, clip_norm: float | None) -> None:
+    one = alone(exact, clip_norm=clip_norm)
+    for step in range(2):
+        run(one, step)
+    before = sha(one)
+    with pytest.raises(TrainingError, match=NAMED):
+        run(one, 2)
+    assert (sha(one), one.held, one.ready) == (before, 1, None)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_norm_of_every_step_is_told(exact: bool) -> None:
+    one = alone(exact)
+    free = run(one, 0)
+    gradients = [value.grad.flatten() for _, value in one.named if value.grad is not None]
+    assert free.grad_norm == pytest.approx(float(torch.cat(gradients).double().norm()), rel=1e-12)
+    # Before clipping.
+    assert run(alone(exact, clip_norm=free.grad_norm / 10), 0).grad_norm == free.grad_norm
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("loss_too", [False, True])
+def test_a_step_that_is_skipped_changes_nothing_but_its_number(exact: bool, loss_too: bool) -> None:
+    one, other = alone(exact, skip=True), alone(exact, skip=True)
+    for step in range(2):
+        assert run(one, step) == run(other, step)
+    before = sha(one)
+    told = run(one, 2, shift=math.nan if loss_too else 0.0)
+    assert told.skipped
+    assert told.rows == 4 * 2 * SHARDS
+    assert math.isnan(told.loss) == loss_too
+    assert not math.isfinite(told.grad_norm)
+    assert (sha(one), one.held, one.counts) == (before, 2, {"skipped": 1})
+    # What follows is what follows without it.
+    other.held = 2
+    assert run(one, 3) == run(other, 3)
+    assert sha(one) == sha(other) != before
+    assert one.counts == {"skipped": 0}
+
+
+def test_a_loss_that_is_not_finite_is_refused_before_anything_is_computed_again() -> None:
+    one = alone()
+    before = sha(one)
+    with pytest.raises(TrainingError, match="the loss of step 0 is not finite in shards 0, 1, 2, 3"):
+        run(one, 0, shift=math.inf)
+    assert (sha(one), one.held, one.ready) == (before, -1, None)
+
+
+def test_ten_steps_in_a_row_that_are_not_finite_stop_a_run_that_skips_them() -> None:
+    one = alone(skip=True)
+    run(one, 0)
+    for step in range(1, SKIPPED_IN_A_ROW):
+        assert run(one, step, bad=(step, 0)).skipped
+    # The count is part of the state: a worker that comes meanwhile goes on with it.
+    newcomer = alone(skip=True)
+    newcomer.adopt(one.snapshot())
+    assert newcomer.counts == one.counts == {"skipped": 9}
+    with pytest.raises(TrainingError, match=r"this is the 10th step in a row, which `elastic.on_nonfinite: skip` does"):
+        run(newcomer, 10, bad=(10, 0))
+    assert newcomer.held == 9
+    assert not run(one, 10).skipped
+
+
+class Twisted(Risky):
+    """The first time that a step is computed, a bit flips."""
+
+    def __init__(self) -> None:
+        self.calls = count()
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if next(self.calls) == 3:
+            batch["x"][:, 5] = 1
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_fault_that_does_not_come_again_costs_nothing_but_time(exact: bool) -> None:
+    healthy = alone(exact)
+    told = run(healthy, 0)
+    one = alone(exact, task=Twisted())
+    assert run(one, 0) == told
+    assert sha(one) == sha(healthy)
+
+
+class Overflowing(Risky):
+    """The mean of its shards is finite; their sum is more than float32 holds."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        bias: torch.Tensor = model.get_submodule("d").linear.bias  # type: ignore[assignment]
+        return super().loss(model, batch) + bias.sum() * 2.0e37
+
+
+def test_a_sum_that_overflows_is_not_applied() -> None:
+    ring, hosted = Ring(2), host_shards(SHARDS, 2)
+
+    def worker(rank: int) -> tuple[str, int | None]:
+        one = alone(task=Overflowing())
+        with pytest.raises(TrainingError) as caught:
+            one.run(0, batches(0, hosted[rank]), RingWorld(rank, ring), control=control(), wait_s=5)
+        return str(caught.value), one.held
+
+    words = "not finite in the parameter 'd.linear.bias', though it is in each shard: their sum exceeds the range"
+    for said, held in at_once(worker, range(2)):
+        assert words in said
+        assert held == -1
+    assert math.isfinite(run(alone(exact=True, task=Overflowing()), 0).grad_norm), "exact sums are float64"
+
+
+class Runaway(Risky):
+    """Its statistics leave the range of their type, though loss and gradient do not."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        variance: torch.Tensor = model.get_submodule("b").normal.running_var  # type: ignore[assignment]
+        if model.training:
+            variance.fill_(math.inf)
+        return super().loss(model, batch)
+
+
+def test_a_buffer_that_would_not_be_finite_is_not_applied() -> None:
+    one = alone(task=Runaway())
+    with pytest.raises(TrainingError, match=r"the buffer 'b\.normal\.running_var' would not be finite after step 0"):
+        run(one, 0)
+    assert one.held == -1
+
+
+def test_what_is_not_finite_from_the_beginning_may_stay_so() -> None:
+    assert alone().allowed == {f"buffer/{name}.mask" for name in NAMES}
+
+
+def together(
+    shape: Shape, schedule: Schedule, act: Callable[[Stepper, Any, tuple[int, ...], bool], Any], **settings: Any
+) -> list[Any]:
+    """What each worker of so many replicas of so many stages makes of it."""
+    where = holders(schedule, shape.stages)
+    each = len(NAMES) // len(where)
+    rings = [Ring(shape.cells) for _ in range(shape.stages)]
+    mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.cells)]
+    hosted = host_shards(SHARDS, shape.cells)
+    task: Task = Flat() if schedule == "pipedream" else Risky()
+
+    def worker(seat: int) -> Any:
+        cell, stage = shape.place(seat)
+        chunks = [NAMES[n * each : (n + 1) * each] for n, holder in enumerate(where) if holder == stage]
+        built = build_chunks(task, 1, CPU, chunks)
+        one = Stepper(task, built, seed=1, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300, **settings)
+        kind = PipeDream if schedule == "pipedream" else Staged
+        one.passes = kind(
+            task,
+            one.parts,
+            Threads(stage, mails[cell]),
+            schedule=schedule,
+            stages=shape.stages,
+            device=CPU,
+            shards=SHARDS,
+        )
+        return act(one, RingWorld(cell, rings[stage]), hosted[cell], stage == 0)
+
+    return at_once(worker, range(shape.size))
+
+
+def own_state(one: Stepper) -> list[torch.Tensor]:
+    return [value.detach().clone() for _, value in one.named]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("shape", "schedule"), [(Shape(2, 2), "1f1b"), (Shape(1, 2), "interleaved")], ids=str)
+def test_all_stages_refuse_a_step_together_and_name_the_same(shape: Shape, schedule: Schedule, exact: bool) -> None:
+    def act(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
+        def made(step: int) -> Applied:
+            return one.run(step, batches(step, hosted, data), world, control=control(), wait_s=5)
+
+        for step in range(2):
+            made(step)
+        before = own_state(one)
+        with pytest.raises(TrainingError, match=NAMED):
+            made(2)
+        assert all(map(torch.equal, before, own_state(one)))
+        return one.held, one.ready
+
+    assert together(shape, schedule, act, exact=exact) == [(1, None)] * shape.size
+
+
+def test_all_stages_skip_a_step_together() -> None:
+    def act(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
+        told = [
+            one.run(step, batches(step, hosted, data), world, control=control(), wait_s=5).skipped for step in range(4)
+        ]
+        return told, one.held, one.counts
+
+    expected = ([False, False, True, False], 3, {"skipped": 0})
+    assert together(Shape(2, 2), "1f1b", act, skip_nonfinite=True) == [expected] * 4
+
+
+def test_a_worker_that_left_while_others_skipped_a_step_skips_it_too() -> None:
+    one = alone(skip=True)
+    run(one, 0)
+    before = sha(one)
+    summed: list[Any] = []
+    apply = one._apply
+    one._apply = summed.append  # type: ignore[method-assign]
+    run(one, 2)
+    one._apply = apply  # type: ignore[method-assign]
+    assert one.ready == 2
+    one.finish(summed[0])
+    assert (sha(one), one.held, one.counts) == (before, 2, {"skipped": 1})
+
+
+def test_a_step_among_steps_that_overlap_is_not_applied_where_its_gradient_is_not_finite() -> None:
+    def act(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
+        try:
+            one.run_window(
+                range(4),
+                lambda step: batches(step, hosted, data=False),
+                lambda step: batches(step, hosted),
+                world,
+                control=control(),
+                wait_s=5,
+            )
+        except TrainingError as error:
+            return str(error), all(bool(value.isfinite().all()) for _, value in one.named)
+        except Exception as error:
+            return type(error).__name__, all(bool(value.isfinite().all()) for _, value in one.named)
+        return "", False
+
+    told = together(Shape(1, 2), "pipedream", act)
+    # The stage that has the fault says so; the other waits for it, and is told to leave.
+    assert "step 2 is not finite in shard 1, first in the parameter 'c.linear.bias'" in told[1][0]
+    assert [finite for _, finite in told] == [True, True]
