@@ -23,7 +23,7 @@ No error repeats a credential of an address, whoever's words it quotes: each str
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from raytrain_plus.credentials import without_credentials
 
@@ -74,8 +74,20 @@ class DataError(InputError):
 class DataChanged(DataError):
     """A data file has changed since the run first saw it, or its pages are damaged.
 
-    A run that has begun fails at once (exit code 1): reading again, by whatever worker, makes nothing better.
+    A run that has begun fails at once (exit code 1): reading again, by whatever worker, makes nothing better. `first`:
+    which file of which dataset has changed, and what the run first saw of it; the run resumes only with that.
     """
+
+    def __init__(
+        self,
+        what: str,
+        where: str = "",
+        expected: str = "",
+        remedy: str = "",
+        first: Mapping[str, str | int] | None = None,
+    ) -> None:
+        super().__init__(what, where, expected, remedy)
+        self.first = first
 
 
 class TaskError(InputError):

@@ -19,7 +19,7 @@ import yaml
 from raytrain_plus import jsonshape as has
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.data.source import Index, check_alike, check_enough, differences, index
+from raytrain_plus.data.source import Index, check_alike, check_enough, check_put_back, differences, index
 from raytrain_plus.elastic.order import Order
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.state import choose_collective, passed_over
@@ -29,7 +29,7 @@ from raytrain_plus.parallel.shapes import cuts_of, left_out
 from raytrain_plus.past import Past, look_back
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import DATASET, check_writable, earlier_result, exists
+from raytrain_plus.runfolder import CHANGED, DATASET, check_writable, earlier_result, exists
 from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.document import read_object
@@ -41,6 +41,11 @@ from raytrain_plus.workers.plan import Plan
 _DATASET = has.object_of(
     fingerprint=has.text,
     files=has.list_of(has.object_of(path=has.text, bytes=has.whole(0), footer_sha256=has.text)),
+)
+
+
+_CHANGED = has.object_of(
+    path=has.text, file=has.text, bytes=has.whole(0), modified_ns=has.whole(0), footer_sha256=has.text
 )
 
 
@@ -69,6 +74,7 @@ def order_of(
     if exists(folder) and not fresh:
         past = look_back(folder)
         check_goes_on(past, folder, job, seen)
+        _check_put_back(folder, seen, held_out)
     source = None if pickled is not None else source_sha256(job.task, search)
     if past is not None:
         _warn_of_another_task(past, source)
@@ -137,6 +143,14 @@ def _check_data(folder: Folder, job: Job, seen: Index) -> None:
     if then["fingerprint"] != seen.fingerprint:
         differing = differences(seen.to_json(), then)
         raise _other_data(job, seen, then["fingerprint"], f"the run began: {'; '.join(differing[:3])}")
+
+
+def _check_put_back(folder: Folder, *data: Index | None) -> None:
+    """Raise `DataError` if the run ended because a data file changed, and the file is not as it was before."""
+    with contextlib.suppress(FileNotFoundError):
+        first = read_object(folder, CHANGED, "mend the file, or start over with --fresh", _CHANGED)
+        for seen in filter(None, data):
+            check_put_back(seen, first)
 
 
 def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> None:

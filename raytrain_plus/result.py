@@ -36,6 +36,7 @@ _IF_THERE = {
     "copies": has.whole(0),
     "copy_s": has.number(0, 1e12),
     "error": has.maybe(has.text),
+    "skipped": has.whole(0),
     "show": has.maybe(has.text),
 }
 """What earlier versions did not write."""

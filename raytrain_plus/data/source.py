@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -58,6 +59,8 @@ class Index:
     """SHA-256 over the files' relative paths, sizes and footers; no times."""
     file_sights: tuple[Sight, ...] = field(compare=False)
     """For each file, its `stat` on this node, taken before its footer was read. Differs from node to node."""
+    one_file: bool
+    """Whether `path` is a file."""
 
     @property
     def rows(self) -> int:
@@ -79,8 +82,7 @@ class Index:
 
     def file(self, number: int) -> Path:
         """Where file `number` lies."""
-        base = Path(self.path)
-        return base if is_file(base) else base / self.files[number]
+        return Path(self.path) if self.one_file else Path(self.path, self.files[number])
 
     def name(self, unit: int) -> str:
         """A unit as a person would say it."""
@@ -134,6 +136,7 @@ def index(path: str | Path) -> Index:
         schema=schemas[0],
         fingerprint=digest.hexdigest(),
         file_sights=tuple(sights),
+        one_file=files == [base],
     )
 
 
@@ -209,9 +212,41 @@ def check_unchanged(data: Index, *numbers: int) -> None:
             raise DataChanged(
                 f"the file changed while the run used it: {change}",
                 where=f"{file} on {os.uname().nodename}",
-                remedy="put the file back and resume the run, or start over with --fresh; leave the data alone "
-                "while a run uses it",
+                remedy="put the file back, with its modification time, and resume the run, or start over with --fresh; "
+                "leave the data alone while a run uses it",
+                first=_first_of(data, number),
             )
+
+
+def check_put_back(data: Index, first: Mapping[str, Any]) -> None:
+    """Compare a file that changed during a run with what that run first saw of it: `DataChanged.first`.
+
+    Raises `DataError` if it is not as it was.
+    """
+    if first["path"] != data.path or first["file"] not in data.files:
+        return
+    file = data.file(data.files.index(first["file"]))
+    seen = Sight(first["bytes"], first["modified_ns"], changed_ns=0, inode=0)
+    change = change_of(file, seen, first["footer_sha256"])
+    if change:
+        seconds, rest = divmod(first["modified_ns"], 10**9)
+        raise DataError(
+            f"the file changed while the run used it, and is not back as it was: {change}",
+            where=str(file),
+            remedy=f"put it back as it was, and say so with `touch -d @{seconds}.{rest:09d} {shlex.quote(str(file))}`; "
+            "or start over with --fresh",
+        )
+
+
+def _first_of(data: Index, number: int) -> dict[str, str | int]:
+    sight = data.file_sights[number]
+    return {
+        "path": data.path,
+        "file": data.files[number],
+        "bytes": sight.size,
+        "modified_ns": sight.modified_ns,
+        "footer_sha256": data.file_footers[number],
+    }
 
 
 def _read_group(file: Path, group: int, columns: list[str] | None = None) -> pa.Table:

@@ -1176,6 +1176,8 @@ class Controller:
         if error is not None and not self._journal.opened:
             # Nothing was ever trained: there is no run to speak of, and no folder.
             raise error
+        if isinstance(error, DataChanged) and error.first is not None:
+            self._journal.data_changed(error.first)
         result = self._finish(status, None if error is None else str(error), self._export)
         self._closing = Closing(result=result, error=error)
 

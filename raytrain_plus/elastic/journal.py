@@ -29,7 +29,7 @@ from raytrain_plus.observe.picture import svg, trace
 from raytrain_plus.observe.trackers import Relay, Trackers
 from raytrain_plus.past import Past
 from raytrain_plus.result import RESULT, Result
-from raytrain_plus.runfolder import DATASET, JOB, LEASE_BYTES, PICTURE, TRACE, Fence, Lease
+from raytrain_plus.runfolder import CHANGED, DATASET, JOB, LEASE_BYTES, PICTURE, TRACE, Fence, Lease
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.outage import Outage, Outages, outage_of
 from raytrain_plus.storage.tries import LAST_PAUSES_S, tried
@@ -383,6 +383,15 @@ class Journal:
     def will_leave(self, node: str, deadline: float | None) -> None:
         """A node that hosts workers will go; `deadline` in Unix seconds."""
         self._tell("drain_notice", node=node, deadline=deadline)
+
+    def data_changed(self, first: Mapping[str, str | int]) -> None:
+        """A data file's change ends the run; `first`: see `DataChanged`. Raises `RunError` if it cannot be written."""
+
+        def write() -> None:
+            self.check_fence()
+            self._run.write(CHANGED, [json.dumps(first).encode() + b"\n"])
+
+        self._at_last(write)
 
     def finish(self, name: str, status: str, error: str | None, export: Export | None, began: float) -> Result:
         """The run is over: its last event and its result, in its folder where it has one.

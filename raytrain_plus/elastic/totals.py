@@ -44,7 +44,7 @@ class Totals:
         self.samples = 0
         self.loss: float | None = None
         self.grad_norm: float | None = None
-        self.skipped = 0
+        self._skipped: set[int] = set()
         self.first_time: float | None = None
         self.last_time = 0.0
         self._warm_s = 0.0
@@ -61,6 +61,7 @@ class Totals:
     def back_to(self, step: int, samples: int, made: int) -> None:
         """The run goes on after `step` and so many rows, though steps up to `made` had been committed."""
         self.steps, self.samples = step + 1, samples
+        self._skipped = {skipped for skipped in self._skipped if skipped <= step}
         self._again_to = max(self._again_to, made)
 
     def add(self, record: _Record) -> None:
@@ -69,7 +70,8 @@ class Totals:
         self.samples += record.rows
         self.loss = record.loss
         self.grad_norm = record.grad_norm
-        self.skipped += record.skipped
+        if record.skipped:
+            self._skipped.add(record.step)
         self.last_time = record.time
         self.again_s += record.seconds if record.step <= self._again_to else 0.0
         if self.first_time is None or self._begin is None:
@@ -88,6 +90,11 @@ class Totals:
         """Counts one recovery, from the last commit before to the first after: steps made again lie in between."""
         self.recoveries += 1
         self.stall_s += stall_s
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were skipped, of those that count."""
+        return len(self._skipped)
 
     @property
     def goodput(self) -> float:

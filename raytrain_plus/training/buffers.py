@@ -48,8 +48,9 @@ class Buffers:
         else:
             self._flat = self.exact.wire
             parts = [*self.exact.sums, *self.exact.rider.split(list(firsts.values()))]
-        self.changes = self._flat[: sum(means.values()) if self.exact is None else 0]
+        self._means = self._flat[: sum(means.values()) if self.exact is None else 0]
         """The sums that become means. Exact ones say themselves whether they are finite."""
+        self._firsts = tuple(firsts)
         self._maxima = torch.zeros(sum(largest.values()), dtype=torch.int64, device=device)
         self._sums = dict(zip((*means, *firsts), parts, strict=True))
         self._sums |= dict(zip(largest, self._maxima.split(list(largest.values())), strict=True))
@@ -140,10 +141,20 @@ class Buffers:
         if len(self._maxima):
             yield self._maxima, f"buffers{self._label}.max", "max"
 
+    def changes(self) -> list[torch.Tensor]:
+        """Return tensors that hold NaN or infinity if a buffer would not be finite after the step, and was before."""
+        return [self._means, *(self._wrong(name) for name in self._firsts)]
+
     def not_finite(self) -> list[str]:
-        """Return the names of the buffers whose means would not be finite."""
+        """Return the names of the buffers that would not be finite after the step, and were before."""
         means = [name for name, rule in self._rules.items() if rule == "mean"]
-        return [name for name in means if not bool(self._sums[name].isfinite().all())]
+        found = [name for name in means if not bool(self._sums[name].isfinite().all())]
+        return found + [name for name in self._firsts if not bool(self._wrong(name).isfinite().all())]
+
+    def _wrong(self, name: str) -> torch.Tensor:
+        """The values of a buffer that one shard writes; zero where they are finite, or were not before."""
+        value, before = self._sums[name], self.committed[name].reshape(-1)
+        return torch.where(value.isfinite() | ~before.isfinite(), 0.0, value)
 
     def commit(self, rows: int) -> None:
         """Makes the reduced values the committed ones, and the model's. `rows`: those of the whole step."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,32 +13,73 @@ from torch import nn
 from raytrain_plus.training.verdict import Fault
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """The gradients of one chunk after the last backward pass of one shard; the norms are still on their device."""
+
+    shard: int
+    chunk: int
+    names: tuple[str, ...]
+    norms: Norms
+
+
 class FaultSearch:
-    """Checks each shard's gradients when its last backward pass is made, before they are summed with others'."""
+    """Checks each shard's gradients when its last backward pass is made, before they are summed with others'.
+
+    Until `found` is asked for, nothing waits for the device.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[int, Fault] = {}
-
-    @property
-    def found(self) -> list[Fault]:
-        """The first fault of each chunk that this worker holds."""
-        return list(self._found.values())
+        self._checked: list[_Checked] = []
 
     def shard_ended(self, shard: int, chunk: int, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Check the gradients of a chunk; those of earlier shards may be in them, so only the first fault counts."""
-        if chunk in self._found:
-            return
+        """Measure the gradients of a chunk; those of earlier shards may be in them, so only the first fault counts."""
         trained = [(name, value.grad) for name, value in parameters if value.grad is not None]
-        squares = square_norms([gradient for _, gradient in trained])
-        bad = [name for (name, _), square in zip(trained, squares, strict=True) if not math.isfinite(square)]
-        if bad:
-            # Backward goes from the last parameter to the first: the last one was the first to be wrong.
-            self._found[chunk] = Fault(shard, chunk, bad[-1])
+        if trained:
+            names, gradients = zip(*trained, strict=True)
+            self._checked.append(_Checked(shard, chunk, names, Norms(gradients)))
+
+    def found(self) -> list[Fault]:
+        """Return the first fault of each chunk that this worker holds."""
+        faults: dict[int, Fault] = {}
+        for one in self._checked:
+            if one.chunk in faults:
+                continue
+            bad = [
+                name for name, square in zip(one.names, one.norms.squares(), strict=True) if not math.isfinite(square)
+            ]
+            if bad:
+                # Backward goes from the last parameter to the first: the last one was the first to be wrong.
+                faults[one.chunk] = Fault(one.shard, one.chunk, bad[-1])
+        return list(faults.values())
 
 
-def square_norms(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Return the sum of squares of each tensor, in float64; one transfer from the device."""
-    if not tensors:
-        return []
-    norms: list[float] = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).tolist()
-    return [norm**2 for norm in norms]
+class Norms:
+    """The norms of some tensors, in float64, on the tensors' devices until `squares` brings them to the host."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Tensors of any devices and types, empty and complex ones too; they may change afterwards."""
+        self._count = len(tensors)
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
+        for number, tensor in enumerate(tensors):
+            if tensor.numel():
+                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                # A kernel over many tensors at once takes those of one device and type.
+                alike[real.device, real.dtype].append((number, real))
+        of_devices: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = defaultdict(list)
+        for (device, _), group in alike.items():
+            norms = torch._foreach_norm([tensor for _, tensor in group], 2, dtype=torch.float64)
+            of_devices[device].append(([number for number, _ in group], torch.stack(norms)))
+        self._of_devices = [
+            ([number for numbers, _ in found for number in numbers], torch.cat([norms for _, norms in found]))
+            for found in of_devices.values()
+        ]
+
+    def squares(self) -> list[float]:
+        """Return the sum of squares of each tensor, in their order; one transfer from each device."""
+        found = [0.0] * self._count
+        for numbers, norms in self._of_devices:
+            for number, norm in zip(numbers, norms.tolist(), strict=True):
+                # Not `**`, which raises OverflowError where this gives infinity.
+                found[number] = norm * norm
+        return found

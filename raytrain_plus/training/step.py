@@ -34,7 +34,7 @@ from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.control import Control
-from raytrain_plus.training.fault_search import FaultSearch, square_norms
+from raytrain_plus.training.fault_search import FaultSearch, Norms
 from raytrain_plus.training.model import Built
 from raytrain_plus.training.passes import Overlapping, Part, Passes, Shards, Whole, nothing
 from raytrain_plus.training.randomness import LayerKeys
@@ -178,11 +178,20 @@ class Stepper:
         """
         for part in self.parts:
             part.module.train()
-        scales, search, reduce_s, refused = self.scales, None, 0.0, ""
+        scales, search, unfit, reduce_s, refused = self.scales, None, list[str](), 0.0, ""
         for _ in range(TRIES):
             self._summed = None
             computed_s, totals, said = self._compute(
-                step, shards, world, scales, search, control=control, wait_s=wait_s, meanwhile=meanwhile, flags=flags
+                step,
+                shards,
+                world,
+                scales,
+                search,
+                unfit,
+                control=control,
+                wait_s=wait_s,
+                meanwhile=meanwhile,
+                flags=flags,
             )
             reduce_s += time.monotonic() - computed_s
             refused = why_refused(step, totals.bad_shards, said, searched=search is not None)
@@ -191,8 +200,10 @@ class Stepper:
             if said.settled:
                 search = FaultSearch()
             else:
-                measured, finite = self._measured(step, world, wait_s, control)
-                scales, search = {**scales, **measured}, None if finite else FaultSearch()
+                measured, bad = self._measured(step, world, wait_s, control)
+                # Whose gradients were searched, and are finite in each shard.
+                unfit = [] if search is None else bad
+                scales, search = {**scales, **measured}, FaultSearch() if bad else None
         else:
             raise TrainingError(
                 f"the gradients of step {step} are others each time they are computed, by far; "
@@ -223,6 +234,7 @@ class Stepper:
         world: World,
         scales: Mapping[str, int],
         search: FaultSearch | None,
+        unfit: Sequence[str],
         *,
         control: Control,
         wait_s: float,
@@ -230,7 +242,10 @@ class Stepper:
         flags: Callable[[], header.Flags],
     ) -> tuple[float, header.StepTotals, Said]:
         """Make the passes and the sums of a step once; when its own part was computed (monotonic seconds), the header's
-        totals, and what all stages know of the sums."""
+        totals, and what all stages know of the sums.
+
+        `unfit`: exact sums that were not finite the last time, though each shard's gradients were searched.
+        """
         for part in self.parts:
             part.gradients.begin(scales)
             part.buffers.begin_step(scales)
@@ -255,10 +270,12 @@ class Stepper:
         squares = self._squares() if settled else {}
         if totals.bad_shards:
             squares[LOSS] = math.nan
+        if not settled:
+            squares |= dict.fromkeys(unfit, math.nan)
         fault = None if search is None else self._first_fault(search, step, world, wait_s, control)
         if fault is not None:
             squares[fault.parameter] = math.nan
-        if settled or fault is not None or totals.bad_shards:
+        if settled or squares:
             grids = {name: scale for reading in readings for name, scale in reading.scales.items()}
             self._summed = _Summed(step, totals, grids)
         said = self.passes.agree(step, Said(settled, squares, fault), world, control, wait_s)
@@ -402,7 +419,9 @@ class Stepper:
             return
         self._summed = None
         if self._skip_nonfinite:
-            refused += f"; this is the {skipped}th step in a row, which `elastic.on_nonfinite: skip` does not skip"
+            refused += (
+                f"; {skipped} steps in a row were not finite, and `elastic.on_nonfinite: skip` allows {skipped - 1}"
+            )
         raise TrainingError(refused)
 
     def _check_window_step(
@@ -441,18 +460,20 @@ class Stepper:
         for work in works:
             wait(work, f"the buffers of step {step}", wait_s, control.interrupted)
 
-    def _measured(self, step: int, world: World, wait_s: float, control: Control) -> tuple[dict[str, int], bool]:
-        """The grids that fit this step's values, and whether all of these are finite."""
+    def _measured(self, step: int, world: World, wait_s: float, control: Control) -> tuple[dict[str, int], list[str]]:
+        """The grids that fit this step's values, and which of these are not finite, named as squared norms are."""
         largest = torch.from_numpy(np.concatenate([exact.largest() for exact in self._exact])).to(self.device)
         work = world.reduce(largest, "exact.largest", "max")
         wait(work, f"the largest values of step {step}", wait_s, control.interrupted)
         parts = np.split(largest.cpu().numpy(), np.cumsum([len(exact.names) for exact in self._exact])[:-1])
         scales: dict[str, int] = {}
-        finite = True
-        for exact, part in zip(self._exact, parts, strict=True):
-            scales |= exact.scales_from(part)
-            finite = finite and not exact.not_finite(part)
-        return scales, finite
+        bad: list[str] = []
+        of_buffers = [part.buffers.exact for part in self.parts]
+        for exact, largest_of in zip(self._exact, parts, strict=True):
+            scales |= exact.scales_from(largest_of)
+            prefix = BUFFER if exact in of_buffers else ""
+            bad += [prefix + name for name in exact.not_finite(largest_of)]
+        return scales, bad
 
     def _first_fault(
         self, search: FaultSearch, step: int, world: World, wait_s: float, control: Control
@@ -463,7 +484,7 @@ class Stepper:
         chunk_of = {name: chunk for chunk, part in parts for name, _ in part.parameters}
         # By shard, the parameter's number, from 1 on: of several, the last one is nearest to the loss.
         found = torch.zeros(self._shards, dtype=torch.int64, device=self.device)
-        for fault in search.found:
+        for fault in search.found():
             found[fault.shard] = max(int(found[fault.shard]), trained.index(fault.parameter) + 1)
         work = world.reduce(found, "faults", "max")
         wait(work, f"the search for what is not finite in step {step}", wait_s, control.interrupted)
@@ -488,10 +509,10 @@ class Stepper:
     def _squares(self) -> dict[str, float]:
         """The squared norm of each parameter's gradient, tied ones once; NaN for a buffer whose sum is not finite."""
         trained = [(name, _gradient(value)) for name, value in self.named if name not in self.tied]
-        changes = [part.buffers.changes for part in self.parts]
-        squares = square_norms([*(gradient for _, gradient in trained), *changes])
+        changes = [(part, change) for part in self.parts for change in part.buffers.changes()]
+        squares = Norms([*(gradient for _, gradient in trained), *(change for _, change in changes)]).squares()
         found = {name: square for (name, _), square in zip(trained, squares, strict=False)}
-        for part, square in zip(self.parts, squares[len(trained) :], strict=True):
+        for (part, _), square in zip(changes, squares[len(trained) :], strict=True):
             if not math.isfinite(square):
                 found |= {f"{BUFFER}{name}": math.nan for name in part.buffers.not_finite()}
         return found

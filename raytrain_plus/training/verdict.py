@@ -104,9 +104,9 @@ def why_refused(step: int, bad_shards: Sequence[int], said: Said, *, searched: b
             f"'{said.fault.parameter}', though the loss is; nothing of this step was applied. Usual causes: the "
             "derivative of sqrt, norm or pow at 0, torch.where around an infinite branch, a learning rate too high"
         )
-    if not searched or said.fit or not said.settled:
-        return ""
     bad = [name for name, value in said.squares.items() if not math.isfinite(value)]
+    if not searched or said.fit or not (said.settled or bad):
+        return ""
     # Each one may be finite, and only their sum not.
     of_parameters = [name for name in bad if not name.startswith(BUFFER)] or ([] if bad else [_largest(said.squares)])
     name = (of_parameters or bad)[-1]

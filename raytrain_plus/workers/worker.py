@@ -208,6 +208,9 @@ class Worker:
             self._control.patience(self._plan.job.elastic.hang_timeout_s)
             self._control.enter("applying")
             self._stepper.finish(squares)
+            if self._stepper.held == self._plan.steps - 1:
+                # It ends the run without coming to the end of its own training.
+                self._check_data()
             return self._outcome("interrupted")
 
         try:

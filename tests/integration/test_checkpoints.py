@@ -408,7 +408,7 @@ def end_controller() -> None:
 
 
 def test_a_run_on_an_object_store_survives_the_same(proxy: Proxy, undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
-    storage = at(f"s3://KEYID:pa55word@runs/{tmp_path.name}", proxy.address)
+    storage = at(f"s3://runs/{tmp_path.name}", proxy.address)
     far = exact(tmp_path, "far", workers=Workers(min=2), args={"pad_s": 0.03}, storage=storage)
     run = Run(far)
     run.until(lambda: run.committed() >= 15 and run.events("checkpoint_saved"), "step 15 and a checkpoint")
@@ -448,7 +448,7 @@ def test_a_run_on_an_object_store_survives_the_same(proxy: Proxy, undisturbed: t
 def test_a_store_that_fails_for_a_while_costs_no_step(
     proxy: Proxy, undisturbed: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    storage = at(f"s3://KEYID:pa55word@runs/{tmp_path.name}", proxy.address)
+    storage = at(f"s3://runs/{tmp_path.name}", proxy.address)
     run = Run(exact(tmp_path, "far", workers=Workers(min=2), args={"pad_s": 0.04}, storage=storage))
     run.until_told("checkpoint_saved")
     seen = run.committed()
@@ -537,7 +537,7 @@ def test_a_metric_that_the_task_does_not_give_is_told_with_those_that_it_does(
 def test_workers_killed_while_they_write_their_shares_cost_that_checkpoint_alone(
     proxy: Proxy, undisturbed: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    storage = at(f"s3://KEYID:pa55word@runs/{tmp_path.name}", proxy.address)
+    storage = at(f"s3://runs/{tmp_path.name}", proxy.address)
     slow = {"pad_s": 0.06}
     run = Run(exact(tmp_path, "far", workers=Workers(min=2), args=slow, storage=storage))
     run.until_told("checkpoint_saved")

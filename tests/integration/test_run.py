@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -451,6 +452,14 @@ def test_a_file_that_is_overwritten_while_a_run_reads_it_fails_the_run(
     # It was not tried again in another generation.
     kinds = [event["kind"] for event in read_events(LocalFolder(tmp_path / "runs" / "job"))]
     assert kinds.count("view_formed") == 1
+    # Nor does it resume with the other labels: no run whose data was found wrong ends well.
+    folder = tmp_path / "runs" / "job"
+    code, _, err = raytrain("resume", folder)
+    assert (code, f"{file}: the file changed while the run used it, and is not back as it was" in err) == (2, True), err
+    write_plain(file, table)
+    subprocess.run(shlex.split(re.findall("`(touch .*)`", err)[0]), check=True)
+    code, _, err = raytrain("resume", folder)
+    assert code == 0, err
 
 
 def test_schemas_that_differ_are_told_with_file_and_column(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """What one pass over the footers finds, and what it refuses, with the place and the remedy."""
 
 import os
+import pickle
 import random
 import re
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.source import Index, check_enough, check_unchanged, index, read_unit
+from raytrain_plus.data.source import Index, check_enough, check_put_back, check_unchanged, index, read_unit
 from raytrain_plus.errors import DataChanged, DataError
 
 
@@ -269,6 +272,23 @@ def test_a_file_that_changed_before_or_after_it_was_read_is_named(tmp_path: Path
     check_unchanged(seen, 0)
     # Whoever looks now for the first time sees nothing amiss.
     check_unchanged(index(tmp_path))
+
+
+def test_a_file_that_changed_is_held_against_what_was_seen_of_it_until_it_is_back(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    write(file, 4)
+    seen, before = index(tmp_path), file.stat().st_mtime_ns
+    os.utime(file, (1, 1))
+    with pytest.raises(DataChanged) as caught:
+        check_unchanged(seen)
+    first = pickle.loads(pickle.dumps(caught.value)).first
+    with pytest.raises(DataError, match="and is not back as it was: its modification time changed") as refused:
+        check_put_back(index(tmp_path), first)
+    check_put_back(seen, {**first, "path": "/elsewhere"})
+    [command] = re.findall("`(touch .*)`", refused.value.remedy)
+    subprocess.run(shlex.split(command), check=True)
+    assert file.stat().st_mtime_ns == before
+    check_put_back(index(tmp_path), first)
 
 
 def test_a_change_is_told_rather_than_what_it_does_to_the_reading(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from raytrain_plus.job import Schedule
 from raytrain_plus.parallel.mesh import Shape
 from raytrain_plus.parallel.pipeline.layout import holders
 from raytrain_plus.state.named import named_state, state_sha256
-from raytrain_plus.task import Task
+from raytrain_plus.task import BufferRule, Task
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.pipedream import PipeDream
@@ -206,7 +206,9 @@ def test_ten_steps_in_a_row_that_are_not_finite_stop_a_run_that_skips_them() -> 
     newcomer = alone(skip=True)
     newcomer.adopt(one.snapshot())
     assert newcomer.counts == one.counts == {"skipped": 9}
-    with pytest.raises(TrainingError, match=r"this is the 10th step in a row, which `elastic.on_nonfinite: skip` does"):
+    with pytest.raises(
+        TrainingError, match=r"10 steps in a row were not finite, and `elastic.on_nonfinite: skip` allows 9"
+    ):
         run(newcomer, 10, bad=(10, 0))
     assert newcomer.held == 9
     assert not run(one, 10).skipped
@@ -267,11 +269,24 @@ class Runaway(Risky):
         return super().loss(model, batch)
 
 
-def test_a_buffer_that_would_not_be_finite_is_not_applied() -> None:
-    one = alone(task=Runaway())
+class First(Runaway):
+    """The buffer is what the first shard leaves in it."""
+
+    def buffer_rule(self, name: str) -> BufferRule | None:
+        return "first" if name.endswith("running_var") else None
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("task", [Runaway, First])
+def test_a_buffer_that_would_not_be_finite_is_not_applied(task: type[Task], exact: bool) -> None:
+    one = alone(exact, task=task())
     with pytest.raises(TrainingError, match=r"the buffer 'b\.normal\.running_var' would not be finite after step 0"):
         run(one, 0)
     assert one.held == -1
+    skipping = alone(exact, skip=True, task=task())
+    before = sha(skipping)
+    assert run(skipping, 0).skipped
+    assert (sha(skipping), skipping.held) == (before, 0)
 
 
 def test_what_is_not_finite_from_the_beginning_may_stay_so() -> None:
