@@ -129,12 +129,15 @@ def _rays_own(processes: set[psutil.Process]) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def _starting() -> Iterator[None]:
-    """Raise `RunError` if Ray does not start here; the machine is busy, most often, and nothing is wrong."""
+    """Raise `RunError` if Ray does not start here in time; the machine is busy, most often, and nothing is wrong."""
     try:
         yield
     except AuthenticationError:
         raise
     except Exception as error:
+        if isinstance(error, (OSError, ValueError)) and not isinstance(error, TimeoutError):
+            # A folder that cannot be written, say: time does not mend it.
+            raise
         # Ray raises a plain `Exception` after half a minute.
         raise RunError(
             f"Ray did not start on this machine: {_first_line(error)}\n  {_load()}\n"

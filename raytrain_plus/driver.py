@@ -18,7 +18,7 @@ from raytrain_plus.errors import RunError
 from raytrain_plus.observe.events import Event
 from raytrain_plus.observe.progress import View
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import holder_has_ended, lease_document
+from raytrain_plus.runfolder import holder_lives, lease_document
 from raytrain_plus.status import what_is_kept
 from raytrain_plus.storage.folder import Folder, open_folder
 from raytrain_plus.workers.pool import cause_of_death
@@ -97,6 +97,8 @@ class _Followed:
         self._cursor = 0
         self._kinds: set[str] = set()
         self._over_since = 0.0
+        self._gone = False
+        """Whether it has ended, and its result is there."""
 
     def news(self, timeout_s: float) -> list[Event]:
         """Return the events since the last call; wait up to `timeout_s` for the first of them.
@@ -106,8 +108,11 @@ class _Followed:
         try:
             events: list[Event] = ray.get(self.controller.follow.remote(self._cursor, timeout_s), timeout=ANSWER_S)
         except GetTimeoutError:
-            if holder_has_ended(lease_document(self._run)) and self.result() is None:
-                raise _died("its process has ended", self._run) from None
+            # Before that, the lease is an earlier controller's.
+            if self._begun and holder_lives(lease_document(self._run)) is False:
+                if self.result() is None:
+                    raise _died("its process has ended", self._run) from None
+                self._gone = True
             return []
         self._cursor += len(events)
         self._kinds |= {event["kind"] for event in events}
@@ -122,8 +127,8 @@ class _Followed:
 
     @property
     def late(self) -> bool:
-        """Whether the controller should have ended long ago."""
-        return self.over and time.monotonic() - self._over_since > CLOSING_S
+        """Whether the controller has ended unheard, or should have ended long ago."""
+        return self._gone or (self.over and time.monotonic() - self._over_since > CLOSING_S)
 
     @property
     def trains(self) -> bool:
@@ -133,7 +138,12 @@ class _Followed:
     def result(self) -> Result | None:
         """Return what the run's folder says of its end; None before the end."""
         # The result of an earlier controller goes when the folder is taken, before anything is told.
-        return Result.load(self._run) if "run_started" in self._kinds else None
+        return Result.load(self._run) if self._begun else None
+
+    @property
+    def _begun(self) -> bool:
+        """Whether this controller has taken the run's folder."""
+        return "run_started" in self._kinds
 
 
 def _died(why: str, run: Folder) -> RunError:

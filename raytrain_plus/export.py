@@ -72,7 +72,7 @@ def newest_weights(run: Folder) -> tuple[Manifest, dict[str, torch.Tensor]]:
                 passed_over(found.name, found.why)
             continue
         if wrong := _TREE(manifest.tree):
-            passed_over(found.name, f"the manifest is none that this version writes: {wrong}")
+            passed_over(found.name, f"the manifest is invalid: {wrong}")
             continue
         buffers = set(manifest.tree["persistent"])
         names = [

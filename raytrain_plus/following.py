@@ -15,7 +15,7 @@ from raytrain_plus.observe.page import Page
 from raytrain_plus.observe.progress import PLAIN_S, View
 from raytrain_plus.observe.standing import Standing, plural
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import DATASET, LEASE_S, holder_has_ended, job_of, lease_document
+from raytrain_plus.runfolder import DATASET, LEASE_S, holder_lives, job_of, lease_document
 from raytrain_plus.status import what_is_kept
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.folder import Folder, split
@@ -51,7 +51,7 @@ def watch(
             if result is not None:
                 break
             if not pulse.felt() and Result.load(run) is None:
-                raise RunError(f"{name}: the controller died; {what_is_kept(run)}")
+                raise RunError(f"{name}: {pulse.end}; {what_is_kept(run)}")
             if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"{name} goes on after {timeout_s:g} s")
             time.sleep(HERE_S if run.path is not None else ELSEWHERE_S)
@@ -120,7 +120,7 @@ def _steps(run: Folder) -> int:
 class _Pulse:
     """Whether somebody goes on with a run: by the lease, which changes then, and by no clock but our own.
 
-    If the holder is a process of this machine, its end is seen at once.
+    If the holder is a process of this machine, its life decides: on a full disk it cannot renew its lease.
     """
 
     def __init__(self, run: Folder) -> None:
@@ -132,4 +132,12 @@ class _Pulse:
         now = lease_document(self._run)
         if now != self._seen:
             self._seen, self._since = now, time.monotonic()
-        return time.monotonic() - self._since <= LEASE_S and not holder_has_ended(now)
+        alive = holder_lives(now)
+        return time.monotonic() - self._since <= LEASE_S if alive is None else alive
+
+    @property
+    def end(self) -> str:
+        """What is known of the controller that is not felt any more."""
+        if holder_lives(lease_document(self._run)) is False:
+            return "the controller died"
+        return f"the controller has not renewed its lease for {LEASE_S:.0f} s"

@@ -16,23 +16,23 @@ def this_process() -> dict[str, str]:
     return {"machine": machine, "born": born} if machine and born else {}
 
 
-def has_ended(pid: int, machine: str, born: str) -> bool:
-    """Return whether a process has certainly ended.
+def lives(pid: int, machine: str, born: str) -> bool | None:
+    """Return whether a process lives; None if that cannot be known here.
 
-    `machine` and `born` come from its own `this_process`. False if it may live: on another machine or in another
-    container, or if the system does not show its state.
+    `machine` and `born` come from its own `this_process`. Nothing is known of processes on another machine or in
+    another container, or if the system does not show their state.
     """
     if not machine or machine != _machine():
-        return False
+        return None
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return True
+        return False
     except OSError:
         # It is another user's, and there.
         pass
     now = _born(pid)
-    return bool(now) and now != born
+    return now == born if now else None
 
 
 def _machine() -> str:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -19,10 +20,11 @@ from typing import Any
 import yaml
 
 from raytrain_plus import jsonshape as has
+from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError, JobError
 from raytrain_plus.job import Job
 from raytrain_plus.jobfile import read_job
-from raytrain_plus.process import has_ended, this_process
+from raytrain_plus.process import lives, this_process
 from raytrain_plus.result import Result
 from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.claimed import Claim
@@ -268,6 +270,12 @@ def single_writer(run: Folder) -> bool:
     return run.exclusive and claim.get("exclusive") is not False
 
 
+def resume_command(where: Folder | str | Path) -> str:
+    """The command that resumes the run in a folder, or at its path or address."""
+    address = str(where) if isinstance(where, (str, Path)) else where.address
+    return f"raytrain resume {shlex.quote(without_credentials(address, whole=True))}"
+
+
 LEASE_BYTES = 512
 """Length of a lease, whatever it says."""
 
@@ -334,19 +342,30 @@ def lease_holder(run: Folder) -> str | None:
     return _holder(_lease(run))
 
 
-def lost_holder(run: Folder) -> str | None:
-    """Return which controller left a lease behind and no longer holds the folder; None if there is none.
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A controller that left its lease behind, and no longer renews it. One that ends by itself removes its lease."""
 
-    A controller that ends by itself removes its lease.
-    """
+    process: str
+    """Its process id and host, in words."""
+    lives: bool | None
+    """Whether its process lives; None if that cannot be known here."""
+    silent_s: float
+    """Seconds since it renewed its lease."""
+
+
+def lost_holder(run: Folder) -> Lost | None:
+    """Return the controller that has lost the folder; None if somebody holds it, or nobody has left a lease."""
     lease = _parsed(_lease(run))
-    return None if lease is None or _holds(lease) else _process(lease)
+    if lease is None or _holds(lease):
+        return None
+    return Lost(_process(lease), _lives(lease), time.time() - lease["time"])
 
 
-def holder_has_ended(document: bytes) -> bool:
-    """Return whether the holder that a lease names has certainly ended; False if only time can tell."""
+def holder_lives(document: bytes) -> bool | None:
+    """Return whether the process that a lease names lives; None if only time can tell."""
     lease = _parsed(document)
-    return lease is not None and _has_ended(lease)
+    return None if lease is None else _lives(lease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,12 +410,12 @@ def _parsed(document: bytes) -> dict[str, Any] | None:
 
 
 def _holds(lease: Mapping[str, Any]) -> bool:
-    return bool(time.time() - lease["time"] <= LEASE_S) and not _has_ended(lease)
+    return bool(time.time() - lease["time"] <= LEASE_S) and _lives(lease) is not False
 
 
-def _has_ended(lease: Mapping[str, Any]) -> bool:
+def _lives(lease: Mapping[str, Any]) -> bool | None:
     # Leases of older versions lack the last two, and damaged ones may hold anything there.
-    return has_ended(lease["pid"], str(lease.get("machine", "")), str(lease.get("born", "")))
+    return lives(lease["pid"], str(lease.get("machine", "")), str(lease.get("born", "")))
 
 
 def _process(lease: Mapping[str, Any]) -> str:

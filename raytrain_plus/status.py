@@ -9,7 +9,7 @@ from typing import Any
 from raytrain_plus.errors import InputError
 from raytrain_plus.past import look_back
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import exists, lease_holder, lost_holder, single_writer
+from raytrain_plus.runfolder import exists, lease_holder, lost_holder, resume_command, single_writer
 from raytrain_plus.sizetext import size_text
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.folder import Folder, split
@@ -76,7 +76,7 @@ def status(run: Folder) -> Status:
         Kept(one.name, one.step, max(0.0, now - _moment(one.manifest, one.time)), one.bytes, one.why or "complete")
         for one in past.found
     )
-    resume = _resume(run) if state.startswith(DIED) else ""
+    resume = resume_command(run) if state.startswith("unfinished (") else ""
     return Status(split(run.address)[1], state, past.committed + 1, kept, single_writer(run), resume)
 
 
@@ -88,7 +88,12 @@ def state_of(run: Folder) -> str:
         return f"running ({holder})"
     if result is not None:
         return result.status
-    return f"{DIED}: {lost})" if lost else "unfinished"
+    if lost is None:
+        return "unfinished"
+    if lost.lives is False:
+        return f"{DIED}: {lost.process})"
+    silent = f"has not renewed its lease for {lost.silent_s:.0f} s"
+    return f"running ({lost.process}, which {silent})" if lost.lives else f"unfinished ({lost.process} {silent})"
 
 
 def what_is_kept(run: Folder) -> str:
@@ -100,12 +105,8 @@ def what_is_kept(run: Folder) -> str:
     except (OSError, InputError) as error:
         return f"what is kept cannot be read ({error}); see: raytrain status '{run.where}'"
     if newest is None:
-        return f"no checkpoint is complete, so it starts again from its first step; resume with: {_resume(run)}"
-    return f"the checkpoint after step {newest.step + 1:,} is kept; resume with: {_resume(run)}"
-
-
-def _resume(run: Folder) -> str:
-    return f"raytrain resume '{run.where}'"
+        return f"no checkpoint is complete, so it starts again from its first step; resume with: {resume_command(run)}"
+    return f"the checkpoint after step {newest.step + 1:,} is kept; resume with: {resume_command(run)}"
 
 
 def _moment(manifest: Manifest | None, newest_file: float) -> float:

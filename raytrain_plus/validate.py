@@ -187,9 +187,11 @@ class _Asked:
         Raises `InputError` if it is no address of a storage.
         """
         try:
-            said, _ = self.process.communicate(timeout=max(0.0, self._until - time.monotonic()))
+            # Its few words fit into the pipe, whoever reads them when.
+            self.process.wait(timeout=max(0.0, self._until - time.monotonic()))
         except subprocess.TimeoutExpired:
             return f"{self._where} does not answer this machine within {STORAGE_S:g} s"
+        said, _ = self.process.communicate()
         first = (said.splitlines() or [""])[0]
         if self.process.returncode == 2:
             raise InputError(first, where="storage")
@@ -202,8 +204,8 @@ def _asking(storage: str) -> Iterator[_Asked]:
     try:
         yield asked
     finally:
-        asked.process.kill()
-        asked.process.communicate()
+        with asked.process:
+            asked.process.kill()
 
 
 def _looked_at(job: Job, roots: Sequence[Path]) -> Report:

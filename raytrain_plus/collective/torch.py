@@ -160,8 +160,10 @@ class _Store(dist.Store):
                 return value
             if status == 403:
                 raise RuntimeError(f"the rendezvous refused {key}: this member's token is not of this world")
-            if status != 404:
+            if status == 410:
                 raise RuntimeError("the formation was cancelled")
+            if status != 404:
+                raise RuntimeError(f"the rendezvous refused {key}: status {status}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no member published {key} within {self._timeout_s:g} s")
             time.sleep(POLL_S)

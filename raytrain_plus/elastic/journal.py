@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import os
-import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +29,17 @@ from raytrain_plus.observe.picture import svg, trace
 from raytrain_plus.observe.trackers import Relay, Trackers
 from raytrain_plus.past import Past
 from raytrain_plus.result import RESULT, Result
-from raytrain_plus.runfolder import CHANGED, DATASET, JOB, LEASE_BYTES, PICTURE, TRACE, Fence, Lease
+from raytrain_plus.runfolder import (
+    CHANGED,
+    DATASET,
+    JOB,
+    LEASE_BYTES,
+    PICTURE,
+    TRACE,
+    Fence,
+    Lease,
+    resume_command,
+)
 from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.outage import Outage, Outages, outage_of
 from raytrain_plus.storage.tries import LAST_PAUSES_S, tried
@@ -180,7 +190,7 @@ class Journal:
             assert now is not None
             return (
                 f"the run's folder {was} was moved to {now.parent}: {stops}. It holds {kept}; to continue there: "
-                f"raytrain resume {shlex.quote(str(now.parent))}"
+                f"{resume_command(now.parent)}"
             )
         return (
             f"the run's folder {self._run.where} was moved or removed: {stops}. It held {kept}; to continue, if it "
@@ -218,7 +228,7 @@ class Journal:
 
     def _say_once(self, failing: str, error: OSError) -> None:
         """Logs a failure of the storage in one line, unless its cause is reported already."""
-        if not self.outages.open:
+        if not self.outages.knows(outage_of(error, self._run)):
             log.warning("%s: %s", failing, error)
 
     def _tell_of_outages(self, last: bool = False) -> None:
@@ -460,9 +470,12 @@ class Journal:
 
         def failed(error: OSError) -> None:
             outages[:] = [outage_of(error, self._run)]
-            # Who follows hears it while this waits.
+            # Who follows hears it while this waits, and that the run is alive.
             self.outages.failed("end", outages[0])
             self._tell_of_outages()
+            if self._lease is not None:
+                with contextlib.suppress(OSError):
+                    self._lease.renew()
 
         try:
             tried(write, () if self._gave_up else LAST_PAUSES_S, failed)
@@ -472,7 +485,7 @@ class Journal:
             raise RunError(
                 f"the end of the run cannot be written: {outages[0]}, tried for {sum(LAST_PAUSES_S):.0f} s. In "
                 f"{self._run.where} {kept} kept; when there is room: "
-                f"raytrain resume {shlex.quote(without_credentials(self._run.address, whole=True))}"
+                f"{resume_command(self._run)}"
             ) from failure
         self.outages.worked("end")
 

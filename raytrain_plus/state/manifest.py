@@ -196,7 +196,7 @@ def from_bytes(document: bytes, name: str) -> Manifest:
         values = json.loads(b"{" + rest)
         written = values.pop("format")
     except (ValueError, KeyError, RecursionError) as error:
-        raise DamagedError(f"the manifest is none: {type(error).__name__}: {error}", where=where) from None
+        raise DamagedError(f"the manifest is not JSON: {type(error).__name__}: {error}", where=where) from None
     if written != FORMAT:
         raise CheckpointError(
             f"this checkpoint is of format {written}, and this version reads format {FORMAT}",
@@ -204,7 +204,7 @@ def from_bytes(document: bytes, name: str) -> Manifest:
             remedy=f"use the version that wrote it (raytrain-plus {_version(values)}), or a newer one",
         )
     if wrong := _SHAPE(values):
-        raise DamagedError(f"the manifest is none that this version writes: {wrong}", where=where)
+        raise DamagedError(f"the manifest is invalid: {wrong}", where=where)
     try:
         manifest = Manifest(
             **{
@@ -220,7 +220,7 @@ def from_bytes(document: bytes, name: str) -> Manifest:
     except (KeyError, TypeError) as error:
         fault = f"{type(error).__name__}: {error}"
     if fault:
-        raise DamagedError(f"the manifest is none that this version writes: {fault}", where=where)
+        raise DamagedError(f"the manifest is invalid: {fault}", where=where)
     return manifest
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ class Outage:
     """One failure of a storage."""
 
     place: str
-    """The file system, by its mount point; the folder's address on an object store."""
+    """The file system, by its mount point; on an object store, the bucket."""
     code: int
     """The error number; 0 if the storage gives none."""
     reason: str
@@ -61,7 +62,10 @@ def outage_of(error: OSError, folder: Folder, wanted: int = 0) -> Outage:
     code = error.errno or 0
     path = folder.path
     if path is None:
-        return Outage(place=folder.where, code=code, reason=str(error), wanted=wanted, free=None)
+        # The bucket: all writers of a run share it.
+        bucket = re.match(r"[^:]+://[^/]*", folder.where)
+        place = bucket[0] if bucket else folder.where
+        return Outage(place=place, code=code, reason=str(error), wanted=wanted, free=None)
     mount = mount_of(path)
     reason = os.strerror(code) if code else str(error)
     free = None
@@ -118,11 +122,10 @@ class Outages:
                     cause.writers.remove(writer)
                     cause.calm_since = self._clock()
 
-    @property
-    def open(self) -> bool:
-        """Whether any cause is open."""
+    def knows(self, outage: Outage) -> bool:
+        """Whether the cause of an outage is open."""
         with self._lock:
-            return bool(self._open)
+            return (outage.place, outage.code) in self._open
 
     @contextlib.contextmanager
     def watching(self, writer: str, folder: Folder, wanted: Callable[[], int]) -> Iterator[None]:

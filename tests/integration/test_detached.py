@@ -216,7 +216,7 @@ def test_a_controller_that_is_killed_is_missed(tmp_path: Path, cluster: Cluster)
     code, _, err = raytrain("attach", folder)
     assert code == 1
     assert "job: the controller died; no checkpoint is complete, so it starts again from its first step" in err
-    assert f"resume with: raytrain resume '{folder}'" in err
+    assert f"resume with: raytrain resume {folder}" in err
     until(nothing_is_held, "its room to be free again")
 
 

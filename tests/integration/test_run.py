@@ -380,10 +380,10 @@ def test_the_death_of_the_controller_says_what_is_kept_and_how_to_resume(tmp_pat
     told = [line for line in err.splitlines() if line.startswith("the controller died: ")]
     assert len(told) == 1, err
     assert told[0].endswith(
-        f"; the checkpoint after step {kept.step + 1} is kept; resume with: raytrain resume '{folder}'"
+        f"; the checkpoint after step {kept.step + 1} is kept; resume with: raytrain resume {folder}"
     )
     code, out, err = raytrain("status", folder)
-    assert (code, out.splitlines()[-1]) == (0, f"  resume with: raytrain resume '{folder}'"), err
+    assert (code, out.splitlines()[-1]) == (0, f"  resume with: raytrain resume {folder}"), err
     assert not outliving(family)
 
 

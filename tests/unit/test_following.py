@@ -94,8 +94,19 @@ def test_a_run_with_which_nobody_goes_on_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(following, "LEASE_S", 0.3)
     going_on.remove("lease.json")
-    with pytest.raises(RunError, match=r"run: the controller died; no checkpoint .*; resume with: raytrain"):
+    with pytest.raises(
+        RunError, match=r"run: the controller has not renewed .*; resume with: raytrain"
+    ):
         watch(going_on, None)
+
+
+def test_a_controller_that_lives_but_cannot_write_is_not_called_dead(
+    going_on: LocalFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk, say. Whoever is told to resume takes the run over."""
+    monkeypatch.setattr(following, "LEASE_S", 0.1)
+    with pytest.raises(TimeoutError, match="run goes on"):
+        watch(going_on, None, timeout_s=0.5)
 
 
 def test_the_death_of_a_controller_on_this_machine_is_told_at_once(going_on: LocalFolder) -> None:

@@ -1,4 +1,4 @@
-"""Whether a process of this machine has ended: said of none that may live."""
+"""Whether a process of this machine lives: nothing is said of those that cannot be known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raytrain_plus.process import has_ended, this_process
+from raytrain_plus.process import lives, this_process
 
 pytestmark = pytest.mark.skipif(not this_process(), reason="needs /proc")
 
@@ -34,22 +34,22 @@ def test_a_process_that_was_killed_has_ended_at_once(other: subprocess.Popen[str
     assert other.stdout is not None
     who = json.loads(other.stdout.readline())
     assert who["machine"] == this_process()["machine"]
-    assert not has_ended(other.pid, **who)
+    assert lives(other.pid, **who)
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-    assert has_ended(other.pid, **who), "a zombie"
+    assert lives(other.pid, **who) is False, "a zombie"
     other.wait()
-    assert has_ended(other.pid, **who)
+    assert lives(other.pid, **who) is False
 
 
 def test_another_process_with_its_id_is_not_it() -> None:
     me = this_process()
-    assert not has_ended(os.getpid(), **me)
-    assert has_ended(os.getpid(), me["machine"], str(int(me["born"]) + 1))
+    assert lives(os.getpid(), **me)
+    assert lives(os.getpid(), me["machine"], str(int(me["born"]) + 1)) is False
 
 
 def test_nothing_is_said_of_other_machines(other: subprocess.Popen[str]) -> None:
     other.kill()
     other.wait()
     for elsewhere in ("", f"{this_process()['machine']}1"):
-        assert not has_ended(other.pid, elsewhere, "5")
+        assert lives(other.pid, elsewhere, "5") is None

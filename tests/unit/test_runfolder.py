@@ -313,7 +313,9 @@ def test_a_holder_that_died_on_this_machine_is_in_nobodys_way(run: Folder) -> No
     left_by_the_dead(run)
     assert time.time() - json.loads(run.read("lease.json"))["time"] < 5, "its lease has not run out"
     assert lease_holder(run) is None
-    assert (lost_holder(run) or "").startswith("process ")
+    lost = lost_holder(run)
+    assert lost is not None
+    assert (lost.process[:8], lost.lives) == ("process ", False)
     began = time.monotonic()
     assert earlier_result(run, JOB, fresh=True) is None
     assert time.monotonic() - began < 2

@@ -41,7 +41,7 @@ def test_a_run_whose_controller_died_says_what_is_kept_and_how_to_resume(tmp_pat
     Lease(run, "here:1").renew()
     lease = json.loads(run.read("lease.json"))
     run.write("lease.json", [json.dumps({**lease, "born": "1", "host": "h", "pid": os.getpid()}).encode()])
-    command = f"raytrain resume '{run.path}'"
+    command = f"raytrain resume {run.path}"
     assert what_is_kept(run) == (
         f"no checkpoint is complete, so it starts again from its first step; resume with: {command}"
     )
@@ -54,6 +54,14 @@ def test_a_run_whose_controller_died_says_what_is_kept_and_how_to_resume(tmp_pat
     assert found.lines()[0] == f"run: unfinished (its controller died: process {os.getpid()} on h); 10 steps"
     assert found.lines()[-1] == f"  resume with: {command}"
     assert found.to_json()["resume"] == command
+    # One that lives, and only cannot write its lease, is not called dead.
+    old = {**lease, "time": time.time() - 60}
+    run.write("lease.json", [json.dumps(old).encode()])
+    silent = f"process {os.getpid()} on {lease['host']}"
+    assert status(run).state == f"running ({silent}, which has not renewed its lease for 60 s)"
+    run.write("lease.json", [json.dumps({**old, "machine": "another"}).encode()])
+    assert status(run).state == f"unfinished ({silent} has not renewed its lease for 60 s)"
+    assert status(run).resume == command
     # What has ended has ended, whatever became of its lease.
     Result(name="run", status="failed", exit_code=1, path=run.path, steps=3, samples=24).save(run)
     assert (status(run).state, status(run).resume) == ("failed", "")

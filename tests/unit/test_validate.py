@@ -56,6 +56,15 @@ def test_a_storage_that_does_not_answer_is_waited_for_no_longer_than_10_s(
     assert f"  warning: {report.storage}" in report.lines()
 
 
+def test_a_storage_that_has_answered_long_ago_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "data", "x")
+    write(tmp_path / "held_out", "x")
+    asked = validate._Asked((tmp_path / "runs").as_uri())
+    asked.process.wait(20)
+    monkeypatch.setattr(asked, "_until", 0.0)
+    assert asked.answer() == ""
+
+
 def test_a_storage_that_answers_or_refuses_says_so(tmp_path: Path, bucket: Folder) -> None:
     write(tmp_path / "data", "x")
     write(tmp_path / "held_out", "x")

@@ -42,7 +42,7 @@ import torch
 from raytrain_plus.errors import RunError, TaskError
 
 Place = str | tuple[Any, str, Any]
-"""Where in a value something is: a name, or where what it is in is, how that is written, and a key."""
+"""The place of a part in a value: a name, or (the container's place, a format of place and key, the key)."""
 Classes = Mapping[str, type]
 """By module and name: the classes whose objects may be in a message."""
 
@@ -118,8 +118,12 @@ def from_bytes(message: bytearray | memoryview, classes: Classes = KNOWN) -> Any
         value, blocks = json.loads(bytes(whole[_LENGTH : _LENGTH + length]))
         reader = _Reader(classes, blocks, whole[_aligned(_LENGTH + length) :])
         return reader.value(value, 0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, RecursionError) as error:
+    except _DAMAGED as error:
         raise RunError(f"a message of another stage cannot be read: {type(error).__name__}: {error}") from error
+
+
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+"""What a damaged message makes of its parts; `RuntimeError` holds `RecursionError`."""
 
 
 def _written(place: Place) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import http.client
 import pickle
 import random
+import resource
 import select
 import socket
 import statistics
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -161,10 +162,19 @@ def test_a_foreign_address_is_refused() -> None:
         server.close()
 
 
+@contextmanager
+def files_open_at_once(count: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, count), hard), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.parametrize("said", [b"", b"GET /global/0 HTTP/1.1\r\nX: "])
 def test_eight_hundred_half_open_connections_keep_no_member_waiting(served: Served, said: bytes) -> None:
     _, client = served
     with ExitStack() as stack:
+        stack.enter_context(files_open_at_once(2048))
         for _ in range(800):
             one = stack.enter_context(socket.create_connection(("127.0.0.1", client.port)))
             one.sendall(said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,20 @@ def test_many_writers_that_meet_one_cause_have_one_line_and_one_more_at_its_end(
     outages.worked("ledger")
     clock.now += 60
     assert kinds(outages) == [], "one has not written yet"
-    assert outages.open
+    assert outages.knows(full())
+    assert not outages.knows(replace(full(), code=5))
     outages.worked("checkpoints")
     clock.now += SETTLE_S
     [(kind, fields)] = outages.news()
     assert (kind, fields["seconds"]) == ("storage_recovered", 60)
-    assert not outages.open
+    assert not outages.knows(full())
+
+
+def test_all_writers_of_a_bucket_meet_one_outage(bucket: Folder) -> None:
+    run = bucket.inside("runs").inside("x")
+    found = [outage_of(OSError("no answer"), folder) for folder in (run, run.inside("tensorboard"))]
+    assert found[0] == found[1]
+    assert found[0].place == "s3://contract"
 
 
 def test_a_disk_that_takes_a_little_now_and_then_is_not_told_each_time() -> None:
@@ -123,4 +132,4 @@ def test_a_file_that_grows_follows_its_folder(tmp_path: Path, growing: Appended)
 
 def test_a_run_that_cannot_say_where_it_lies(run: Folder) -> None:
     store = outage_of(OSError("said the store"), run)
-    assert (store.place == run.where) == (run.path is None)
+    assert store.place == ("s3://contract" if run.path is None else str(mount_of(run.path)))

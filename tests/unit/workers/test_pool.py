@@ -53,7 +53,7 @@ def test_a_ray_without_its_gcs_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) 
     workers._handles = {name: pool.Handle(None, name) for name in ("a", "b", "c")}  # type: ignore[arg-type]
     began = time.monotonic()
     workers.end("a")
-    assert time.monotonic() - began < 0.1
+    assert time.monotonic() - began < 1
     workers.shutdown()
     assert time.monotonic() - began < 2
     answers.set()
