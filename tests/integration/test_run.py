@@ -336,10 +336,15 @@ def outliving(processes: list[psutil.Process]) -> set[str]:
     return names
 
 
-def test_the_result_decides_though_rays_head_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "least_s", "most_s"),
+    # Ray ends a process that has not heard of the GCS for a minute.
+    [(30, 0, 55), pytest.param(420, 75, 130, marks=pytest.mark.slow)],
+)
+def test_the_result_decides_though_rays_head_is_gone(tmp_path: Path, steps: int, least_s: float, most_s: float) -> None:
     """Ray ended the driver a minute after the GCS, with an exit code of its own, though the run had finished."""
     write_data(tmp_path / "data")
-    process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=30))
+    process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=steps))
     wait_for_a_step(tmp_path)
     family = psutil.Process(process.pid).children(recursive=True)
     [gcs] = [entry for entry in family if entry.name() == "gcs_server"]
@@ -347,9 +352,9 @@ def test_the_result_decides_though_rays_head_is_gone(tmp_path: Path) -> None:
     killed = time.monotonic()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert time.monotonic() - killed < 55
+    assert least_s < time.monotonic() - killed < most_s
     assert json.loads((tmp_path / "runs" / "job" / "result.json").read_text())["status"] == "finished"
-    assert "job finished: 30 steps" in out
+    assert f"job finished: {steps} steps" in out
     assert "GCS" not in err
     assert not outliving(family)
 

@@ -21,8 +21,8 @@ from tests.integration.tasks import write_data
 SPAN_S = 480.0
 PERIOD_S = 10.0
 """Seconds from one kill to the next."""
-STEPS_PER_S = 10
-PAD_S = 0.04
+STEPS_PER_S = 6
+PAD_S = 0.06
 """What each of two shards sleeps in a step of four workers, so that it takes most of a step's time."""
 WARM_S = 60.0
 """Until then a process still loads what it uses for the first time, at its first losses among others."""
@@ -42,12 +42,13 @@ def memory_of(pid: int) -> int:
 
 
 def controller() -> int:
-    [found] = [one.pid for one in psutil.process_iter(["cmdline"]) if "ray::Controller" in one.info["cmdline"][:1]]
+    commands = {one.pid: one.info["cmdline"] or [""] for one in psutil.process_iter(["cmdline"])}
+    [found] = [pid for pid, command in commands.items() if command[0].startswith("ray::Controller")]
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("five")
 def test_eight_minutes_with_a_kill_every_ten_seconds(tmp_path: Path) -> None:
     write_data(tmp_path / "data", rows=4000)
@@ -56,7 +57,7 @@ def test_eight_minutes_with_a_kill_every_ten_seconds(tmp_path: Path) -> None:
         "reduction": "exact",
         "data": Data(path=str(tmp_path / "data"), batch_size=48, shards=8),
     }
-    undisturbed = Run(job(tmp_path, name="undisturbed", workers=Workers(min=1), **settings)).finish(300)
+    undisturbed = Run(job(tmp_path, name="undisturbed", workers=Workers(min=1), **settings)).finish(400)
     assert undisturbed.status == "finished", undisturbed.error
 
     run = Run(job(tmp_path, workers=Workers(min=1, max=4), args={"pad_s": PAD_S}, **settings))

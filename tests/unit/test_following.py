@@ -94,9 +94,7 @@ def test_a_run_with_which_nobody_goes_on_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(following, "LEASE_S", 0.3)
     going_on.remove("lease.json")
-    with pytest.raises(
-        RunError, match=r"run: the controller has not renewed .*; resume with: raytrain"
-    ):
+    with pytest.raises(RunError, match=r"run: the controller has not renewed .*; resume with: raytrain"):
         watch(going_on, None)
 
 
