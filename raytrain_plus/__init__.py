@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raytrain_plus.errors import CheckpointError, DataError, InputError, JobError, RaytrainError, RunError, TaskError
-from raytrain_plus.job import Checkpoint, Data, Elastic, Evaluate, Job, KeepBest, Parallel, Workers
+from raytrain_plus.job.settings import Checkpoint, Data, Elastic, Evaluate, Job, KeepBest, Parallel, Workers
 from raytrain_plus.result import Result
 
 if TYPE_CHECKING:
-    from raytrain_plus.export import load
-    from raytrain_plus.handle import Handle, attach
-    from raytrain_plus.runner import resume, run, start
+    from raytrain_plus.launch.handle import Handle, attach
+    from raytrain_plus.launch.runner import resume, run, start
+    from raytrain_plus.runs.export import load
     from raytrain_plus.task import Task
 
 __all__ = [
@@ -51,15 +51,15 @@ def __getattr__(name: str) -> Any:
 
         return Task
     if name in ("run", "resume", "start"):
-        from raytrain_plus import runner
+        from raytrain_plus.launch import runner
 
         return getattr(runner, name)
     if name in ("Handle", "attach"):
-        from raytrain_plus import handle
+        from raytrain_plus.launch import handle
 
         return getattr(handle, name)
     if name == "load":
-        from raytrain_plus.export import load
+        from raytrain_plus.runs.export import load
 
         return load
     raise AttributeError(f"module 'raytrain_plus' has no attribute '{name}'")

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raytrain_plus.address import dashboard_of, is_dashboard, named_dashboard
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError, RaytrainError
-from raytrain_plus.jsontext import json_text
-from raytrain_plus.lacking import lacking
+from raytrain_plus.install.missing_package import lacking
+from raytrain_plus.launch.ray_address import dashboard_of, is_dashboard, named_dashboard
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
-from raytrain_plus.storage.folder import is_address, open_folder, split
+from raytrain_plus.storage.address import is_address, split
+from raytrain_plus.storage.json_text import json_text
+from raytrain_plus.storage.open import open_folder
 
 if TYPE_CHECKING:
-    from raytrain_plus.submission import Jobs
+    from raytrain_plus.launch.ray_jobs import Jobs
 
 _EPILOG = "Exit codes: 0 done, 1 failed (or a fault was found), 2 the input is wrong, 130 and 143 stopped by a signal."
 
@@ -50,11 +51,11 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 @_json
 def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, detach: bool, as_json: bool) -> int:
     """Run the job in the file JOB to its end."""
-    from raytrain_plus.jobfile import load_job
+    from raytrain_plus.job.yaml import load_job
 
     loaded, roots = load_job(job, overrides)
-    from raytrain_plus.runner import run as run_job
-    from raytrain_plus.runner import start
+    from raytrain_plus.launch.runner import run as run_job
+    from raytrain_plus.launch.runner import start
 
     if detach:
         handle = start(loaded, address=address, fresh=fresh, roots=roots)
@@ -85,10 +86,10 @@ def submit(job: str, overrides: Sequence[str], address: str | None, fresh: bool,
     """Have a cluster run the job in the file JOB, on a copy of this folder; it goes on by itself."""
     if follow and as_json:
         raise click.UsageError("--json tells that it was sent, and --follow what it prints: say one of them")
-    from raytrain_plus.jobfile import load_job
+    from raytrain_plus.job.yaml import load_job
 
     loaded, _ = load_job(job, overrides)
-    from raytrain_plus.submission import check_sendable, unneeded_by
+    from raytrain_plus.launch.ray_jobs import check_sendable, unneeded_by
 
     file = check_sendable(loaded, Path(job), Path.cwd())
     where = dashboard_of(address)
@@ -123,15 +124,15 @@ def resume(run: str, storage: str, overrides: Sequence[str], address: str | None
             )
         settings = [word for override in overrides for word in ("--set", override)]
         name = split(run)[1] if is_address(run) else Path(run).name
-        from raytrain_plus.submission import check_shown, unneeded_to_resume
+        from raytrain_plus.launch.ray_jobs import check_shown, unneeded_to_resume
 
         words = ["resume", run, "--storage", storage, *settings]
         check_shown(words)
         return _send(str(address), name, words, unneeded_to_resume(run, storage, Path.cwd()), False, as_json)
-    from raytrain_plus.runfolder import find_run
+    from raytrain_plus.runs.folder import find_run
 
     folder = find_run(run, storage)
-    from raytrain_plus.runner import resume as resume_run
+    from raytrain_plus.launch.runner import resume as resume_run
 
     result = resume_run(folder.address, overrides, address=address, quiet=as_json)
     return _ended(result, as_json)
@@ -157,9 +158,9 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
             raise click.UsageError("of a cluster it is shown what the run prints: leave out --json")
         jobs = _jobs(address)
         return _watched(jobs, str(jobs.find(run).submission_id), run, address)
-    from raytrain_plus.following import watch
     from raytrain_plus.observe.progress import view_for
-    from raytrain_plus.runfolder import find_run
+    from raytrain_plus.runs.folder import find_run
+    from raytrain_plus.runs.follow import watch
 
     folder = find_run(run, storage)
     asked: list[int] = []
@@ -170,7 +171,7 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
     def hand_on() -> None:
         if asked:
             asked.clear()
-            from raytrain_plus.control import stop
+            from raytrain_plus.launch.control import stop
 
             try:
                 stop(folder)
@@ -196,8 +197,8 @@ def logs(run: str, storage: str, address: str | None, follow: bool) -> int:
     if address is not None:
         _jobs(address).tell(run, sys.stdout, follow)
         return 0
-    from raytrain_plus.following import tell
-    from raytrain_plus.runfolder import find_run
+    from raytrain_plus.runs.folder import find_run
+    from raytrain_plus.runs.follow import tell
 
     tell(find_run(run, storage), sys.stdout, follow)
     return 0
@@ -214,9 +215,9 @@ def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
     if is_dashboard(address):
         click.echo(_jobs(address).stop(run, wait=not no_wait))
         return 0
-    from raytrain_plus.control import stop as stop_run
-    from raytrain_plus.following import watch
-    from raytrain_plus.runfolder import find_run
+    from raytrain_plus.launch.control import stop as stop_run
+    from raytrain_plus.runs.folder import find_run
+    from raytrain_plus.runs.follow import watch
 
     folder = find_run(run, storage)
     stop_run(folder, address)
@@ -241,8 +242,8 @@ def rescale(
     """Have the run RUN (a folder, an address, or a name) go on with other numbers of workers."""
     if minimum is maximum is spares is None:
         raise click.UsageError("say at least one of --min, --max and --spares")
-    from raytrain_plus.control import rescale as rescale_run
-    from raytrain_plus.runfolder import find_run
+    from raytrain_plus.launch.control import rescale as rescale_run
+    from raytrain_plus.runs.folder import find_run
 
     rescale_run(find_run(run, storage), minimum, maximum, spares, address)
     return 0
@@ -260,8 +261,8 @@ def status(run: str, storage: str, address: str | None, as_json: bool) -> int:
         told = _jobs(address).status(run)
         click.echo(json_text(told) if as_json else f"{run}: {told['state']} (job {told['job']})\n  {told['newest']}")
         return 0
-    from raytrain_plus.runfolder import find_run
-    from raytrain_plus.status import status
+    from raytrain_plus.runs.folder import find_run
+    from raytrain_plus.runs.status import status
 
     found = status(find_run(run, storage))
     click.echo(json_text(found.to_json()) if as_json else "\n".join(found.lines()))
@@ -277,8 +278,8 @@ def status(run: str, storage: str, address: str | None, as_json: bool) -> int:
 )
 def export(run: str, storage: str, to: Path, kind: str) -> int:
     """Write the newest model of the run RUN (a folder, an address, or a name) to a file."""
-    from raytrain_plus.export import export_program, export_weights
-    from raytrain_plus.runfolder import find_run
+    from raytrain_plus.runs.export import export_program, export_weights
+    from raytrain_plus.runs.folder import find_run
 
     folder = find_run(run, storage)
     manifest = export_weights(folder, to) if kind == "safetensors" else export_program(folder, to, [Path.cwd()])
@@ -293,11 +294,11 @@ def export(run: str, storage: str, to: Path, kind: str) -> int:
 @_json
 def validate(job: str, overrides: Sequence[str], cluster: str | None, as_json: bool) -> int:
     """Check the job in the file JOB, its task and its data, without running it."""
-    from raytrain_plus.jobfile import load_job
+    from raytrain_plus.job.yaml import load_job
 
     loaded, roots = load_job(job, overrides)
-    from raytrain_plus.clusterfile import fit
-    from raytrain_plus.validate import validate_job
+    from raytrain_plus.checks.cluster_file import fit
+    from raytrain_plus.checks.validate import validate_job
 
     found = None if cluster is None else fit(loaded, cluster)
     report = validate_job(loaded, roots)
@@ -320,13 +321,13 @@ def verify(
     job: str, overrides: Sequence[str], workers: str, kills: int, steps: int, address: str | None, as_json: bool
 ) -> int:
     """Run the first steps of the job in the file JOB on several numbers of workers and compare every bit."""
-    from raytrain_plus.jobfile import load_job
+    from raytrain_plus.job.yaml import load_job
 
     loaded, roots = load_job(job, overrides)
     sizes = [int(size) for size in workers.split(",") if size.strip().isdecimal()]
     if not sizes or len(sizes) != len(workers.split(",")) or kills < 0 or steps < 1:
         raise click.UsageError("--workers takes numbers with commas between them, --kill and --steps whole numbers")
-    from raytrain_plus.verify import verify as verify_job
+    from raytrain_plus.launch.verify import verify as verify_job
 
     verdict = verify_job(
         loaded,
@@ -348,7 +349,7 @@ def verify(
 def audit(run: str, storage: str, as_json: bool) -> int:
     """Check which rows the run RUN (a folder, an address, or a name) used never, once, or more than once."""
     from raytrain_plus.data.audit import audit
-    from raytrain_plus.runfolder import find_run
+    from raytrain_plus.runs.folder import find_run
 
     found = audit(find_run(run, storage).address)
     click.echo(json_text(found.to_json()) if as_json else "\n".join(found.lines()))
@@ -432,7 +433,7 @@ def _asked(run: str, storage: str, address: str | None) -> str | None:
     there = named_dashboard()
     if address is not None or there is None:
         return address
-    from raytrain_plus.runfolder import find_run
+    from raytrain_plus.runs.folder import find_run
 
     try:
         find_run(run, storage)
@@ -444,7 +445,7 @@ def _asked(run: str, storage: str, address: str | None) -> str | None:
 
 def _jobs(address: str | None) -> Jobs:
     """The jobs of the cluster with this dashboard."""
-    from raytrain_plus.submission import Jobs
+    from raytrain_plus.launch.ray_jobs import Jobs
 
     return Jobs(dashboard_of(address))
 

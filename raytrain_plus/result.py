@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from raytrain_plus import jsonshape as has
 from raytrain_plus.errors import InputError
-from raytrain_plus.jsontext import json_text
+from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.document import read_object
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.json_text import json_text
 
 RESULT = "result.json"
 """The file's name in a run's folder."""

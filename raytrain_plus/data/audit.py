@@ -23,12 +23,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from raytrain_plus import jsonshape as has
 from raytrain_plus.errors import InputError, StorageError
-from raytrain_plus.jobfile import read_job
+from raytrain_plus.job.yaml import read_job
 from raytrain_plus.observe.events import event_lines
+from raytrain_plus.storage import json_shape as has
+from raytrain_plus.storage.address import split
 from raytrain_plus.storage.document import read_object
-from raytrain_plus.storage.folder import Folder, open_folder, split
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.open import open_folder
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

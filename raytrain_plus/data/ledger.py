@@ -26,7 +26,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_plus.data.line import splitmix64
+from raytrain_plus.data.sample_order import splitmix64
 
 ROW_ID = "_raytrain_id"
 """The column in which rows carry their ids."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from raytrain_plus.data.line import Line, steps_of_epochs
+from raytrain_plus.data.sample_order import Line, steps_of_epochs
 from raytrain_plus.data.source import Index
-from raytrain_plus.job import Job
+from raytrain_plus.job.settings import Job
 
 
 def line_of(job: Job, data: Index) -> Line:

@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 
 from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.ledger import NOTE, kept_bits, step_sum
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
-from raytrain_plus.storage.repeated import Repeated
+from raytrain_plus.storage.periodic import Repeated
 
 FOLDER = "ledger"
 SCHEMA = pa.schema(

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from raytrain_plus.data.source import exists
 from raytrain_plus.errors import DataError, TaskError, WaitExpired
-from raytrain_plus.taskfile import is_signal, load_function, trim_traceback
+from raytrain_plus.job.task_loader import is_signal, load_function, trim_traceback
 
 LOCK_S = 3600.0
 """How long to wait for another process of this node that prepares the same data."""

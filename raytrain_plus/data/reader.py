@@ -17,13 +17,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from raytrain_plus.data.granule import Rows, without_ids
 from raytrain_plus.data.ledger import ROW_ID
-from raytrain_plus.data.line import Line
 from raytrain_plus.data.reads import Read, first_touches, grouped, reads
+from raytrain_plus.data.sample_order import Line
 from raytrain_plus.data.source import read_unit
+from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import RaytrainError, TrainingError, WaitExpired
-from raytrain_plus.taskfile import trim_traceback, users_frames
+from raytrain_plus.job.task_loader import trim_traceback, users_frames
 
 PREFETCH_STEPS = 4
 """Steps whose batches are made ahead."""

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from raytrain_plus.data.line import Line, Piece
+from raytrain_plus.data.sample_order import Line, Piece
 
 GROUP_BYTES = 32 << 20
 """Small reads share a task up to so many decoded bytes."""

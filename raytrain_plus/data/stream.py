@@ -22,9 +22,9 @@ from ray.data import DataContext, Datasource, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
 
 from raytrain_plus.data.columns import column_of
-from raytrain_plus.data.granule import Rows
 from raytrain_plus.data.reads import Read
 from raytrain_plus.data.source import read_unit
+from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import DataError
 
 TASKS_AT_ONCE = 2

@@ -13,7 +13,7 @@ from html import escape
 from typing import Generic, TypeVar
 
 from raytrain_plus.observe.events import Event
-from raytrain_plus.observe.standing import after_step, plural, told
+from raytrain_plus.observe.run_progress import after_step, plural, told
 
 ROOM = 240
 """Points that are kept of one kind. A picture has two pixels for each."""

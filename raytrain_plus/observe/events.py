@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raytrain_plus import jsonshape as has
-from raytrain_plus.jsontext import json_text
+from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.appended import Appended
 from raytrain_plus.storage.document import parse_object
-from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.growing import Growing
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.json_text import json_text
 from raytrain_plus.storage.local import naming
 from raytrain_plus.storage.outage import Outages
 

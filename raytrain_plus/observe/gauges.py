@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from raytrain_plus.observe.events import Event
-from raytrain_plus.observe.standing import Standing
+from raytrain_plus.observe.run_progress import Standing
 
 OF_RUN: dict[str, str] = {
     "raytrain_steps": "Committed steps",

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from raytrain_plus.observe.figures import Figure
+from raytrain_plus.observe.metrics import Figure
 
 MOST_METRICS = 1000
 MOST_PARAMS = 100

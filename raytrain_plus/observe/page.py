@@ -7,7 +7,7 @@ from html import escape
 
 from raytrain_plus.observe.chart import Chart
 from raytrain_plus.observe.events import Event
-from raytrain_plus.observe.standing import Standing, plural
+from raytrain_plus.observe.run_progress import Standing, plural
 from raytrain_plus.observe.summary import summary
 from raytrain_plus.result import Result
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from raytrain_plus.observe.events import Event
 from raytrain_plus.observe.page import Page
-from raytrain_plus.observe.standing import Standing, plural
+from raytrain_plus.observe.run_progress import Standing, plural
 from raytrain_plus.observe.summary import summary
 from raytrain_plus.result import Result
 

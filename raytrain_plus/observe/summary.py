@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 
-from raytrain_plus.observe.standing import Standing, after_step, clock_text, figures, plural, spell_speed
+from raytrain_plus.observe.run_progress import Standing, after_step, clock_text, figures, plural, spell_speed
 from raytrain_plus.result import Result
-from raytrain_plus.storage.folder import is_address, within
+from raytrain_plus.storage.address import is_address, within
 
 
 def summary(result: Result, standing: Standing | None) -> list[str]:

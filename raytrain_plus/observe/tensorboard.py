@@ -21,10 +21,10 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
-from raytrain_plus.observe.figures import Figure
+from raytrain_plus.observe.metrics import Figure
 from raytrain_plus.storage.appended import Appended
-from raytrain_plus.storage.folder import Folder
 from raytrain_plus.storage.growing import Growing
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 
 WRITER = "TensorBoard"

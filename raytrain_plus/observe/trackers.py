@@ -30,10 +30,10 @@ import yaml
 
 from raytrain_plus.errors import FolderGone, InputError
 from raytrain_plus.observe.events import Event
-from raytrain_plus.observe.figures import Figure, Figures
+from raytrain_plus.observe.metrics import Figure, Figures
 from raytrain_plus.observe.tensorboard import Scalars
 from raytrain_plus.storage.document import read_object
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from raytrain_plus.credentials import without_credentials
-from raytrain_plus.observe.figures import Figure
+from raytrain_plus.observe.metrics import Figure
 from raytrain_plus.observe.trackers import END_S, LOAD_S, Tracker
 
 PERIOD_S = 1.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import wandb
 
-from raytrain_plus.observe.figures import Figure
+from raytrain_plus.observe.metrics import Figure
 
 STEP = "trainer/step"
 """W&B's own step only rises; of a run that goes on, or figures that come late, ours does not."""

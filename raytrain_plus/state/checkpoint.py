@@ -19,7 +19,7 @@ from raytrain_plus.errors import CheckpointError, DamagedError
 from raytrain_plus.state import manifest as m
 from raytrain_plus.state.shares import Piece
 from raytrain_plus.state.tensorfile import header
-from raytrain_plus.storage.folder import Folder, Stat
+from raytrain_plus.storage.interface import Folder, Stat
 
 Array = npt.NDArray[Any]
 CHUNK = 8 << 20

@@ -17,9 +17,9 @@ from typing import Any
 
 import xxhash
 
-from raytrain_plus import jsonshape as has
 from raytrain_plus.errors import CheckpointError, DamagedError
 from raytrain_plus.state.dtypes import DTYPES
+from raytrain_plus.storage import json_shape as has
 
 FORMAT = 1
 FOLDER = "checkpoints"

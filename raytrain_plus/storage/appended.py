@@ -13,7 +13,7 @@ from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import naming
 from raytrain_plus.storage.outage import Outages
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from raytrain_plus.errors import FolderGone
-from raytrain_plus.storage.folder import Buffer, Folder, Stat
+from raytrain_plus.storage.interface import Buffer, Folder, Stat
 
 T = TypeVar("T")
 

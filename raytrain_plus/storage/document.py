@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.jsonshape import Shape, anything
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.json_shape import Shape, anything
 
 
 def read_object(folder: Folder, name: str, remedy: str, shape: Shape = anything) -> dict[str, Any]:

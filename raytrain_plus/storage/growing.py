@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raytrain_plus.errors import FolderGone
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
-from raytrain_plus.storage.repeated import Repeated
+from raytrain_plus.storage.periodic import Repeated
 
 REST = 5.0
 """How many times as long as a writing took lies before the next one, at least."""

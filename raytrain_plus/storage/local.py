@@ -21,7 +21,8 @@ from pathlib import Path
 from stat import S_ISLNK
 
 from raytrain_plus.errors import InputError, StorageError
-from raytrain_plus.storage.folder import Buffer, Folder, Stat, check_name
+from raytrain_plus.storage.address import check_name
+from raytrain_plus.storage.interface import Buffer, Folder, Stat
 
 PART = ".part"
 """How the name of an unfinished file ends; such files are no part of a folder."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raytrain_plus.sizetext import size_text
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.size_text import size_text
 
 SETTLE_S = 5.0
 """A cause is over when nothing failed for so many seconds: a disk that is nearly full takes a little now and then."""

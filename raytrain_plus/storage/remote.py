@@ -21,7 +21,8 @@ import pyarrow as pa
 from pyarrow import fs
 
 from raytrain_plus.errors import InputError, StorageError
-from raytrain_plus.storage.folder import Buffer, Folder, Stat, check_name, within
+from raytrain_plus.storage.address import check_name, within
+from raytrain_plus.storage.interface import Buffer, Folder, Stat
 from raytrain_plus.storage.local import PART, LocalFolder
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from raytrain_plus.errors import StorageError
-from raytrain_plus.storage.folder import Buffer
+from raytrain_plus.storage.interface import Buffer
 
 PART = 16 << 20
 """Bytes sent at once; S3 takes 10,000 parts, so that an object has 156 GiB at most."""

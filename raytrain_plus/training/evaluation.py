@@ -11,7 +11,7 @@ import torch
 from raytrain_plus.collective.world import World, wait
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.training.control import Control
-from raytrain_plus.training.figures import ShardBatches
+from raytrain_plus.training.metrics import ShardBatches
 from raytrain_plus.training.step import Stepper
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytrain_plus.job import Job
-from raytrain_plus.taskfile import build_task, load_task, told_as_task_error
+from raytrain_plus.job.settings import Job
+from raytrain_plus.job.task_loader import build_task, load_task, told_as_task_error
 
 
 def layers_of(job: Job, roots: Sequence[Path]) -> tuple[str, ...] | None:

@@ -15,8 +15,8 @@ from raytrain_plus.data.reader import StepBatches
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.figures import ShardBatches
 from raytrain_plus.training.header import Flags
+from raytrain_plus.training.metrics import ShardBatches
 from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper

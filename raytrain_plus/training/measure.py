@@ -11,17 +11,17 @@ import psutil
 import torch
 from torch import nn
 
-from raytrain_plus.data.granule import Rows
 from raytrain_plus.data.reader import Microbatch, first_microbatch
+from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import TaskError
-from raytrain_plus.job import Job
+from raytrain_plus.job.settings import Job
+from raytrain_plus.job.task_loader import told_as_task_error
 from raytrain_plus.parallel.pipeline.chunk import Chunk
-from raytrain_plus.parallel.pipeline.cut import Layer
-from raytrain_plus.parallel.pipeline.handover import Tensors
 from raytrain_plus.parallel.pipeline.message import classes_of
+from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.pipeline.timeline import Kind
+from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.task import Task
-from raytrain_plus.taskfile import told_as_task_error
 from raytrain_plus.training.model import Built, build_chunks, layer_names, to_device
 from raytrain_plus.training.passes import weighed
 from raytrain_plus.training.randomness import random_key, set_random_key

@@ -24,7 +24,7 @@ from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.fault_search import FaultSearch
-from raytrain_plus.training.figures import Figures, ShardBatches
+from raytrain_plus.training.metrics import Figures, ShardBatches
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.randomness import LayerKeys
 from raytrain_plus.training.verdict import Said

@@ -20,18 +20,18 @@ from torch import nn
 
 from raytrain_plus.collective.world import Work, World, wait
 from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.job import Schedule
+from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk
-from raytrain_plus.parallel.pipeline.handover import Handovers, Peers
 from raytrain_plus.parallel.pipeline.layout import holders, splits
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
 from raytrain_plus.parallel.pipeline.schedule import Pipeline
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
+from raytrain_plus.parallel.pipeline.transport import Handovers, Peers
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.fault_search import FaultSearch
-from raytrain_plus.training.figures import Figures, ShardBatches, checked
+from raytrain_plus.training.metrics import Figures, ShardBatches, checked
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.passes import Part, nothing, on_device, put_header, weighed
 from raytrain_plus.training.randomness import Keyed

@@ -18,11 +18,11 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain_plus.errors import RunError, WaitExpired
-from raytrain_plus.parallel.mesh import Stage
+from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.state.transfer import Snapshot, digest
-from raytrain_plus.workers.plan import Buddy, Sent
+from raytrain_plus.workers.messages import Buddy, Sent
 
 SEND_S = 60.0
 """Limit of one copy on its way, beyond what its size takes at `BYTES_PER_S`; it is sent again then."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http.client import HTTPConnection
 from pathlib import Path
 
-from raytrain_plus.workers.ray_private import drain_this_node
+from raytrain_plus.ray_compat import drain_this_node
 from raytrain_plus.workers.spot import FIRMWARE, LOOK_S, SERVICE, Answer, Cloud, Request, cloud_of, look
 
 ANSWER_S = 5.0

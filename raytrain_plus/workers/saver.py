@@ -18,10 +18,10 @@ from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.state.manifest import Share, name_of
 from raytrain_plus.storage.claimed import Claimed
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outage, outage_of
-from raytrain_plus.storage.tries import tried
-from raytrain_plus.workers.plan import ShareOf, Written
+from raytrain_plus.storage.retry import tried
+from raytrain_plus.workers.messages import ShareOf, Written
 
 STILL_S = 300.0
 """A share of which the storage has taken nothing more for so long is given up."""

@@ -35,8 +35,6 @@ from raytrain_plus.collective.interrupt import cut
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.torch import TorchWorld
 from raytrain_plus.collective.world import World
-from raytrain_plus.data.granule import Rows, Transform
-from raytrain_plus.data.line import Line
 from raytrain_plus.data.of_job import evaluation_line, line_of
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.reader import (
@@ -48,9 +46,10 @@ from raytrain_plus.data.reader import (
     held_out_counts,
     microbatch_rows,
 )
+from raytrain_plus.data.sample_order import Line
 from raytrain_plus.data.sight import Sight
 from raytrain_plus.data.source import Index, check_unchanged, differences, index
-from raytrain_plus.elastic.events import Why
+from raytrain_plus.data.transform_block import Rows, Transform
 from raytrain_plus.errors import (
     CheckpointError,
     DamagedError,
@@ -66,10 +65,20 @@ from raytrain_plus.errors import (
     WaitExpired,
 )
 from raytrain_plus.install.state import REMEDY
-from raytrain_plus.job import Job
-from raytrain_plus.parallel.mesh import Stage
+from raytrain_plus.job.settings import Job
+from raytrain_plus.job.task_loader import (
+    build_task,
+    fault_of,
+    load_function,
+    load_task,
+    told_as_task_error,
+    trim_traceback,
+)
+from raytrain_plus.membership.events import Why
+from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
-from raytrain_plus.runfolder import MODEL
+from raytrain_plus.ray_compat import ray_data_on_the_head
+from raytrain_plus.runs.folder import MODEL
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.finite import as_tensors, check_finite, not_finite
@@ -79,11 +88,10 @@ from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
 from raytrain_plus.state.named import bytes_of, dtype_name, entry_of, optimizer_state, state_sha256
 from raytrain_plus.state.stages import own_tensors, own_tree
 from raytrain_plus.state.transfer import Array, Snapshot, digest, hashed, restricted
-from raytrain_plus.storage.folder import open_folder
+from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import amiss_with, refusal
-from raytrain_plus.storage.tries import tried
+from raytrain_plus.storage.retry import tried
 from raytrain_plus.task import Task
-from raytrain_plus.taskfile import build_task, fault_of, load_function, load_task, told_as_task_error, trim_traceback
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.loop import Evaluation, Feed, Limits, Window, train
 from raytrain_plus.training.model import build_chunks, build_model
@@ -91,8 +99,7 @@ from raytrain_plus.training.randomness import random_key, repeatable, set_random
 from raytrain_plus.training.records import Activity, Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.copier import Copier
-from raytrain_plus.workers.notices import hear_notices
-from raytrain_plus.workers.plan import (
+from raytrain_plus.workers.messages import (
     WHOLE,
     Assignment,
     Buddy,
@@ -105,7 +112,7 @@ from raytrain_plus.workers.plan import (
     ShareOf,
     Written,
 )
-from raytrain_plus.workers.ray_private import ray_data_on_the_head
+from raytrain_plus.workers.notices import hear_notices
 from raytrain_plus.workers.reporter import FLUSH_S, Reporter
 from raytrain_plus.workers.saver import Part, Saver
 

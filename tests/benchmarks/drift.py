@@ -22,7 +22,7 @@ from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
 from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.elastic.view import host_shards
+from raytrain_plus.membership.view import host_shards
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.step import Stepper

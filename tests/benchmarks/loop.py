@@ -24,16 +24,16 @@ from raytrain_plus.collective.credentials import Credentials
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.horovod import HorovodWorld, _environment, load_horovod
 from raytrain_plus.collective.rendezvous import RendezvousServer
-from raytrain_plus.data.granule import Rows, without_ids
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
-from raytrain_plus.elastic.view import host_shards
-from raytrain_plus.job import Job
-from raytrain_plus.jobfile import load_job
+from raytrain_plus.data.transform_block import Rows, without_ids
+from raytrain_plus.job.settings import Job
+from raytrain_plus.job.task_loader import build_task, load_task
+from raytrain_plus.job.yaml import load_job
+from raytrain_plus.membership.view import host_shards
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.task import Task
-from raytrain_plus.taskfile import build_task, load_task
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.loop import Limits, train
 from raytrain_plus.training.model import build_model

@@ -38,7 +38,7 @@ from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.torch import TorchWorld
 from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.job import Schedule
+from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.layout import amiss, holders
 from raytrain_plus.parallel.pipeline.schedule import orders
 from raytrain_plus.parallel.pipeline.timeline import Cost, bubble, laid_out, makespan

@@ -25,13 +25,13 @@ import pyarrow.parquet as pq
 
 from raytrain_plus import Data, Job
 from raytrain_plus.data.audit import audit
-from raytrain_plus.data.granule import without_ids
 from raytrain_plus.data.ledger import NOTE, ROW_ID, row_ids
-from raytrain_plus.data.line import Line
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.parts import Parts
 from raytrain_plus.data.prepare import prepare
+from raytrain_plus.data.sample_order import Line
 from raytrain_plus.data.source import Index, index
+from raytrain_plus.data.transform_block import without_ids
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training import header
 from tests.benchmarks.steps import REPOSITORY, job, loop

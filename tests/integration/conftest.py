@@ -31,7 +31,7 @@ def background() -> list[psutil.Process]:
     """The processes of runs in the background, with all that they have started."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        if "raytrain_plus.background" in (process.info["cmdline"] or ()):
+        if "raytrain_plus.launch.background" in (process.info["cmdline"] or ()):
             found += [process, *process.children(recursive=True)]
     return found
 

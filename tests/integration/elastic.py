@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 
 from raytrain_plus import Data, Elastic, Job, Result, Workers, run
 from raytrain_plus.observe.events import read_events
-from raytrain_plus.storage.folder import is_address
+from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
 

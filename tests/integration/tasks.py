@@ -26,10 +26,10 @@ from torch.nn import functional as F
 from raytrain_plus import Task
 from raytrain_plus.collective.horovod import HorovodWorld
 from raytrain_plus.data.reader import PREFETCH_STEPS
-from raytrain_plus.parallel.pipeline.handover import Handovers
+from raytrain_plus.parallel.pipeline.transport import Handovers
+from raytrain_plus.ray_compat import drain_this_node
 from raytrain_plus.training import staged
 from raytrain_plus.workers.notices import listen
-from raytrain_plus.workers.ray_private import drain_this_node
 
 
 class Whole(nn.Sequential):

@@ -24,7 +24,7 @@ from ray._private.state import state
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 
 from raytrain_plus import Data, Workers, attach
-from raytrain_plus.workers.ray_private import has_autoscaler
+from raytrain_plus.ray_compat import has_autoscaler
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data
 

@@ -37,11 +37,12 @@ from raytrain_plus import (
     load,
 )
 from raytrain_plus.data.audit import audit
+from raytrain_plus.launch.runner import resume
 from raytrain_plus.observe.events import read_events
-from raytrain_plus.runner import resume
 from raytrain_plus.state.checkpoint import survey
-from raytrain_plus.storage.folder import open_folder, within
+from raytrain_plus.storage.address import within
 from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.open import open_folder
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import Net, write_data

@@ -17,8 +17,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from raytrain_plus import RunError, attach
-from raytrain_plus.cluster import NAMESPACE
-from raytrain_plus.runfolder import lease_holder
+from raytrain_plus.launch.cluster import NAMESPACE
+from raytrain_plus.runs.folder import lease_holder
 from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS, background
 from tests.integration.elastic import raylets
@@ -136,7 +136,7 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from raytrain_plus import start
-from raytrain_plus.jobfile import load_job
+from raytrain_plus.job.yaml import load_job
 job, roots = load_job(sys.argv[1], [])
 print(start(job, address=sys.argv[2], roots=roots), flush=True)
 time.sleep(600)

@@ -12,7 +12,7 @@ import safetensors.torch
 
 from raytrain_plus import Checkpoint, Elastic, Workers
 from raytrain_plus.data.audit import audit
-from raytrain_plus.past import look_back
+from raytrain_plus.runs.history import look_back
 from raytrain_plus.state.checkpoint import Copy, commit, read_tensors, write_share
 from raytrain_plus.state.manifest import Manifest, joined, name_of
 from raytrain_plus.state.shares import Piece

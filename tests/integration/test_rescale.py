@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 
 from raytrain_plus import Data, Elastic, RunError, Workers
 from raytrain_plus.data.audit import audit
-from raytrain_plus.workers.ray_private import drain_node
+from raytrain_plus.ray_compat import drain_node
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.tasks import write_data

@@ -24,7 +24,7 @@ import ray
 
 from raytrain_plus import Data, Job, TaskError, run
 from raytrain_plus.observe.events import read_events
-from raytrain_plus.status import state_of, status
+from raytrain_plus.runs.status import state_of, status
 from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import Net, write_data
@@ -224,7 +224,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_shard(tmp_pa
 def test_too_small_a_cluster_says_what_it_has(tmp_path: Path, setting: str, expected: str) -> None:
     write_data(tmp_path / "data")
     script = (
-        "import ray, sys\nfrom raytrain_plus import InputError, run\nfrom raytrain_plus.jobfile import load_job\n"
+        "import ray, sys\nfrom raytrain_plus import InputError, run\nfrom raytrain_plus.job.yaml import load_job\n"
         "ray.init(address='local', num_cpus=2, include_dashboard=False, logging_level='ERROR')\n"
         "job, roots = load_job(sys.argv[1], ['workers=' + sys.argv[2]])\n"
         "try: run(job, quiet=True, roots=roots)\n"

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
-from raytrain_plus.data.granule import Rows
-from raytrain_plus.data.line import Line
 from raytrain_plus.data.reader import Batches
+from raytrain_plus.data.sample_order import Line
 from raytrain_plus.data.source import index
 from raytrain_plus.data.stream import Stream
+from raytrain_plus.data.transform_block import Rows
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import noisy, write_data
 
@@ -91,8 +91,8 @@ def test_streamed_batches_are_those_read_directly(
 
 MEASURE = """
 import functools, sys, ray
-from raytrain_plus.data.granule import Rows
-from raytrain_plus.data.line import Line
+from raytrain_plus.data.transform_block import Rows
+from raytrain_plus.data.sample_order import Line
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
 from raytrain_plus.data.stream import Stream

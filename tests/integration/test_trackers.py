@@ -11,9 +11,9 @@ import pytest
 import ray
 
 from raytrain_plus import Checkpoint, Data, Evaluate, InputError, Job, Workers, run
-from raytrain_plus.cluster import controllers_of
+from raytrain_plus.launch.cluster import controllers_of
+from raytrain_plus.launch.runner import resume
 from raytrain_plus.observe.events import read_events
-from raytrain_plus.runner import resume
 from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run

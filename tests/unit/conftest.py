@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from raytrain_plus.storage.folder import Folder, open_folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.open import open_folder
 from tests.unit.storage.store import at, serving
 
 # A deadline on one example measures the machine: on a busy one, any can take a second.

@@ -13,10 +13,10 @@ import pytest
 
 from raytrain_plus import cli
 from raytrain_plus.errors import InputError, RunError, TrainingError
-from raytrain_plus.handle import Handle
+from raytrain_plus.job.task_loader import load_task
+from raytrain_plus.launch.handle import Handle
 from raytrain_plus.result import Result
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.taskfile import load_task
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -108,7 +108,7 @@ def test_a_job_that_is_wrong_is_told_before_anything_is_loaded(
 def test_what_json_has_no_word_for_is_text_on_stdout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner = pytest.importorskip("raytrain_plus.runner")
+    runner = pytest.importorskip("raytrain_plus.launch.runner")
     figures = {"loss": math.nan, "most": math.inf}
     result = Result(name="x", status="failed", exit_code=1, path=tmp_path, steps=1, samples=1, metrics=figures)
     for verb in ("run", "resume"):
@@ -151,7 +151,7 @@ def run_in(storage: Path, **result: Any) -> None:
 def test_a_run_that_has_finished_before_does_not_go_on_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner = pytest.importorskip("raytrain_plus.runner")
+    runner = pytest.importorskip("raytrain_plus.launch.runner")
     for status in ("finished", ""):
         storage = tmp_path / (status or "going")
         run_in(storage, **({"status": status} if status else {}))

@@ -17,14 +17,14 @@ import pytest
 import yaml
 
 from raytrain_plus import Data, Job, JobError, cli, credentials
-from raytrain_plus.address import check_cluster, dashboard_of, named_dashboard
+from raytrain_plus.controller.journal import Journal
 from raytrain_plus.credentials import credential_in, hide_credentials, without_credentials
-from raytrain_plus.elastic.journal import Journal
 from raytrain_plus.errors import DataError, InputError, RunError, StorageError, TaskError, TrainingError
-from raytrain_plus.job import fields_of, flatten, nested
-from raytrain_plus.jobfile import load_job
-from raytrain_plus.past import Past
-from raytrain_plus.runfolder import Fence
+from raytrain_plus.job.settings import fields_of, flatten, nested
+from raytrain_plus.job.yaml import load_job
+from raytrain_plus.launch.ray_address import check_cluster, dashboard_of, named_dashboard
+from raytrain_plus.runs.folder import Fence
+from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.local import LocalFolder
 
 SECRET = "hunter2"

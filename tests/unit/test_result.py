@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_plus.elastic.totals import WARM_UP_S, Totals
+from raytrain_plus.controller.totals import WARM_UP_S, Totals
 from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.training.records import StepRecord
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.parallel.pipeline.handover import Handovers, Tensors, apart
 from raytrain_plus.parallel.pipeline.timeline import Kind
+from raytrain_plus.parallel.pipeline.transport import Handovers, Tensors, apart
 
 
 class Work(Protocol):

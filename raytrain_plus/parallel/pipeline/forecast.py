@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytrain_plus.job import Schedule
-from raytrain_plus.parallel.pipeline.cut import Layer
+from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.layout import Chunks, holders, laid_over
+from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.pipeline.schedule import orders
 from raytrain_plus.parallel.pipeline.timeline import Cost, bubble, held, laid_out
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raytrain_plus.job import Schedule
-from raytrain_plus.parallel.pipeline.cut import Layer, cut
+from raytrain_plus.job.settings import Schedule
+from raytrain_plus.parallel.pipeline.partition import Layer, cut
 
 MICROBATCHES = 1 << 16
 """More than a cell can number until its stages come together."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raytrain_plus.job import Schedule
-from raytrain_plus.parallel.pipeline.cut import Layer
+from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.layout import Chunks, laid_over
-from raytrain_plus.sizetext import size_text
+from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.storage.size_text import size_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from raytrain_plus.job import Schedule
+from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline import timeline
 from raytrain_plus.parallel.pipeline.chunk import Chunk, Work
 from raytrain_plus.parallel.pipeline.layout import amiss, holders

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 
 from raytrain_plus import Data, Job
 from raytrain_plus.data.audit import Audit, Epoch, audit
-from raytrain_plus.data.granule import Rows
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.parts import SCHEMA, Parts, table_of
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
+from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe.events import EventLog
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
 from tests.benchmarks.audited import audited
 

@@ -15,7 +15,7 @@ from raytrain_plus.data.ledger import NOTE, step_sum
 from raytrain_plus.data.page_checksum import without_checksums
 from raytrain_plus.data.parts import SCHEMA, Parts
 from raytrain_plus.errors import RunError
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
 
 

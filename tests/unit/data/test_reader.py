@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrain_plus import Task
-from raytrain_plus.data.granule import Rows, without_ids
 from raytrain_plus.data.ledger import ROW_ID, row_ids
-from raytrain_plus.data.line import Line
 from raytrain_plus.data.reader import Batches, Counts, cut, from_stream, held_out, held_out_counts
+from raytrain_plus.data.sample_order import Line
 from raytrain_plus.data.source import index, read_unit
+from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import DataChanged, TrainingError, WaitExpired
 
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from raytrain_plus.data.granule import Rows
-from raytrain_plus.data.line import Line, Piece
 from raytrain_plus.data.reads import Read
+from raytrain_plus.data.sample_order import Line, Piece
 from raytrain_plus.data.source import index
 from raytrain_plus.data.stream import Stream, _numbered, _split
+from raytrain_plus.data.transform_block import Rows
 from tests.unit.data.test_source import write
 
 

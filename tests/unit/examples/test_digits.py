@@ -9,7 +9,7 @@ import torch
 
 from examples.digits import Digits, prepare
 from raytrain_plus.data.page_checksum import without_checksums
-from raytrain_plus.jobfile import load_job
+from raytrain_plus.job.yaml import load_job
 
 
 def tables(folder: Path) -> dict[str, pa.Table]:

@@ -23,21 +23,22 @@ import torch
 import xxhash
 import yaml
 
-from raytrain_plus import Data, Evaluate, Job, following, runfolder
-from raytrain_plus.data.granule import Rows
+from raytrain_plus import Data, Evaluate, Job
+from raytrain_plus.controller.order import Order
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.parts import Parts
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
-from raytrain_plus.elastic.order import Order
+from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import RaytrainError
-from raytrain_plus.export import newest_weights
+from raytrain_plus.launch.preflight import order_of
 from raytrain_plus.observe.events import EVENTS, EventLog
 from raytrain_plus.observe.trackers import Relay
-from raytrain_plus.ordering import order_of
 from raytrain_plus.result import Result
-from raytrain_plus.runfolder import DATASET, JOB, LEASE, Fence, Lease, claim, held_at, job_of
+from raytrain_plus.runs import folder, follow
+from raytrain_plus.runs.export import newest_weights
+from raytrain_plus.runs.folder import DATASET, JOB, LEASE, Fence, Lease, claim, held_at, job_of
 from raytrain_plus.state.checkpoint import commit
 from raytrain_plus.state.manifest import FOLDER, name_of
 from raytrain_plus.storage.local import LocalFolder
@@ -65,13 +66,13 @@ class Base:
 @contextmanager
 def patient_for_nothing() -> Iterator[None]:
     """No lease is waited for: each would take its 10 s."""
-    before = runfolder.LEASE_S, following.LEASE_S, following.HERE_S
-    runfolder.LEASE_S = following.LEASE_S = 0.0
-    following.HERE_S = 0.001
+    before = folder.LEASE_S, follow.LEASE_S, follow.HERE_S
+    folder.LEASE_S = follow.LEASE_S = 0.0
+    follow.HERE_S = 0.001
     try:
         yield
     finally:
-        runfolder.LEASE_S, following.LEASE_S, following.HERE_S = before
+        folder.LEASE_S, follow.LEASE_S, follow.HERE_S = before
 
 
 def base_in(folder: Path) -> Base:
@@ -444,7 +445,7 @@ def _told(look: Callable[[], Any]) -> int:
 
 
 def _seen(run: LocalFolder, base: Base, done: Damage) -> int:
-    return _told(lambda: (following.seen(run).html(), held_at(run)))
+    return _told(lambda: (follow.seen(run).html(), held_at(run)))
 
 
 def _resumed(run: LocalFolder, base: Base, done: Damage) -> int:
@@ -478,4 +479,4 @@ def _tracked(run: LocalFolder, base: Base, done: Damage) -> int:
 
 def _claimed(run: LocalFolder, base: Base, done: Damage) -> int:
     """What a controller does first; it changes the folder."""
-    return _told(lambda: claim(run, fresh=False, claims=runfolder.claims_of(run)))
+    return _told(lambda: claim(run, fresh=False, claims=folder.claims_of(run)))

@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 
 from raytrain_plus.errors import RaytrainError
-from raytrain_plus.job import Job, fields_of, flatten, nested
-from raytrain_plus.jobfile import load_job, read_job
-from raytrain_plus.ordering import order_of
+from raytrain_plus.job.settings import Job, fields_of, flatten, nested
+from raytrain_plus.job.yaml import load_job, read_job
+from raytrain_plus.launch.preflight import order_of
 from tests.unit.fuzz.tasks import prepare
 from tests.unit.fuzz.verdict import Fault, limited, raytrain
 

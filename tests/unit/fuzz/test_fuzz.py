@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus import jsonshape as has
 from raytrain_plus.data.source import index, read_unit
 from raytrain_plus.errors import DataChanged, DataError, JobError
-from raytrain_plus.jobfile import load_job
+from raytrain_plus.job.yaml import load_job
 from raytrain_plus.observe.events import _SHAPES, FIELDS
+from raytrain_plus.storage import json_shape as has
 from tests.unit.fuzz import folders, jobs
 from tests.unit.fuzz.again import KINDS, found
 from tests.unit.fuzz.verdict import raytrain
@@ -299,7 +299,7 @@ def test_a_job_that_became_longer_is_audited_in_no_time(length: str, run: Path) 
 
 def test_a_dataset_whose_rows_are_no_number_has_no_length(run: Path) -> None:
     """What a notebook shows was a traceback: a share of NaN."""
-    from raytrain_plus.following import seen
+    from raytrain_plus.runs.follow import seen
     from raytrain_plus.storage.local import LocalFolder
 
     put("dataset.json", rows=float("nan"))(run)

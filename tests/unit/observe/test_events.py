@@ -12,7 +12,7 @@ import pytest
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe.events import FIELDS, EventLog, Tail, cut_torn_line, event_lines, glance, read_events
 from raytrain_plus.storage import growing
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
 
 WHOLE = b'{"time": 1.0, "generation": 0, "kind": "of a later version"}\n'

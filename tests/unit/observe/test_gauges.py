@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from raytrain_plus.elastic.totals import Totals
+from raytrain_plus.controller.totals import Totals
 from raytrain_plus.observe.gauges import OF_RUN, OF_WORKER, Figures, Gauges
 from raytrain_plus.training.records import StepRecord
 from tests.unit.observe.dashboard import dashboard, queries

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus.observe.figures import Figure
+from raytrain_plus.observe.metrics import Figure
 
 with warnings.catch_warnings():
     # What it says of others' packages.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus.observe.standing import Standing
+from raytrain_plus.observe.run_progress import Standing
 from raytrain_plus.observe.summary import summary
 from raytrain_plus.result import Result
 

@@ -13,10 +13,10 @@ from tensorboardX.crc32c import crc32c as their_crc32c
 from tensorboardX.proto.event_pb2 import Event as Payload
 
 from raytrain_plus.observe import tensorboard as module
-from raytrain_plus.observe.figures import Figure
+from raytrain_plus.observe.metrics import Figure
 from raytrain_plus.observe.tensorboard import FLUSH_S, Scalars
 from raytrain_plus.storage import growing
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe import trackers as module
-from raytrain_plus.observe.figures import Figure
+from raytrain_plus.observe.metrics import Figure
 from raytrain_plus.observe.trackers import Relay, Trackers, begun, check_installed, settings_for
 from raytrain_plus.storage.local import LocalFolder
 from tests.unit.observe.feed import event, step

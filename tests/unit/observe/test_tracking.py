@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus.observe import tracking as module
-from raytrain_plus.observe.figures import Figure
+from raytrain_plus.observe.metrics import Figure
 from raytrain_plus.observe.tracking import Queue, deliver, in_short, read
 
 

@@ -19,7 +19,7 @@ from raytrain_plus.state import manifest as m
 from raytrain_plus.state.checkpoint import Copy, commit, read_tensors, survey, sweep, write_share
 from raytrain_plus.state.shares import share_out
 from raytrain_plus.state.transfer import unpacked
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import Disk, LocalFolder
 from tests.unit.storage.disk import Full, after_every_stop
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus.errors import FolderGone
-from raytrain_plus.runfolder import Fence
+from raytrain_plus.runs.folder import Fence
 from raytrain_plus.storage.claimed import Claim, Claimed
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
 
 

@@ -10,8 +10,10 @@ import pytest
 from pyarrow import fs
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.storage.folder import Folder, open_folder, within
+from raytrain_plus.storage.address import within
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.remote import RemoteFolder
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus.storage import growing as module
-from raytrain_plus.storage.folder import Buffer, Folder
 from raytrain_plus.storage.growing import Growing
+from raytrain_plus.storage.interface import Buffer, Folder
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.storage.outage import Outages
 

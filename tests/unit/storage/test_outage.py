@@ -13,7 +13,7 @@ import pytest
 
 from raytrain_plus.storage import outage as module
 from raytrain_plus.storage.appended import Appended
-from raytrain_plus.storage.folder import Folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.storage.outage import SETTLE_S, Outage, Outages, mount_of, outage_of
 

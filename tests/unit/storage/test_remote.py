@@ -14,12 +14,13 @@ import pytest
 from pyarrow import fs
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.runfolder import Fence, single_writer
+from raytrain_plus.runs.folder import Fence, single_writer
 from raytrain_plus.state.checkpoint import sweep
 from raytrain_plus.state.manifest import FOLDER, newness
 from raytrain_plus.storage import remote
-from raytrain_plus.storage.folder import Folder, open_folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import keeps_others_out
 from raytrain_plus.storage.remote import RemoteFolder
 from tests.unit.state.test_checkpoint import load, same, save, state

@@ -15,8 +15,8 @@ import torch
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
-from raytrain_plus.elastic.view import host_shards
 from raytrain_plus.errors import Interrupted
+from raytrain_plus.membership.view import host_shards
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.step import Applied, Stepper
 

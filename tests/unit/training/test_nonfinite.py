@@ -20,10 +20,10 @@ from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.elastic.view import host_shards
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.job import Schedule
-from raytrain_plus.parallel.mesh import Shape
+from raytrain_plus.job.settings import Schedule
+from raytrain_plus.membership.mesh import Shape
+from raytrain_plus.membership.view import host_shards
 from raytrain_plus.parallel.pipeline.layout import holders
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.task import BufferRule, Task

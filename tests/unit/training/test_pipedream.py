@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from raytrain_plus import Task
 from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.elastic.view import host_shards
 from raytrain_plus.errors import Interrupted, TrainingError
-from raytrain_plus.parallel.mesh import Shape
-from raytrain_plus.parallel.pipeline.handover import Handovers
+from raytrain_plus.membership.mesh import Shape
+from raytrain_plus.membership.view import host_shards
 from raytrain_plus.parallel.pipeline.schedule import orders
+from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.pipedream import PipeDream, Weights

@@ -22,12 +22,12 @@ from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
 from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.elastic.view import host_shards
 from raytrain_plus.errors import Interrupted, TaskError, TrainingError
-from raytrain_plus.job import Schedule
-from raytrain_plus.parallel.mesh import Shape, Stage
-from raytrain_plus.parallel.pipeline.cut import Layer, cut
+from raytrain_plus.job.settings import Schedule
+from raytrain_plus.membership.mesh import Shape, Stage
+from raytrain_plus.membership.view import host_shards
 from raytrain_plus.parallel.pipeline.layout import holders
+from raytrain_plus.parallel.pipeline.partition import Layer, cut
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.state.holding import saved_model
 from raytrain_plus.state.named import optimizer_state, state_sha256
@@ -38,7 +38,7 @@ from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks, build_model, layer_names
 from raytrain_plus.training.staged import AT_ONCE, Staged
 from raytrain_plus.training.step import Applied, Stepper
-from raytrain_plus.workers.plan import Layers
+from raytrain_plus.workers.messages import Layers
 from tests.unit.parallel.pipeline import cells
 from tests.unit.parallel.pipeline.cells import COMPUTES, Mail, Threads, at_once
 

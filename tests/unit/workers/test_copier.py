@@ -15,12 +15,12 @@ import torch
 from ray.exceptions import RayError
 
 from raytrain_plus.errors import RunError
-from raytrain_plus.parallel.mesh import Stage
+from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.transfer import Snapshot, put, take
 from raytrain_plus.workers import copier as module
 from raytrain_plus.workers.copier import Copier
-from raytrain_plus.workers.plan import Buddy, Sent
+from raytrain_plus.workers.messages import Buddy, Sent
 from tests.unit.workers.trained import holding
 
 STAGE = Stage(1, 2)

@@ -18,11 +18,11 @@ from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.manifest import joined, name_of
-from raytrain_plus.storage import tries
-from raytrain_plus.storage.folder import Buffer
+from raytrain_plus.storage import retry
+from raytrain_plus.storage.interface import Buffer
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.workers import saver as module
-from raytrain_plus.workers.plan import ShareOf, Written
+from raytrain_plus.workers.messages import ShareOf, Written
 from raytrain_plus.workers.saver import Part, Saver
 from tests.unit.state.test_checkpoint import described
 from tests.unit.workers.trained import holding
@@ -153,7 +153,7 @@ class Failing(LocalFolder):
 def test_a_storage_that_fails_is_tried_again_and_then_told_of(
     tmp_path: Path, failures: int, failure: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tries, "PAUSES_S", (0.001, 0.001))
+    monkeypatch.setattr(retry, "PAUSES_S", (0.001, 0.001))
     told: Told = queue.SimpleQueue()
     made = saver(Failing(tmp_path, failures, failure), holding(), told)
     made.copy(3, {})

@@ -27,7 +27,7 @@ from raytrain_plus.state.whole import model_file
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.workers import worker as module
 from raytrain_plus.workers.copier import Copier
-from raytrain_plus.workers.plan import ShareOf
+from raytrain_plus.workers.messages import ShareOf
 from raytrain_plus.workers.saver import Part, Saver
 from raytrain_plus.workers.worker import Worker
 from tests.unit.data.test_source import write

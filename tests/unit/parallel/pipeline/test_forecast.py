@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_plus.parallel.pipeline.cut import Layer
 from raytrain_plus.parallel.pipeline.forecast import forecast
+from raytrain_plus.parallel.pipeline.partition import Layer
 
 EVEN = [Layer(name, 0.03, 1000, 10, 7) for name in "abcd"]
 

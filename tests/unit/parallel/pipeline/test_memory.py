@@ -3,8 +3,8 @@
 import doctest
 
 from raytrain_plus.parallel.pipeline import memory as module
-from raytrain_plus.parallel.pipeline.cut import Layer
 from raytrain_plus.parallel.pipeline.memory import Misfit, within
+from raytrain_plus.parallel.pipeline.partition import Layer
 
 
 def test_the_examples() -> None:

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.job import Schedule
+from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk
-from raytrain_plus.parallel.pipeline.cut import Layer, cut
-from raytrain_plus.parallel.pipeline.handover import Handovers
 from raytrain_plus.parallel.pipeline.layout import amiss, holders, splits
+from raytrain_plus.parallel.pipeline.partition import Layer, cut
 from raytrain_plus.parallel.pipeline.schedule import Pipeline, orders
 from raytrain_plus.parallel.pipeline.timeline import Action, Cost, Kind, bubble, held, laid_out
+from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.training.randomness import random_key, set_random_key
 from tests.unit.parallel.pipeline import cells
 from tests.unit.parallel.pipeline.cells import COMPUTES, Threads, cell

@@ -1,0 +1,297 @@
+"""What can be said of a job without running it: its sizes, its data, whether its task can be imported and built."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytrain_plus.credentials import without_credentials
+from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.page_checksum import HOW, LOOKED_AT, without_checksums
+from raytrain_plus.data.sample_order import read_factor
+from raytrain_plus.data.source import Index, check_alike, check_enough, exists, index
+from raytrain_plus.data.transform_block import Rows
+from raytrain_plus.errors import InputError
+from raytrain_plus.install.state import choose_collective
+from raytrain_plus.job.settings import Job
+from raytrain_plus.job.task_loader import build_task, load_function, load_task
+from raytrain_plus.observe.run_progress import plural
+from raytrain_plus.observe.trackers import check_installed
+from raytrain_plus.parallel.sizing import cuts_of, left_out, most_shards, shapes_of
+from raytrain_plus.storage.address import is_address
+from raytrain_plus.training.layers import layers_of
+
+if TYPE_CHECKING:
+    from raytrain_plus.parallel.pipeline.forecast import Forecast
+    from raytrain_plus.task import Task
+
+NAMED = 3
+"""Files that are named when there are many."""
+FACTOR_WARNING = 2.0
+"""Above it, row groups are much longer than a shard's span, and most of what is read is read in vain."""
+STORAGE_S = 8.0
+"""Maximum seconds for a storage that is an address to answer; its client would try again for minutes."""
+ASK = """
+import sys
+from raytrain_plus.errors import InputError
+from raytrain_plus.storage.open import open_folder
+try:
+    open_folder(sys.stdin.read()).read("job.yaml")
+except FileNotFoundError:
+    pass
+except (OSError, InputError) as error:
+    print(error)
+    sys.exit(2 if isinstance(error, InputError) else 1)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One number of workers."""
+
+    workers: int
+    shards: int
+    """Shards of the cell that hosts most; a step takes as long as they take."""
+    efficiency: float
+    """Share of the workers' time that is used: shards / (cells x shards of the fullest), of those that are formed."""
+    cells: int = 1
+    stages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `raytrain validate` says."""
+
+    name: str
+    sizes: tuple[Size, ...]
+    rows: int | None
+    """None where the data is still to be prepared."""
+    units: int | None
+    steps: int | None
+    read_factor: float | None
+    """How many times over a row group is read in an epoch."""
+    left_out: str = ""
+    """Which of the workers that the job allows are never formed, and why; empty where all can be."""
+    cut: Forecast | None = None
+    """Where the model is in stages: those of the largest number of workers."""
+    misfits: tuple[str, ...] = ()
+    """Of the numbers of stages that it may be cut into, those that this machine's memory is too small for, and why."""
+    files: int = 0
+    """Data files, held-out ones too, in which page checksums were looked for."""
+    files_in_all: int = 0
+    without_checksums: tuple[str, ...] = ()
+    """Those of `files` that carry no page checksums."""
+    storage: str = ""
+    """Why a storage that is an address cannot be read from here; empty if it can."""
+
+    @property
+    def most_stages(self) -> int:
+        """Of any size."""
+        return max(size.stages for size in self.sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        said = [f"{self.name}: the job is sound"]
+        if self.storage:
+            said.append(f"  warning: {self.storage}")
+        if self.rows is None:
+            said.append("  data: will be prepared by data.prepare when the job runs")
+        else:
+            said.append(f"  data: {self.rows:,} rows in {self.units:,} row groups, {self.steps:,} steps")
+            assert self.read_factor is not None
+            said.append(f"  a row group is read by {self.read_factor:.2f} shards in an epoch, on average")
+            if self.read_factor > FACTOR_WARNING:
+                said.append("  warning: that is much; write smaller row groups, or use fewer data.shards")
+            said += self._checksum_lines()
+        for size in self.sizes:
+            cells = f"{plural(size.cells, 'cell')} of {plural(size.stages, 'stage')}, " * (self.most_stages > 1)
+            said.append(
+                f"  {plural(size.workers, 'worker')}: {cells}{size.shards} shards on the fullest, "
+                f"{100 * size.efficiency:.0f} % efficiency"
+            )
+        if self.left_out:
+            said.append(f"  warning: {self.left_out}")
+        if self.cut is not None:
+            said += _cut_lines(self.cut)
+        elif self.rows is None and self.most_stages > 1:
+            said.append("  its cut is shown when the data is there: layers are timed on its rows")
+        return said + [
+            f"  warning: on workers with this machine's memory it does not fit: {why}" for why in self.misfits
+        ]
+
+    def _checksum_lines(self) -> list[str]:
+        missing = self.without_checksums
+        if not missing:
+            return []
+        looked = f"the first {self.files:,}" if self.files < self.files_in_all else f"{self.files:,}"
+        names = ", ".join([*missing[:NAMED], *["..."] * (len(missing) > NAMED)])
+        return [
+            f"  {len(missing):,} of {looked} files carry no page checksums ({names}); damaged values in them "
+            f"cannot be found: write them with {HOW}"
+        ]
+
+
+def sizes_of(job: Job, cuts: Sequence[int] = (1,)) -> tuple[Size, ...]:
+    """Each number of workers from min to max; with more of them than can have anything to do, none."""
+    shards = job.data.shards
+    found = []
+    for workers, shape in shapes_of(job, cuts).items():
+        # Of one stage each, all are formed: a further cell that makes no step faster is only left out above the least.
+        cells = workers if shape.stages == 1 else shape.cells
+        fullest = math.ceil(shards / cells)
+        found.append(Size(workers, fullest, shards * shape.stages / (workers * fullest), cells, shape.stages))
+    return tuple(found)
+
+
+def validate_job(job: Job, roots: Sequence[Path]) -> Report:
+    """Imports what the job names, builds its task, though no model, and looks at its data, if it is there; asks a
+    storage that is an address whether it answers.
+
+    Raises `InputError` for what is wrong.
+    """
+    if not is_address(job.storage):
+        return _looked_at(job, roots)
+    with _asking(job.storage) as asked:
+        return replace(_looked_at(job, roots), storage=asked.answer())
+
+
+class _Asked:
+    """A storage that is asked whether it answers, by a process of its own: a client that waits cannot be ended else."""
+
+    def __init__(self, storage: str) -> None:
+        self._where = f"storage: {without_credentials(storage, whole=True).partition('?')[0]}"
+        self._until = time.monotonic() + STORAGE_S
+        command = [sys.executable, "-c", ASK]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
+        # Not in the command, which everybody on the machine can read: it may hold secrets.
+        assert self.process.stdin is not None
+        self.process.stdin.write(storage)
+        self.process.stdin.close()
+        self.process.stdin = None
+
+    def answer(self) -> str:
+        """Return why the storage cannot be read from here; empty if it can.
+
+        Raises `InputError` if it is no address of a storage.
+        """
+        try:
+            # Its few words fit into the pipe, whoever reads them when.
+            self.process.wait(timeout=max(0.0, self._until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return f"{self._where} does not answer this machine within {STORAGE_S:g} s"
+        said, _ = self.process.communicate()
+        first = (said.splitlines() or [""])[0]
+        if self.process.returncode == 2:
+            raise InputError(first, where="storage")
+        return f"{self._where} cannot be read from this machine: {first}" if self.process.returncode else ""
+
+
+@contextmanager
+def _asking(storage: str) -> Iterator[_Asked]:
+    asked = _Asked(storage)
+    try:
+        yield asked
+    finally:
+        with asked.process:
+            asked.process.kill()
+
+
+def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
+    search = [Path.cwd(), *roots]
+    task = build_task(load_task(job.task, search), job.args)
+    for name in (job.data.prepare, job.data.transform):
+        if name is not None:
+            load_function(name, search)
+    choose_collective(job.collective, job.workers.gpus)
+    check_installed(job.trackers)
+    cuts = cuts_of(job, layers_of(job, search))
+    sizes, unformed = sizes_of(job, cuts), left_out(job, cuts)
+    if job.data.prepare is not None and not exists(Path(job.data.path)):
+        return Report(job.name, sizes, None, None, None, None, unformed)
+    seen = index(job.data.path)
+    check_enough(seen, job.data.shards)
+    files = [seen.file(number) for number in range(len(seen.files))]
+    if job.evaluate is not None and (job.data.prepare is None or exists(Path(job.evaluate.path))):
+        held_out = index(job.evaluate.path)
+        check_enough(held_out, job.data.shards)
+        check_alike(seen, held_out)
+        files += [held_out.file(number) for number in range(len(held_out.files))]
+    looked_at = files[:LOOKED_AT]
+    line = line_of(job, seen)
+    units = len(seen.unit_rows)
+    cut, misfits = _forecast(job, task, search, sizes[-1], cuts, seen) if job.parallel.pipeline > 1 else (None, ())
+    return Report(
+        job.name,
+        sizes,
+        seen.rows,
+        units,
+        line.steps,
+        read_factor(line, units),
+        unformed,
+        cut,
+        misfits,
+        files=len(looked_at),
+        files_in_all=len(files),
+        without_checksums=tuple(map(str, without_checksums(looked_at))),
+    )
+
+
+def _forecast(
+    job: Job, task: Task, roots: Sequence[Path], size: Size, cuts: Sequence[int], seen: Index
+) -> tuple[Forecast, tuple[str, ...]]:
+    """Runs each layer of the model once, here, and cuts it as the job wishes; and into which of `cuts` it would not fit
+    here. Raises `TaskError` where a layer fails."""
+    # Here, because they load torch.
+    from raytrain_plus.parallel.pipeline.forecast import forecast
+    from raytrain_plus.parallel.pipeline.memory import Misfit, within
+    from raytrain_plus.training.measure import measured_here, room_of
+
+    transform = load_function(job.data.transform, roots) if job.data.transform else None
+    rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=transform, granule=job.data.granule)
+    layers = measured_here(job, task, rows)
+    microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together
+    schedule = job.parallel.schedule
+    # What a GPU has is known where there is one.
+    room = room_of() if not job.workers.gpus else None
+    tried = [
+        within(layers, schedule, stages, most_shards(job, stages) * job.parallel.microbatches, room)
+        for stages in cuts
+        if room is not None
+    ]
+    misfits = tuple(str(found) for found in tried if isinstance(found, Misfit))
+    return forecast(layers, schedule, job.parallel.pipeline, microbatches), misfits
+
+
+def _cut_lines(cut: Forecast) -> list[str]:
+    said = [
+        f"  cut into {len(cut.stages)} stages, by the time of each layer on this machine; {cut.schedule} with "
+        f"{cut.microbatches} microbatches in the fullest cell:"
+    ]
+    for number, stage in enumerate(cut.stages):
+        chunks = " and ".join(
+            chunk[0] if len(chunk) == 1 else f"{chunk[0]} to {chunk[-1]} ({len(chunk)} layers)"
+            for chunk in stage.layers
+        )
+        said.append(
+            f"    stage {number}: {chunks}; {stage.parameters:,} parameters, {stage.bytes / 1e6:,.1f} MB, "
+            f"{1000 * stage.seconds:.1f} ms a microbatch"
+        )
+    # Two of its own and two of another's, at most.
+    copied = 4 * max(stage.state_bytes for stage in cut.stages)
+    return [
+        *said,
+        f"    bubble to expect: {100 * cut.bubble:.0f} %",
+        f"    where there is one cell, copies in memory: up to {copied / 1e6:,.1f} MB more on each worker",
+    ]

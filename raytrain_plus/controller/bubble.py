@@ -1,0 +1,65 @@
+"""How much of their time the stages of cells wait for one another, and one step of theirs to look at. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from raytrain_plus.membership.view import View
+from raytrain_plus.parallel.pipeline.timeline import Bar
+from raytrain_plus.training.records import StepRecord
+
+Drawing = Mapping[tuple[int, int], tuple[Bar, ...]]
+"""For each cell and stage, what it did when, in seconds since the first of them began."""
+
+
+class Bubble:
+    """Adds up what the members of a run's views report."""
+
+    def __init__(self) -> None:
+        self._busy_s = 0.0
+        self._whole_s = 0.0
+        self._open: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
+        """(step, cell) -> of each of its stages that has told: busy for so long, from when, to when."""
+        self._stages = 1
+        self._places: dict[str, tuple[int, int]] = {}
+        self._bars: dict[str, tuple[Bar, ...]] = {}
+        self._step = -1
+
+    def formed(self, view: View) -> None:
+        """These are the members from now on."""
+        self._places = {member.worker: (member.cell, member.stage) for member in view.members}
+        self._stages = view.shape.stages
+        self._bars, self._open = {}, {}
+
+    def report(self, worker: str, record: StepRecord, offset_s: float) -> Drawing | None:
+        """Takes a member's step; `offset_s` brings its clock to ours. A step's drawing, when all of it is there."""
+        if worker not in self._places or record.passes is None:
+            return None
+        start, end = record.passes
+        told = self._open.setdefault((record.step, self._places[worker][0]), [])
+        told.append((record.busy_s, start + offset_s, end + offset_s))
+        if len(told) == self._stages:
+            del self._open[record.step, self._places[worker][0]]
+            self._busy_s += sum(busy for busy, _, _ in told)
+            self._whole_s += self._stages * (max(end for _, _, end in told) - min(start for _, start, _ in told))
+        if not record.bars:
+            return None
+        if record.step != self._step:
+            self._step, self._bars = record.step, {}
+        self._bars[worker] = tuple(
+            replace(bar, start=bar.start + offset_s, end=bar.end + offset_s) for bar in record.bars
+        )
+        if self._bars.keys() != self._places.keys():
+            return None
+        began = min(bar.start for bars in self._bars.values() for bar in bars)
+        return {
+            self._places[worker]: tuple(replace(bar, start=bar.start - began, end=bar.end - began) for bar in bars)
+            for worker, bars in sorted(self._bars.items(), key=lambda one: self._places[one[0]])
+        }
+
+    @property
+    def share(self) -> float | None:
+        """Of the time between a cell's first pass of a step and its last, what its stages did not compute; None where
+        the model was in no stages."""
+        return max(0.0, 1.0 - self._busy_s / self._whole_s) if self._whole_s > 0 else None

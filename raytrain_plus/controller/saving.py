@@ -1,0 +1,109 @@
+"""Which checkpoints are under way, what of them is written, and which are whole. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from raytrain_plus.workers.messages import Written
+
+
+@dataclass(slots=True)
+class _Open:
+    names: Sequence[str]
+    """Its writers, in order."""
+    written: dict[int, Written] = field(default_factory=dict)
+
+    def missing(self) -> list[str]:
+        return [name for writer, name in enumerate(self.names) if writer not in self.written]
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """A checkpoint that will never be whole."""
+
+    step: int
+    generation: int
+    why: str
+
+
+class Saving:
+    """The checkpoints of a run that are neither complete nor given up."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], _Open] = {}
+        self._over: dict[tuple[int, int], bool] = {}
+        """Those that are none of the open any more -> whether they were given up."""
+        self._left: dict[tuple[int, str], int] = {}
+        """(generation, worker) -> the last step that it copied before it left."""
+
+    def __bool__(self) -> bool:
+        """Whether any is under way."""
+        return bool(self._open)
+
+    def begin(self, step: int, generation: int, names: Sequence[str]) -> None:
+        """These workers write the checkpoint of this step, in this order; said again, it changes nothing."""
+        if (step, generation) not in self._over:
+            self._open.setdefault((step, generation), _Open(names))
+
+    def knows(self, step: int, generation: int) -> bool:
+        """Whether that checkpoint is or was under way."""
+        return (step, generation) in self._open or (step, generation) in self._over
+
+    def given_up(self, step: int, generation: int) -> bool:
+        """Whether that checkpoint was given up."""
+        return self._over.get((step, generation), False)
+
+    def written(self, told: Written, living: Collection[str]) -> list[Abandoned]:
+        """A worker has written its share, or could not; of the others, only the `living` still can.
+
+        The checkpoint, where it is given up because of that.
+        """
+        key = (told.step, told.generation)
+        if key not in self._open:
+            return []
+        if told.error:
+            name = self._open[key].names[told.writer]
+            return [self._give_up(key, f"{name} could not write its share: {told.error}")]
+        self._open[key].written[told.writer] = told
+        return self._without(key, living)
+
+    def lost(self, living: Collection[str]) -> list[Abandoned]:
+        """Only these workers are left; what is given up because of that."""
+        return [given_up for key in list(self._open) for given_up in self._without(key, living)]
+
+    def left(self, name: str, generation: int, copied: int) -> list[Abandoned]:
+        """A worker has left that generation, having copied up to step `copied`; what is given up because of that."""
+        self._left[generation, name] = copied
+        return [given_up for key in list(self._open) for given_up in self._uncopied(key)]
+
+    def _without(self, key: tuple[int, int], living: Collection[str]) -> list[Abandoned]:
+        gone = [name for name in self._open[key].missing() if name not in living]
+        if gone:
+            return [self._give_up(key, f"{gone[0]} was lost before it had written its share")]
+        return self._uncopied(key)
+
+    def _uncopied(self, key: tuple[int, int]) -> list[Abandoned]:
+        step, generation = key
+        without = [name for name in self._open[key].missing() if self._left.get((generation, name), step) < step]
+        return [self._give_up(key, f"{without[0]} left the group before it had copied its share")] if without else []
+
+    def _give_up(self, key: tuple[int, int], why: str) -> Abandoned:
+        self._open.pop(key, None)
+        self._over[key] = True
+        return Abandoned(*key, why)
+
+    def give_up_void(self, resumptions: Sequence[tuple[int, int]]) -> list[Abandoned]:
+        """Those that a resumption has made void."""
+        gone = [key for key in self._open if any(key[1] < later and key[0] > step for later, step in resumptions)]
+        return [self._give_up(key, "the run has gone on from an earlier step") for key in gone]
+
+    def give_up_all(self, why: str) -> list[Abandoned]:
+        """Nothing more is waited for."""
+        return [self._give_up(key, why) for key in list(self._open)]
+
+    def whole(self, committed: int) -> list[list[Written]]:
+        """The shares of those that are written whole, of committed steps, in the order of steps; each comes once."""
+        ready = sorted(key for key, one in self._open.items() if key[0] <= committed and not one.missing())
+        self._over.update(dict.fromkeys(ready, False))
+        return [[told for _, told in sorted(self._open.pop(key).written.items())] for key in ready]

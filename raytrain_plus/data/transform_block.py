@@ -1,0 +1,73 @@
+"""Reading rows: one function, whether a stream's task or the worker itself calls it, so both get the same bytes.
+
+`transform` sees granules: at most so many rows of one unit, cut at fixed places of the unit's order in that epoch, with
+a generator keyed by (seed, epoch, unit, granule). It is the same call whoever reads, and wherever a span begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from raytrain_plus.data.ledger import ROW_ID
+from raytrain_plus.data.sample_order import Line, Piece, mix
+from raytrain_plus.data.source import Index, read_unit
+from raytrain_plus.errors import TrainingError
+
+Transform = Callable[[pa.Table, np.random.Generator], pa.Table]
+
+_GRANULES = 3
+
+
+def without_ids(rows: pa.Table) -> pa.Table:
+    """The rows as their files have them."""
+    return rows.drop_columns([ROW_ID])
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How the rows of a job are read."""
+
+    index: Index
+    line: Line
+    seed: int
+    transform: Transform | None
+    granule: int
+
+    def read(self, piece: Piece) -> pa.Table:
+        """The rows of one piece, with their ids."""
+        return self.cut(read_unit(self.index, piece.unit), piece)
+
+    def cut(self, unit: pa.Table, piece: Piece) -> pa.Table:
+        """The rows of one piece, out of its whole unit in the file's order."""
+        permutation = self.line.permutation(piece.epoch, piece.unit)
+        if self.transform is None:
+            if permutation is None:
+                return unit.slice(piece.start, piece.rows)
+            return unit.take(permutation[piece.start : piece.start + piece.rows])
+        first = piece.start // self.granule
+        last = (piece.start + piece.rows - 1) // self.granule
+        parts = []
+        for number in range(first, last + 1):
+            begin = number * self.granule
+            end = min(begin + self.granule, unit.num_rows)
+            rows = unit.slice(begin, end - begin) if permutation is None else unit.take(permutation[begin:end])
+            made = self._transformed(rows, piece, number)
+            start = max(piece.start, begin)
+            parts.append(made.slice(start - begin, min(piece.start + piece.rows, end) - start))
+        return pa.concat_tables(parts)
+
+    def _transformed(self, rows: pa.Table, piece: Piece, number: int) -> pa.Table:
+        assert self.transform is not None
+        rng = np.random.Generator(np.random.PCG64(mix(self.seed, _GRANULES, piece.epoch, piece.unit, number)))
+        made = self.transform(without_ids(rows), rng)
+        if not isinstance(made, pa.Table) or made.num_rows != rows.num_rows:
+            got = f"{made.num_rows} rows" if isinstance(made, pa.Table) else type(made).__name__
+            raise TrainingError(
+                f"data.transform returned {got} for {rows.num_rows} rows (granule {number} of "
+                f"{self.index.name(piece.unit)}); it must keep their number: filter in data.prepare instead"
+            )
+        return made.append_column(ROW_ID, rows.column(ROW_ID))

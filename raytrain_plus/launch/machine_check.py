@@ -1,0 +1,86 @@
+"""Whether the machines of a cluster see what a run needs there: its storage, its data, Horovod."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytrain_plus.controller.order import Order
+from raytrain_plus.errors import InputError
+from raytrain_plus.install.state import horovod_state
+from raytrain_plus.storage.address import is_address
+from raytrain_plus.storage.probe import Probe, amiss_with, refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a machine is asked about."""
+
+    probe: Probe
+    """What whoever asks has left in the storage."""
+    data: Mapping[str, int]
+    """Files and their sizes in bytes; empty where each machine makes its own."""
+    horovod: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a machine found; what is as it should be is empty."""
+
+    storage: str
+    data: str
+    horovod: str
+
+
+def needs_of(order: Order, probe: Probe) -> Needs:
+    """What the machines have to see for this run."""
+    files: dict[str, int] = {}
+    for index in (order.plan.index, order.plan.held_out):
+        if order.plan.job.data.prepare is None and index is not None and not is_address(index.path):
+            path = Path(os.path.abspath(index.path))
+            folder = path.parent if path.is_file() else path
+            sizes = zip(index.files, index.file_bytes, strict=True)
+            files |= {str(folder / name): size for name, size in sizes}
+    return Needs(probe, files, order.plan.collective == "horovod")
+
+
+def look(needs: Needs) -> Seen:
+    """What this machine sees of it."""
+    return Seen(amiss_with(needs.probe), _look_at_data(needs), _look_at_horovod(needs))
+
+
+def _look_at_data(needs: Needs) -> str:
+    for file, size in needs.data.items():
+        try:
+            if os.stat(file).st_size != size:
+                return f"has another file {file}"
+        except OSError as error:
+            return f"cannot read {file}: {error.strerror}"
+    return ""
+
+
+def _look_at_horovod(needs: Needs) -> str:
+    state = horovod_state()
+    return state.reason if needs.horovod and not state.usable else ""
+
+
+def check_seen(order: Order, machine: str, seen: Seen) -> None:
+    """Raises `InputError` where a machine, whose name is `machine`, does not see what the run needs."""
+    job = order.plan.job
+    if seen.storage:
+        raise refusal(machine, seen.storage, job.storage)
+    if seen.data:
+        raise InputError(
+            f"the machine {machine} {seen.data}",
+            where="data.path" if job.evaluate is None else "data.path, evaluate.path",
+            expected="the same files on all machines of the cluster",
+            remedy="put the data on a share that all see, or name with data.prepare what makes it on each",
+        )
+    if seen.horovod:
+        raise InputError(
+            f"Horovod cannot be used on the machine {machine}: {seen.horovod}",
+            where=f"collective: {job.collective}",
+            remedy="run there: raytrain install-horovod; or --set collective=torch",
+        )

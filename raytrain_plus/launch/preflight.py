@@ -1,0 +1,248 @@
+"""From a job to an order: all that can be found out on this machine, and needs no Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import os
+import platform
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import cloudpickle
+import yaml
+
+from raytrain_plus.controller.order import Order
+from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.prepare import prepare
+from raytrain_plus.data.source import Index, check_alike, check_enough, check_put_back, differences, index
+from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
+from raytrain_plus.install.state import choose_collective, passed_over
+from raytrain_plus.job.settings import Job
+from raytrain_plus.job.task_loader import load_function, load_task
+from raytrain_plus.observe.trackers import check_installed, settings_for
+from raytrain_plus.parallel.sizing import cuts_of, left_out
+from raytrain_plus.release import VERSION
+from raytrain_plus.result import Result
+from raytrain_plus.runs.folder import CHANGED, DATASET, check_writable, earlier_result, exists
+from raytrain_plus.runs.history import Past, look_back
+from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
+from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.storage import json_shape as has
+from raytrain_plus.storage.document import read_object
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.training.layers import layers_of
+from raytrain_plus.workers.messages import Plan
+
+_DATASET = has.object_of(
+    fingerprint=has.text,
+    files=has.list_of(has.object_of(path=has.text, bytes=has.whole(0), footer_sha256=has.text)),
+)
+
+
+_CHANGED = has.object_of(
+    path=has.text, file=has.text, bytes=has.whole(0), modified_ns=has.whole(0), footer_sha256=has.text
+)
+
+
+def order_of(
+    job: Job, *, fresh: bool = False, roots: Sequence[Path] = (), may_change: Collection[str] = ()
+) -> Order | Result:
+    """What is asked of the controller; where the same job has finished already, its result.
+
+    `roots` are folders to import the task from, beside the working directory. A run of this name that has not finished
+    goes on from its newest complete checkpoint, or is moved aside if `fresh`; `may_change`: settings in which the job
+    may differ from the one that began, beside those that no result depends on. Raises `InputError` where the job, its
+    data or its task is wrong: before a folder is made. Warnings go to stderr.
+    """
+    folder = check_writable(job.storage).inside(job.name)
+    done = earlier_result(folder, job, fresh, may_change)
+    if done is not None:
+        return done
+    search = [Path.cwd(), *roots]
+    collective = choose_collective(job.collective, job.workers.gpus)
+    if unused := passed_over(job.collective):
+        print(f"warning: {unused}", file=sys.stderr)
+    check_installed(job.trackers)
+    pickled = _task_to_send(job, search)
+    seen, held_out = _look_at_data(job, search)
+    past = None
+    if exists(folder) and not fresh:
+        past = look_back(folder)
+        check_goes_on(past, folder, job, seen)
+        _check_put_back(folder, seen, held_out)
+    source = None if pickled is not None else source_sha256(job.task, search)
+    if past is not None:
+        _warn_of_another_task(past, source)
+    cuts = cuts_of(job, layers_of(job, search))
+    unformed = left_out(job, cuts)
+    if unformed:
+        print(f"warning: {unformed}", file=sys.stderr)
+    return Order(
+        plan=Plan(
+            job=job if pickled is None else replace(job, task=_spelled(job.task)),
+            pickled_task=pickled,
+            roots=tuple(str(root.absolute()) for root in search),
+            steps=line_of(job, seen).steps,
+            index=seen,
+            held_out=held_out,
+            collective=collective,
+            folder=folder.address,
+        ),
+        past=past,
+        task_sha256=source,
+        cuts=cuts,
+        fresh=fresh,
+        job_yaml=job.to_yaml(),
+        versions=_versions(),
+        environment=settings_for(job.trackers, os.environ),
+    )
+
+
+def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
+    """Raises `InputError` where the job cannot go on from what is in `folder`: other data, another job's checkpoints, a
+    newer version, the end."""
+    _check_data(folder, job, seen)
+    for manifest in (found.manifest for found in past.found if found.manifest is not None):
+        _check_ours(manifest, folder, job, seen)
+    for found in past.found:
+        if found.error is not None and not isinstance(found.error, DamagedError):
+            raise found.error
+        if found.damaged:
+            print(f"warning: the checkpoint {found.name} cannot be used: {found.why}", file=sys.stderr)
+        if found.manifest is not None:
+            made, steps = found.manifest.step + 1, line_of(job, seen).steps
+            if steps < made:
+                raise InputError(
+                    f"{steps} steps are fewer than the run has made ({made})", where="steps", expected=f"{made} or more"
+                )
+            return
+    lost = [found for found in past.found if found.damaged]
+    if lost:
+        raise CheckpointError(
+            f"no checkpoint can be used; the newest: {lost[0].why}",
+            where=f"{folder.where}/{CHECKPOINTS}/{lost[0].name}",
+            remedy="mend the files if you have a copy; or start over with --fresh, which keeps this run's folder",
+        )
+    result = Result.load(folder)
+    if result is not None and result.status == "finished":
+        raise InputError("the finished run has no checkpoint to go on from", where=f"run folder {folder.where}")
+
+
+def _check_data(folder: Folder, job: Job, seen: Index) -> None:
+    """Holds the data against what the run's folder says of it, where it says anything."""
+    remedy = "move the file away; the data is then held against what the checkpoints say"
+    try:
+        then = read_object(folder, DATASET, remedy, _DATASET)
+    except FileNotFoundError:
+        return
+    if then["fingerprint"] != seen.fingerprint:
+        differing = differences(seen.to_json(), then)
+        raise _other_data(job, seen, then["fingerprint"], f"the run began: {'; '.join(differing[:3])}")
+
+
+def _check_put_back(folder: Folder, *data: Index | None) -> None:
+    """Raise `DataError` if the run ended because a data file changed, and the file is not as it was before."""
+    with contextlib.suppress(FileNotFoundError):
+        first = read_object(folder, CHANGED, "mend the file, or start over with --fresh", _CHANGED)
+        for seen in filter(None, data):
+            check_put_back(seen, first)
+
+
+def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> None:
+    """Refuses the checkpoint of another job, or of other data, which somebody has put there."""
+    where = f"{folder.where}/{CHECKPOINTS}/{manifest.name}.json"
+    # Of a run that is resumed these may change.
+    differing = [key for key in job.same_as(yaml.safe_dump(manifest.job)) if key not in ("args", "steps")]
+    if differing:
+        raise CheckpointError(
+            f"the checkpoint is another job's ({manifest.run}); they differ in {', '.join(differing)}",
+            where=where,
+            remedy="move it away; or start over with --fresh, which keeps this run's folder",
+        )
+    if manifest.data["fingerprint"] != seen.fingerprint:
+        raise _other_data(job, seen, str(manifest.data["fingerprint"]), f"the checkpoint {manifest.name} was written")
+
+
+def _other_data(job: Job, seen: Index, fingerprint: str, when: str) -> DataError:
+    return DataError(
+        f"the data is other than when {when}",
+        where=job.data.path,
+        expected=f"the data with the fingerprint {fingerprint[:12]}, not {seen.fingerprint[:12]}",
+        remedy="put the files back; or start over with --fresh",
+    )
+
+
+def source_sha256(task: str | type, roots: Sequence[Path]) -> str | None:
+    """The hash of the file that a task's class comes from; None where it comes from none."""
+    cls = load_task(task, roots)
+    try:
+        file = inspect.getsourcefile(cls)
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except (OSError, TypeError):
+        return None
+
+
+def _warn_of_another_task(past: Past, source: str | None) -> None:
+    newest = next((found.manifest for found in past.found if found.manifest is not None), None)
+    if newest is not None and source is not None and newest.task_sha256 not in (None, source):
+        print(
+            "warning: the task's source file has changed since the checkpoint that the run goes on from "
+            f"(step {newest.step}) was written",
+            file=sys.stderr,
+        )
+
+
+def _spelled(task: str | type) -> str:
+    return task if isinstance(task, str) else f"{task.__module__}:{task.__qualname__}"
+
+
+def _task_to_send(job: Job, roots: Sequence[Path]) -> bytes | None:
+    """None for a task that workers import by name; the class by value where Python code handed it over."""
+    load_task(job.task, roots)
+    if isinstance(job.task, str):
+        return None
+    module = sys.modules[job.task.__module__]
+    named = module.__name__ != "__main__"
+    try:
+        if named:
+            cloudpickle.register_pickle_by_value(module)
+        pickled: bytes = cloudpickle.dumps(job.task)
+        return pickled
+    except Exception as error:
+        raise TaskError(
+            f"{job.task.__qualname__} cannot be sent to a worker: {type(error).__name__}: {error}",
+            where=f"task: {_spelled(job.task)}",
+            remedy="keep locks, files, connections and loaded models out of module globals and class attributes; "
+            "make them in the task's methods",
+        ) from error
+    finally:
+        if named:
+            with contextlib.suppress(ValueError):
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def _look_at_data(job: Job, roots: Sequence[Path]) -> tuple[Index, Index | None]:
+    for name in (job.data.prepare, job.data.transform):
+        if name is not None:
+            load_function(name, roots)
+    prepare(job.data.prepare, job.data.path, roots)
+    seen = index(job.data.path)
+    check_enough(seen, job.data.shards)
+    if job.evaluate is None:
+        return seen, None
+    prepare(job.data.prepare, job.evaluate.path, roots)
+    held_out = index(job.evaluate.path)
+    check_enough(held_out, job.data.shards)
+    check_alike(seen, held_out)
+    return seen, held_out
+
+
+def _versions() -> dict[str, str]:
+    names = ("ray", "torch", "pyarrow", "numpy")
+    ours = {"python": platform.python_version(), "raytrain-plus": VERSION}
+    return {**ours, **{name: version(name) for name in names}}

@@ -1,0 +1,291 @@
+"""Runs as jobs of a cluster: sent, followed and stopped through its jobs API, from wherever its dashboard is seen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import glob
+import logging
+import os
+import re
+import secrets
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, TextIO
+
+import aiohttp
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from raytrain_plus.errors import InputError, RaytrainError, RunError
+from raytrain_plus.job.settings import Job
+from raytrain_plus.launch.ray_address import not_let_in
+from raytrain_plus.ray_compat import show_token_if_any
+from raytrain_plus.runs.folder import find_run, job_of
+from raytrain_plus.storage.address import is_address, refuse_credentials
+from raytrain_plus.storage.size_text import size_text
+
+RUN = "raytrain_run"
+"""The key of a run's name among what is noted with its job."""
+NEVER_SENT = (".git", ".venv", "venv", "__pycache__")
+STOP_S = 300
+"""Seconds that a job has to stop in before Ray kills its driver, which does the run no harm."""
+LOOK_S = 0.5
+"""Seconds between two looks at a job that is to stop."""
+LARGEST = 5
+"""How many of the largest things are named where there is too much to send."""
+
+
+class Jobs:
+    """The jobs of a cluster that are runs."""
+
+    def __init__(self, address: str) -> None:
+        """Raises `InputError` where no cluster answers at the `http://` address, or refuses who asks."""
+        self._address = address
+        # Ray would prefer RAY_ADDRESS to what it is told.
+        os.environ["RAY_API_SERVER_ADDRESS"] = address
+        show_token_if_any()
+        # Which tells of each package that it makes and sends.
+        logging.getLogger("ray").setLevel(logging.WARNING)
+        with self._answering():
+            self._client = JobSubmissionClient(address)
+
+    def submit(self, run: str, words: Sequence[str], folder: Path, unneeded: Sequence[str] = ()) -> str:
+        """Has the cluster run `python -m raytrain_plus` with these words on a copy of `folder`; the job's id.
+
+        Left out of the copy: `.git`, environments, and what .gitignore, .rayignore, or `unneeded` in their manner say.
+        This package goes along where it is not in the folder. Raises `InputError`.
+        """
+        environment: dict[str, Any] = {
+            "working_dir": str(folder),
+            "excludes": left_out(folder, unneeded),
+            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S)},
+        }
+        package = Path(__file__).parents[1]
+        if not (folder / package.name / "__init__.py").is_file():
+            environment["py_modules"] = [str(package)]
+        with self._answering():
+            return self._client.submit_job(
+                entrypoint=shlex.join(["python", "-m", package.name, *words]),
+                submission_id=f"{run}-{secrets.token_hex(4)}",
+                metadata={RUN: run},
+                runtime_env=environment,
+            )
+
+    def find(self, run: str) -> JobDetails:
+        """The job that is a run of this name, the newest of those that go on, or of all; or the one with this id.
+
+        Raises `InputError` where there is none.
+        """
+        with self._answering():
+            jobs = [job for job in self._client.list_jobs() if job.submission_id]
+        found = [job for job in jobs if run in (job.submission_id, (job.metadata or {}).get(RUN))]
+        if found:
+            # One that was refused because another goes on came later.
+            return max(found, key=lambda job: (not job.status.is_terminal(), job.start_time or 0))
+        names = {str((job.metadata or {}).get(RUN) or job.submission_id) for job in jobs}
+        near = difflib.get_close_matches(run, names, 3)
+        raise InputError(
+            f"no job of the cluster is a run '{run}'",
+            where=f"address: {self._address}",
+            remedy=f"did you mean {' or '.join(near)}?" if near else "name a run that was submitted, or a job's id",
+        )
+
+    def status(self, run: str) -> dict[str, Any]:
+        """What is known of a run's job: `state`, `job` (its id), `newest` (the last line that it printed)."""
+        job = self.find(run)
+        lines = self._printed(job).strip().splitlines()
+        return {"state": job.status.value.lower(), "job": job.submission_id, "newest": lines[-1] if lines else ""}
+
+    def tell(self, run: str, stream: TextIO, follow: bool) -> None:
+        """Writes what a run's job has printed; and what it prints, until it has ended, if `follow`."""
+        job = self.find(run)
+        if follow:
+            self._tail(str(job.submission_id), stream)
+        else:
+            stream.write(self._printed(job))
+
+    def watch(self, job: str, stream: TextIO) -> int:
+        """Writes what the job with this id prints until it has ended; its exit code."""
+        self._tail(job, stream)
+        with self._answering():
+            ended = self._client.get_job_info(job)
+        if not ended.status.is_terminal():
+            raise self._out_of_sight(job)
+        if ended.status == JobStatus.STOPPED:
+            return 143
+        if ended.driver_exit_code is None and ended.status == JobStatus.FAILED:
+            raise RunError(f"the job {job} failed: {ended.message}")
+        return ended.driver_exit_code or 0
+
+    def stop(self, run: str, wait: bool) -> str:
+        """Asks a run's job to stop, its state saved; what became of it. Raises `RunError` where it does not stop."""
+        job = str(self.find(run).submission_id)
+        with self._answering():
+            if not self._client.stop_job(job):
+                raise InputError(
+                    f"the job {job} has ended ({self._client.get_job_status(job).value.lower()})",
+                    where=f"address: {self._address}",
+                    remedy="a run whose driver was killed goes on without it: from a machine of the cluster, raytrain "
+                    "stop FOLDER",
+                )
+        until = time.monotonic() + STOP_S + 30
+        while wait:
+            with self._answering():
+                status = self._client.get_job_status(job)
+            if status.is_terminal():
+                return f"{run}: {status.value.lower()} (job {job})"
+            if time.monotonic() > until:
+                raise RunError(f"the job {job} has not stopped within {STOP_S + 30} s")
+            time.sleep(LOOK_S)
+        return f"{run}: told to stop (job {job})"
+
+    def _printed(self, job: JobDetails) -> str:
+        with self._answering():
+            return self._client.get_job_logs(str(job.submission_id))
+
+    def _tail(self, job: str, stream: TextIO) -> None:
+        async def tail() -> None:
+            async for lines in self._client.tail_job_logs(job):
+                stream.write(lines)
+                stream.flush()
+
+        try:
+            asyncio.run(tail())
+        except (OSError, RuntimeError, aiohttp.ClientError):
+            raise self._out_of_sight(job) from None
+
+    def _out_of_sight(self, job: str) -> RunError:
+        return RunError(
+            f"the job {job} cannot be followed any more, and goes on, perhaps; look again: "
+            f"raytrain attach {job} --address {self._address}"
+        )
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except AuthenticationError as error:
+            raise not_let_in(self._address, error.message) from None
+        except (OSError, aiohttp.ClientError) as error:
+            raise InputError(
+                f"the jobs API of a Ray cluster does not answer: {' '.join(str(error).split())[:200]}",
+                where=f"address: {self._address}",
+                remedy="give the address of its dashboard (--address http://HOST:8265), as `ray start` or "
+                "`ray dashboard` prints it",
+            ) from error
+        except (RuntimeError, ValueError, KeyError) as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            if any("exceeds the maximum size" in line for line in lines):
+                raise InputError(
+                    f"there is more in the working directory than Ray sends (512 MiB): {largest(Path.cwd())}",
+                    where=f"working directory {Path.cwd()}",
+                    remedy="name in .rayignore what the run does not need",
+                ) from None
+            raise InputError(
+                f"the cluster refused: {lines[-1][:300]}",
+                where=f"address: {self._address}",
+                remedy="see that it is a Ray cluster's dashboard, of about this version of Ray",
+            ) from error
+
+
+def left_out(folder: Path, unneeded: Sequence[str] = ()) -> list[str]:
+    """Patterns, as in .gitignore, of what is not sent of a folder, whatever its own ignore files say."""
+    # Ray goes by these in this package, too, where it goes along: an environment may be named like a folder of it, but
+    # has other things inside.
+    inside = [path.relative_to(folder).as_posix() for one in environments(folder) for path in sorted(one.iterdir())]
+    return [*NEVER_SENT, *(f"/{glob.escape(path)}" for path in inside), *unneeded]
+
+
+def environments(folder: Path) -> list[Path]:
+    """The environments of venv and conda at the top of a folder, whatever their names."""
+    tops = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [path for path in tops if (path / "pyvenv.cfg").is_file() or (path / "conda-meta").is_dir()]
+
+
+def unneeded_by(job: Job, folder: Path) -> list[str]:
+    """Patterns, as in .gitignore, of what a job has no need of where it is sent: earlier runs, and data, which the
+    machines see where it is, or make.
+
+    >>> from raytrain_plus.job.settings import Data
+    >>> data = Data(path="data/x", batch_size=8, prepare="t:p")
+    >>> unneeded_by(Job(name="n", task="t:T", steps=1, data=data), Path.cwd())
+    ['/runs/*/', '/data/x/**/*.parquet']
+    """
+    # One folder may hold them all.
+    runs = [place for place in _inside(job.storage, folder) if place != "."]
+    paths = [job.data.path, *([] if job.evaluate is None else [job.evaluate.path])]
+    data = [place for path in paths for place in _inside(path, folder)]
+    # This package has a folder `data`, too, but no such files.
+    parts = [(place,) if place.endswith(".parquet") else (place, "**", "*.parquet") for place in data]
+    return [*(f"/{place}/*/" for place in runs), *(str(PurePosixPath("/", *names)) for names in parts)]
+
+
+def unneeded_to_resume(run: str, storage: str, folder: Path) -> list[str]:
+    """The same of a run that goes on, as far as its own folder is seen from here."""
+    runs = "/runs/*/"
+    # The cluster sees it, which may be another's eyes.
+    with contextlib.suppress(RaytrainError, OSError):
+        return list(dict.fromkeys([runs, *unneeded_by(job_of(find_run(run, storage)), folder)]))
+    return [runs]
+
+
+def _inside(place: str, folder: Path) -> list[str]:
+    """What a path is called in a folder that it is inside of: by its own name, and by that of what it links to."""
+    found = []
+    if not is_address(place):
+        for real in (os.path.abspath, os.path.realpath):
+            with contextlib.suppress(ValueError):
+                found.append(Path(real(folder / place)).relative_to(real(folder)).as_posix())
+    return list(dict.fromkeys(found))
+
+
+def largest(folder: Path) -> str:
+    """The largest things in a folder, with their sizes, in words."""
+
+    def size(path: Path) -> int:
+        total = 0
+        for one in [path] if path.is_file() else path.rglob("*"):
+            with contextlib.suppress(OSError):
+                total += 0 if one.is_dir() else one.lstat().st_size
+        return total
+
+    unsent = environments(folder)
+    sent = [path for path in folder.iterdir() if path.name not in NEVER_SENT and path not in unsent]
+    sizes = sorted(((size(path), path.name) for path in sent), reverse=True)
+    return ", ".join(f"{name} ({size_text(bytes_)})" for bytes_, name in sizes[:LARGEST])
+
+
+def check_sendable(job: Job, file: Path, folder: Path) -> str:
+    """The job file's path inside `folder`, of which a copy is sent. Raises `InputError` where the run could not go
+    by that copy."""
+    try:
+        inside = file.resolve().relative_to(folder.resolve())
+    except ValueError:
+        raise InputError(
+            "the job file is not inside the working directory, a copy of which is sent to the cluster",
+            where=f"{file}, working directory {folder}",
+            remedy="go to the folder that holds the job file and the task's module, and submit from there",
+        ) from None
+    held_out = {} if job.evaluate is None else {"evaluate.path": job.evaluate.path}
+    for key, path in {"data.path": job.data.path, **held_out}.items():
+        if not is_address(path) and not Path(path).is_absolute() and not job.data.prepare:
+            raise InputError(
+                "it is relative, and data is not to be sent along",
+                where=f"{key}: {path}",
+                expected="a path that all machines of the cluster see, or a `data.prepare` that makes the data there",
+            )
+    return inside.as_posix()
+
+
+def check_shown(words: Sequence[str]) -> None:
+    """Raise `InputError` if a word contains a credential: a cluster shows the words of its jobs to everybody."""
+    for word in words:
+        key, equals, value = word.partition("=")
+        if re.fullmatch(r"[\w.-]+", key) and equals:
+            refuse_credentials(value, f"--set {key}")
+        else:
+            refuse_credentials(word)

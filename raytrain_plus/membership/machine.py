@@ -1,0 +1,722 @@
+"""The life of the group as a table: (phase, event) -> what is done, and where that can lead. Pure.
+
+`step(group, event)` looks the rule up and gives the new group and the commands for the shell. Whatever comes - late,
+twice, or out of order - there is a rule; messages of another generation and of unknown workers change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership.group import (
+    Group,
+    Limits,
+    Phase,
+    Standing,
+    Worker,
+    free,
+    holds,
+    members_in,
+    preparing,
+    recallable,
+    shape_for,
+    standing,
+    suspects,
+    unfinished,
+    wants_change,
+    with_worker,
+    without,
+)
+from raytrain_plus.membership.mesh import Stage, seated
+from raytrain_plus.membership.sizes import FRUITLESS, backoff_s
+from raytrain_plus.membership.view import form_view
+
+Outcome = tuple[Group, list[e.Command]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is done, and the phases that can follow."""
+
+    act: Callable[[Group, Any], Outcome]
+    leads: tuple[Phase, ...]
+
+
+def begin(limits: Limits, durable: int = -1) -> Outcome:
+    """A group that has asked for its first workers, to go on from the checkpoint of step `durable` if there is one."""
+    return _staff(Group(limits=limits, committed=durable, durable=durable))
+
+
+def step(group: Group, event: e.Event) -> Outcome:
+    """The group after `event`, and the commands to carry out, in order."""
+    generation = getattr(event, "generation", group.generation)
+    worker = getattr(event, "worker", None)
+    if generation != group.generation or (worker is not None and worker not in group.workers):
+        return group, []
+    return TABLE[group.phase, type(event)].act(group, event)
+
+
+# What is done
+
+
+def _staff(group: Group) -> Outcome:
+    """Asks for the workers that the group lacks."""
+    limits = group.limits
+    staying = sum(not worker.leaving for worker in group.workers.values())
+    missing = limits.useful + limits.spares - staying
+    if missing <= 0:
+        return group, []
+    names = tuple(f"worker-{group.named + index}" for index in range(missing))
+    workers = {**group.workers, **{name: Worker("coming") for name in names}}
+    return replace(group, workers=workers, named=group.named + missing), [
+        e.Start(names, backoff_s(max(group.fruitless, group.stillborn))),
+    ]
+
+
+def _settle(group: Group) -> Outcome:
+    """Decides what follows once nobody is inside: close, form the next view, or wait for workers."""
+    if members_in(group):
+        return group, []
+    if late := unfinished(group):
+        return _finish(group, late)
+    best = standing(group)
+    if group.failure:
+        return _close(group)
+    if group.stopping or _ended(group, best):
+        return _close(group)
+    if best is None or best.step < group.committed:
+        return _go_back(group)
+    if not _enough(group):
+        group = _wanted_again(group)
+    if not _enough(group):
+        return _gather(group)
+    return _join(group, best)
+
+
+def _wanted_again(group: Group) -> Group:
+    """Who was to leave because fewer were wished stays after all."""
+    for name, worker in group.workers.items():
+        if worker.unwanted:
+            group = with_worker(group, name, leaving=False, unwanted=False)
+    return group
+
+
+def _ended(group: Group, best: Standing | None) -> bool:
+    # Who has a copy of a stage alone takes it in first, as a member.
+    return group.finished and best is not None and best.step == group.limits.steps - 1 and not best.copied
+
+
+def _finish(group: Group, late: tuple[str, ...]) -> Outcome:
+    """Has the step applied that others have: these are inside once more until they have done so."""
+    step = group.workers[late[0]].ready
+    assert step is not None
+    for name in late:
+        group = with_worker(group, name, state="in")
+    return replace(group, phase=Phase.LEAVE), [e.Finish(late, step, group.generation)]
+
+
+def _go_back(group: Group) -> Outcome:
+    """Nobody alive holds the state after the last committed step: the newest that can be had counts from now on."""
+    made = max(group.committed, group.again)
+    group = replace(group, committed=group.durable, finished=False)
+    best = standing(group)
+    if best is not None and best.step >= group.committed:
+        # Copies are older by a step or a few, and of the same history: nothing of it is undone.
+        return _settle(replace(group, committed=best.step, again=made if best.copied else -1))
+    group = _forget(replace(group, again=-1), group.committed)
+    group, read = _restore(group)
+    group, gathered = _gather(group)
+    return group, [*read, *gathered]
+
+
+def _forget(group: Group, step: int) -> Group:
+    """What idle workers hold of later steps counts no more: made again, these may end in other last bits."""
+    for name, worker in group.workers.items():
+        copies = frozenset(copy for copy in worker.copies if copy[0] <= step)
+        if copies != worker.copies:
+            group = with_worker(group, name, copies=copies)
+        if worker.state == "idle" and worker.holds is not None and worker.holds > step:
+            group = with_worker(group, name, holds=None, stage=None)
+    return group
+
+
+def _restore(group: Group) -> Outcome:
+    """Has every stage read out of the newest checkpoint that is neither held nor being read."""
+    busy = sum(worker.state == "restoring" and not worker.leaving for worker in group.workers.values())
+    shape = shape_for(group, len(free(group)) + busy)
+    of = group.limits.cuts[0] if shape is None else shape.stages
+    have: dict[int, str] = {}
+    for name, worker in group.workers.items():
+        held = worker.state == "restoring" or (worker.state == "idle" and worker.holds == group.durable)
+        if held and worker.stage is not None and worker.stage.of == of:
+            have.setdefault(worker.stage.number, name)
+    able = [name for name in free(group) if group.workers[name].state == "idle" and name not in have.values()]
+    commands: list[e.Command] = []
+    for number in range(of if group.durable >= 0 else 0):
+        if number not in have and able:
+            name, stage = able.pop(0), Stage(number, of)
+            group = with_worker(group, name, state="restoring", holds=None, stage=stage)
+            commands.append(e.Restore(name, group.durable, stage))
+    return group, commands
+
+
+def _gather(group: Group) -> Outcome:
+    # Who was lost while others trained says nothing of who comes now.
+    stillborn = group.stillborn if group.phase is Phase.GATHER else 0
+    group, started = _staff(replace(group, phase=Phase.GATHER, stillborn=stillborn))
+    group, kept = _keep(group)
+    return group, [*started, *kept, _wait(group)]
+
+
+def _keep(group: Group) -> Outcome:
+    """Has a checkpoint made of the newest state where all who hold a stage of it will go with their machines."""
+    best = standing(group)
+    if best is None or best.copied or not any(group.workers[name].leaving for name in best.donors):
+        return group, []
+    if best.step < group.committed or best.step <= max(group.durable, group.kept):
+        return group, []
+    return replace(group, kept=best.step), [e.Keep(best.step)]
+
+
+def _enough(group: Group, patient: bool = True) -> bool:
+    count = len(free(group))
+    if count < group.limits.minimum or shape_for(group, count) is None:
+        return False
+    # A group that has trained goes on with those who can; who still prepares joins later, and stops nobody.
+    return not patient or group.generation >= 0 or (not preparing(group) and count >= group.limits.expected)
+
+
+def _join(group: Group, best: Standing) -> Outcome:
+    limits = group.limits
+    group = _forget(group, best.step)
+    able = free(group)
+    shape = shape_for(group, len(able))
+    assert shape is not None, "there are enough"
+    holding = {
+        name: stage.number
+        for name in able
+        if (stage := group.workers[name].stage) and stage.of == shape.stages and holds(group, name) == best.step
+    }
+    seats = seated(group.seats, group.shape, able, shape, holding)
+    lacks: dict[str, e.Lacks] = {}
+    # Sums of a step that was not applied are those of this generation alone.
+    workers = {name: replace(worker, ready=None) for name, worker in group.workers.items()}
+    for place, name in enumerate(seats):
+        worker, stage = workers[name], shape.stage(place)
+        if best.step < 0:
+            if worker.holds != -1 or worker.stage not in (None, stage):
+                lacks[name] = "initial"
+        elif (worker.holds, worker.stage) != (best.step, stage):
+            lacks[name] = "stage" if worker.holds == best.step else "newer"
+        workers[name] = replace(worker, state="in", joined=False)
+    generation = group.generation + 1
+    group = replace(
+        group,
+        phase=Phase.JOIN,
+        generation=generation,
+        shape=shape,
+        seats=seats,
+        workers=workers,
+        recalled=False,
+        committed=max(group.committed, best.step),
+        # Where steps are made again, nothing of them is undone.
+        durable=group.durable if best.step < group.again else min(group.durable, best.step),
+    )
+    view = form_view(generation, seats, shape, limits.shards)
+    return group, [e.Join(view, best.step + 1, best.donors, lacks, again=best.step < group.again)]
+
+
+def _close(group: Group) -> Outcome:
+    best = standing(group)
+    if group.generation < 0 or (group.committed < 0 and (best is None or best.step < 0)):
+        return _end(group)
+    if best is None or best.step < group.committed:
+        if not (group.stopping or group.failure):
+            return _go_back(group)
+        if best is None or not best.copied or best.step < group.durable:
+            return _end(group, _all_lost(group))
+        group = replace(group, committed=best.step)
+    if best.copied and not group.recalled and (able := recallable(group, best)):
+        return _recall(group, best.step, able)
+    return replace(group, phase=Phase.CLOSE, leads=best.donors), [e.HandOver(best.donors, best.step)]
+
+
+def _recall(group: Group, step: int, able: tuple[str, ...]) -> Outcome:
+    """Has copies taken in, so that the state can be kept: these are inside once more until they have done so."""
+    for name in able:
+        group = with_worker(group, name, state="in", holds=None, ready=None)
+    return replace(group, phase=Phase.LEAVE, recalled=True), [e.Recall(able, step, group.generation)]
+
+
+def _all_lost(group: Group) -> str:
+    of = "the state" if group.shape.stages == 1 else "a stage of the state"
+    return f"every worker that held {of} after step {group.committed} was lost"
+
+
+def _end(group: Group, unsaved: str = "") -> Outcome:
+    """Ends the run; `unsaved` says why the model could not be handed over, where it could not."""
+    status: Literal["finished", "stopped", "failed"] = "stopped"
+    if group.failure or (unsaved and not group.stopping):
+        status = "failed"
+    elif group.finished and not unsaved:
+        status = "finished"
+    return replace(group, phase=Phase.END), [e.End(status, group.failure or unsaved)]
+
+
+def _break(group: Group) -> Outcome:
+    """The world is broken: whoever is inside leaves it, and what follows is decided when all are out."""
+    same = group.fruitless_at == group.committed
+    for name in suspects(group):
+        group = with_worker(group, name, leaving=True)
+    group = replace(
+        group,
+        failures=group.failures + 1,
+        fruitless=group.fruitless + 1 if same else 1,
+        fruitless_at=group.committed,
+        unformed=group.unformed + (group.phase is Phase.JOIN),
+        phase=Phase.LEAVE,
+    )
+    limit = group.limits.max_failures
+    if group.stopping or group.failure:
+        # The run ends anyway.
+        limit = None
+    elif limit is not None and group.failures > limit:
+        group = replace(group, failure=f"more failures than elastic.max_failures = {limit}{_last(group)}")
+    elif group.fruitless > FRUITLESS:
+        group = replace(group, failure=f"{FRUITLESS} failures in a row with no step between them{_last(group)}")
+    inside = members_in(group)
+    if inside:
+        return group, [e.Interrupt(inside, group.generation)]
+    return _settle(group)
+
+
+def _last(group: Group) -> str:
+    return f"; the last one: {group.cause}" if group.cause else ""
+
+
+def _run(group: Group) -> Outcome:
+    """The world is formed and steps: what was put off till now."""
+    group = replace(group, phase=Phase.TRAIN, unformed=0)
+    for name in members_in(group):
+        group = with_worker(group, name, proved=True)
+    commands: list[e.Command] = []
+    for name, worker in list(group.workers.items()):
+        # Who is back from the last step already may be the only one who holds its stage.
+        if worker.state != "idle" or name in group.seats:
+            continue
+        if worker.leaving:
+            group = without(group, name)
+            commands.append(e.Dismiss(name))
+        elif worker.holds == -1:
+            group = with_worker(group, name, state="rehearsing", holds=None)
+            commands.append(e.Rehearse(name))
+    group, started = _staff(group)
+    group, paused = _review(group)
+    return group, [*commands, *started, *paused]
+
+
+def _review(group: Group) -> Outcome:
+    """Pauses a training group that is to stop or to change."""
+    if not members_in(group):
+        return _settle(group)
+    if not _enough(group, patient=False):
+        group = _wanted_again(group)
+    if group.stopping or wants_change(group):
+        return replace(group, phase=Phase.PAUSE), [e.Pause(group.generation)]
+    return group, []
+
+
+def _wait(group: Group) -> e.Wait:
+    return e.Wait(len(free(group)), group.limits.minimum)
+
+
+# Rules
+
+
+def _nothing(group: Group, event: Any) -> Outcome:
+    return group, []
+
+
+def _up(group: Group, event: e.Up) -> Outcome:
+    if group.workers[event.worker].state != "coming":
+        return group, []
+    return with_worker(group, event.worker, state="up"), []
+
+
+def _warm(group: Group, event: e.Warm) -> Outcome:
+    state = group.workers[event.worker].state
+    # Whoever rehearses, or reads a checkpoint, has lost the initial state: word of that is late.
+    late = (state == "rehearsing" and event.holds is not None) or (state == "restoring" and event.holds == -1)
+    if state not in ("coming", "up", "rehearsing", "restoring") or late:
+        return group, []
+    # One that has not rehearsed while others train has yet to show that it can make a step.
+    proved = state == "rehearsing" or group.generation < 0
+    group = replace(group, stillborn=0 if proved else group.stillborn)
+    # What was read of a checkpoint that cannot be used after all is none.
+    void = state == "restoring" and group.workers[event.worker].stage is None
+    held = (None, None) if void else (event.holds, event.stage)
+    return with_worker(group, event.worker, state="idle", holds=held[0], stage=held[1]), []
+
+
+def _warm_gather(group: Group, event: e.Warm) -> Outcome:
+    return _settle(_warm(group, event)[0])
+
+
+def _warm_train(group: Group, event: e.Warm) -> Outcome:
+    group = _warm(group, event)[0]
+    worker = group.workers[event.worker]
+    if worker.state == "idle" and worker.leaving:
+        return without(group, event.worker), [e.Dismiss(event.worker)]
+    if worker.state == "idle" and worker.holds == -1:
+        return with_worker(group, event.worker, state="rehearsing", holds=None), [e.Rehearse(event.worker)]
+    return _review(group)
+
+
+def _joined(group: Group, event: e.Joined) -> Outcome:
+    if group.workers[event.worker].state != "in":
+        return group, []
+    group = with_worker(group, event.worker, joined=True)
+    if all(group.workers[name].joined for name in members_in(group)):
+        return _run(group)
+    return group, []
+
+
+def _committed(group: Group, event: e.Committed) -> Outcome:
+    return replace(group, committed=max(group.committed, event.step)), []
+
+
+def _saved(group: Group, event: e.Saved) -> Outcome:
+    return replace(group, durable=max(group.durable, event.step)), []
+
+
+def _copied(group: Group, event: e.Copied) -> Outcome:
+    for name in group.workers:
+        copies = frozenset((event.step, stage) for stage in event.copies.get(name, ()))
+        group = with_worker(group, name, copies=copies)
+    return group, []
+
+
+def _bare(group: Group, event: e.Bare) -> Outcome:
+    return with_worker(group, event.worker, copies=frozenset()), []
+
+
+def _unreadable(group: Group, event: e.Unreadable) -> Outcome:
+    if group.workers[event.worker].state != "restoring":
+        return group, []
+    group = replace(group, durable=event.durable)
+    for name, worker in group.workers.items():
+        if worker.state == "restoring":
+            group = with_worker(group, name, stage=None)
+    return with_worker(group, event.worker, state="idle", holds=None, stage=None), []
+
+
+def _unreadable_gather(group: Group, event: e.Unreadable) -> Outcome:
+    if group.workers[event.worker].state != "restoring":
+        return group, []
+    return _settle(replace(_unreadable(group, event)[0], committed=event.durable))
+
+
+def _committed_join(group: Group, event: e.Committed) -> Outcome:
+    if event.step <= group.committed:
+        return group, []
+    # A step of this generation is there, so all have joined, though not all word of it has come.
+    return _run(_committed(group, event)[0])
+
+
+def _out(group: Group, event: e.Left) -> Group:
+    held = {"holds": event.holds, "stage": event.stage, "ready": event.ready}
+    copies = group.workers[event.worker].copies
+    if event.copy is not None and event.stage is not None:
+        # Its own counts as long as it lives itself, though a buddy may not have it yet.
+        copies |= {(event.copy, event.stage)}
+    group = with_worker(group, event.worker, state="idle", joined=False, copies=copies, **held)
+    group = replace(group, finished=group.finished or event.why == "finished")
+    group = replace(group, cause=event.fault or group.cause)
+    if event.why != "failed":
+        return group
+    if event.final:
+        return replace(group, failure=group.failure or event.fault)
+    return _fault(group, group.committed if event.holds is None else event.holds, event.fault)
+
+
+def _fault(group: Group, held: int, fault: str) -> Group:
+    """Notes a fault at the step after `held`; the same one there in an earlier generation, too, ends the run."""
+    again = any((at, what) == (held + 1, fault) and before < group.generation for at, what, before in group.faults)
+    if again and not group.failure:
+        return replace(group, failure=fault)
+    return replace(group, faults=(*group.faults, (held + 1, fault, group.generation)))
+
+
+def _left(group: Group, event: e.Left) -> Outcome:
+    if group.workers[event.worker].state != "in":
+        return group, []
+    group = _out(group, event)
+    if event.why in ("failed", "interrupted"):
+        return _break(group)
+    return _settle(group)
+
+
+def _left_leave(group: Group, event: e.Left) -> Outcome:
+    worker = group.workers[event.worker]
+    # One that finishes a step has said before that it could.
+    if worker.state != "in" or (worker.ready is not None and event.ready is not None):
+        return group, []
+    return _settle(_out(group, event))
+
+
+def _gone(group: Group, event: e.Lost) -> Group:
+    born = group.workers[event.worker].state in ("idle", "in")
+    return replace(without(group, event.worker), stillborn=group.stillborn + (not born), cause=event.cause)
+
+
+def _lost_gather(group: Group, event: e.Lost) -> Outcome:
+    group = _gone(group, event)
+    if group.stillborn > FRUITLESS:
+        failure = f"{FRUITLESS} workers in a row were lost while they started{_last(group)}"
+        return _close(replace(group, failure=failure))
+    group, started = _staff(group)
+    group, settled = _settle(group)
+    return group, [*started, *settled]
+
+
+def _lost_inside(group: Group, event: e.Lost) -> Outcome:
+    inside = group.workers[event.worker].state == "in"
+    group = _gone(group, event)
+    if inside:
+        return _break(group)
+    if group.phase is not Phase.TRAIN:
+        return group, []
+    group, started = _staff(group)
+    # Others may have waited for it, to join together.
+    group, paused = _review(group)
+    return group, [*started, *paused]
+
+
+def _lost_leave(group: Group, event: e.Lost) -> Outcome:
+    return _settle(_gone(group, event))
+
+
+def _lost_close(group: Group, event: e.Lost) -> Outcome:
+    group = without(group, event.worker)
+    if event.worker not in group.leads:
+        return group, []
+    return _settle(replace(group, finished=_ended(group, standing(group))))
+
+
+def _notice(group: Group, event: e.Notice) -> Outcome:
+    return with_worker(group, event.worker, leaving=True, unwanted=False), []
+
+
+def _notice_gather(group: Group, event: e.Notice) -> Outcome:
+    group, started = _staff(_notice(group, event)[0])
+    group, settled = _settle(group)
+    return group, [*started, *settled]
+
+
+def _notice_train(group: Group, event: e.Notice) -> Outcome:
+    group = _notice(group, event)[0]
+    # One that came back from the last step before the others did may be the only one who holds its stage.
+    if group.workers[event.worker].state == "idle" and event.worker not in group.seats:
+        group = without(group, event.worker)
+        group, started = _staff(group)
+        return group, [e.Dismiss(event.worker), *started]
+    group, started = _staff(group)
+    group, paused = _review(group)
+    return group, [*started, *paused]
+
+
+def _rescale(group: Group, event: e.Rescale) -> Outcome:
+    """Whoever is not wanted any more leaves, as if its machine went; who holds nothing goes at once."""
+    group = _wanted_again(_rescale_close(group, event)[0])
+    limits = group.limits
+    staying = [name for name in reversed(tuple(group.workers)) if not group.workers[name].leaving]
+    order = {name: place for place, name in enumerate(group.seats)}
+    held = ("idle", "restoring", "in")
+    # First those who are not there yet, the last ones first; then who has no seat; then the last seats.
+    ranked = sorted(staying, key=lambda name: (group.workers[name].state in held, -order.get(name, len(order))))
+    commands: list[e.Command] = []
+    for name in ranked[: max(0, len(staying) - limits.useful - limits.spares)]:
+        state = group.workers[name].state
+        if state not in held or (group.phase is Phase.TRAIN and state == "idle" and name not in group.seats):
+            group = without(group, name)
+            commands.append(e.Dismiss(name))
+        else:
+            group = with_worker(group, name, leaving=True, unwanted=True)
+    return group, commands
+
+
+def _rescale_close(group: Group, event: e.Rescale) -> Outcome:
+    """Nobody leaves any more, unless the group trains again."""
+    limits = replace(group.limits, minimum=event.minimum, maximum=event.maximum, spares=event.spares)
+    return replace(group, limits=limits), []
+
+
+def _rescale_gather(group: Group, event: e.Rescale) -> Outcome:
+    group, dismissed = _rescale(group, event)
+    group, started = _staff(group)
+    group, settled = _settle(group)
+    return group, [*dismissed, *started, *settled]
+
+
+def _rescale_train(group: Group, event: e.Rescale) -> Outcome:
+    group, dismissed = _rescale(group, event)
+    group, started = _staff(group)
+    group, paused = _review(group)
+    return group, [*dismissed, *started, *paused]
+
+
+def _stop(group: Group, event: e.Stop) -> Outcome:
+    return replace(group, stopping=True), []
+
+
+def _stop_gather(group: Group, event: e.Stop) -> Outcome:
+    return _settle(replace(group, stopping=True))
+
+
+def _stop_train(group: Group, event: e.Stop) -> Outcome:
+    return _review(replace(group, stopping=True))
+
+
+def _late_train(group: Group, event: e.Late) -> Outcome:
+    if not any(group.workers[name].leaving for name in members_in(group)):
+        return group, []
+    # Too few stay: better to stand still with the state in safety than to be cut off in a step.
+    return replace(group, phase=Phase.PAUSE), [e.Pause(group.generation)]
+
+
+def _late_gather(group: Group, event: e.Late) -> Outcome:
+    best = standing(group)
+    if _enough(group, patient=False) and best is not None and best.step >= group.committed:
+        return _join(group, best)
+    for name, worker in group.workers.items():
+        if worker.state == "restoring":
+            group, commands = _lost_gather(group, e.Lost(name, f"{name} did not read the checkpoint in time"))
+            return group, [e.Dismiss(name), *commands]
+    limits = group.limits
+    why = f"only {len(free(group))} of at least {limits.minimum} workers could be had within elastic.wait_s"
+    return _close(replace(group, failure=why))
+
+
+def _late(group: Group, event: e.Late) -> Outcome:
+    return _break(replace(group, cause=f"{group.phase.value} took too long"))
+
+
+def _stuck(group: Group, event: e.Stuck) -> Outcome:
+    what = f"all workers waited for one another in step {group.committed + 1}, twice: the collective does not move"
+    return _break(_fault(group, group.committed, what))
+
+
+def _late_leave(group: Group, event: e.Late) -> Outcome:
+    stuck = members_in(group)
+    for name in stuck:
+        group = without(group, name)
+    group, settled = _settle(group)
+    return group, [*(e.Dismiss(name) for name in stuck), *settled]
+
+
+def _late_close(group: Group, event: e.Late) -> Outcome:
+    return _end(group, f"{' and '.join(group.leads)} did not hand the model over in time")
+
+
+def _handed(group: Group, event: e.Handed) -> Outcome:
+    return _end(group)
+
+
+_G, _J, _T, _P, _L, _C, _E = Phase
+
+TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
+    (_G, e.Up): Rule(_up, (_G,)),
+    (_G, e.Warm): Rule(_warm_gather, (_G, _J)),
+    (_G, e.Joined): Rule(_nothing, (_G,)),
+    (_G, e.Committed): Rule(_nothing, (_G,)),
+    (_G, e.Left): Rule(_nothing, (_G,)),
+    (_G, e.Lost): Rule(_lost_gather, (_G, _J, _C, _E)),
+    (_G, e.Notice): Rule(_notice_gather, (_G, _J, _C, _E)),
+    (_G, e.Rescale): Rule(_rescale_gather, (_G, _J, _C, _E)),
+    (_G, e.Stop): Rule(_stop_gather, (_C, _E)),
+    (_G, e.Late): Rule(_late_gather, (_G, _J, _C, _E)),
+    (_G, e.Stuck): Rule(_nothing, (_G,)),
+    (_G, e.Handed): Rule(_nothing, (_G,)),
+    (_G, e.Saved): Rule(_saved, (_G,)),
+    (_G, e.Unreadable): Rule(_unreadable_gather, (_G, _J)),
+    (_J, e.Up): Rule(_up, (_J,)),
+    (_J, e.Warm): Rule(_warm, (_J,)),
+    (_J, e.Joined): Rule(_joined, (_J, _T, _P)),
+    (_J, e.Committed): Rule(_committed_join, (_J, _T, _P)),
+    (_J, e.Left): Rule(_left, (_J, _L, _G, _C, _E)),
+    (_J, e.Lost): Rule(_lost_inside, (_J, _L, _G, _C, _E)),
+    (_J, e.Notice): Rule(_notice, (_J,)),
+    (_J, e.Stop): Rule(_stop, (_J,)),
+    (_J, e.Late): Rule(_late, (_L,)),
+    (_J, e.Stuck): Rule(_nothing, (_J,)),
+    (_J, e.Handed): Rule(_nothing, (_J,)),
+    (_T, e.Up): Rule(_up, (_T,)),
+    (_T, e.Warm): Rule(_warm_train, (_T, _P)),
+    (_T, e.Joined): Rule(_nothing, (_T,)),
+    (_T, e.Committed): Rule(_committed, (_T,)),
+    (_T, e.Left): Rule(_left, (_T, _J, _L, _G, _C, _E)),
+    (_T, e.Lost): Rule(_lost_inside, (_T, _J, _P, _L, _G, _C, _E)),
+    (_T, e.Notice): Rule(_notice_train, (_T, _P)),
+    (_T, e.Rescale): Rule(_rescale_train, (_T, _P)),
+    (_T, e.Stop): Rule(_stop_train, (_P,)),
+    (_T, e.Late): Rule(_late_train, (_T, _P)),
+    (_T, e.Stuck): Rule(_stuck, (_L,)),
+    (_T, e.Handed): Rule(_nothing, (_T,)),
+    (_P, e.Up): Rule(_up, (_P,)),
+    (_P, e.Warm): Rule(_warm, (_P,)),
+    (_P, e.Joined): Rule(_nothing, (_P,)),
+    (_P, e.Committed): Rule(_committed, (_P,)),
+    (_P, e.Left): Rule(_left, (_P, _J, _L, _G, _C, _E)),
+    (_P, e.Lost): Rule(_lost_inside, (_P, _J, _L, _G, _C, _E)),
+    (_P, e.Notice): Rule(_notice, (_P,)),
+    (_P, e.Stop): Rule(_stop, (_P,)),
+    (_P, e.Late): Rule(_late, (_L,)),
+    (_P, e.Stuck): Rule(_stuck, (_L,)),
+    (_P, e.Handed): Rule(_nothing, (_P,)),
+    (_L, e.Up): Rule(_up, (_L,)),
+    (_L, e.Warm): Rule(_warm, (_L,)),
+    (_L, e.Joined): Rule(_nothing, (_L,)),
+    (_L, e.Committed): Rule(_committed, (_L,)),
+    (_L, e.Left): Rule(_left_leave, (_L, _J, _G, _C, _E)),
+    (_L, e.Lost): Rule(_lost_leave, (_L, _J, _G, _C, _E)),
+    (_L, e.Notice): Rule(_notice, (_L,)),
+    (_L, e.Stop): Rule(_stop, (_L,)),
+    (_L, e.Late): Rule(_late_leave, (_L, _J, _G, _C, _E)),
+    (_L, e.Stuck): Rule(_nothing, (_L,)),
+    (_L, e.Handed): Rule(_nothing, (_L,)),
+    (_C, e.Up): Rule(_nothing, (_C,)),
+    (_C, e.Warm): Rule(_nothing, (_C,)),
+    (_C, e.Joined): Rule(_nothing, (_C,)),
+    (_C, e.Committed): Rule(_committed, (_C,)),
+    (_C, e.Left): Rule(_nothing, (_C,)),
+    (_C, e.Lost): Rule(_lost_close, (_C, _J, _G, _E)),
+    (_C, e.Notice): Rule(_notice, (_C,)),
+    (_C, e.Stop): Rule(_stop, (_C,)),
+    (_C, e.Late): Rule(_late_close, (_E,)),
+    (_C, e.Stuck): Rule(_nothing, (_C,)),
+    (_C, e.Handed): Rule(_handed, (_E,)),
+    **{(phase, e.Rescale): Rule(_rescale, (phase,)) for phase in (_J, _P, _L)},
+    (_C, e.Rescale): Rule(_rescale_close, (_C,)),
+    **{(phase, e.Saved): Rule(_saved, (phase,)) for phase in (_J, _T, _P, _L, _C)},
+    **{(phase, e.Copied): Rule(_copied, (phase,)) for phase in (_J, _T, _P, _L)},
+    **{(phase, e.Copied): Rule(_nothing, (phase,)) for phase in (_G, _C)},
+    **{(phase, e.Bare): Rule(_bare, (phase,)) for phase in (_G, _J, _T, _P, _L, _C)},
+    **{(phase, e.Unreadable): Rule(_unreadable, (phase,)) for phase in (_J, _T, _P, _L, _C)},
+    **{(_E, kind): Rule(_nothing, (_E,)) for kind in get_args(e.Event)},
+}
+"""Every pair of a phase and an event."""
+
+
+def diagram() -> str:
+    """The table as a picture, in Mermaid's words: which event can lead from which phase to which."""
+    arrows: dict[tuple[Phase, Phase], list[str]] = {}
+    for (phase, kind), rule in TABLE.items():
+        for after in rule.leads:
+            if after is not phase:
+                arrows.setdefault((phase, after), []).append(kind.__name__)
+    lines = ["stateDiagram-v2", "    [*] --> GATHER"]
+    lines += [f"    {before.name} --> {after.name}: {', '.join(names)}" for (before, after), names in arrows.items()]
+    return "\n".join([*lines, "    END --> [*]"])

@@ -1,0 +1,121 @@
+"""What a run has come to, told from its folder alone: its state, its steps, its checkpoints."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raytrain_plus.errors import InputError
+from raytrain_plus.result import Result
+from raytrain_plus.runs.folder import exists, lease_holder, lost_holder, resume_command, single_writer
+from raytrain_plus.runs.history import look_back
+from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.storage.address import split
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.size_text import size_text
+
+DIED = "unfinished (its controller died"
+"""How the state of a run begins whose controller died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A checkpoint, or what is left of one."""
+
+    name: str
+    step: int
+    age_s: float
+    bytes: int
+    state: str
+    """`complete`, or why it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A run."""
+
+    run: str
+    state: str
+    """`running` (with who), `finished`, `stopped`, `failed`, or `unfinished` (with whose death ended it)."""
+    steps: int
+    """Committed ones."""
+    checkpoints: tuple[Kept, ...]
+    single_writer: bool
+    """Whether the storage makes sure that no two controllers write into the run."""
+    resume: str = ""
+    """The command that resumes the run, if its controller died."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        said = [f"{self.run}: {self.state}; {self.steps:,} steps"]
+        if not self.checkpoints:
+            said.append("  no checkpoints yet")
+        else:
+            said.append(f"  {'checkpoint':<24}{'after step':>12}{'age':>12}{'size':>12}  state")
+        for one in self.checkpoints:
+            said.append(
+                f"  {one.name:<24}{one.step + 1:>12,}{_spelled_age(one.age_s):>12}{size_text(one.bytes):>12}"
+                f"  {one.state}"
+            )
+        if self.resume:
+            said.append(f"  resume with: {self.resume}")
+        if not self.single_writer:
+            said.append("  single writer not enforced: this storage cannot tell which of two controllers came first")
+        return said
+
+
+def status(run: Folder) -> Status:
+    """The status of the run in this folder."""
+    past = look_back(run)
+    state, now = state_of(run), time.time()
+    kept = tuple(
+        Kept(one.name, one.step, max(0.0, now - _moment(one.manifest, one.time)), one.bytes, one.why or "complete")
+        for one in past.found
+    )
+    resume = resume_command(run) if state.startswith("unfinished (") else ""
+    return Status(split(run.address)[1], state, past.committed + 1, kept, single_writer(run), resume)
+
+
+def state_of(run: Folder) -> str:
+    """The state alone, which is known at once: that of `Status`."""
+    # In this order: a controller that ends writes its result before it gives up its lease.
+    lost, holder, result = lost_holder(run), lease_holder(run), Result.load(run)
+    if holder:
+        return f"running ({holder})"
+    if result is not None:
+        return result.status
+    if lost is None:
+        return "unfinished"
+    if lost.lives is False:
+        return f"{DIED}: {lost.process})"
+    silent = f"has not renewed its lease for {lost.silent_s:.0f} s"
+    return f"running ({lost.process}, which {silent})" if lost.lives else f"unfinished ({lost.process} {silent})"
+
+
+def what_is_kept(run: Folder) -> str:
+    """Say what a run has kept whose controller died, and the command that resumes it."""
+    try:
+        if not exists(run):
+            return "nothing was written yet: run the job again"
+        newest = next((found for found in look_back(run).found if found.manifest is not None), None)
+    except (OSError, InputError) as error:
+        return f"what is kept cannot be read ({error}); see: raytrain status '{run.where}'"
+    if newest is None:
+        return f"no checkpoint is complete, so it starts again from its first step; resume with: {resume_command(run)}"
+    return f"the checkpoint after step {newest.step + 1:,} is kept; resume with: {resume_command(run)}"
+
+
+def _moment(manifest: Manifest | None, newest_file: float) -> float:
+    return newest_file if manifest is None else manifest.time
+
+
+def _spelled_age(seconds: float) -> str:
+    for length, word in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {word}"
+    return f"{seconds:.0f} s"

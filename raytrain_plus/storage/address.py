@@ -1,0 +1,68 @@
+"""Take apart and put together the paths and addresses of storage folders. Pure."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from raytrain_plus.credentials import REMEDY, credential_in, without_credentials
+from raytrain_plus.errors import InputError
+
+SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+"""What the address of a folder can begin with."""
+
+
+def refuse_credentials(address: str, where: str = "", remedy: str = REMEDY) -> None:
+    """Raise `InputError` if an address contains a credential. `where`: the setting that it was given in."""
+    if part := credential_in(address):
+        shown = without_credentials(address, whole=True)
+        place = f"{where}: {shown}" if where else shown
+        raise InputError(f"the address contains a credential: {part}", where=place, remedy=remedy)
+
+
+def check_name(name: str) -> str:
+    """`name`, where it stays inside its folder. Raises `InputError` for others."""
+    parts = name.split("/")
+    if not name or name.startswith("/") or "\\" in name or any(part in ("", ".", "..") for part in parts):
+        raise InputError(f"{name!r} is no name of a file inside a run's folder", where="name")
+    return name
+
+
+def is_address(where: str | Path) -> bool:
+    """Whether it is an address, and no path."""
+    return "://" in str(where)
+
+
+def within(where: str | Path, name: str) -> str:
+    """The path or address of what has this name in a folder.
+
+    >>> within("s3://bucket/runs/?region=eu-west-1", "digits")
+    's3://bucket/runs/digits?region=eu-west-1'
+    """
+    if not is_address(where):
+        return str(Path(where, name))
+    scheme, place, settings = _parted(str(where))
+    return f"{scheme}://{place}/{quote(check_name(name))}{settings}"
+
+
+def split(where: str | Path) -> tuple[str, str]:
+    """The folder in which a folder lies, as a path or address, and its name there; what `within` puts together.
+
+    >>> split("s3://bucket/runs/digits?region=eu-west-1")
+    ('s3://bucket/runs?region=eu-west-1', 'digits')
+    """
+    if not is_address(where):
+        path = Path(os.path.abspath(where))
+        return str(path.parent), path.name
+    scheme, place, settings = _parted(str(where))
+    above, _, name = place.rpartition("/")
+    return f"{scheme}://{above or '/'}{settings}", unquote(name)
+
+
+def _parted(address: str) -> tuple[str, str, str]:
+    """Scheme, place and settings; the last with the mark that they begin with."""
+    scheme, _, rest = address.partition("://")
+    place, settings = re.findall("([^?#]*)(.*)", rest, re.DOTALL)[0]
+    return scheme, place.rstrip("/"), settings

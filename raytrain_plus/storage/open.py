@@ -1,0 +1,24 @@
+"""Open the storage folder at a path or an address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raytrain_plus.storage.address import refuse_credentials
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.local import LocalFolder
+
+
+def open_folder(where: str | Path) -> Folder:
+    """Return the folder at a path or an address, such as `s3://bucket/runs`; it need not exist.
+
+    Raises `InputError` if the kind of address is unknown, or if the address contains a credential.
+    """
+    text = str(where)
+    refuse_credentials(text)
+    if "://" not in text:
+        return LocalFolder(Path(text).absolute())
+    # Its libraries take long to load, and most runs need none.
+    from raytrain_plus.storage.remote import open_remote
+
+    return open_remote(text)

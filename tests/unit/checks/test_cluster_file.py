@@ -1,0 +1,214 @@
+"""The cluster files: whole as they stand, by Ray's own schema and KubeRay's, and what a job may expect of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from raytrain_plus import Data, InputError, Job, Workers
+from raytrain_plus.checks.cluster_file import NodeType, fit, node_types
+
+CLUSTERS = Path(__file__).parents[3] / "clusters"
+LAUNCHED = sorted(file for file in CLUSTERS.glob("*.yaml") if file.stem != "runtime_env")
+KUBERAY = sorted((CLUSTERS / "kuberay").glob("*.yaml"))
+
+
+def loaded(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(file.read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in LAUNCHED if file.name != "runtime_env.yaml"], ids=lambda file: file.stem
+)
+def test_ray_takes_it_as_it_stands(file: Path) -> None:
+    util = pytest.importorskip("ray.autoscaler._private.util")
+    config = util.prepare_config(copy.deepcopy(loaded(file)))
+    util.validate_config(config)
+    assert config["available_node_types"]
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp", "azure"])
+@pytest.mark.parametrize("kind", ["-minimal", ""])
+def test_nothing_trains_on_the_head_and_workers_are_on_spot(name: str, kind: str) -> None:
+    types = loaded(CLUSTERS / f"{name}{kind}.yaml")["available_node_types"]
+    assert types["head"]["resources"] == {"CPU": 0}
+    spots = {
+        "aws": lambda node: node["InstanceMarketOptions"]["MarketType"] == "spot",
+        "gcp": lambda node: {"preemptible": True} in node["scheduling"],
+        "azure": lambda node: node["azure_arm_parameters"]["priority"] == "Spot",
+    }
+    assert spots[name](types["gpu_spot"]["node_config"])
+    for other in types.keys() - {"gpu_spot"}:
+        with pytest.raises((KeyError, AssertionError)):
+            assert spots[name](types[other]["node_config"]), "on demand"
+
+
+CLOUDS = [file for file in LAUNCHED if file.stem != "local"]
+RIGHTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], bool]] = {
+    "aws": lambda provider, node: bool(node.get("IamInstanceProfile")),
+    "gcp": lambda provider, node: any(
+        account["email"] and account["scopes"] == ["https://www.googleapis.com/auth/cloud-platform"]
+        for account in node.get("serviceAccounts", [])
+    ),
+    # Ray gives all machines one identity: its own, which reaches no storage, unless both are set.
+    "azure": lambda provider, node: bool(provider.get("msi_name") and provider.get("msi_resource_group")),
+}
+"""Whether machines of a type reach the storage of runs."""
+
+
+@pytest.mark.parametrize("file", CLOUDS, ids=lambda file: file.stem)
+def test_every_worker_reaches_the_storage(file: Path) -> None:
+    config = loaded(file)
+    reaches = RIGHTS[config["provider"]["type"]]
+    workers = {
+        name: found for name, found in config["available_node_types"].items() if name != config["head_node_type"]
+    }
+    assert [name for name, found in workers.items() if not reaches(config["provider"], found["node_config"])] == []
+
+
+@pytest.mark.parametrize("file", CLOUDS, ids=lambda file: file.stem)
+def test_the_head_keeps_the_account_with_which_ray_starts_machines(file: Path) -> None:
+    config = loaded(file)
+    head = config["available_node_types"][config["head_node_type"]]["node_config"]
+    assert not {"IamInstanceProfile", "serviceAccounts"} & head.keys()
+
+
+@pytest.mark.parametrize("name", ["aws-minimal.yaml", "aws.yaml", "Dockerfile"])
+def test_what_stores_on_s3_has_what_that_takes(name: str) -> None:
+    # Quoted, and by way of echo: a shell takes [s3] behind a * for one letter.
+    assert '"$(echo /home/ray/wheels/raytrain_plus-*.whl)[s3]"' in (CLUSTERS / name).read_text()
+
+
+def test_own_machines_keep_their_python() -> None:
+    config = loaded(CLUSTERS / "local.yaml")
+    made, *installed = config["setup_commands"]
+    assert made.startswith("python3 -m venv ~/raytrain-venv && ")
+    commands = [*installed, *config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
+    assert [one for one in commands if ". ~/raytrain-venv/bin/activate && " not in one] == []
+    # Ray runs it as it stands, when the cluster goes.
+    assert made.endswith("ln -sf ~/raytrain-venv/bin/ray ~/.local/bin/ray")
+
+
+def test_an_image_is_built_of_what_it_takes() -> None:
+    lines = (CLUSTERS / "Dockerfile").read_text().splitlines()
+    sources = [line.split()[1] for line in lines if line.startswith("COPY")]
+    rules = [line for line in (CLUSTERS.parent / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert rules == ["*", *(f"!{source}" for source in sources)]
+
+
+@pytest.mark.parametrize("file", LAUNCHED, ids=lambda file: file.stem)
+def test_nothing_listens_for_everybody(file: Path) -> None:
+    text = file.read_text()
+    assert "0.0.0.0" not in text
+    starts = [line for line in text.splitlines() if "ray start" in line]
+    assert len(starts) == 2
+    assert all("RAY_AUTH_MODE=token" in line for line in starts)
+
+
+@pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
+def test_kuberay_takes_it_as_it_stands(file: Path) -> None:
+    schema = json.loads((CLUSTERS / "kuberay" / "schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(loaded(file), schema)
+    for wrong in ({"spek": {}}, {"apiVersion": "ray.io/v2"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**loaded(file), **wrong}, schema)
+
+
+@pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
+def test_pods_ask_for_a_token(file: Path) -> None:
+    spec = loaded(file)["spec"]
+    assert spec.get("rayClusterSpec", spec)["authOptions"] == {"mode": "token"}
+
+
+def test_a_lost_head_is_no_end() -> None:
+    spec = loaded(CLUSTERS / "kuberay" / "rayjob.yaml")["spec"]
+    assert spec["backoffLimit"] > 0
+    # KubeRay takes no backoffLimit in this mode.
+    assert spec["submissionMode"] != "InteractiveMode"
+
+
+@pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
+def test_a_pod_says_that_it_goes_before_it_does(file: Path) -> None:
+    spec = loaded(file)["spec"]
+    for group in spec.get("rayClusterSpec", spec)["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        told = {one["name"]: one["value"] for one in pod["containers"][0]["env"]}
+        assert 0 < int(told["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) < pod["terminationGracePeriodSeconds"]
+
+
+def job(**workers: Any) -> Job:
+    return Job(name="x", task="a:B", data=Data(path="d", batch_size=64, shards=64), steps=1, workers=Workers(**workers))
+
+
+@pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml", "azure.yaml"])
+def test_what_a_job_may_expect(name: str) -> None:
+    found = fit(job(min=2, max=32, spares=2, gpus=1), CLUSTERS / name)
+    assert (found.first, found.most, found.wanted) == (0, 34, 34)
+    assert found.lines() == [
+        f"  {name}: room for 0 to 34 workers of 1 CPU, 1 GPU (gpu_ondemand: up to 2 machines, 1 on each; "
+        "gpu_spot: up to 32 machines, 1 on each)"
+    ]
+    found = fit(job(min=2, max=40, gpus=1), CLUSTERS / name)
+    assert found.lines()[1] == "  warning: workers.max and workers.spares make 40, more than the 34"
+    # By processors alone more fit on one machine.
+    assert fit(job(min=2, cpus=2), CLUSTERS / name).most == 4 * 34
+
+
+def test_what_can_never_be_had_is_told() -> None:
+    with pytest.raises(InputError, match="the cluster has room for 8 workers of 4 CPU, 1 GPU each, at most") as caught:
+        fit(job(min=8, spares=1, cpus=4, gpus=1), CLUSTERS / "aws-minimal.yaml")
+    assert "workers.min + workers.spares = 9" in caught.value.expected
+    assert "gpu_spot, up to 8: 4 CPU, 1 GPU" in caught.value.expected
+    with pytest.raises(InputError, match="room for 0 workers of 5 CPU each"):
+        fit(job(min=1, cpus=5), CLUSTERS / "kuberay" / "rayjob.yaml")
+
+
+@pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
+def test_what_pods_have(file: Path) -> None:
+    assert node_types(file)[0] == (
+        NodeType("head", 1, 1, {"CPU": 0.0, "GPU": 0.0}, True),
+        NodeType("gpu-spot", 0, 8, {"CPU": 4.0, "GPU": 1.0}),
+    )
+
+
+def test_machines_of_all_types_together_are_counted(tmp_path: Path) -> None:
+    found = loaded(CLUSTERS / "aws.yaml")
+    found["available_node_types"]["gpu_ondemand"]["resources"] = {"CPU": 32, "GPU": 4}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**found, "max_workers": 5}))
+    assert fit(job(min=1, gpus=1), tmp_path / "c.yaml").most == 2 * 4 + 3
+
+
+def test_parts_of_a_processor_count_whole_as_ray_counts_them(tmp_path: Path) -> None:
+    found = loaded(CLUSTERS / "kuberay" / "raycluster.yaml")
+    container = found["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    container["resources"] = {"requests": {"cpu": "1500m"}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(found))
+    assert node_types(tmp_path / "c.yaml")[0][1].resources == {"CPU": 2.0, "GPU": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("[1, 2]", "is no cluster file"),
+        ("a: 1", "is no cluster file"),
+        ("kind: RayJob\nspec: {}", "is no cluster file: KeyError"),
+        ("cluster_name: x\nprovider: {type: local}", "does not say what its machines have"),
+        ("cluster_name: x\navailable_node_types: {a: {node_config: {}}}", "does not say what its machines have"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_what_is_no_cluster_file_is_told(tmp_path: Path, text: str, what: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(InputError, match=what):
+        node_types(tmp_path / "c.yaml")
+    with pytest.raises(InputError, match="cannot be read"):
+        node_types(tmp_path / "nowhere.yaml")

@@ -1,0 +1,221 @@
+"""What a job is refused for without being run."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+
+from raytrain_plus import Data, Evaluate, Job, Parallel, Task, Workers
+from raytrain_plus.checks import validate
+from raytrain_plus.checks.validate import validate_job
+from raytrain_plus.errors import DataError, InputError, TaskError
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.training import measure
+
+
+def write(folder: Path, name: str) -> None:
+    folder.mkdir()
+    pq.write_table(pa.table({name: list(range(20))}), folder / "0.parquet")
+
+
+def job(tmp_path: Path, prepare: str | None = None, data: str = "data", held_out: str = "held_out") -> Job:
+    return Job(
+        name="x",
+        task="examples.digits:Digits",
+        data=Data(path=str(tmp_path / data), prepare=prepare, batch_size=8),
+        steps=3,
+        evaluate=Evaluate(path=str(tmp_path / held_out), every_steps=1),
+    )
+
+
+def test_a_storage_that_does_not_answer_is_waited_for_no_longer_than_10_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was called sound; and a client of S3 tries for minutes, also when its process is to end."""
+    write(tmp_path / "data", "x")
+    write(tmp_path / "held_out", "x")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        settings = f"scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{silent.getsockname()[1]}"
+        assert validate.STORAGE_S <= 8
+        monkeypatch.setattr(validate, "STORAGE_S", 0.5)
+        wished = replace(job(tmp_path), storage=f"s3://bucket/runs?{settings}")
+        began = time.monotonic()
+        report = validate_job(wished, [])
+        assert time.monotonic() - began < 10
+    assert report.storage == "storage: s3://bucket/runs does not answer this machine within 0.5 s"
+    assert f"  warning: {report.storage}" in report.lines()
+
+
+def test_a_storage_that_has_answered_long_ago_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "data", "x")
+    write(tmp_path / "held_out", "x")
+    asked = validate._Asked((tmp_path / "runs").as_uri())
+    asked.process.wait(20)
+    monkeypatch.setattr(asked, "_until", 0.0)
+    assert asked.answer() == ""
+
+
+def test_a_storage_that_answers_or_refuses_says_so(tmp_path: Path, bucket: Folder) -> None:
+    write(tmp_path / "data", "x")
+    write(tmp_path / "held_out", "x")
+    assert validate_job(replace(job(tmp_path), storage=bucket.inside("runs").address), []).storage == ""
+    nobody = "s3://bucket/runs?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:1"
+    refused = validate_job(replace(job(tmp_path), storage=nobody), []).storage
+    assert refused.startswith("storage: s3://bucket/runs cannot be read from this machine: ")
+    with pytest.raises(InputError, match="storage: s3:///: this is no address of a folder"):
+        validate_job(replace(job(tmp_path), storage="s3:///"), [])
+
+
+def test_held_out_data_that_is_missing_or_another_table(tmp_path: Path) -> None:
+    write(tmp_path / "data", "x")
+    with pytest.raises(DataError, match=r"held_out: there is no such file or folder"):
+        validate_job(job(tmp_path), [])
+    write(tmp_path / "held_out", "y")
+    with pytest.raises(DataError, match=r"other columns than the training data: x, y"):
+        validate_job(job(tmp_path), [])
+
+
+def test_files_without_page_checksums_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("data", "held_out"):
+        write(tmp_path / folder, "x")
+        for number in range(1, 3):
+            table = pq.read_table(tmp_path / folder / "0.parquet")
+            pq.write_table(table, tmp_path / folder / f"{number}.parquet", write_page_checksum=number == 2)
+    report = validate_job(job(tmp_path), [])
+    names = [str(tmp_path / folder / f"{number}.parquet") for folder in ("data", "held_out") for number in (0, 1)]
+    assert list(report.without_checksums) == names
+    said = "damaged values in them cannot be found: write them with pq.write_table(..., write_page_checksum=True)"
+    listed = ", ".join([*names[:3], "..."])
+    assert f"  4 of 6 files carry no page checksums ({listed}); {said}" in report.lines()
+    monkeypatch.setattr(validate, "LOOKED_AT", 2)
+    assert any(line.startswith("  2 of the first 2 files carry no") for line in validate_job(job(tmp_path), []).lines())
+    for name in names:
+        pq.write_table(pq.read_table(name), name, write_page_checksum=True)
+    assert not any("checksum" in line for line in validate_job(job(tmp_path), []).lines())
+
+
+def test_data_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "data", "x")
+    for paths in ({"data": "y" * 300}, {"held_out": "y" * 300}):
+        with pytest.raises(DataError, match="y: cannot be looked at: File name too long"):
+            validate_job(job(tmp_path, "examples.digits:prepare", **paths), [])
+
+
+def test_arguments_that_the_task_does_not_take(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"unexpected keyword argument 'widht'(.|\n)*given: widht"):
+        validate_job(replace(job(tmp_path), args={"widht": 3}), [])
+
+
+def test_a_class_that_is_no_task(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="is the class int"):
+        validate_job(replace(job(tmp_path), task=int), [])
+
+
+def test_more_workers_than_shards_are_said_not_to_be_formed(tmp_path: Path) -> None:
+    write(tmp_path / "data", "x")
+    whole = replace(job(tmp_path), evaluate=None, workers=Workers(min=2, max=10**12))
+    report = validate_job(whole, [])
+    assert [size.workers for size in report.sizes] == [2, 3, 4, 5, 6, 7, 8]
+    assert report.lines()[-1].startswith(
+        "  warning: at most 8 of workers.max = 1000000000000 are formed: with data.sha"
+    )
+    # Seven workers would be no faster than four.
+    report = validate_job(replace(whole, workers=Workers(min=2, max=7)), [])
+    assert "at most 4 of workers.max = 7 are formed" in report.lines()[-1]
+    assert not validate_job(replace(whole, workers=Workers(min=2, max=4)), []).left_out
+
+
+class Layered(Task):
+    """Two layers, or what is wrong with them."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        if self.wrong == "layers":
+            raise ZeroDivisionError("in layers")
+        name = "in/out" if self.wrong == "slash" else "in"
+        return {name: lambda: nn.Linear(1, 4), "out": lambda: nn.Linear(5 if self.wrong == "width" else 4, 1)}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["x"][:, None].float()).square().mean()
+
+    def collate(self, table: pa.Table) -> dict[str, torch.Tensor]:
+        if self.wrong == "collate":
+            raise KeyError("label")
+        batch: dict[str, torch.Tensor] = super().collate(table)
+        return batch
+
+
+def staged(tmp_path: Path, wrong: str = "", **parallel: Any) -> Job:
+    write(tmp_path / "data", "x")
+    plain = replace(job(tmp_path), task=Layered, args={"wrong": wrong}, evaluate=None, workers=Workers(min=2, max=4))
+    return replace(
+        plain,
+        data=replace(plain.data, batch_size=16, shards=4),
+        parallel=Parallel(**{"pipeline": 2, "microbatches": 2, **parallel}),
+    )
+
+
+def test_the_cut_is_shown(tmp_path: Path) -> None:
+    report = validate_job(staged(tmp_path), [])
+    assert report.cut is not None
+    assert [stage.layers for stage in report.cut.stages] == [(("in",),), (("out",),)]
+    lines = report.lines()
+    assert "  4 workers: 2 cells of 2 stages, 2 shards on the fullest, 100 % efficiency" in lines
+    assert lines[-4].startswith("    stage 0: in; 8 parameters, 0.0 MB, ")
+    assert lines[-2].startswith("    bubble to expect: ")
+    assert re.fullmatch(
+        r"    where there is one cell, copies in memory: up to [\d.]+ MB more on each worker", lines[-1]
+    )
+
+
+def test_a_cut_that_cannot_be_shown_yet_is_said_to_come(tmp_path: Path) -> None:
+    sound = staged(tmp_path)
+    unmade = replace(sound, data=replace(sound.data, path=str(tmp_path / "unmade"), prepare="examples.digits:prepare"))
+    last = "  its cut is shown when the data is there: layers are timed on its rows"
+    assert validate_job(unmade, []).lines()[-1] == last
+    assert last not in validate_job(replace(unmade, parallel=Parallel()), []).lines()
+
+
+def test_what_does_not_fit_this_machines_memory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "room_of", lambda: 100)
+    report = validate_job(staged(tmp_path), [])
+    [line] = [line for line in report.lines() if "does not fit" in line]
+    assert re.search(
+        r"stage \d of 2 takes \d+ bytes, of which the layer '(in|out)' \d+ bytes, and a worker has 100", line
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ("layers", "the layers of Layered cannot be built: ZeroDivisionError: in layers"),
+        ("slash", "the layer 'in/out' has a slash in its name"),
+        ("width", "the layers cannot be run one after the other: RuntimeError"),
+        ("collate", "the layers cannot be run one after the other: KeyError: 'label'"),
+    ],
+)
+def test_what_keeps_a_model_from_being_cut_is_the_users_to_mend(tmp_path: Path, wrong: str, what: str) -> None:
+    with pytest.raises(TaskError, match=re.escape(what)):
+        validate_job(staged(tmp_path, wrong), [])
+
+
+def test_more_stages_than_layers_and_fewer_microbatches_than_the_schedule_needs(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="2 stages of interleaved need 4 layers, and the model has 2: in, out"):
+        validate_job(staged(tmp_path, schedule="interleaved"), [])
+    (tmp_path / "other").mkdir()
+    few = replace(staged(tmp_path / "other", microbatches=1), workers=Workers(min=2, max=8))
+    with pytest.raises(InputError, match="1f1b needs as many microbatches in a cell as it has stages: 2, not 1"):
+        validate_job(few, [])

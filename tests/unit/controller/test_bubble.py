@@ -1,0 +1,62 @@
+"""What stages wait for one another, and one step of theirs."""
+
+from __future__ import annotations
+
+import pytest
+
+from raytrain_plus.controller.bubble import Bubble
+from raytrain_plus.membership.mesh import Shape
+from raytrain_plus.membership.view import form_view
+from raytrain_plus.parallel.pipeline.timeline import Action, Bar
+from raytrain_plus.training.records import StepRecord
+
+
+def record(
+    step: int, busy_s: float = 0.0, passes: tuple[float, float] = (0.0, 0.0), at: float | None = None, stage: int = 0
+) -> StepRecord:
+    """`at`: when its one bar begins, if it is drawn."""
+    return StepRecord(
+        step=step,
+        rows=8,
+        loss=1.0,
+        seconds=1.0,
+        waited_s=0.0,
+        time=at or 0.0,
+        busy_s=busy_s,
+        passes=passes,
+        bars=() if at is None else (Bar(stage, Action("F", stage, 0), at, at + 0.5),),
+    )
+
+
+def test_the_share_of_the_time_in_which_stages_wait() -> None:
+    bubble = Bubble()
+    assert bubble.share is None
+    bubble.formed(form_view(0, ["a", "b"], Shape(1, 2), 4))
+    for step in range(3):
+        # The front begins first and ends last; the clock of b is ten seconds late.
+        bubble.report("a", record(step, 0.3, (step, step + 0.4)), 0.0)
+        bubble.report("b", record(step, 0.1, (step - 9.9, step - 9.7)), 10.0)
+    bubble.report("a", record(3, 0.3, (3.0, 9.0)), 0.0)
+    assert bubble.share == pytest.approx(0.5), "what only one of a cell has told does not count"
+
+
+def test_a_step_is_drawn_when_all_members_have_told_it() -> None:
+    bubble = Bubble()
+    bubble.formed(form_view(0, ["a", "b"], Shape(1, 2), 4))
+    # The clock of b is ten seconds late.
+    assert bubble.report("b", record(3, at=90.5, stage=1), 10.0) is None
+    drawing = bubble.report("a", record(3, at=100.0), 0.0)
+    assert drawing == {
+        (0, 0): (Bar(0, Action("F", 0, 0), 0.0, 0.5),),
+        (0, 1): (Bar(1, Action("F", 1, 0), 0.5, 1.0),),
+    }
+
+
+def test_what_only_a_part_of_a_view_has_told_is_not_drawn() -> None:
+    bubble = Bubble()
+    bubble.formed(form_view(0, ["a", "b"], Shape(1, 2), 4))
+    assert bubble.report("a", record(3, at=100.0), 0.0) is None
+    bubble.formed(form_view(1, ["a", "c"], Shape(1, 2), 4))
+    assert bubble.report("b", record(3, at=101.0), 0.0) is None
+    assert bubble.report("c", record(9, at=101.0), 0.0) is None
+    assert bubble.report("a", record(9, at=101.0), 0.0) is not None

@@ -1,0 +1,222 @@
+"""The controller's part of checkpoints: when one is wanted, what became of it, and what the run can go back to."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.job.settings import Checkpoint
+from raytrain_plus.membership.view import Member
+from raytrain_plus.state.checkpoint import survey
+from raytrain_plus.state.manifest import FOLDER, name_of
+from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.outage import Outages
+from raytrain_plus.workers.messages import Written
+from tests.unit.state.test_checkpoint import shares, state
+
+MEMBERS = [
+    Member(worker="a", cell=0, stage=0, shards=(0, 1)),
+    Member(worker="b", cell=1, stage=0, shards=(2,)),
+]
+EVERY_S = 10.0
+
+
+class Kept:
+    """Checkpoints of a run in a folder, and what they told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = LocalFolder(folder)
+        self.told: list[Any] = []
+        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.journal = SimpleNamespace(
+            committed=9,
+            settle=lambda: None,
+            check_fence=lambda: None,
+            outages=Outages(),
+            samples=lambda step: 8 * (step + 1),
+            figures=lambda step: {"loss": 0.5, "bad": float("nan")},
+            saved=lambda step, took_s, stall_s: self.told.append(("journal", step)),
+            not_saved=lambda step, why: self.told.append((step, why)),
+        )
+        plan = SimpleNamespace(
+            job=SimpleNamespace(name="run", seed=3, checkpoint=Checkpoint(every_s=EVERY_S, keep=2)),
+            index=SimpleNamespace(fingerprint="f", rows=9),
+        )
+        order: Any = SimpleNamespace(plan=plan, past=None, task_sha256=None, job_yaml="seed: 3\n", versions={"v": "1"})
+        journal: Any = self.journal
+        self.it = Checkpoints(
+            self.run,
+            order,
+            journal,
+            self.inbox.put,
+            lambda step: self.told.append(("saved", step)),
+            lambda step, generation: self.told.append(("settled", step, generation)),
+        )
+
+    def write(self, step: int, number: int, writers: int = 2, error: str = "") -> list[Written]:
+        """What each writer says of its share, which lies there then."""
+        written = shares(self.run, state(step), name_of(step, number), writers)
+        return [
+            Written(
+                step=step,
+                generation=number,
+                writer=writer,
+                writers=writers,
+                share=None if error else share,
+                tree={"optimizer": {}, "groups": [], "scheduler": {}, "scales": {}, "persistent": []}
+                if writer == 0
+                else None,
+                metrics={},
+                time=time.time(),
+                stall_s=0.01,
+                error=error,
+            )
+            for writer, share in enumerate(written)
+        ]
+
+    def hear(self) -> None:
+        self.inbox.get(timeout=10)()
+
+    def files(self) -> list[str]:
+        return sorted(path.name for path in (self.run.path / FOLDER).iterdir())
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Kept]:
+    kept = Kept(tmp_path)
+    yield kept
+    kept.it.close()
+
+
+def test_one_is_made_of_all_shares_and_counts_when_it_is_complete(kept: Kept) -> None:
+    kept.it.formed(4, MEMBERS)
+    first, second = kept.write(7, 4)
+    kept.it.wrote(second, ["a", "b"])
+    kept.it.make()
+    assert (kept.it.busy, kept.it.publishing, kept.it.durable) == (True, False, -1)
+    kept.it.wrote(first, ["a", "b"])
+    kept.journal.committed = 6
+    kept.it.make()
+    assert not kept.it.publishing, "its step is not committed yet"
+    kept.journal.committed = 7
+    kept.it.make()
+    assert (kept.it.busy, kept.it.publishing) == (True, True)
+    kept.hear()
+    assert kept.told == [("journal", 7), ("saved", 7), ("settled", 7, 4)]
+    assert (kept.it.busy, kept.it.publishing, kept.it.durable) == (False, False, 7)
+    [found] = survey(kept.run)
+    assert found.manifest is not None
+    assert kept.it.newest is not None
+    assert found.manifest.name == kept.it.newest.name
+    assert [member["worker"] for member in found.manifest.layout] == ["a", "b"]
+    assert found.manifest.data == {"fingerprint": "f", "rows": 9, "samples": 64}
+    assert found.manifest.metrics == {"loss": 0.5}, "no JSON reader takes NaN"
+
+
+def test_one_is_wanted_once_a_generation_when_there_was_none_for_long(kept: Kept) -> None:
+    now = time.monotonic()
+    late = now + EVERY_S + 1
+    assert not kept.it.wanted(0, now)
+    assert kept.it.wanted(0, late)
+    assert not kept.it.wanted(0, late), "it was said"
+    assert kept.it.wanted(1, late), "whom it was said to is gone"
+    kept.it.formed(4, MEMBERS)
+    first, second = kept.write(7, 4)
+    kept.it.wrote(first, ["a", "b"])
+    assert not kept.it.wanted(2, late), "one is under way"
+    kept.it.wrote(second, ["a"])
+    kept.it.make()
+    assert not kept.it.wanted(2, late), "its manifest is being written"
+    kept.hear()
+    assert not kept.it.wanted(2, time.monotonic())
+    assert kept.it.wanted(2, time.monotonic() + EVERY_S + 1)
+
+
+def test_one_that_cannot_be_whole_is_told_of_and_its_late_shares_are_removed(kept: Kept) -> None:
+    kept.it.formed(4, MEMBERS)
+    first, second = kept.write(7, 4)
+    kept.it.wrote(first, ["a", "b"])
+    kept.it.lost(["a"])
+    assert kept.told == [(7, "b was lost before it had written its share"), ("settled", 7, 4)]
+    assert not kept.it.busy
+    kept.told.clear()
+    kept.it.wrote(second, ["a"])
+    # It may have copied its share after it had heard that it was over.
+    assert kept.told == [("settled", 7, 4)]
+    deadline = time.monotonic() + 10
+    while kept.files():
+        assert time.monotonic() < deadline, kept.files()
+        time.sleep(0.01)
+    assert kept.it.durable == -1
+
+
+def test_one_that_its_storage_does_not_take_is_told_of(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain_plus.storage.retry.PAUSES_S", (0.001,))
+    kept.it.formed(4, MEMBERS)
+    written = kept.write(7, 4)
+    shutil.rmtree(kept.run.path / FOLDER)
+    for told in written:
+        kept.it.wrote(told, ["a", "b"])
+    kept.it.make()
+    kept.hear()
+    [(step, why), last] = kept.told
+    assert (step, last, kept.it.busy) == (7, ("settled", 7, 4), False)
+    assert "is not shared by their machines" in why
+
+
+def test_what_is_above_the_step_that_a_run_goes_on_from_counts_no_more(kept: Kept) -> None:
+    kept.it.formed(4, MEMBERS)
+    for step in (3, 7):
+        for told in kept.write(step, 4):
+            kept.it.wrote(told, ["a", "b"])
+        kept.it.make()
+        kept.hear()
+    kept.it.wrote(kept.write(8, 4)[0], ["a", "b"])
+    kept.told.clear()
+    kept.it.go_back(5, 4)
+    assert (kept.it.durable, kept.it.busy) == (3, False)
+    assert kept.told == [(8, "the run has gone on from an earlier step"), ("settled", 8, 4)]
+
+
+def test_one_that_is_void_by_the_time_it_is_made_is_none(kept: Kept) -> None:
+    kept.it.formed(4, MEMBERS)
+    for told in kept.write(7, 4):
+        kept.it.wrote(told, ["a", "b"])
+    kept.it.make()
+    kept.it.go_back(5, 4)
+    kept.hear()
+    assert kept.it.durable == -1
+    [(step, why), last] = kept.told
+    assert (step, last) == (7, ("settled", 7, 4))
+    assert "gone on from an earlier" in why
+
+
+def test_those_who_have_left_their_world_write_the_last_one(kept: Kept) -> None:
+    kept.it.formed(4, MEMBERS)
+    kept.it.begin(8, 6, ["b"])
+    [told] = kept.write(8, 6, writers=1)
+    kept.it.wrote(told, ["b"])
+    kept.it.make()
+    kept.hear()
+    assert kept.it.durable == 8
+    kept.it.begin(9, 7, ["b"])
+    kept.it.wait_no_longer("it was not written in time, and the run ends")
+    assert kept.told[-2:] == [(9, "it was not written in time, and the run ends"), ("settled", 9, 7)]
+    assert kept.it.newest is not None
+    kept.it.drop(kept.it.newest)
+    assert kept.it.newest is None
+
+
+def test_a_share_of_a_generation_that_is_unknown_is_refused(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    kept.it.formed(4, MEMBERS)
+    kept.it.wrote(kept.write(7, 3)[0], ["a", "b"])
+    assert (kept.it.busy, kept.told) == (False, [])
+    assert "refused: a share of step 7 in generation 3" in caplog.text

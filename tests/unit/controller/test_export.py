@@ -1,0 +1,138 @@
+"""Handing the model over: out of several holders, in pieces; whatever is lost or refused on the way is told."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from raytrain_plus.controller import export
+from raytrain_plus.controller.export import Exporter
+from raytrain_plus.errors import Interrupted, RaytrainError, RunError, WorkerLost
+from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.state.named import bytes_of, entry_of, state_sha256
+from raytrain_plus.storage.interface import Buffer
+from raytrain_plus.storage.local import LocalFolder
+
+HELD = {
+    ("a", Stage(0, 2)): {"param/x": torch.randn(4), "optim/x/step": torch.tensor(2.0)},
+    ("b", Stage(1, 2)): {"param/y": torch.randn(2, 3)},
+}
+HOLDERS = list(HELD)
+WHOLE = {name: value for state in HELD.values() for name, value in state.items()}
+
+
+class Workers:
+    """They answer what is asked of them; what a test puts in the way comes first."""
+
+    def __init__(self, before: Callable[[str, str], None] = lambda worker, method: None) -> None:
+        self.before = before
+
+    def begin(self, worker: str, method: str, step: int, stage: Stage, names: Sequence[str] = ()) -> Callable[..., Any]:
+        state = HELD[worker, stage]
+        assert step == 7
+
+        def wait(limit_s: float) -> Any:
+            self.before(worker, method)
+            if method == "inventory":
+                return [entry_of(name, value) for name, value in state.items()]
+            return [bytes_of(state[name]).numpy() for name in names]
+
+        return wait
+
+
+def exported(run: LocalFolder, workers: Workers, ours: Callable[[], None] = lambda: None) -> str | RaytrainError:
+    told: queue.SimpleQueue[str | RaytrainError] = queue.SimpleQueue()
+    made = Exporter(run, workers.begin, ours)
+    made.export(HOLDERS, 7, told.put)
+    try:
+        return told.get(timeout=10)
+    finally:
+        made.close()
+
+
+def test_a_model_in_stages_is_one_file(tmp_path: Path) -> None:
+    assert exported(LocalFolder(tmp_path), Workers()) == state_sha256(WHOLE)
+    model = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert model.keys() == {"x", "y"}
+    assert torch.equal(model["y"], WHOLE["param/y"])
+
+
+@pytest.mark.parametrize("method", ["inventory", "tensors"])
+@pytest.mark.parametrize("failure", [WorkerLost("b died"), Interrupted("b has no copy of it any more")])
+def test_a_holder_that_is_lost_leaves_no_file(tmp_path: Path, method: str, failure: Exception) -> None:
+    def before(worker: str, asked: str) -> None:
+        if (worker, asked) == ("b", method):
+            raise failure
+
+    assert exported(LocalFolder(tmp_path), Workers(before)) is failure
+    assert not list(tmp_path.iterdir())
+
+
+class Full(LocalFolder):
+    """Takes a piece or two, and then no more, so many times."""
+
+    def __init__(self, path: Path, times: int) -> None:
+        super().__init__(path)
+        self.times = times
+
+    def write(self, name: str, data: Iterable[Buffer]) -> None:
+        if self.times:
+            self.times -= 1
+            for _, _ in zip(range(2), data, strict=False):
+                continue
+            raise OSError("no space left")
+        super().write(name, data)
+
+
+def test_what_the_storage_refuses_is_tried_again_from_the_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "LAST_PAUSES_S", (0.0,))
+    assert exported(Full(tmp_path, 1), Workers()) == state_sha256(WHOLE)
+    refused = exported(Full(tmp_path, 9), Workers())
+    assert isinstance(refused, RunError)
+    assert str(refused) == f"the model cannot be written to {tmp_path}: no space left (tried 2 times)"
+
+
+def test_a_run_that_is_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+    def ours() -> None:
+        raise RunError("another controller has taken this run over")
+
+    assert str(exported(LocalFolder(tmp_path), Workers(), ours)) == "another controller has taken this run over"
+    assert not list(tmp_path.iterdir())
+
+
+def test_our_own_mistake_is_told_with_its_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def before(worker: str, asked: str) -> None:
+        raise KeyError("param/x")
+
+    told = exported(LocalFolder(tmp_path), Workers(before))
+    assert isinstance(told, RunError)
+    assert "KeyError: 'param/x'; please report this" in str(told)
+    assert caplog.records[0].exc_info
+
+
+def test_what_is_no_longer_wanted_ends_and_the_next_one_begins(tmp_path: Path) -> None:
+    first, go = threading.Event(), threading.Event()
+
+    def before(worker: str, asked: str) -> None:
+        if asked == "tensors" and not go.is_set():
+            first.set()
+            assert go.wait(10)
+
+    told: queue.SimpleQueue[str | RaytrainError] = queue.SimpleQueue()
+    made = Exporter(LocalFolder(tmp_path), Workers(before).begin, lambda: None)
+    made.export(HOLDERS, 7, told.put)
+    assert first.wait(10)
+    made.export(HOLDERS, 7, told.put)
+    go.set()
+    assert isinstance(told.get(timeout=10), Interrupted)
+    assert told.get(timeout=10) == state_sha256(WHOLE)
+    made.close()

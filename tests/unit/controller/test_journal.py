@@ -1,0 +1,373 @@
+"""What a run tells: who follows gets every event, in order, however far back it begins."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_plus.controller import journal as module
+from raytrain_plus.controller.journal import Journal
+from raytrain_plus.data import parts
+from raytrain_plus.data.ledger import NOTE
+from raytrain_plus.errors import RunError, StorageError
+from raytrain_plus.observe.events import EventLog, read_events
+from raytrain_plus.result import RESULT, Result
+from raytrain_plus.runs.folder import Fence, Lease, claims_of
+from raytrain_plus.runs.history import Past
+from raytrain_plus.storage.claimed import Claimed
+from raytrain_plus.storage.interface import Buffer, Folder
+from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.training.records import StepRecord
+from raytrain_plus.workers.messages import Export, Place, Sent
+
+NOTES = np.zeros(4, NOTE).tobytes()
+
+
+def journal_of(run: Folder) -> Journal:
+    return Journal(run, batch_size=8, rows=80, end=None, past=Past())
+
+
+@pytest.fixture
+def journal(run: Folder) -> Iterator[Journal]:
+    made = journal_of(run)
+    made.open(Fence(run, 0), "name: x\n", {}, "here", {})
+    yield made
+    made.close()
+
+
+def test_who_follows_from_far_back_gets_what_memory_has_forgotten(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEPT", 5)
+    for number in range(40):
+        journal.will_leave(f"node-{number}", None)
+    journal.settle()
+    assert len(journal._told) <= 10
+    got: list[str] = []
+    cursor = 0
+    while cursor < 41:
+        events = journal.follow(cursor, 1)
+        cursor += len(events)
+        got += [event["kind"] if "node" not in event else event["node"] for event in events]
+    assert got == ["run_started", *(f"node-{number}" for number in range(40))]
+    assert journal.follow(41, 0.01) == []
+
+
+def test_a_workers_clock_is_known_to_the_length_of_the_call(journal: Journal) -> None:
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.clocked("a", clock_s=1000.15, asked=1000.1, answered=1000.3)
+    assert journal._offsets["a"] == 0.0
+    journal.clocked("a", clock_s=900.0, asked=1000.1, answered=1000.3)
+    assert journal._offsets["a"] == pytest.approx(100.2)
+
+
+def step(number: int) -> StepRecord:
+    return StepRecord(step=number, rows=8, loss=1.0, seconds=0.1, waited_s=0.0, time=float(number), notes=NOTES)
+
+
+def test_what_is_told_is_in_the_folder_in_the_end(run: Folder) -> None:
+    journal = journal_of(run)
+    journal.waits("a worker")
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+    journal.report("a", [step(0), step(1)])
+    result = journal.finish("x", "finished", None, Export(show=None, state_sha256="ab"), 0.0)
+    journal.close()
+    assert Result.load(run) == result
+    assert result.path == (run.path or run.address)
+    kinds = [event["kind"] for event in read_events(run)]
+    assert kinds == ["run_started", "waiting", "step_committed", "step_committed", "run_finished"]
+    assert set(run.files()) >= {"job.yaml", "dataset.json", "result.json", "claims/00000001.json"}
+    assert "lease.json" not in run.files()
+    assert len(run.files("ledger")) == len(run.files("tensorboard")) == 1
+
+
+class Ending(LocalFolder):
+    """Knows what is there when the result is written, and what has been made durable."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fails = False
+        self.durable: list[int] = []
+        self.there: list[tuple[str, ...]] = []
+
+    def write(self, name: str, data: Iterable[Buffer]) -> None:
+        if name == RESULT:
+            assert self.durable[-1] == self.files()["events.ndjson"].bytes
+            self.there.append(tuple(event["kind"] for event in read_events(self)))
+            assert self.files("ledger")
+            if self.fails:
+                raise OSError("killed")
+        super().write(name, data)
+
+
+def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_PAUSES_S", ())
+    run = Ending(tmp_path / "run")
+    sync = EventLog.sync
+    monkeypatch.setattr(
+        EventLog, "sync", lambda log: (sync(log), run.durable.append(run.files()["events.ndjson"].bytes))[0]
+    )
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+    journal.report("a", [step(0)])
+    run.fails = True
+    export = Export(show=None, state_sha256="ab")
+    with pytest.raises(RunError, match="the end of the run cannot be written"):
+        journal.finish("x", "finished", None, export, 0.0)
+    assert Result.load(run) is None
+    run.fails = False
+    journal.finish("x", "failed", "no", export, 0.0)
+    journal.close()
+    assert run.there[0] == ("run_started", "step_committed", "run_finished")
+    assert [event["status"] for event in read_events(run) if event["kind"] == "run_finished"] == ["finished", "failed"]
+
+
+def test_a_resumption_is_durable_before_anything_is_entered_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in between, the audit found every step after it entered twice."""
+    durable: list[str] = []
+    sync = EventLog.sync
+
+    class Watched(LocalFolder):
+        def write(self, name: str, data: Iterable[Buffer]) -> None:
+            if name.startswith("ledger/"):
+                assert durable[-1] == "resumed"
+            super().write(name, data)
+
+    def synced(log: EventLog) -> None:
+        sync(log)
+        durable.append([event["kind"] for event in read_events(run)][-1])
+
+    run = Watched(tmp_path / "run")
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
+    monkeypatch.setattr(Journal, "_later", lambda self, act, failing: None)
+    monkeypatch.setattr(EventLog, "sync", synced)
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.go_back(-1, 1, None, 3, -2)
+    assert journal._parts is not None
+    journal._parts.add(1, 0, NOTES)
+    journal._parts.flush()
+    assert len(run.files("ledger")) == 1
+    journal.close()
+
+
+def test_who_is_overtaken_enters_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PERIOD_S", 0.01)
+    run = LocalFolder(tmp_path / "run")
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
+    Fence(run, claims_of(run))
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+
+    def enter() -> None:
+        deadline = time.monotonic() + 10
+        for number in itertools.count():
+            assert time.monotonic() < deadline
+            journal.report("a", [step(number)])
+            journal.renew()
+            time.sleep(0.01)
+
+    with pytest.raises(RunError, match="another controller has taken this run over"):
+        enter()
+    with pytest.raises(RunError, match="another controller has taken this run over"):
+        journal.settle()
+    journal.close()
+    assert not run.files("ledger")
+
+
+def test_who_is_overtaken_while_it_closes_enters_nothing_and_closes_all_the_same(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path / "run")
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
+    assert journal._parts is not None
+    journal._parts.add(0, 0, NOTES)
+    Fence(run, claims_of(run))
+    before = run.read("lease.json")
+    journal.close()
+    assert not run.files("ledger")
+    # Of the other one by now.
+    assert run.read("lease.json") == before
+
+
+class Standing(LocalFolder):
+    """Stands still while it is told to, and fails afterwards."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.free = threading.Event()
+        self.free.set()
+        self.fails = False
+
+    def write(self, name: str, data: Iterable[Buffer]) -> None:
+        self.free.wait(30)
+        if self.fails:
+            raise OSError("no answer")
+        super().write(name, data)
+
+
+def test_no_storage_holds_the_loop_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_PAUSES_S", (0.01,))
+    monkeypatch.setattr(Lease, "due", True)
+    run = Standing(tmp_path / "run")
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    run.free.clear()
+    run.fails = True
+    start = time.monotonic()
+    for number in range(100):
+        journal.renew()
+        journal.go_back(-1, number, None, -1, -2)
+        journal.regroup(0.0, ["a"], -1, number)
+        journal.report("a", [step(0)])
+    assert time.monotonic() - start < 5
+    run.free.set()
+    with pytest.raises(OSError, match="no answer"):
+        journal.settle()
+    with pytest.raises(RunError, match="the end of the run cannot be written"):
+        journal.finish("x", "finished", None, None, 0.0)
+    run.fails = False
+    result = journal.finish("x", "finished", None, None, 0.0)
+    journal.close()
+    assert Result.load(run) == result
+
+
+def renew_for(journal: Journal, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        journal.renew()
+        time.sleep(0.01)
+
+
+def test_who_is_overtaken_writes_no_more(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
+    journal.settle()
+    before = {name: run.read(name) for name in run.files()}
+    Fence(run, claims_of(run))
+    monkeypatch.setattr(Lease, "due", True)
+    with pytest.raises(RunError, match="another controller has taken this run over"):
+        renew_for(journal, 10)
+    journal.will_leave("node", None)
+    with pytest.raises(RunError, match="another controller has taken this run over"):
+        journal.finish("x", "finished", None, None, 0.0)
+    journal.close()
+    del before["lease.json"]
+    assert {name: run.read(name) for name in before} == before
+    assert set(run.files()) == {*before, "lease.json", "claims/00000002.json"}
+
+
+def test_steps_that_are_made_again_out_of_copies_are_told_once(run: Folder) -> None:
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
+    for name in ("a", "b"):
+        journal.came(Place(worker=name, pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+    journal.report("a", [step(0), step(1), step(2)])
+    journal.copied([Sent(worker="a", buddy="b", generation=0, step=0, bytes=8, stall_s=0.25)])
+    journal.broke(2.5, "a was lost")
+    journal.regroup(3.0, ["b"], 0, 1)
+    assert journal.committed == 2
+    journal.report("b", [step(1), step(2), step(3)])
+    result = journal.finish("x", "finished", None, None, 0.0)
+    journal.close()
+    events = read_events(run)
+    assert [event["step"] for event in events if event["kind"] == "step_committed"] == [0, 1, 2, 3]
+    assert not [event for event in events if event["kind"] == "resumed"]
+    assert (result.steps, result.samples) == (4, 32)
+    assert (result.copies, result.copy_s) == (1, 0.25)
+    [part] = run.files("ledger")
+    table = pq.read_table(pa.BufferReader(run.read(part)))
+    assert sorted(set(table["step"].to_pylist())) == [0, 1, 2, 3]
+    assert len(table) == 4 * 4
+
+
+def test_a_folder_that_is_moved_away_is_told_with_its_new_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = LocalFolder(tmp_path / "run")
+    held = Claimed(run)
+    journal = journal_of(held)
+    fence = Fence(held, 0)
+    held.hold(fence.claim)
+    journal.open(fence, "name: x\n", {}, "here", {})
+    journal.saved(7, 0.1, 0.0)
+    (tmp_path / "run").rename(tmp_path / "its new place")
+    monkeypatch.setattr(Lease, "due", True)
+    with pytest.raises(RunError, match=r"moved to .*its new place: the run stops") as told:
+        renew_for(journal, 10)
+    assert "the checkpoint after step 8" in str(told.value)
+    assert f"raytrain resume '{tmp_path / 'its new place'}'" in str(told.value)
+    with pytest.raises(RunError, match="its new place"):
+        journal.finish("x", "failed", "no", None, 0.0)
+    journal.close()
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "its new place" / RESULT).exists()
+
+
+def test_a_folder_that_is_removed_is_told_without_a_place(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Claimed(run)
+    journal = journal_of(held)
+    fence = Fence(held, 0)
+    held.hold(fence.claim)
+    journal.open(fence, "name: x\n", {}, "here", {})
+    for name in run.files():
+        run.remove(name)
+    monkeypatch.setattr(Lease, "due", True)
+    with pytest.raises(RunError, match=r"was moved or removed: the run stops .* It held no checkpoint"):
+        renew_for(journal, 10)
+    journal.close()
+    assert not run.files()
+
+
+class Filling(LocalFolder):
+    """Takes nothing while it is full."""
+
+    full = False
+
+    def write(self, name: str, data: Iterable[Buffer]) -> None:
+        if self.full:
+            raise StorageError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        super().write(name, data)
+
+
+def test_a_full_disk_at_the_end_is_waited_for_once_and_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LAST_PAUSES_S", (0.01, 0.01))
+    run = Filling(tmp_path / "run")
+    journal = journal_of(run)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
+    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+    journal.report("a", [step(0)])
+    run.full = True
+    with pytest.raises(RunError) as told:
+        journal.finish("x", "finished", None, None, 0.0)
+    assert "the end of the run cannot be written: " in str(told.value)
+    assert "No space left on device (" in str(told.value)
+    assert f"no checkpoint is kept; when there is room: raytrain resume {tmp_path / 'run'}" in str(told.value)
+    # A second end does not wait again, and nothing is said twice.
+    monkeypatch.setattr(module, "LAST_PAUSES_S", (60.0,))
+    with pytest.raises(RunError, match="cannot be written"):
+        journal.finish("x", "failed", str(told.value), None, 0.0)
+    journal.close()
+    assert [event["kind"] for event in journal.follow(0, 0)].count("storage_failed") == 1
+    assert not caplog.records

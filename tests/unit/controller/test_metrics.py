@@ -1,0 +1,71 @@
+"""What is handed to Ray's gauges, and that a run does not mind what becomes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain_plus.controller import metrics as module
+from raytrain_plus.controller.metrics import PERIOD_S, Metrics
+
+STEPS, TIME = "raytrain_steps", "raytrain_step_seconds"
+
+
+class FakeGauge:
+    """Ray's, without Ray."""
+
+    told: list[tuple[str, float, dict[str, str]]]
+    broken = False
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        assert description
+        self.name, self.keys = name, tag_keys
+
+    def set_default_tags(self, tags: dict[str, str]) -> FakeGauge:
+        self.tags = tags
+        return self
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        if self.broken:
+            raise RuntimeError("no agent")
+        assert set({**self.tags, **tags}) == set(self.keys)
+        self.told.append((self.name, value, {**self.tags, **tags}))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    monkeypatch.setattr(module, "Gauge", FakeGauge)
+    monkeypatch.setattr(FakeGauge, "told", [], raising=False)
+    return FakeGauge.told
+
+
+def test_all_is_shown_each_time_for_ray_forgets_it(told: list[Any]) -> None:
+    metrics = Metrics("digits")
+    metrics.show({(STEPS, ()): 1.0, (TIME, ("worker-0", "1")): 2.0})
+    worker = {"run": "digits", "worker": "worker-0", "stage": "1"}
+    assert told == [(STEPS, 1.0, {"run": "digits"}), (TIME, 2.0, worker)]
+    told.clear()
+    metrics.show({(STEPS, ()): 3.0, (TIME, ("worker-0", "1")): 2.0})
+    assert told == [(STEPS, 3.0, {"run": "digits"}), (TIME, 2.0, worker)]
+
+
+def test_it_is_due_once_in_a_while(told: list[Any]) -> None:
+    now = 100.0
+    metrics = Metrics("digits", clock=lambda: now)
+    assert metrics.due
+    metrics.show({})
+    assert not metrics.due
+    now += PERIOD_S
+    assert metrics.due
+
+
+def test_where_ray_takes_none_that_is_said_once_and_all_goes_on(
+    told: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FakeGauge, "broken", True)
+    metrics = Metrics("digits")
+    metrics.show({(STEPS, ()): 1.0})
+    assert not metrics.due
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "it goes on without" in caplog.text

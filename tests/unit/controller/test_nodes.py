@@ -1,0 +1,154 @@
+"""Who leaves and who is silent, as the thread that looks after the nodes tells of it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import ray
+
+from raytrain_plus.controller import nodes
+from raytrain_plus.controller.nodes import KNOCK_S, Nodes
+
+
+class Looks(threading.Event):
+    """Is over after so many looks, and keeps nobody waiting between them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.number = -1
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.number += 1
+        return self.is_set() or self.number == self.count
+
+
+class Cluster:
+    """What a Ray says at each look, and what is told of it."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        draining: Sequence[Any],
+        silent: Sequence[Sequence[str]] = (),
+        known: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """`draining` and `silent`: of each look; an exception is raised. `known`: the nodes, as in `ray.nodes`."""
+        self.told: list[Any] = []
+        self.asked: list[int] = []
+        """The looks at which it was asked who leaves."""
+        self._answers = draining
+        self._looks = Looks(len(draining))
+        monkeypatch.setattr(nodes, "draining_nodes", self._draining)
+        monkeypatch.setattr(ray, "nodes", lambda: list(known))
+        self._watched = Nodes(
+            lambda: silent[self._looks.number] if silent else (),
+            lambda leaving: self.told.append(dict(leaving)),
+            self.told.append,
+        )
+        self._watched._over = self._looks
+
+    def _draining(self) -> Any:
+        self.asked.append(self._looks.number)
+        answer = self._answers[self._looks.number]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def watch(self) -> list[Any]:
+        """What the thread tells until it is over: who leaves, as a mapping, and who is lost, as a name."""
+        self._watched.start()
+        self._watched._thread.join(10)
+        assert not self._watched._thread.is_alive()
+        return self.told
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    """A port at which somebody takes connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def node(name: str, port: int, alive: bool = True) -> dict[str, Any]:
+    return {"NodeID": name, "Alive": alive, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_drain_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, [{}, {"a": 30.0}, {"a": 30.0}, {"a": 30.0}])
+    assert cluster.watch() == [{"a": 30.0}]
+    assert cluster.asked == [0, 1, 2, 3]
+
+
+def test_a_drain_that_changes_is_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = [{"a": None}, {"a": 30.0}, {"a": 30.0, "b": None}, {"b": None}, {}, {}]
+    assert Cluster(monkeypatch, looks).watch() == looks[:5]
+
+
+def test_a_ray_that_cannot_tell_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, [{"a": None}, None, {}, {}], silent=[[], [], [], ["b"]])
+    # Who is silent is looked for all the same.
+    assert cluster.watch() == [{"a": None}, "b"]
+    assert cluster.asked == [0, 1]
+
+
+def test_a_silent_node_that_answers_is_not_lost(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+    known = [node("other", closed_port()), node("a", listening)]
+    assert Cluster(monkeypatch, [{}, {}], silent=[["a"], ["a"]], known=known).watch() == []
+
+
+def test_a_silent_node_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+    known = [node("a", listening), node("b", closed_port()), node("dead", listening, alive=False)]
+    cluster = Cluster(monkeypatch, [{}], silent=[["a", "b", "dead", "unknown"]], known=known)
+    assert cluster.watch() == ["b", "dead", "unknown"]
+
+
+def test_a_node_is_knocked_at_twice_and_not_for_ever(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+    limits: list[float] = []
+    connect = socket.create_connection
+
+    def once_in_vain(where: tuple[str, int], timeout: float) -> socket.socket:
+        limits.append(timeout)
+        if len(limits) in (1, 3, 4):
+            raise TimeoutError
+        return connect(where, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", once_in_vain)
+    known = [node("a", listening)]
+    assert Cluster(monkeypatch, [{}, {}], silent=[["a"], ["a"]], known=known).watch() == ["a"]
+    assert limits == [KNOCK_S] * 4
+
+
+def test_a_head_that_is_out_of_reach_for_a_moment_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = [{"a": None}, ConnectionError("no head"), {"a": None}, RuntimeError("still none"), {"a": 5.0}]
+    cluster = Cluster(monkeypatch, looks, silent=[[], [], [], [], ["b"]])
+    assert cluster.watch() == [{"a": None}, {"a": 5.0}, "b"]
+    assert [record.getMessage() for record in caplog.records] == ["cannot look after the nodes; trying again"] * 2
+
+
+def test_it_looks_no_more_when_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "POLL_S", 0.005)
+    looked = threading.Event()
+
+    def draining() -> dict[str, float | None]:
+        looked.set()
+        return {}
+
+    monkeypatch.setattr(nodes, "draining_nodes", draining)
+    watched = Nodes(lambda: (), lambda leaving: None, lambda node: None)
+    watched.start()
+    assert looked.wait(10)
+    watched.close()
+    watched._thread.join(10)
+    assert not watched._thread.is_alive()

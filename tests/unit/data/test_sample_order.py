@@ -1,0 +1,188 @@
+"""The line: every row once an epoch, steps of one size, spans equal within one row, whatever the numbers."""
+
+import pickle
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrain_plus.data.reads import GROUP_READS, first_touches, grouped, reads
+from raytrain_plus.data.sample_order import Line, mix, order, read_factor
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> Line:
+    shards = draw(st.integers(1, 7))
+    units = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+    while sum(units) < shards:
+        units.append(3)
+    return Line(
+        units,
+        shards=shards,
+        batch_size=shards * draw(st.integers(1, 6)),
+        seed=draw(st.integers(0, 2**40)),
+        shuffle=draw(st.sampled_from(["none", "units", "rows"])),
+        epochs=draw(st.integers(1, 4)),
+    )
+
+
+def rows_of(line: Line, shard: int, step: int) -> list[tuple[int, int, int]]:
+    """(epoch, unit, row in the file) of each row that the shard gives to the step."""
+    found = []
+    for piece in line.pieces(shard, step):
+        permutation = line.permutation(piece.epoch, piece.unit)
+        for row in range(piece.start, piece.start + piece.rows):
+            found.append((piece.epoch, piece.unit, row if permutation is None else int(permutation[row])))
+    return found
+
+
+@given(lines())
+@settings(max_examples=150)
+def test_every_row_is_used_once_an_epoch_and_steps_are_alike(line: Line) -> None:
+    used: Counter[tuple[int, int, int]] = Counter()
+    for step in range(line.steps):
+        sizes = []
+        for shard in range(line.shards):
+            rows = rows_of(line, shard, step)
+            assert len(rows) == line.rows_in_step(shard, step)
+            sizes.append(len(rows))
+            used.update(rows)
+        if step + 1 < line.steps:
+            assert set(sizes) == {line.per_shard}
+        else:
+            assert max(sizes) - min(sizes) <= 1
+            assert min(sizes) >= 1
+    epochs = line._epochs
+    assert epochs is not None
+    wanted = {(e, u, r) for e in range(epochs) for u, rows in enumerate(line._unit_rows) for r in range(rows)}
+    assert used == Counter(dict.fromkeys(wanted, 1))
+
+
+@given(lines(), st.integers(0, 5))
+def test_spans_are_equal_within_one_row_and_lie_end_to_end(line: Line, epoch: int) -> None:
+    spans = [line.span(shard, epoch) for shard in range(line.shards)]
+    at = 0
+    for offset, length in spans:
+        assert offset == at
+        at += length
+    assert at == line.rows
+    lengths = [length for _, length in spans]
+    assert max(lengths) - min(lengths) <= 1
+    for shard, length in enumerate(lengths):
+        assert line.rows_before(shard, epoch + 1) - line.rows_before(shard, epoch) == length
+
+
+@pytest.mark.parametrize(
+    ("rows", "shards", "batch", "epochs", "steps", "last"),
+    [
+        (24, 2, 8, 1, 3, 4),  # no remainder
+        (26, 2, 8, 1, 3, 5),  # one row left for each shard: it joins the last full step
+        (25, 2, 8, 1, 3, 5),  # one row left for one shard alone: so too
+        (28, 2, 8, 1, 4, 2),  # two rows left: a short step
+        (6, 2, 8, 1, 1, 3),  # less than one full step
+        (3, 2, 8, 1, 1, 2),
+    ],
+)
+def test_the_last_step(rows: int, shards: int, batch: int, epochs: int, steps: int, last: int) -> None:
+    line = Line([rows], shards=shards, batch_size=batch, seed=0, epochs=epochs)
+    assert (line.steps, line.rows_in_step(0, line.steps - 1)) == (steps, last)
+
+
+def test_a_job_that_counts_steps_has_equal_ones_over_epochs() -> None:
+    line = Line([5, 4], shards=2, batch_size=14, seed=3, steps=5)
+    assert [line.rows_in_step(1, step) for step in range(5)] == [7] * 5
+    assert {piece.epoch for piece in line.pieces(0, 0)} == {0, 1}
+
+
+def test_order_is_written_out() -> None:
+    """Recomputed here by hand, so that another version or language could."""
+
+    def splitmix64(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    key = splitmix64(splitmix64(splitmix64(7) + 1) + 4)
+    assert mix(7, 1, 4) == key
+    expected = sorted(range(50), key=lambda i: splitmix64((key + i) % 2**64))
+    assert order(key, 50).tolist() == expected
+    line = Line([3] * 50, shards=2, batch_size=4, seed=7, epochs=9)
+    assert line.unit_order(4).tolist() == expected
+
+
+def test_seeds_and_epochs_give_other_orders() -> None:
+    orders = {
+        tuple(Line([1] * 30, shards=1, batch_size=1, seed=s, epochs=1).unit_order(e)) for s in (0, 1) for e in (0, 1)
+    }
+    assert len(orders) == 4
+
+
+@given(lines(), st.data())
+@settings(max_examples=80)
+def test_reads_give_each_shard_its_rows_in_order(line: Line, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, line.steps - 1))
+    shards = data.draw(st.sets(st.integers(0, line.shards - 1), min_size=1))
+    wanted = list(reads(line, shards, first))
+    assert [read.number for read in wanted] == list(range(len(wanted)))
+    assert [read.step for read in wanted] == sorted(read.step for read in wanted)
+    for shard in shards:
+        from_reads = [
+            (read.piece.epoch, read.piece.unit, row)
+            for read in wanted
+            if read.shard == shard
+            for row in range(read.piece.start, read.piece.start + read.piece.rows)
+        ]
+        from_steps = [
+            (piece.epoch, piece.unit, row)
+            for step in range(first, line.steps)
+            for piece in line.pieces(shard, step)
+            for row in range(piece.start, piece.start + piece.rows)
+        ]
+        assert from_reads == from_steps
+
+
+def test_groups_hold_what_fits_and_keep_the_order() -> None:
+    line = Line([10] * 6, shards=1, batch_size=10, seed=0, shuffle="none", epochs=1)
+    groups = list(grouped(reads(line, [0], 0), lambda read: 12 << 20))
+    assert [[read.number for read in group] for group in groups] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_group_of_tiny_reads_is_soon_full() -> None:
+    line = Line([7] * 9, shards=3, batch_size=36, seed=0, steps=10**9)
+    groups = list(islice(grouped(reads(line, [0, 2], 0), lambda read: 1.0), 3))
+    assert [len(group) for group in groups] == [GROUP_READS] * 3
+    assert [read.number for group in groups for read in group] == list(range(3 * GROUP_READS))
+
+
+def test_first_touches_ends_when_all_units_were_touched() -> None:
+    line = Line([4, 4, 4], shards=2, batch_size=4, seed=0, steps=10**9)
+    assert sorted(read.piece.unit for read in first_touches(reads(line, [1], 0), {0, 2})) == [0, 2]
+
+
+def test_first_touches_ends_where_some_units_are_never_touched() -> None:
+    # Without shuffling, the second of two shards sees the second half alone, for ever.
+    line = Line([4, 4, 4, 4], shards=2, batch_size=4, seed=0, shuffle="none", steps=10**9)
+    assert [read.piece.unit for read in first_touches(reads(line, [1], 0), {0, 1, 2, 3})] == [2, 3]
+
+
+def test_a_line_is_pickled_without_its_tables() -> None:
+    line = Line([4, 4, 4], shards=2, batch_size=4, seed=0, steps=100)
+    fresh = len(pickle.dumps(line))
+    before = [line.pieces(1, step) for step in range(20)]
+    assert len(pickle.dumps(line)) == fresh
+    again = pickle.loads(pickle.dumps(line))
+    assert [again.pieces(1, step) for step in range(20)] == before
+
+
+def test_read_factor() -> None:
+    assert read_factor(Line([6] * 4, shards=4, batch_size=4, seed=0, epochs=1), 4) == 1.0
+    assert read_factor(Line([24], shards=4, batch_size=4, seed=0, epochs=1), 1) == 4.0
+
+
+def test_a_hundred_thousand_units_are_quick() -> None:
+    line = Line(np.full(100_000, 1000), shards=64, batch_size=64 * 32, seed=0, epochs=2)
+    assert sum(piece.rows for piece in line.pieces(63, line.steps - 1)) == line.rows_in_step(63, line.steps - 1)

@@ -1,0 +1,141 @@
+"""Finding what a job names, and saying whose fault it is if not."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from raytrain_plus import Task
+from raytrain_plus.errors import TaskError
+from raytrain_plus.job import task_loader
+from raytrain_plus.job.task_loader import build_task, load_function, load_task, trim_traceback
+
+
+def write(tmp_path: Path, name: str, text: str) -> str:
+    (tmp_path / f"{name}.py").write_text(text)
+    return name
+
+
+def failure(spec: str, tmp_path: Path) -> str:
+    with pytest.raises(TaskError) as caught:
+        load_task(spec, [tmp_path])
+    return str(caught.value)
+
+
+def test_a_task_is_found_beside_the_job(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "found_task",
+        "from raytrain_plus import Task\nclass Mine(Task):\n    def __init__(self, width=1): self.width = width\n",
+    )
+    cls = load_task("found_task:Mine", [tmp_path])
+    assert build_task(cls, {"width": 3}).width == 3  # type: ignore[attr-defined]
+    with pytest.raises(TaskError, match=r"unexpected keyword argument 'depth'[\s\S]*given: depth"):
+        build_task(cls, {"depth": 3})
+
+
+def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    text = failure("nowhere_at_all:Mine", tmp_path)
+    assert "there is no module 'nowhere_at_all'" in text
+    assert str(tmp_path) in text
+
+
+def test_a_missing_class_suggests_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path, "near_task", "from raytrain_plus import Task\nclass Digits(Task): pass\n")
+    assert "did you mean 'Digits'?" in failure("near_task:Digit", tmp_path)
+
+
+def test_something_else_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "odd_task", "class Mine: pass\n")
+    text = failure("odd_task:Mine", tmp_path)
+    assert "is the class Mine" in text
+    assert "derived from raytrain_plus.Task" in text
+
+
+def test_a_module_that_raises_shows_the_users_frames_alone(tmp_path: Path) -> None:
+    write(tmp_path, "raising_task", "def deep():\n    return 1 / 0\ndeep()\n")
+    text = failure("raising_task:Mine", tmp_path)
+    assert "return 1 / 0" in text
+    assert "ZeroDivisionError: division by zero" in text
+    assert "importlib" not in text
+    assert "task_loader.py" not in text
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_a_task_that_was_installed_shows_its_own_frames(tmp_path: Path, folder: str) -> None:
+    name = f"installed_task_{folder[:4]}"
+    (tmp_path / folder).mkdir()
+    text = "import torch\ndef deep():\n    return torch.nn.Linear(1, 1)(1)\ndeep()\n"
+    write(tmp_path / folder, name, text)
+    text = failure(f"{name}:Mine", tmp_path / folder)
+    assert "Traceback (without raytrain_plus and torch):" in text
+    assert text.count(f"{name}.py") == 2
+    assert "torch.nn.Linear(1, 1)(1)" in text
+    assert "importlib" not in text
+    assert "task_loader.py" not in text
+    assert "linear.py" not in text
+
+
+def raised_in(file: Path, inner: str) -> Exception:
+    """An error that code raised which lies in `file`."""
+    space: dict[str, object] = {}
+    exec(compile(f"import json\ndef call():\n    {inner}\n", str(file), "exec"), space)
+    with pytest.raises(Exception) as caught:
+        space["call"]()  # type: ignore[operator]
+    return caught.value
+
+
+def test_whose_a_frame_is_depends_on_whole_names_of_folders(tmp_path: Path) -> None:
+    beside = Path(task_loader.__file__).parents[2]
+    for file in (beside / "raytrain_plus_mine" / "a.py", tmp_path / "my-site-packages" / "a.py"):
+        text = trim_traceback(raised_in(file, "json.loads('{')"))
+        assert f'File "{file}", line 3' in text
+        assert "your code only" in text
+        assert "decoder.py" not in text
+    ours = beside / "raytrain_plus" / "a.py"
+    assert str(ours) not in trim_traceback(raised_in(ours, "1 / 0"))
+
+
+@pytest.mark.parametrize("text", ["import sys\nsys.exit('no GPU here')\n", "raise SystemExit('no GPU here')\n"])
+def test_a_module_that_ends_the_process_is_a_mistake(tmp_path: Path, text: str) -> None:
+    name = write(tmp_path, f"ending_task_{len(text)}", text)
+    said = failure(f"{name}:Mine", tmp_path)
+    assert f"importing '{name}' raised SystemExit: no GPU here" in said
+    assert f"{name}.py" in said
+
+
+def test_a_constructor_that_ends_the_process_is_a_mistake() -> None:
+    class Ending(Task):
+        def __init__(self) -> None:
+            sys.exit(3)
+
+    with pytest.raises(TaskError, match=r"Ending\(...\) raised SystemExit: 3"):
+        build_task(Ending, {})
+
+
+def test_a_class_from_python_must_be_a_task_too() -> None:
+    class Mine:
+        pass
+
+    with pytest.raises(
+        TaskError, match=r"Mine is the class Mine\n  expected: a class derived from raytrain_plus\.Task"
+    ):
+        load_task(Mine, [])
+    assert load_task(Task, []) is Task
+
+
+def test_a_syntax_error_is_placed(tmp_path: Path) -> None:
+    write(tmp_path, "broken_task", "x = 1\nclass (\n")
+    assert 'broken_task.py", line 2' in failure("broken_task:Mine", tmp_path)
+
+
+def test_a_module_that_imports_what_is_missing_is_the_users(tmp_path: Path) -> None:
+    write(tmp_path, "needing_task", "import surely_not_installed\n")
+    assert "No module named 'surely_not_installed'" in failure("needing_task:Mine", tmp_path)
+
+
+def test_load_function(tmp_path: Path) -> None:
+    write(tmp_path, "function_task", "def f(): return 7\nx = 1\n")
+    assert load_function("function_task:f", [tmp_path])() == 7
+    with pytest.raises(TaskError, match="is a int"):
+        load_function("function_task:x", [tmp_path])

@@ -1,0 +1,243 @@
+"""Job files: every mistake is found, placed and explained; nothing but a Job or a JobError comes out."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrain_plus import Data, Job, JobError, Workers
+from raytrain_plus.job.settings import flatten
+from raytrain_plus.job.yaml import load_job
+
+GOOD = """\
+task: examples.digits:Digits
+data: {path: data/digits, batch_size: 96, shards: 12}
+steps: 10
+"""
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Job:
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    return load_job(file, overrides)[0]
+
+
+def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(JobError) as caught:
+        load(tmp_path, text, *overrides)
+    return [str(problem).replace(str(tmp_path), "") for problem in caught.value.problems]
+
+
+def test_a_good_job(tmp_path: Path) -> None:
+    job = load(tmp_path, GOOD + "clip_norm: 1e-3\nworkers: {min: 2}\n")
+    assert (job.name, job.clip_norm, job.workers.min, job.data.shuffle) == ("job", 0.001, 2, "rows")
+
+
+PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedream}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (GOOD + "clip_nrom: 1\n", [], "/job.yaml:4:1 clip_nrom: there is no such setting"),
+        (GOOD + "clip_nrom: 1\n", [], "did you mean 'clip_norm'?"),
+        (GOOD + "data: {path: x}\n", [], "/job.yaml:4:1 data: is given twice, first in line 2"),
+        (GOOD.replace("96", "ninety"), [], "/job.yaml:2:27 data.batch_size: 'ninety' is not allowed"),
+        (GOOD.replace("96", "true"), [], "data.batch_size: True is not allowed"),
+        (
+            GOOD.replace("96", "100"),
+            [],
+            "data.batch_size: 100 is no multiple of data.shards = 12\n  expected: 96 or 108",
+        ),
+        (GOOD + "epochs: 3\n", [], "steps: both `steps` and `epochs` are given"),
+        (GOOD.replace("steps: 10\n", ""), [], "steps: neither `steps` nor `epochs` is given"),
+        (GOOD.replace("task: examples.digits:Digits\n", ""), [], "/job.yaml task: is missing"),
+        (GOOD.replace("path: data/digits, ", ""), [], "/job.yaml:2:1 data.path: is missing"),
+        (GOOD + "workers: {min: 3, max: 2}\n", [], "/job.yaml:4:19 workers.max: 2 is less than workers.min = 3"),
+        (GOOD + "workers: {min: 13}\n", [], "workers.min: 13 workers for data.shards = 12"),
+        (GOOD + "workers: {min: 0}\n", [], "workers.min: 0 is not allowed"),
+        (GOOD + "workers: 3\n", [], "workers: 3 is not allowed\n  expected: a group of settings"),
+        (GOOD + "workers: {gpus: 0.5}\n", [], "workers.gpus: 0.5 is not allowed\n  expected: 0 or 1"),
+        (GOOD + "name: ../escape\n", [], "/job.yaml:4:1 name: '../escape' has a path in it"),
+        (GOOD + "name: 3.5\n", [], "name: 3.5 is not allowed\n  expected: text"),
+        (GOOD + "clip_norm: .nan\n", [], "clip_norm: nan is not allowed"),
+        (GOOD + "seed: 010\n", [], "seed: '010' is not allowed\n  expected: a whole number"),
+        (GOOD + "seed: 1:30\n", [], "seed: '1:30' is not allowed"),
+        (GOOD + "collective: mpi\n", [], "collective: 'mpi' is not allowed\n  expected: one of auto, horovod, torch"),
+        (GOOD + "task_args: [1\n", [], "/job.yaml:5:1: is not YAML"),
+        (GOOD + "trackers: mlflow\n", [], "trackers: 'mlflow' is not allowed\n  expected: a list of words"),
+        (GOOD + "trackers: [mlfow]\n", [], "there is no tracker 'mlfow'\n  expected: mlflow and wandb; TensorBoard"),
+        (GOOD + "trackers: [mlfow]\n", [], "did you mean 'mlflow'?"),
+        (GOOD + "trackers: [wandb, wandb]\n", [], "trackers: one is named twice"),
+        (GOOD + "storage: ftp://KEY:SECRET@host\n", [], "storage: nothing is known of 'ftp://...'"),
+        (GOOD + "args: !!python/object:os.system x\n", [], "args: the tag tag:yaml.org,2002:python/object:os.system"),
+        (GOOD + PIPEDREAM, ["parallel.pipeline=1"], "pipedream is a schedule of stages, and there is one"),
+        (GOOD + PIPEDREAM, ["reduction=exact"], "reduction: exact cannot go with it"),
+        (GOOD + PIPEDREAM, ["clip_norm=1"], "clip_norm needs the gradients of all stages at one step"),
+        (GOOD + PIPEDREAM, ["elastic.on_nonfinite=skip"], "on_nonfinite: skip needs all stages to leave a step out"),
+        (GOOD + "elastic: {on_nonfinite: ignore}\n", [], "elastic.on_nonfinite: 'ignore' is not allowed"),
+        (GOOD + PIPEDREAM, ["workers.min=1"], "the model would be cut anew in the run"),
+        (GOOD + "parallel: {commit_every: 0}\n", [], "parallel.commit_every: 0"),
+        (GOOD + "elastic: {copy_every: 0}\n", [], "elastic.copy_every: 0"),
+        (GOOD + "parallel: {microbatches: 3}\n", [], "parallel.microbatches: 3 does not divide the 8 rows"),
+        (GOOD + "evaluate: {path: x}\n", [], "evaluate.every_steps: is missing"),
+        (GOOD.replace("examples.digits:Digits", "digits"), [], "task: 'digits' names nothing that can be imported"),
+        (GOOD, ["data.batchsize=3"], "--set data.batchsize=3: there is no such setting"),
+        (GOOD, ["data.batch_size=100"], "--set data.batch_size=100: 100 is no multiple"),
+        (GOOD, ["nonsense"], "--set nonsense: is no override"),
+        ("", [], "/job.yaml: is empty"),
+        ("- 1\n", [], "/job.yaml: holds no settings"),
+    ],
+)
+def test_mistakes_are_placed_and_explained(tmp_path: Path, text: str, overrides: list[str], expected: str) -> None:
+    found = problems(tmp_path, text, *overrides)
+    assert any(expected in problem for problem in found), found
+
+
+def test_all_mistakes_at_once(tmp_path: Path) -> None:
+    text = "task: examples.digits:Digits\ndata: {batch_size: 97, shards: 12}\nsteps: no\nclip: 1\nname: a/b\n"
+    found = "\n".join(problems(tmp_path, text))
+    for expected in ("data.path", "97 is no multiple", "'no' is not allowed", "clip: there is no", "has a path in it"):
+        assert expected in found
+
+
+def test_overrides_reach_into_groups(tmp_path: Path) -> None:
+    job = load(
+        tmp_path,
+        GOOD,
+        "data.batch_size=24",
+        "workers.min=2",
+        "args={width: 3}",
+        "evaluate.path=x",
+        "evaluate.every_steps=5",
+    )
+    assert (job.data.batch_size, job.workers.min, job.args) == (24, 2, {"width": 3})
+    assert job.evaluate is not None
+    assert job.evaluate.every_steps == 5
+
+
+def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "digits.yaml").write_text(GOOD)
+    with pytest.raises(JobError, match=r"there is no such file\n  fix: did you mean .*digits.yaml"):
+        load_job(tmp_path / "digit.yaml")
+
+
+def test_a_folder_and_binary_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="is a folder"):
+        load_job(tmp_path)
+    (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(JobError, match="is no text"):
+        load_job(tmp_path / "job.yaml")
+
+
+def test_an_alias_bomb_is_refused_quickly(tmp_path: Path) -> None:
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    lines += [
+        f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}]"
+        for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    ]
+    assert any("too large" in problem for problem in problems(tmp_path, "\n".join(lines)))
+
+
+def test_a_resolved_job_loads_back_equal(tmp_path: Path) -> None:
+    job = load(tmp_path, GOOD + "evaluate: {path: x, every_steps: 3}\nargs: {width: 3, note: 'no'}\n")
+    assert load(tmp_path, job.to_yaml()) == job
+
+
+def test_python_says_the_same_as_yaml(tmp_path: Path) -> None:
+    written = Job(
+        name="job", task="examples.digits:Digits", data=Data(path="data/digits", batch_size=96, shards=12), steps=10
+    )
+    assert written == load(tmp_path, GOOD)
+    with pytest.raises(JobError) as caught:
+        Job(name="a/b", task="t:T", data=Data(path="x", batch_size=3, shards=2), workers=Workers(min=3))
+    assert len(caught.value.problems) == 4
+
+
+def test_what_makes_two_jobs_the_same(tmp_path: Path) -> None:
+    job = load(tmp_path, GOOD)
+    resolved = job.to_yaml()
+    same = load(tmp_path, GOOD, "workers.min=4", "collective=torch", "storage=s3://bucket/runs?region=x")
+    assert same.same_as(resolved) == []
+    other = load(tmp_path, GOOD, "seed=1", "data.batch_size=48", "args={width: 1}")
+    assert other.same_as(resolved) == ["args", "seed", "data.batch_size"]
+
+
+KEPT = {
+    "task": "a:B",
+    "args": "{width: 9}",
+    "seed": "7",
+    "data.path": "elsewhere",
+    "data.batch_size": "24",
+    "data.shards": "6",
+    "data.shuffle": "none",
+    "data.transform": "a:augment",
+    "data.granule": "7",
+    "steps": "11",
+    "workers.threads": "2",
+    "parallel.microbatches": "4",
+    "reduction": "exact",
+    "clip_norm": "1.5",
+}
+"""What a run goes on with only as it began."""
+FREE = {
+    "name": "other",
+    "data.prepare": "a:prepare",
+    "data.cache_mb": "5",
+    "workers.min": "1",
+    "workers.max": "4",
+    "workers.spares": "1",
+    "workers.cpus": "2",
+    "workers.gpus": "1",
+    "parallel.pipeline": "2",
+    "parallel.schedule": "gpipe",
+    "parallel.commit_every": "4",
+    "collective": "torch",
+    "elastic.hang_timeout_s": "5",
+    "elastic.max_failures": "3",
+    "elastic.wait_s": "5",
+    "elastic.copy_every": "5",
+    "elastic.stop_grace_s": "5",
+    "elastic.on_nonfinite": "skip",
+    "checkpoint.every_steps": "5",
+    "checkpoint.every_s": "5",
+    "checkpoint.keep": "5",
+    "checkpoint.keep_best": "{metric: loss}",
+    "evaluate": "{path: x, every_steps: 3}",
+    "trackers": "[mlflow]",
+    "storage": "elsewhere",
+}
+"""What may change while it goes on."""
+
+
+@pytest.mark.parametrize("key", [*KEPT, *FREE])
+def test_which_settings_make_a_job_another(tmp_path: Path, key: str) -> None:
+    text = GOOD + "evaluate: {path: held/out, every_steps: 3}\nworkers: {min: 2, max: 3}\n"
+    before, after = load(tmp_path, text), load(tmp_path, text, f"{key}={(KEPT | FREE)[key]}")
+    assert before != after
+    assert after.same_as(before.to_yaml()) == ([key] if key in KEPT else [])
+
+
+def test_every_setting_is_one_or_the_other(tmp_path: Path) -> None:
+    groups = {key.partition(".")[0] for key in FREE} | {key.rpartition(".")[0] for key in KEPT | FREE} - {""}
+    settings = {key for key, _ in flatten(load(tmp_path, GOOD))} - groups
+    # Where the length is given in epochs, that is kept alike.
+    assert settings - {"epochs"} <= set(KEPT | FREE)
+    by_epochs = GOOD.replace("steps: 10", "epochs: 2")
+    assert load(tmp_path, by_epochs, "epochs=3").same_as(load(tmp_path, by_epochs).to_yaml()) == ["epochs"]
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_mutated_files_give_a_job_or_a_job_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    text = data.draw(st.sampled_from([GOOD, (Path(__file__).parents[3] / "jobs" / "byte_gpt.yaml").read_text()]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text)))
+        cut = data.draw(st.integers(0, 5))
+        text = text[:at] + data.draw(st.text(st.characters(codec="utf-8"), max_size=5)) + text[at + cut :]
+    file = tmp_path_factory.mktemp("fuzz") / "job.yaml"
+    file.write_text(text, encoding="utf-8", newline="")
+    with contextlib.suppress(JobError):
+        assert isinstance(load_job(file)[0], Job)

@@ -1,0 +1,71 @@
+"""What machines see of a run's storage and data."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytrain_plus import Data, InputError, Job
+from raytrain_plus.data.source import index
+from raytrain_plus.launch import machine_check
+from raytrain_plus.launch.machine_check import Needs, Seen, check_seen, look, needs_of
+from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.probe import Probe, left
+from tests.unit.data.test_source import write
+
+GOOD = Seen("", "", "")
+
+
+def order(path: Path, **data: Any) -> Any:
+    job = Job(name="job", task="t:T", steps=1, data=Data(path=str(path), batch_size=8, **data))
+    plan = SimpleNamespace(job=job, index=index(path), held_out=None, folder=str(path.parent / "runs" / "job"))
+    plan.collective = "torch"
+    return SimpleNamespace(plan=plan)
+
+
+def test_what_is_there_is_seen(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "a.parquet", 10)
+    write(tmp_path / "data" / "b.parquet", 10)
+    (tmp_path / "runs").mkdir()
+    with left(LocalFolder(tmp_path / "runs"), "x") as probe:
+        needs = needs_of(order(tmp_path / "data"), probe)
+        assert (probe.where, len(needs.data), needs.horovod) == (str(tmp_path / "runs"), 2, False)
+        assert look(needs) == GOOD
+        assert os.listdir(tmp_path / "runs") == [".probe-x"]
+        assert len(needs_of(order(tmp_path / "data" / "a.parquet"), probe).data) == 1
+        assert not needs_of(order(tmp_path / "data", prepare="t:prepare"), probe).data
+    (tmp_path / "data" / "b.parquet").unlink()
+    assert "b.parquet" in look(needs).data
+    assert "a.parquet" in look(replace(needs, data={str(tmp_path / "data" / "a.parquet"): 1})).data
+
+
+def test_without_a_usable_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        machine_check, "horovod_state", lambda: SimpleNamespace(usable=False, reason="for another torch")
+    )
+    none = Probe("nowhere", "x", b"")
+    assert [look(Needs(none, {}, needed)).horovod for needed in (True, False)] == ["for another torch", ""]
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        (Seen("has another folder there, or none", "", ""), r"storage: runs.*machine m has another folder"),
+        (Seen("cannot write there: Permission denied", "", ""), r"storage: runs.*machine m cannot write there: Perm"),
+        (Seen("", "has another file a", ""), r"data\.path.*machine m has another file a"),
+        (Seen("", "", "horovod is not installed"), r"machine m: horovod is not installed.*raytrain install-horovod"),
+    ],
+)
+def test_what_is_amiss_is_told(tmp_path: Path, seen: Seen, told: str) -> None:
+    write(tmp_path / "a.parquet", 10)
+    one = order(tmp_path / "a.parquet")
+    check_seen(one, "m", GOOD)
+    with pytest.raises(InputError) as error:
+        check_seen(one, "m", seen)
+    assert re.search(told, str(error.value), re.DOTALL)

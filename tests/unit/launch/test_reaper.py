@@ -1,0 +1,83 @@
+"""What a driver has started ends with it, however it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+LASTS = "import time; time.sleep(600)"
+# The child has a child of its own, as Ray's raylet has agents.
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {LASTS!r}])"
+DRIVER = f"""
+import os, subprocess, sys, time
+import psutil
+from raytrain_plus.launch.reaper import reaper
+quiet = {{"stdout": subprocess.DEVNULL, "start_new_session": True}}
+unminded = subprocess.Popen([sys.executable, "-c", {LASTS!r}], **quiet)
+# Like a worker that its raylet starts later; and one of another raylet.
+worker = lambda name: subprocess.Popen([sys.executable, "-c", {LASTS!r}, "--raylet-name=" + name], **quiet)
+stranger = worker("/tmp/other/raylet")
+child = subprocess.Popen([sys.executable, "-c", {PARENT!r}], **quiet)
+while not psutil.Process(child.pid).children():
+    time.sleep(0.01)
+with reaper() as over_it:
+    socket = f"/tmp/{{os.getpid()}}/raylet"
+    over_it.mind([psutil.Process(child.pid)], socket)
+    late = worker(socket)
+    forked = os.fork() if sys.argv[1] == "forks" else 0
+    if sys.argv[1] == "forks" and not forked:
+        # It has the driver's end of the pipe, too.
+        os.close(1)
+        time.sleep(600)
+    family = [child.pid, psutil.Process(child.pid).children()[0].pid]
+    print(unminded.pid, stranger.pid, forked, over_it._process.pid, late.pid, *family, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    drivers: list[subprocess.Popen[str]] = []
+    yield drivers
+    for driver in drivers:
+        driver.kill()
+        driver.communicate()
+
+
+def driver(started: list[subprocess.Popen[str]], how: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A driver, and: two children of its own, one that it forked (or none); its reaper, and the three that it minds."""
+    command = [sys.executable, "-c", DRIVER, how]
+    started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    assert started[-1].stdout is not None
+    pids = [int(pid) for pid in started[-1].stdout.readline().split()]
+    return started[-1], [psutil.Process(pid) for pid in pids if pid]
+
+
+def end(*processes: psutil.Process) -> None:
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, timeout=10)
+
+
+@pytest.mark.parametrize("how", ["plain", "forks"])
+def test_what_a_killed_driver_minded_is_ended_and_nothing_else(started: list[subprocess.Popen[str]], how: str) -> None:
+    process, (*others, reaper, late, child, grandchild) = driver(started, how)
+    process.kill()
+    gone, alive = psutil.wait_procs([reaper, late, child, grandchild], timeout=8)
+    living = [other.is_running() for other in others]
+    end(*alive, *others)
+    assert len(gone) == 4, alive
+    assert all(living)
+
+
+def test_what_is_left_when_it_lets_go_is_ended_too(started: list[subprocess.Popen[str]]) -> None:
+    process, (one, other, *minded) = driver(started, "plain")
+    process.communicate("\n", timeout=20)
+    _, alive = psutil.wait_procs(minded, timeout=5)
+    living = one.is_running() and other.is_running()
+    end(*alive, one, other)
+    assert (process.returncode, alive, living) == (0, [], True)

@@ -1,0 +1,217 @@
+"""Whether a cluster can ever have the workers that a job asks for, and a job go on from what is in a folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("ray")
+
+import yaml
+
+from raytrain_plus import Data, Job, Workers
+from raytrain_plus.data.source import Index, index
+from raytrain_plus.errors import CheckpointError, DataError, InputError, TaskError
+from raytrain_plus.launch import cluster, preflight, runner
+from raytrain_plus.launch.preflight import check_goes_on
+from raytrain_plus.result import Result
+from raytrain_plus.runs.history import look_back
+from raytrain_plus.state.checkpoint import commit
+from raytrain_plus.state.manifest import name_of
+from raytrain_plus.storage.local import LocalFolder
+from tests.unit.data.test_source import write
+from tests.unit.state.test_checkpoint import described
+
+
+def limits(
+    monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None, autoscaler: bool = False
+) -> int:
+    nodes = [{"Alive": True, "Resources": {"CPU": 2.0, "object_store_memory": 1.0}}]
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(cluster, "most_there_can_be", lambda: most)
+    monkeypatch.setattr(cluster, "has_autoscaler", lambda: autoscaler)
+    job = Job(name="x", task="a:B", data=Data(path="d", batch_size=8), steps=1, workers=workers)
+    return cluster.limits_of(job, 1, (1,)).minimum
+
+
+@pytest.mark.parametrize(
+    ("workers", "most"),
+    [
+        (Workers(min=2), None),
+        (Workers(min=3), {"CPU": 4.0}),
+        (Workers(min=3, spares=1), {"CPU": 4.0}),
+        (Workers(min=1, gpus=1), {"CPU": 4.0, "GPU": 1.0}),
+    ],
+)
+def test_what_is_there_or_may_come_is_enough(
+    monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None
+) -> None:
+    assert limits(monkeypatch, workers, most) == workers.min
+
+
+def test_an_autoscaler_that_does_not_tell_how_far_it_goes_may_bring_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limits(monkeypatch, Workers(min=4, gpus=1), None, autoscaler=True) == 4
+    with pytest.raises(InputError):
+        limits(monkeypatch, Workers(min=5), {"CPU": 4.0}, autoscaler=True)
+
+
+@pytest.mark.parametrize(
+    ("workers", "most", "where"),
+    [
+        (Workers(min=3), None, "workers.min: 3"),
+        (Workers(min=5), {"CPU": 4.0}, "workers.min: 5"),
+        (Workers(min=2, spares=1), None, "workers.spares: 1"),
+        (Workers(min=2, spares=3), {"CPU": 4.0}, "workers.spares: 3"),
+        (Workers(min=1, gpus=1), {"CPU": 4.0}, "workers.min: 1"),
+    ],
+)
+def test_what_can_never_be_had_is_refused(
+    monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None, where: str
+) -> None:
+    with pytest.raises(InputError, match="the cluster has room for") as caught:
+        limits(monkeypatch, workers, most)
+    assert caught.value.where == where
+    assert "its 1 nodes have: 2 CPU, 0 GPU" in caught.value.expected
+
+
+def test_a_class_that_is_no_task_is_not_sent() -> None:
+    job = Job(name="x", task=int, data=Data(path="d", batch_size=8), steps=1)
+    with pytest.raises(TaskError, match="builtins:int is the class int"):
+        preflight._task_to_send(job, [])
+
+
+def test_workers_that_are_never_formed_are_told_of_and_no_ray_is_started_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[int] = []
+
+    def init(**settings: Any) -> None:
+        started.append(settings["num_cpus"])
+        raise OSError("no Ray in this test")
+
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"x": list(range(20))}), tmp_path / "data" / "0.parquet")
+    job = Job(
+        name="x",
+        task="examples.digits:Digits",
+        data=Data(path=str(tmp_path / "data"), batch_size=8),
+        steps=1,
+        workers=Workers(min=1, max=10**9, spares=1),
+        storage=str(tmp_path / "runs"),
+    )
+    with pytest.raises(InputError, match="no Ray in this test"):
+        runner.run(job, quiet=True)
+    assert started == [9]
+    assert "warning: at most 8 of workers.max = 1000000000 are formed: with data.shards = 8" in capsys.readouterr().err
+
+
+class Begun:
+    """A run's folder with a checkpoint after step 3, and what it was made of."""
+
+    def __init__(self, folder: Path) -> None:
+        write(folder / "data" / "a.parquet", 40)
+        self.run = LocalFolder(folder / "run")
+        self.job = Job(name="x", task="a:B", data=Data(path=str(folder / "data"), batch_size=8), steps=9, args={"w": 1})
+        self.seen: Index = index(folder / "data")
+        self.run.write("dataset.json", [json.dumps(self.seen.to_json()).encode()])
+        self.save(3)
+
+    def save(self, step: int, job: Job | None = None, **changes: Any) -> None:
+        settings = yaml.safe_load((job or self.job).to_yaml())
+        data = {"fingerprint": self.seen.fingerprint}
+        commit(self.run, described(step, 0, [], **{"job": settings, "data": data, **changes}))
+
+    def goes_on(self, job: Job | None = None) -> None:
+        check_goes_on(look_back(self.run), self.run, job or self.job, self.seen)
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Begun:
+    return Begun(tmp_path)
+
+
+def test_a_job_goes_on_with_what_may_change_and_under_another_name(begun: Begun) -> None:
+    begun.goes_on()
+    begun.goes_on(replace(begun.job, name="copied", steps=20, args={"w": 2}, workers=Workers(min=2)))
+
+
+def test_other_data_is_refused_by_what_the_folder_says_and_else_by_the_checkpoint(begun: Begun, tmp_path: Path) -> None:
+    write(tmp_path / "data" / "b.parquet", 40)
+    begun.seen = index(tmp_path / "data")
+    with pytest.raises(DataError, match=r"the data is other than when the run began: b\.parquet is new"):
+        begun.goes_on()
+    begun.run.remove("dataset.json")
+    with pytest.raises(DataError, match=r"the data is other than when the checkpoint 0+3-0+ was written"):
+        begun.goes_on()
+
+
+@pytest.mark.parametrize("damaged", [b"{", b"[]", b"{}", b'{"fingerprint": ""}', b'{"fingerprint": "", "files": [1]}'])
+def test_what_the_folder_says_of_the_data_may_be_damaged(begun: Begun, damaged: bytes) -> None:
+    begun.run.write("dataset.json", [damaged])
+    with pytest.raises(InputError, match=r"run/dataset\.json.*: the file is damaged") as caught:
+        begun.goes_on()
+    assert "move the file away" in caught.value.remedy
+    begun.run.remove("dataset.json")
+    begun.goes_on()
+
+
+def test_another_jobs_checkpoint_is_refused_wherever_it_stands(begun: Begun) -> None:
+    other = replace(begun.job, seed=1, data=replace(begun.job.data, batch_size=16))
+    begun.save(1, job=other, run="theirs")
+    match = r"checkpoints/0+1-0+\.json: the checkpoint is another job's \(theirs\); they differ in seed, data\.batch"
+    with pytest.raises(CheckpointError, match=match):
+        begun.goes_on()
+
+
+def test_a_damaged_checkpoint_is_warned_of_and_the_one_before_is_taken(
+    begun: Begun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun.save(5)
+    begun.run.write(f"checkpoints/{name_of(5, 0)}.json", [b"{}"])
+    begun.goes_on()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: the checkpoint {name_of(5, 0)} cannot be used: the manifest is damaged")
+    with pytest.raises(InputError, match=r"2 steps are fewer than the run has made \(4\)"):
+        begun.goes_on(replace(begun.job, steps=2))
+
+
+def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(begun: Begun) -> None:
+    begun.run.write(f"checkpoints/{name_of(3, 0)}.json", [b"{}"])
+    with pytest.raises(CheckpointError, match="can be used; the newest: the manifest is damaged") as caught:
+        begun.goes_on()
+    assert caught.value.where == f"{begun.run.where}/checkpoints/{name_of(3, 0)}"
+
+
+def test_a_finished_run_without_a_checkpoint_has_nothing_to_go_on_from(begun: Begun) -> None:
+    begun.run.remove("checkpoints")
+    begun.goes_on()
+    Result(name="x", status="finished", exit_code=0, path=begun.run.path, steps=9, samples=72).save(begun.run)
+    with pytest.raises(InputError, match="the finished run has no checkpoint") as caught:
+        begun.goes_on()
+    assert caught.value.where == f"run folder {begun.run.where}"
+
+
+def test_a_task_that_has_changed_since_the_checkpoint_is_warned_of(
+    begun: Begun, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    pass\n")
+    written = preflight.source_sha256("a:B", [tmp_path])
+    begun.save(5, task_sha256=written)
+    past = look_back(begun.run)
+    for known in (written, None):
+        preflight._warn_of_another_task(past, known)
+        assert capsys.readouterr().err == ""
+    (tmp_path / "a.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    width = 3\n")
+    preflight._warn_of_another_task(past, preflight.source_sha256("a:B", [tmp_path]))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: the task's source file has changed since the checkpoint that the run goes on from")
+    assert line.endswith("(step 5) was written")

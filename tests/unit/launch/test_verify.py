@@ -1,0 +1,220 @@
+"""What `verify` says of runs that agree, that differ, and that were not the ones it asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raytrain_plus import Data, Job
+from raytrain_plus.errors import InputError, RunError
+from raytrain_plus.launch import verify as module
+from raytrain_plus.launch.verify import CULPRITS, Trial, Verdict, verify
+from raytrain_plus.observe.events import EventLog
+from raytrain_plus.result import Result
+from raytrain_plus.state.checkpoint import commit
+from raytrain_plus.state.manifest import name_of
+from raytrain_plus.storage.local import LocalFolder
+from tests.unit.state.test_checkpoint import described, shares
+
+JOB = Job(name="job", task="a:B", data=Data(path="data", batch_size=12, shards=12), steps=10, reduction="exact")
+SIZES = (1, 2, 4)
+
+
+@dataclass
+class Fakes:
+    """Runs that nobody makes: what each of `SIZES` gives after a step."""
+
+    model: Callable[[int, int], float] = lambda size, step: float(step)
+    """A weight, of (size, step)."""
+    moments: Callable[[int, int], float] = lambda size, step: float(step)
+    """The optimizer's, of (size, step)."""
+    loss: Callable[[int, int], float] = lambda size, step: 1.0 / (1 + step)
+    metric: Callable[[int], float] = lambda size: 0.5
+    changes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What else is another in the trial of a size."""
+    made: list[str] = field(default_factory=list)
+    """The names of the runs that were made."""
+    cuts: list[int] = field(default_factory=list)
+    """The steps of those that were made to find a difference."""
+
+    def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> Trial:
+        assert job.steps is not None
+        last = job.steps - 1
+        self.made.append(name)
+        if name.startswith("to-"):
+            self.cuts.append(job.steps)
+        weight, moment = (np.float64(of(size, last)) for of in (self.model, self.moments))
+        state = {
+            "param/a.weight": torch.zeros(2),
+            "param/b.weight": torch.tensor(weight),
+            "optim/a.weight/exp_avg": torch.tensor(moment),
+        }
+        (folder / name).mkdir()
+        run = LocalFolder(folder / name)
+        commit(run, described(last, 0, shares(run, state, name_of(last, 0), 2)))
+        return replace(
+            Trial(
+                workers=size,
+                to_form=size,
+                to_kill=kills,
+                killed=kills,
+                state_sha256=f"{self.model(size, last)} {self.moments(size, last)}",
+                losses=tuple(self.loss(size, step) for step in range(job.steps)),
+                metrics={"accuracy": self.metric(size)},
+                audit_clean=True,
+                seconds=0.1,
+            ),
+            **self.changes.get(size, {}),
+        )
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdict]:
+    def judge(fakes: Fakes, sizes: tuple[int, ...] = SIZES, kills: int = 1) -> Verdict:
+        monkeypatch.setattr(module, "_trial", fakes.trial)
+        monkeypatch.setattr(module, "_shortened", lambda job, steps, roots: replace(job, steps=steps))
+        monkeypatch.setattr(module, "connected", lambda job, address: contextlib.nullcontext())
+        return verify(JOB, sizes, kills=kills, steps=10)
+
+    return judge
+
+
+def test_runs_that_agree(judged: Callable[..., Verdict]) -> None:
+    found = judged(Fakes())
+    assert (found.agree, found.differs, found.steps) == (True, "", 10)
+    # One worker that dies takes the state along.
+    assert [trial.to_kill for trial in found.trials] == [0, 1, 1]
+    assert found.lines()[-1] == "  every run gave the same bits, and used every row once"
+    assert found.to_json()["culprits"] == ()
+
+
+def test_what_is_not_a_number_is_the_same_as_itself(judged: Callable[..., Verdict]) -> None:
+    assert judged(Fakes(loss=lambda size, step: float("nan"), metric=lambda size: float("nan"))).agree
+
+
+@pytest.mark.parametrize("first", [0, 1, 6, 9])
+def test_the_first_step_and_tensor_that_differ(judged: Callable[..., Verdict], first: int) -> None:
+    def model(size: int, step: int) -> float:
+        return step + (size == 4 and step >= first) * 1e-7
+
+    fakes = Fakes(model=model, loss=lambda size, step: model(size, step - 1))
+    found = judged(fakes)
+    assert (found.agree, found.differs) == (False, f"after step {first}, first in 'b.weight'")
+    # What the losses tell is not looked for: they differ from the step behind the first on.
+    assert max(fakes.cuts) <= first + 2
+    said = found.lines()
+    assert said[-5] == f"  they differ: {found.differs}"
+    assert said[-3:] == [f"    - {culprit}" for culprit in CULPRITS]
+    assert json.loads(json.dumps(found.to_json()))["culprits"] == list(CULPRITS)
+
+
+def test_a_difference_in_the_optimizers_state_alone(judged: Callable[..., Verdict]) -> None:
+    found = judged(Fakes(moments=lambda size, step: step + (size == 2 and step >= 7) * 1e-7))
+    assert (found.agree, found.differs) == (False, "after step 7, first in the optimizer's 'exp_avg' of 'a.weight'")
+
+
+def test_a_difference_in_an_evaluation_alone(judged: Callable[..., Verdict]) -> None:
+    fakes = Fakes(metric=lambda size: 0.5 + (size == 2) * 1e-7)
+    found = judged(fakes)
+    assert (found.agree, found.differs) == (False, "in the figures of an evaluation alone")
+    assert fakes.cuts == []
+
+
+def test_a_difference_in_a_loss_alone(judged: Callable[..., Verdict]) -> None:
+    found = judged(Fakes(loss=lambda size, step: step + (size == 2 and step == 3) * 1e-7))
+    assert (found.agree, found.differs) == (False, "in the loss of step 3 alone")
+
+
+def test_a_difference_that_does_not_come_again(judged: Callable[..., Verdict]) -> None:
+    class Once(Fakes):
+        def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> Trial:
+            made = super().trial(job, folder, name, size, kills, roots)
+            return replace(made, state_sha256="another") if name == "1-0" else made
+
+    found = judged(Once())
+    assert (found.agree, found.differs) == (False, "not every time: run anew, the states agree after every step")
+
+
+def test_a_search_that_fails_says_how_far_it_came(judged: Callable[..., Verdict]) -> None:
+    class Failing(Fakes):
+        def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> Trial:
+            if name.startswith("to-"):
+                raise RunError("no room")
+            return super().trial(job, folder, name, size, kills, roots)
+
+    found = judged(Failing(model=lambda size, step: step + size))
+    assert found.differs == "up to step 9; the search for the first difference failed: no room"
+
+
+def test_a_run_that_ended_before_its_deaths_is_made_again(judged: Callable[..., Verdict]) -> None:
+    class Late(Fakes):
+        def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> Trial:
+            made = super().trial(job, folder, name, size, kills, roots)
+            return replace(made, killed=0) if name == "1-0" else made
+
+    fakes = Late()
+    assert judged(fakes).agree
+    assert fakes.made == ["0-0", "1-0", "1-1", "2-0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"killed": 0}, "4 workers, 0 of 1 killed"),
+        ({"workers": 3}, "3 of 4 workers, 1 killed"),
+        ({"audit_clean": False}, "AUDIT NOT CLEAN"),
+    ],
+)
+def test_runs_that_were_not_made_as_asked_do_not_agree(
+    judged: Callable[..., Verdict], change: dict[str, Any], said: str
+) -> None:
+    fakes = Fakes(changes={4: change})
+    found = judged(fakes)
+    assert len(fakes.made) == (5 if "killed" in change else 3)
+    assert (found.agree, found.differs) == (False, "")
+    assert any(said in line for line in found.lines())
+    assert "every run gave the same bits" not in found.lines()[-1]
+
+
+@pytest.mark.parametrize(("kills", "to_form"), [(0, 5), (1, 4)])
+def test_a_size_that_makes_no_step_faster_is_formed_smaller_where_workers_die(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kills: int, to_form: int
+) -> None:
+    # Twelve shards on five workers are three a worker at most, as on four.
+    def made(job: Job, **settings: object) -> Result:
+        assert (job.workers.min, job.workers.max) == (1 if kills else 5, 5)
+        path = tmp_path / job.name
+        path.mkdir()
+        log = EventLog(LocalFolder(path))
+        place = {"cell": 0, "stage": 0, "params": 1, "shards": [0]}
+        members = [{"worker": f"w{number}", **place} for number in range(to_form)]
+        for count in (1, to_form, 2):
+            view = {"members": members[:count], "spares": [], "collective": "horovod"}
+            log.write("view_formed", generation=count, fields=view)
+        log.close()
+        return Result(name=job.name, status="finished", exit_code=0, path=path, steps=0, samples=0, state_sha256="a")
+
+    monkeypatch.setattr(module, "run", made)
+    monkeypatch.setattr(module, "audit", lambda path: SimpleNamespace(clean=True))
+    trial = module._trial(JOB, tmp_path, "0", 5, kills, ())
+    assert (trial.workers, trial.to_form, trial.as_asked) == (to_form, to_form, not kills)
+
+
+def test_a_single_run_is_refused(judged: Callable[..., Verdict]) -> None:
+    with pytest.raises(InputError, match="nothing to compare") as caught:
+        judged(Fakes(), sizes=(4,))
+    assert "--workers 1,2" in str(caught.value)
+
+
+def test_sizes_that_the_job_cannot_have_are_refused(judged: Callable[..., Verdict]) -> None:
+    with pytest.raises(InputError, match="13 workers cannot train this job"):
+        judged(Fakes(), sizes=(1, 13))

@@ -1,0 +1,788 @@
+"""Drives the group's machine through every order of events in a small world, and checks what must always hold.
+
+The world is made of processes that come up, join, step, die and answer; messages are delivered in any order between
+workers (in order from one), may be lost where the real ones may, and may come twice. What can have no effect any more -
+said in an earlier generation, by nobody, or by who has left - is in no world's mail: instead the machine is asked in
+every world whether it has none.
+"""
+
+from __future__ import annotations
+
+import marshal
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership import machine
+from raytrain_plus.membership.group import Group, Limits, Phase, members_in, shape_for
+from raytrain_plus.membership.mesh import Stage
+
+
+class Violation(AssertionError):
+    """Something that must never be has been reached."""
+
+
+class Proc(NamedTuple):
+    """One process as it really is."""
+
+    inside: int = -1
+    """The generation it is inside of."""
+    holds: int | None = None
+    stage: Stage | None = None
+    """Whose state that is; None for the initial state of any."""
+    summed: bool = False
+    """It has all sums of the step after that."""
+    line: int = 0
+    """Which history its state is of: steps that are made again begin another one."""
+    before: tuple[int, Stage] | None = None
+    """What it held when it began to take another stage; as long as that generation has made no step."""
+    copying: bool = False
+    interrupted: bool = False
+    copies: tuple[tuple[int, Stage, int], ...] = ()
+    """(step, stage, history) that it keeps beside that."""
+
+
+class World(NamedTuple):
+    """All that there is, and what may still happen."""
+
+    group: Group
+    procs: tuple[tuple[str, Proc], ...] = ()
+    starting: tuple[str, ...] = ()
+    mail: tuple[e.Event, ...] = ()
+    """In flight, oldest first."""
+    members: tuple[tuple[str, int | None], ...] = ()
+    """The present generation's members and the steps they have applied, the dead ones' last."""
+    summed: tuple[str, ...] = ()
+    """Of the members, also of the dead, those that have all sums of the step after the one that they applied last."""
+    donors: tuple[str, ...] = ()
+    """Who gives the state, by stage, to the members that lack it; no member itself where it is to leave."""
+    begun: int = -1
+    """The step whose state the present generation began with."""
+    paused: int = -1
+    """The generation that was asked to pause."""
+    announced: int = -1
+    """The highest step that was told to be committed."""
+    capacity: int = 0
+    deaths: int = 0
+    arrivals: int = 0
+    drains: int = 0
+    doubles: int = 0
+    losses: int = 0
+    faults: int = 0
+    lates: int = 0
+    stops: int = 0
+    saves: int = 0
+    damages: int = 0
+    copies: int = 0
+    wishes: tuple[tuple[int, int, int], ...] = ()
+    """Numbers of workers - the fewest, the most, spares - that will be wished for, in this order."""
+    noticed: tuple[str, ...] = ()
+    """Workers whose machines will go, as the group has been told."""
+    stopped: bool = False
+    """The group was told to stop, before it handed the model over."""
+    line: int = 0
+    newest: int = -1
+    """The highest step that anybody has applied in the present history."""
+    alike: bool = False
+    """Workers of whom the same is known and true count as one and the same. Who of the equally advanced gives its state
+    is open then; what the machine chooses is among it."""
+
+
+def explore(world: World, most: int = 2_000_000, look: Callable[[World], object] | None = None) -> dict[str, int]:
+    """Visits every world that can be reached; how many, and what was taken. Raises `Violation`.
+
+    `look` is shown each of them, if it is given.
+    """
+    seen = {mark(world): 0}
+    ends: list[int] = []
+    sources, targets = array("I"), array("I")
+    # The newest is next: so few wait for their turn at any time.
+    todo = [(0, world)]
+    taken: dict[str, int] = {}
+    while todo:
+        number, here = todo.pop()
+        if look is not None:
+            look(here)
+        if here.group.phase is Phase.END:
+            ends.append(number)
+            continue
+        moved = False
+        for after in _moves(here, taken):
+            moved = True
+            reached = mark(after)
+            to = seen.get(reached)
+            if to is None:
+                if after.group is not here.group:
+                    _refuses(after.group)
+                if len(seen) >= most:
+                    raise Violation(f"more than {most} worlds")
+                to = seen[reached] = len(seen)
+                todo.append((to, after))
+            sources.append(number)
+            targets.append(to)
+        if not moved:
+            raise Violation(f"no way on from {here}")
+    going = _leading_to(ends, np.frombuffer(sources, np.uint32), np.frombuffer(targets, np.uint32), len(seen))
+    if not going.all():
+        raise Violation(f"the end cannot be reached from {int((~going).sum())} worlds")
+    return {"worlds": len(seen), **taken}
+
+
+def _leading_to(ends: Sequence[int], sources: Any, targets: Any, count: int) -> Any:
+    """Of each world whether one of the ends can be reached from it."""
+    going = np.zeros(count, bool)
+    going[ends] = True
+    while True:
+        found = sources[going[targets] & ~going[sources]]
+        if not len(found):
+            return going
+        going[found] = True
+
+
+def wander(world: World, draw: Random, most: int = 20_000) -> int:
+    """Takes one way by chance, to its end, through a world that is too large to be visited whole; its length.
+
+    Raises `Violation`, also where the way does not end.
+    """
+    for length in range(most):
+        if world.group.phase is Phase.END:
+            return length
+        ways = list(_moves(world, {}))
+        if not ways:
+            raise Violation(f"no way on from {world}")
+        before, world = world, draw.choice(ways)
+        if world.group is not before.group:
+            _refuses(world.group)
+    raise Violation(f"a way of {most} moves that does not end, at {world}")
+
+
+def first_world(
+    limits: Limits,
+    *,
+    capacity: int,
+    deaths: int = 0,
+    arrivals: int = 0,
+    drains: int = 0,
+    doubles: int = 0,
+    losses: int = 0,
+    faults: int = 0,
+    lates: int = 0,
+    stops: int = 0,
+    saves: int = 0,
+    damages: int = 0,
+    copies: int = 0,
+    wishes: tuple[tuple[int, int, int], ...] = (),
+    durable: int = -1,
+    alike: bool = False,
+) -> World:
+    group, commands = machine.begin(limits, durable)
+    world = World(
+        group,
+        capacity=capacity,
+        deaths=deaths,
+        arrivals=arrivals,
+        drains=drains,
+        doubles=doubles,
+        losses=losses,
+        faults=faults,
+        lates=lates,
+        stops=stops,
+        saves=saves,
+        damages=damages,
+        copies=copies,
+        wishes=wishes,
+        announced=durable,
+        alike=alike,
+    )
+    return _obey(world, commands)
+
+
+def mark(world: World) -> bytes:
+    """What tells worlds apart, short enough to be kept of millions."""
+    return blake2b(marshal.dumps(_key(world), 2), digest_size=16).digest()
+
+
+def _key(world: World) -> Any:
+    """What tells worlds apart: names by place, generations by distance, nothing that has no consequence any more."""
+    group = world.group
+    generation, phase = group.generation, group.phase
+    procs = dict(world.procs)
+    # What the members of a world do goes by how far they are, until they are to leave it.
+    going = any(proc.inside >= 0 and not proc.interrupted for proc in procs.values())
+    members = dict(world.members) if going else {}
+    givers = world.donors if going and any(proc.copying for proc in procs.values()) else ()
+    said: dict[str | None, list[Any]] = {}
+    for message in world.mail:
+        # Only the order between messages of one worker counts.
+        held = _number(getattr(message, "holds", getattr(message, "step", None)))
+        ready, stage = getattr(message, "ready", None), getattr(message, "stage", None)
+        what = type(message).__name__, held, getattr(message, "why", ""), _number(ready), _place(stage)
+        said.setdefault(getattr(message, "worker", None), []).append(what)
+    workers = []
+    for place, name in enumerate(dict.fromkeys((*group.seats, *group.workers, *procs, *members))):
+        known, proc = group.workers.get(name), procs.get(name)
+        told: tuple[Any, ...] = ()
+        real: tuple[Any, ...] = ()
+        if known:
+            joined = known.joined and phase is Phase.JOIN
+            told = (
+                known.state,
+                _number(known.holds),
+                (known.leaving, known.unwanted),
+                joined,
+                known.proved,
+                name in world.noticed,
+            )
+            told += _place(known.stage), _number(known.ready)
+            told += (tuple(sorted((step, _place(stage)) for step, stage in known.copies)),)
+        if proc:
+            held = proc.holds if going or not proc.copying else None
+            real = proc.inside >= 0, _number(held), proc.copying and going, proc.interrupted
+            real += _place(proc.stage), proc.summed, going and name in world.summed, proc.line == world.line
+            real += ((-3, (-1, 0)) if proc.before is None else (proc.before[0], _place(proc.before[1])),)
+            real += (tuple(sorted((step, _place(stage), line == world.line) for step, stage, line in proc.copies)),)
+        lead = phase is Phase.CLOSE and name in group.leads
+        seat = group.seats.index(name) if name in group.seats and group.shape.stages > 1 else name in group.seats
+        roles = seat, name in world.starting, name in givers, lead
+        applied = _number(members[name]) if name in members else -4
+        workers.append((0 if world.alike else place, told, real, said.get(name, []), applied, roles))
+    workers.sort()
+    return (
+        workers,
+        phase.name,
+        (group.shape.cells, group.shape.stages),
+        min(group.unformed, 1),
+        group.committed,
+        group.durable,
+        (group.again, group.recalled),
+        group.kept,
+        group.stopping,
+        group.finished,
+        bool(group.failure),
+        tuple((at, fault, generation - before) for at, fault, before in group.faults),
+        generation < 0,
+        said.get(None, []),
+        phase is Phase.PAUSE and world.paused == generation,
+        world.announced,
+        world.newest,
+        world.capacity,
+        world.stopped,
+        (world.deaths, world.arrivals, world.drains, world.doubles, world.losses, world.faults, world.lates),
+        (world.stops, world.saves, world.damages, world.copies, world.wishes),
+    )
+
+
+def _number(step: int | None) -> int:
+    return -3 if step is None else step
+
+
+def _place(stage: Stage | None) -> tuple[int, int]:
+    return (-1, 0) if stage is None else (stage.number, stage.of)
+
+
+def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
+    def took(what: str) -> None:
+        taken[what] = taken.get(what, 0) + 1
+
+    procs = dict(world.procs)
+    # A worker's messages arrive in order; those of different workers in any.
+    heads: set[str | None] = set()
+    for place, message in enumerate(world.mail):
+        sender = getattr(message, "worker", None)
+        if sender in heads:
+            continue
+        heads.add(sender)
+        rest = world.mail[:place] + world.mail[place + 1 :]
+        took(type(message).__name__)
+        if isinstance(message, e.Saved) and message.step > world.announced:
+            # The run has gone on from an earlier one meanwhile.
+            yield world._replace(mail=rest)
+            continue
+        yield from _deliver(world._replace(mail=rest), message)
+        if world.doubles and isinstance(message, (e.Warm, e.Joined, e.Left, e.Lost)):
+            for after in _deliver(world._replace(mail=(*rest, message), doubles=world.doubles - 1), message):
+                if message in after.mail:
+                    took("doubled")
+                    yield after
+        # Found while it reads, and not when it is said once more that it has read.
+        if (
+            world.damages
+            and isinstance(message, e.Warm)
+            and _number(message.holds) >= 0
+            and world.group.workers[message.worker].state == "restoring"
+        ):
+            took("damaged")
+            damaged = world
+            if message.worker in procs:
+                damaged = _with(world, message.worker, procs[message.worker]._replace(holds=None))
+            damaged = damaged._replace(mail=rest, damages=world.damages - 1)
+            yield from _deliver(damaged, e.Unreadable(message.worker, -1))
+        if world.losses and isinstance(message, (e.Joined, e.Committed, e.Saved)):
+            took("lost")
+            yield world._replace(mail=rest, losses=world.losses - 1)
+    if world.wishes:
+        took("rescale")
+        minimum, maximum, spares = world.wishes[0]
+        yield from _deliver(world._replace(wishes=world.wishes[1:]), e.Rescale(minimum, maximum, spares))
+    room = _room(world)
+    if world.starting and (room or world.arrivals):
+        name, *others = world.starting
+        came = (*world.procs, (name, Proc(holds=-1, line=world.line)))
+        up = world._replace(procs=came, starting=tuple(others), mail=(*world.mail, e.Warm(name, -1)))
+        if not room:
+            # A machine that arrives and hosts nobody changes nothing: it arrives when somebody comes up there.
+            took("arrival")
+            up = up._replace(arrivals=world.arrivals - 1, capacity=world.capacity + 1)
+        yield from _deliver(up, e.Up(name))
+    applied = dict(world.members)
+    generation = world.group.generation
+    for name, proc in world.procs:
+        if world.deaths:
+            took("death")
+            gone = tuple((other, entry) for other, entry in world.procs if other != name)
+            yield world._replace(procs=gone, mail=(*world.mail, e.Lost(name)), deaths=world.deaths - 1)
+        if world.drains and name in world.group.workers and name not in world.noticed:
+            took("drain")
+            # No other will come up in its place.
+            noticed = (*world.noticed, name)
+            left = world._replace(drains=world.drains - 1, noticed=noticed, capacity=world.capacity - 1)
+            yield from _deliver(left, e.Notice(name))
+        if proc.inside != generation or proc.inside < 0:
+            continue
+        formed = all(member not in procs or procs[member].inside == generation for member in applied)
+        peers_gone = any(member not in procs for member in applied)
+        if proc.interrupted or peers_gone:
+            took("interrupted")
+            yield _interrupted(world, name)
+            if proc.interrupted:
+                continue
+        if proc.copying:
+            stage = _stage_of(world, name)
+            same = stage.of == len(world.donors)
+            givers = [world.donors[stage.number]] if same else list(world.donors)
+            if not all(giver in procs for giver in givers) and not peers_gone:
+                took("interrupted")
+                yield _interrupted(world, name)
+            if formed and not peers_gone and all(giver in procs for giver in givers):
+                took("copied")
+                donor_holds = world.begun
+                done = proc._replace(copying=False, holds=donor_holds, stage=stage, line=world.line)
+                yield _with(
+                    world._replace(
+                        mail=(*world.mail, e.Joined(name, generation)),
+                        members=tuple((m, donor_holds if m == name else s) for m, s in world.members),
+                    ),
+                    name,
+                    done,
+                )
+            continue
+        if any(member in procs and procs[member].copying for member in applied):
+            continue
+        step = applied[name]
+        assert step is not None
+        if step == world.group.limits.steps - 1:
+            yield _leave(world, name, _left(world, name, step, "finished"))
+            continue
+        # Who left by a fault is at no boundary with the others.
+        level = all(
+            other == step and procs[member].inside == generation for member, other in applied.items() if member in procs
+        )
+        if world.paused == generation and level and not peers_gone and not world.summed:
+            took("paused")
+            after = world
+            for member in applied:
+                after = _leave(after, member, _left(after, member, step, "paused"))
+            yield after
+        if world.faults and not peers_gone:
+            took("fault")
+            failed = replace(_left(world, name, None, "failed"), fault="oops")
+            yield _leave(world._replace(faults=world.faults - 1), name, failed)
+        if not all(other is not None and other >= step for other in applied.values()):
+            continue
+        if world.group.shape.stages > 1 and name not in world.summed:
+            took("summed")
+            yield _with(world._replace(summed=(*world.summed, name)), name, proc._replace(summed=True))
+        elif world.group.shape.stages == 1 or all(
+            member in world.summed or _number(other) > step for member, other in applied.items()
+        ):
+            took("applied")
+            yield from _apply(world, name, proc, step + 1)
+    phase = world.group.phase
+    if world.lates and phase in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE, Phase.LEAVE):
+        took("late")
+        yield from _deliver(world._replace(lates=world.lates - 1), e.Late(generation))
+    if world.saves and world.announced > world.group.durable and phase is not Phase.END:
+        took("saved")
+        yield from _deliver(world._replace(saves=world.saves - 1), e.Saved(world.announced))
+    if world.copies:
+        for after in _copied(world):
+            took("kept")
+            yield after
+    if world.stops:
+        took("stop")
+        yield from _deliver(world._replace(stops=world.stops - 1, stopped=True), e.Stop())
+    if not world.mail and not (room and world.starting) and phase in (Phase.GATHER, Phase.JOIN, Phase.CLOSE):
+        yield from _deliver(world, e.Late(generation))
+
+
+def _copied(world: World) -> Iterator[World]:
+    """Each member's state after a step that all have applied is now in a neighbour's memory, too, or a spare's."""
+    group, procs = world.group, dict(world.procs)
+    names, steps = [name for name, _ in world.members], [step for _, step in world.members]
+    if group.shape.cells > 1 or group.phase not in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE, Phase.LEAVE):
+        return
+    spares = [name for name, worker in group.workers.items() if worker.state == "idle" and name not in names]
+    others = names if len(names) > 1 else [*names, *spares[:1]]
+    if None in steps or len(others) < 2:
+        return
+    step = min(step for step in steps if step is not None)
+    had = max((copy[0] for name in procs for copy in procs[name].copies if copy[2] == world.line), default=-1)
+    if not had < step <= world.announced:
+        return
+    copies: dict[str, list[Stage]] = {}
+    for seat, name in enumerate(names):
+        copies.setdefault(name, []).append(group.shape.stage(seat))
+        copies.setdefault(others[(seat + 1) % len(others)], []).append(group.shape.stage(seat))
+    for name, proc in procs.items():
+        kept = tuple((step, stage, world.line) for stage in copies.get(name, ()))
+        world = _with(world, name, proc._replace(copies=kept))
+    told = {name: tuple(stages) for name, stages in copies.items()}
+    yield from _deliver(world._replace(copies=world.copies - 1), e.Copied(group.generation, step, told))
+
+
+def _room(world: World) -> bool:
+    return sum(name not in world.noticed for name, _ in world.procs) < world.capacity
+
+
+def _apply(world: World, name: str, proc: Proc, step: int) -> Iterator[World]:
+    members = tuple((m, step if m == name else s) for m, s in world.members)
+    summed = tuple(member for member in world.summed if member != name)
+    stage = _stage_of(world, name)
+    proc = proc._replace(holds=step, stage=stage, summed=False, before=None)
+    after = _with(world._replace(members=members, summed=summed, newest=max(world.newest, step)), name, proc)
+    steps = [s for _, s in members if s is not None]
+    proven = max(min(steps), max(steps) - 1)
+    if proven > world.announced and len(steps) == len(members):
+        # What proves it was reported before anything else that these workers will say.
+        yield from _deliver(after._replace(announced=proven), e.Committed(world.group.generation, proven))
+    else:
+        yield after
+
+
+def _with(world: World, name: str, proc: Proc) -> World:
+    return world._replace(procs=tuple((other, proc if other == name else entry) for other, entry in world.procs))
+
+
+def _left(world: World, name: str, holds: int | None, why: e.Why) -> e.Left:
+    """What a member says when it comes out: what it holds, and of which stage."""
+    proc = dict(world.procs)[name]
+    ready = holds + 1 if proc.summed and holds is not None else None
+    return e.Left(name, world.group.generation, holds, why, stage=proc.stage, ready=ready)
+
+
+def _interrupted(world: World, name: str) -> World:
+    """A member leaves a broken world, with what it came with where it has less than that now."""
+    proc = dict(world.procs)[name]
+    holds = None if proc.copying else proc.holds
+    if proc.before is not None:
+        step, stage = proc.before
+        if holds != step or proc.stage is None or proc.stage.of > stage.of:
+            holds = step
+            world = _with(world, name, proc._replace(stage=stage))
+    return _leave(world, name, _left(world, name, holds, "interrupted"))
+
+
+def _leave(world: World, name: str, message: e.Left) -> World:
+    proc = dict(world.procs)[name]
+    proc = proc._replace(inside=-1, holds=message.holds, before=None, copying=False, interrupted=False)
+    return _with(world._replace(mail=(*world.mail, message)), name, proc)
+
+
+def _stage_of(world: World, name: str) -> Stage:
+    return world.group.shape.stage(world.group.seats.index(name))
+
+
+def _deliver(world: World, event: e.Event) -> Iterator[World]:
+    before = world.group
+    group, commands = machine.step(before, event)
+    _check(world, event, group, commands)
+    if group.committed < before.committed and group.again < world.announced:
+        world = world._replace(announced=group.committed)
+    mail = tuple(message for message in world.mail if _counts(group, message))
+    world = world._replace(group=group, mail=mail)
+    yield _obey(world, commands)
+    if world.alike:
+        for other, command in _equals(group, commands):
+            yield _obey(world._replace(group=other), [*commands[:-1], command])
+
+
+def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]) -> None:
+    """Raises `Violation` where `event` led to something that must not be."""
+    before = world.group
+    if group.phase not in machine.TABLE[before.phase, type(event)].leads:
+        raise Violation(f"{type(event).__name__} led from {before.phase.name} to {group.phase.name}")
+    if group.committed < before.committed:
+        if group.committed < group.durable:
+            raise Violation(f"back to {group.committed}, though there is a checkpoint of {group.durable}")
+        # Whoever does not say in time that it left is dismissed, whatever it holds.
+        known = [one for one in world.procs if (worker := group.workers.get(one[0])) and worker.state != "restoring"]
+        if not isinstance(event, e.Late) and _held(known) >= before.committed:
+            raise Violation(f"committed steps were forgotten, though {_held(known)} is held")
+        had = _had(known, world.line)
+        if not isinstance(event, e.Late) and group.committed < had:
+            raise Violation(f"back to {group.committed}, though there are copies of {had}")
+        ends = group.stopping or bool(group.failure)
+        if group.committed == had > group.durable and group.again < world.announced and not ends:
+            raise Violation(f"steps above {had} are undone, though there are copies")
+    if group.generation not in (before.generation, before.generation + 1):
+        raise Violation(f"the generation went from {before.generation} to {group.generation}")
+    ended = [command.status for command in commands if isinstance(command, e.End)]
+    announced = min(world.announced, group.committed)
+    if ended and not isinstance(event, e.Handed | e.Late) and 0 <= announced <= _held(world.procs):
+        raise Violation(f"given up ({group.failure}), though the state is held")
+    idle = [worker for worker in before.workers.values() if worker.state == "idle" and not worker.leaving]
+    enough = len(idle) >= before.limits.minimum and shape_for(before, len(idle)) is not None
+    if ended == ["failed"] and before.phase is Phase.GATHER and enough:
+        raise Violation(f"given up ({group.failure}), though there are workers enough")
+    if ended == ["finished"] and not isinstance(event, e.Handed):
+        raise Violation("finished, and nobody has handed the model over")
+    if world.stopped and group.phase in (Phase.GATHER, Phase.TRAIN):
+        raise Violation(f"{type(event).__name__} led to {group.phase.name} after a stop")
+    if group.phase is Phase.TRAIN and any(name in world.noticed for name in members_in(group)):
+        others = [worker for name, worker in group.workers.items() if name not in world.noticed]
+        if sum(worker.state in ("idle", "in") for worker in others) >= group.limits.minimum:
+            raise Violation("one that is to leave trains on, though there are others enough")
+
+
+def _refuses(group: Group) -> None:
+    """Raises `Violation` where a message has an effect that is of an earlier generation, of nobody, or said before."""
+    old, nobody = group.generation - 1, f"worker-{group.named}"
+    said: list[e.Event] = [e.Committed(old, 99), e.Late(old), e.Stuck(old), e.Up(nobody), e.Warm(nobody, 0)]
+    said += [e.Lost(nobody), e.Notice(nobody), e.Unreadable(nobody, -1), e.Bare(nobody)]
+    for name in group.workers:
+        said += [e.Joined(name, old), e.Left(name, old, 0, "interrupted")]
+        said += [e.Joined(name, group.generation), e.Left(name, group.generation, 0, "interrupted")]
+    for message in (message for message in said if not _counts(group, message)):
+        if machine.step(group, message) != (group, []):
+            raise Violation(f"{message} had an effect")
+
+
+def _counts(group: Group, message: e.Event) -> bool:
+    """Whether a message may have an effect, now or later; of the others `_refuses` sees to it that they have none."""
+    worker = getattr(message, "worker", None)
+    if worker is not None and worker not in group.workers:
+        return False
+    if getattr(message, "generation", group.generation) != group.generation:
+        return False
+    if isinstance(message, e.Joined | e.Left) and group.workers[message.worker].state != "in":
+        return False
+    return not isinstance(message, e.Joined) or group.phase is Phase.JOIN
+
+
+def _equals(group: Group, commands: list[e.Command]) -> Iterator[tuple[Group, e.Command]]:
+    """What else could be done where the machine has chosen one of several workers that are equally advanced."""
+    last = commands[-1] if commands else None
+    if not isinstance(last, e.HandOver) and not (
+        isinstance(last, e.Join) and set(last.lacks.values()) & {"newer", "stage"}
+    ):
+        return
+    [best] = last.donors if isinstance(last, e.Join) else last.workers
+    chosen = group.workers[best]
+    for name, worker in group.workers.items():
+        able = worker.state in ("idle", "in") and (worker.holds, worker.leaving) == (chosen.holds, chosen.leaving)
+        if not able or name == best:
+            continue
+        if isinstance(last, e.Join):
+            yield group, replace(last, donors=(name,))
+        else:
+            yield replace(group, leads=(name,)), e.HandOver((name,), last.step)
+
+
+def _obey(world: World, commands: list[e.Command]) -> World:
+    for command in commands:
+        procs = dict(world.procs)
+        if isinstance(command, e.Start):
+            world = world._replace(starting=(*world.starting, *command.workers))
+        elif isinstance(command, e.Join):
+            world = _join(world, command)
+        elif isinstance(command, e.Interrupt):
+            for name in command.workers:
+                if name in procs and procs[name].inside == command.generation:
+                    world = _with(world, name, procs[name]._replace(interrupted=True))
+        elif isinstance(command, e.Pause):
+            world = world._replace(paused=command.generation)
+        elif isinstance(command, e.Dismiss):
+            left = tuple((name, proc) for name, proc in world.procs if name != command.worker)
+            starting = tuple(name for name in world.starting if name != command.worker)
+            world = world._replace(procs=left, starting=starting)
+        elif isinstance(command, e.Finish):
+            world = _finish(world, command)
+        elif isinstance(command, e.Recall):
+            for name in command.workers:
+                if name in procs:
+                    world = _recall(world, name, command.step)
+        elif isinstance(command, e.Rehearse):
+            if command.worker in procs:
+                world = _with(world, command.worker, procs[command.worker]._replace(holds=None))
+                world = world._replace(mail=(*world.mail, e.Warm(command.worker, None)))
+        elif isinstance(command, e.Restore):
+            if command.step != world.group.durable:
+                raise Violation(f"{command.worker} reads step {command.step}, not {world.group.durable}")
+            if command.worker in procs:
+                # A checkpoint is there only of steps that are never made again.
+                read = procs[command.worker]._replace(
+                    holds=command.step, stage=command.stage, summed=False, line=world.line
+                )
+                world = _with(world, command.worker, read)
+                world = world._replace(mail=(*world.mail, e.Warm(command.worker, command.step, command.stage)))
+        elif isinstance(command, e.Keep):
+            idle = [w for w in world.group.workers.values() if w.state == "idle" and w.holds == command.step]
+            if {w.stage for w in idle} == {w.stage for w in idle if not w.leaving}:
+                raise Violation(f"a checkpoint of step {command.step}, which is held by those who stay")
+            world = world._replace(mail=(*world.mail, e.Saved(command.step)))
+        elif isinstance(command, e.HandOver) and all(name in procs for name in command.workers):
+            stages = _stages(len(command.workers))
+            had = [_steps(procs[name], stage) for name, stage in zip(command.workers, stages, strict=True)]
+            held, committed = set.intersection(*had), min(world.announced, world.group.committed)
+            if not held or max(held) < committed:
+                raise Violation(f"{command.workers} hand over {had}, though {committed} is committed")
+            world = world._replace(mail=(*world.mail, e.Handed()))
+    return world
+
+
+def _steps(proc: Proc, stage: Stage) -> set[int]:
+    """The steps of which it has that stage, held or copied."""
+    held = {proc.holds} if proc.holds is not None and proc.stage in (None, stage) else set()
+    return held | {step for step, copied, _ in proc.copies if copied == stage}
+
+
+def _stages(of: int) -> list[Stage]:
+    return [Stage(number, of) for number in range(of)]
+
+
+def _held(procs: Sequence[tuple[str, Proc]]) -> int:
+    """The newest step of which every stage is held, or can be applied, by who is in no world."""
+    out = [proc for _, proc in procs if proc.inside < 0 and proc.holds is not None]
+    newest = max((_number(proc.holds) for proc in out), default=-3)
+    found: dict[tuple[int, int], set[int]] = {}
+    for proc in out:
+        held = _number(proc.holds) + (proc.summed and _number(proc.holds) + 1 == newest)
+        if proc.stage is not None:
+            found.setdefault((held, proc.stage.of), set()).add(proc.stage.number)
+    return max((held for (held, of), numbers in found.items() if len(numbers) == of), default=-2)
+
+
+def _had(procs: Sequence[tuple[str, Proc]], line: int) -> int:
+    """The newest step of which copies of every stage are kept by who is in no world."""
+    found: dict[tuple[int, int], set[int]] = {}
+    for step, stage, history in (copy for _, proc in procs if proc.inside < 0 for copy in proc.copies):
+        if history == line:
+            found.setdefault((step, stage.of), set()).add(stage.number)
+    return max((step for (step, of), numbers in found.items() if len(numbers) == of), default=-2)
+
+
+def _recall(world: World, name: str, step: int) -> World:
+    proc = dict(world.procs)[name]
+    if (step, proc.stage, world.line) not in proc.copies:
+        raise Violation(f"{name} has no copy of step {step}")
+    world = _with(world, name, proc._replace(holds=step, summed=False, line=world.line))
+    told = e.Left(name, world.group.generation, step, "interrupted", stage=proc.stage)
+    return world._replace(mail=(*world.mail, told))
+
+
+def _finish(world: World, command: e.Finish) -> World:
+    for name in command.workers:
+        proc = dict(world.procs).get(name)
+        if proc is None:
+            continue
+        if not proc.summed or _number(proc.holds) + 1 != command.step:
+            raise Violation(f"{name} holds {proc.holds}, and is to apply {command.step}")
+        # It may have died since, but it has said so before.
+        if not any(worker.state == "idle" and worker.holds == command.step for worker in world.group.workers.values()):
+            raise Violation(f"{name} is to apply {command.step}, which nobody else has")
+        world = _with(world, name, proc._replace(holds=command.step, summed=False))
+        told = e.Left(name, command.generation, command.step, "interrupted", stage=proc.stage)
+        world = world._replace(mail=(*world.mail, told))
+    return world
+
+
+def _join(world: World, command: e.Join) -> World:
+    procs = dict(world.procs)
+    limits, view = world.group.limits, command.view
+    names = [member.worker for member in view.members]
+    for stage in range(view.shape.stages):
+        hosted = [shard for member in view.members if member.stage == stage for shard in member.shards]
+        if sorted(hosted) != list(range(limits.shards)):
+            raise Violation("not every shard has one host")
+    if len(set(names)) != len(names) or not limits.minimum <= len(names) <= limits.maximum:
+        raise Violation(f"a view of {names}")
+    if view.shape.stages not in limits.cuts or view.shape.size != len(names):
+        raise Violation(f"a view of {names} in {view.shape}")
+    if world.stopped:
+        raise Violation(f"{names} form a view after a stop")
+    for name in names:
+        if name in world.noticed:
+            raise Violation(f"{name}, which is to leave, is in a new view")
+    if world.alike and any(worker.state == "idle" and not worker.leaving for worker in world.group.workers.values()):
+        raise ValueError("where some are held back, workers are not alike")
+    if command.first_step <= world.announced and not command.again:
+        raise Violation(f"step {command.first_step} would be done again, and {world.announced} is committed")
+    if command.again and command.first_step > world.announced:
+        raise Violation(f"step {command.first_step} was never made, and nothing would be told of it")
+    for name, proc in procs.items():
+        if proc.inside >= 0:
+            raise Violation(f"{name} is inside {proc.inside} while {view.generation} forms")
+    if command.first_step <= world.newest:
+        kept = {
+            name: proc.line == world.line and _number(proc.holds) < command.first_step for name, proc in world.procs
+        }
+        world = world._replace(line=world.line + 1, newest=command.first_step - 1)
+        for name, proc in world.procs:
+            copies = tuple(
+                (step, stage, world.line if line + 1 == world.line and step < command.first_step else -1)
+                for step, stage, line in proc.copies
+            )
+            world = _with(world, name, proc._replace(line=world.line if kept[name] else -1, copies=copies))
+        procs = dict(world.procs)
+    for number, name in enumerate(command.donors):
+        stage = Stage(number, len(command.donors))
+        if name in procs and (command.first_step - 1, stage, world.line) in procs[name].copies:
+            continue
+        if name in procs and procs[name].line != world.line:
+            raise Violation(f"the donor {name} holds what others have made again")
+        if name in procs and (procs[name].holds, procs[name].stage) != (command.first_step - 1, stage):
+            raise Violation(f"the donor {name} holds {procs[name].holds}, not {command.first_step - 1}")
+    for seat, name in enumerate(names):
+        if name not in procs:
+            continue
+        proc, stage, lacks = procs[name], view.shape.stage(seat), command.lacks.get(name)
+        if lacks is None and (proc.holds, proc.line) != (command.first_step - 1, world.line):
+            raise Violation(f"{name} would go on from {proc.holds} of another history")
+        if lacks is None and proc.stage not in (None, stage):
+            raise Violation(f"{name} would start step {command.first_step} from {proc.holds}")
+        copying = lacks in ("newer", "stage")
+        before = None
+        if lacks == "stage":
+            if proc.holds is None or proc.stage is None:
+                raise Violation(f"{name} holds nothing that it could keep")
+            before = proc.holds, proc.stage
+        proc = proc._replace(inside=view.generation, copying=copying, interrupted=False, summed=False, before=before)
+        if not copying:
+            if lacks == "initial":
+                proc = proc._replace(holds=-1, line=world.line)
+            proc = proc._replace(stage=stage)
+            world = world._replace(mail=(*world.mail, e.Joined(name, view.generation)))
+        world = _with(world, name, proc)
+    step = command.first_step - 1
+    members = tuple((name, None if command.lacks.get(name) in ("newer", "stage") else step) for name in names)
+    # What its members go on from is told to be committed: one that lives holds it.
+    announced = max(world.announced, step)
+    procs = dict(world.procs)
+    world = world._replace(procs=tuple((name, proc._replace(summed=False)) for name, proc in procs.items()))
+    return world._replace(members=members, summed=(), donors=command.donors, announced=announced, begun=step)

@@ -1,0 +1,1119 @@
+"""The group's machine: every pair of phase and event, every order of events in small worlds, and ten broken tables."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, get_args
+
+import pytest
+
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership import machine
+from raytrain_plus.membership.group import Group, Limits, Phase, Standing, Worker, standing
+from raytrain_plus.membership.machine import TABLE, Rule, begin, diagram, step
+from raytrain_plus.membership.mesh import Shape, Stage
+from tests.unit.membership.explorer import Violation, World, explore, first_world, mark, wander
+
+G, J, T, P, L, C, E = Phase
+WHOLE = Stage()
+left = partial(e.Left, stage=WHOLE)
+LIMITS = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=4, max_failures=None, expected=2)
+
+
+def group_in(phase: Phase) -> Group:
+    """Two workers after step 1, as they are in `phase`; `a` is the one that events are about."""
+    inside = Worker("in", holds=1, stage=WHOLE, joined=phase in (T, P))
+    workers = {
+        G: {"a": Worker("up"), "b": Worker("coming")},
+        J: {"a": replace(inside, joined=False), "b": replace(inside, joined=True)},
+        T: {"a": inside, "b": inside},
+        P: {"a": inside, "b": inside},
+        L: {"a": inside, "b": Worker("idle", holds=1, stage=WHOLE)},
+        C: {"a": Worker("idle", holds=3, stage=WHOLE), "b": Worker("idle", holds=3, stage=WHOLE)},
+        E: {"a": Worker("idle", holds=3, stage=WHOLE)},
+    }[phase]
+    started = phase is not G
+    workers["a"] = replace(workers["a"], copies=frozenset({(0, WHOLE)} if started else ()))
+    return Group(
+        limits=LIMITS,
+        phase=phase,
+        generation=0 if started else -1,
+        shape=Shape(2) if started else Shape(1),
+        seats=("a", "b") if started else (),
+        workers=workers,
+        named=2,
+        committed=1 if started else -1,
+        leads=("a",) if phase is C else (),
+        finished=phase is C,
+    )
+
+
+def event_of(kind: type[Any], generation: int, **changes: Any) -> e.Event:
+    about: dict[str, Any] = {
+        "worker": "a",
+        "generation": generation,
+        "holds": 1 if generation >= 0 else -1,
+        "why": "paused",
+        "stage": WHOLE if generation >= 0 else None,
+        "step": 2,
+        "durable": -1,
+        "copies": {"a": (WHOLE,)},
+        "minimum": 1,
+        "maximum": 1,
+        "spares": 0,
+        **changes,
+    }
+    names = [name for name in kind.__dataclass_fields__ if name in about]
+    event: e.Event = kind(**{name: about[name] for name in names})
+    return event
+
+
+Seen = tuple[Phase, list[str], dict[str, Any]]
+"""The phase after an event, the commands, and what else is not as before: a field of the group by its name, one of a
+worker as "a.leaving"; a worker by its name, with its state where it is new and None where it is gone."""
+
+
+def seen(before: Group, event: e.Event) -> Seen:
+    after, commands = step(before, event)
+    names = [field.name for field in fields(Group) if field.name not in ("phase", "workers")]
+    found = {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
+    for worker in (*before.workers, *(name for name in after.workers if name not in before.workers)):
+        old, new = before.workers.get(worker), after.workers.get(worker)
+        if old is None or new is None:
+            found[worker] = new and new.state
+            continue
+        for name in (field.name for field in fields(Worker)):
+            if getattr(old, name) != getattr(new, name):
+                found[f"{worker}.{name}"] = getattr(new, name)
+    return after.phase, [type(command).__name__ for command in commands], found
+
+
+FEWER = {"limits": replace(LIMITS, minimum=1, maximum=1, spares=0)}
+FAILED = {"failures": 1, "fruitless": 1, "fruitless_at": 1}
+STUCK = "all workers waited for one another in step 2, twice: the collective does not move"
+
+EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
+    (G, e.Warm): (G, ["Wait"], {"a.state": "idle", "a.holds": -1}),
+    (G, e.Lost): (G, ["Start", "Wait"], {"named": 3, "stillborn": 1, "a": None, "worker-2": "coming"}),
+    (G, e.Notice): (G, ["Start", "Wait"], {"named": 3, "a.leaving": True, "worker-2": "coming"}),
+    (G, e.Rescale): (G, ["Dismiss", "Wait"], {**FEWER, "b": None}),
+    (G, e.Stop): (E, ["End"], {"stopping": True}),
+    (G, e.Late): (E, ["End"], {"failure": "only 0 of at least 1 workers could be had within elastic.wait_s"}),
+    (J, e.Joined): (T, [], {"a.joined": True, "a.proved": True, "b.proved": True}),
+    (J, e.Committed): (T, [], {"committed": 2, "a.proved": True, "b.proved": True}),
+    (J, e.Left): (J, [], {"a.state": "idle"}),
+    (J, e.Lost): (L, ["Interrupt"], {**FAILED, "unformed": 1, "a": None}),
+    (J, e.Notice): (J, [], {"a.leaving": True}),
+    (J, e.Stop): (J, [], {"stopping": True}),
+    (J, e.Late): (L, ["Interrupt"], {**FAILED, "unformed": 1, "cause": f"{J.value} took too long"}),
+    (T, e.Committed): (T, [], {"committed": 2}),
+    (T, e.Left): (T, [], {"a.state": "idle", "a.joined": False}),
+    (T, e.Lost): (L, ["Interrupt"], {**FAILED, "a": None}),
+    (T, e.Notice): (P, ["Start", "Pause"], {"named": 3, "a.leaving": True, "worker-2": "coming"}),
+    (T, e.Rescale): (P, ["Pause"], {**FEWER, "b.leaving": True, "b.unwanted": True}),
+    (T, e.Stop): (P, ["Pause"], {"stopping": True}),
+    (T, e.Stuck): (L, ["Interrupt"], {**FAILED, "faults": ((2, STUCK, 0),)}),
+    (P, e.Committed): (P, [], {"committed": 2}),
+    (P, e.Left): (P, [], {"a.state": "idle", "a.joined": False}),
+    (P, e.Lost): (L, ["Interrupt"], {**FAILED, "a": None}),
+    (P, e.Notice): (P, [], {"a.leaving": True}),
+    (P, e.Stop): (P, [], {"stopping": True}),
+    (P, e.Late): (L, ["Interrupt"], {**FAILED, "cause": f"{P.value} took too long"}),
+    (P, e.Stuck): (L, ["Interrupt"], {**FAILED, "faults": ((2, STUCK, 0),)}),
+    (L, e.Committed): (L, [], {"committed": 2}),
+    (L, e.Left): (J, ["Join"], {"generation": 1, "b.state": "in"}),
+    (L, e.Lost): (J, ["Join"], {"generation": 1, "shape": Shape(1), "seats": ("b",), "a": None, "b.state": "in"}),
+    (L, e.Notice): (L, [], {"a.leaving": True}),
+    (L, e.Stop): (L, [], {"stopping": True}),
+    (L, e.Late): (
+        J,
+        ["Dismiss", "Join"],
+        {"generation": 1, "shape": Shape(1), "seats": ("b",), "a": None, "b.state": "in"},
+    ),
+    (C, e.Committed): (C, [], {"committed": 2}),
+    (C, e.Rescale): (C, [], FEWER),
+    (C, e.Stop): (C, [], {"stopping": True}),
+    (C, e.Lost): (C, ["HandOver"], {"leads": ("b",), "a": None}),
+    (C, e.Notice): (C, [], {"a.leaving": True}),
+    (C, e.Late): (E, ["End"], {}),
+    (C, e.Handed): (E, ["End"], {}),
+    **{(phase, e.Rescale): (phase, [], {**FEWER, "b.leaving": True, "b.unwanted": True}) for phase in (J, P, L)},
+    **{(phase, e.Saved): (phase, [], {"durable": 2}) for phase in (G, J, T, P, L, C)},
+    **{(phase, e.Bare): (phase, [], {"a.copies": frozenset()}) for phase in (J, T, P, L, C)},
+    **{(phase, e.Copied): (phase, [], {"a.copies": frozenset({(2, WHOLE)})}) for phase in (J, T, P, L)},
+}
+"""What the event does to the group of `group_in`; pairs that are not here change nothing at all."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in get_args(e.Event) if kind is not e.Unreadable])
+@pytest.mark.parametrize("phase", list(Phase))
+def test_every_phase_has_a_rule_for_every_event(phase: Phase, kind: type[Any]) -> None:
+    before = group_in(phase)
+    found = seen(before, event_of(kind, before.generation))
+    assert found == EXPECTED.get((phase, kind), (phase, [], {}))
+    assert found[0] in TABLE[phase, kind].leads
+
+
+OUTSIDE: dict[tuple[type[Any], str], dict[Phase, Seen]] = {
+    (e.Up, "coming"): {phase: (phase, [], {"new.state": "up"}) for phase in (G, J, T, P, L)},
+    (e.Warm, "up"): {
+        G: (G, ["Wait"], {"new.state": "idle", "new.holds": -1}),
+        T: (T, ["Rehearse"], {"new.state": "rehearsing"}),
+        **{phase: (phase, [], {"new.state": "idle", "new.holds": -1}) for phase in (J, P, L)},
+    },
+    (e.Warm, "rehearsing"): {
+        G: (G, ["Wait"], {"new.state": "idle"}),
+        **{phase: (phase, [], {"new.state": "idle"}) for phase in (J, T, P, L)},
+    },
+    (e.Warm, "restoring"): {
+        G: (G, ["Wait"], {"new.state": "idle", "new.holds": 1}),
+        **{phase: (phase, [], {"new.state": "idle", "new.holds": 1}) for phase in (J, T, P, L)},
+    },
+    (e.Unreadable, "restoring"): {
+        G: (G, ["Wait"], {"new.state": "idle", "new.stage": None}),
+        **{phase: (phase, [], {"new.state": "idle", "new.stage": None}) for phase in (J, T, P, L, C)},
+    },
+    (e.Notice, "up"): {
+        G: (G, ["Wait"], {"new.leaving": True}),
+        **{phase: (phase, [], {"new.leaving": True}) for phase in (J, T, P, L, C)},
+    },
+    (e.Notice, "idle"): {
+        G: (G, ["Wait"], {"new.leaving": True}),
+        T: (T, ["Dismiss"], {"new": None}),
+        **{phase: (phase, [], {"new.leaving": True}) for phase in (J, P, L, C)},
+    },
+    (e.Lost, "up"): {
+        G: (G, ["Wait"], {"stillborn": 1, "new": None}),
+        C: (C, [], {"new": None}),
+        **{phase: (phase, [], {"stillborn": 1, "new": None}) for phase in (J, T, P, L)},
+    },
+    (e.Lost, "idle"): {
+        G: (G, ["Wait"], {"new": None}),
+        **{phase: (phase, [], {"new": None}) for phase in (J, T, P, L, C)},
+    },
+}
+"""What an event does that is about a third worker `new`, in this state; phases that are not here change nothing."""
+
+
+@pytest.mark.parametrize(("kind", "state"), OUTSIDE)
+@pytest.mark.parametrize("phase", list(Phase))
+def test_every_phase_has_a_rule_for_what_happens_outside_the_world(phase: Phase, kind: type[Any], state: Any) -> None:
+    before = group_in(phase)
+    stage = WHOLE if state == "restoring" else None
+    before = replace(before, workers={**before.workers, "new": Worker(state, stage=stage)})
+    held = {"up": -1, "restoring": 1}.get(state)
+    found = seen(before, event_of(kind, before.generation, worker="new", holds=held, stage=stage))
+    assert found == OUTSIDE[kind, state].get(phase, (phase, [], {}))
+    assert found[0] in TABLE[phase, kind].leads
+
+
+def test_every_rule_that_acts_is_seen_acting() -> None:
+    acting = {pair for pair, rule in TABLE.items() if rule.act is not machine._nothing}
+    # That training is late counts where a member is to leave, and no copies are there before any world: there are
+    # tests of their own.
+    seen_acting = {
+        (T, e.Late),
+        (G, e.Bare),
+        *EXPECTED,
+        *((phase, kind) for kind, state in OUTSIDE for phase in OUTSIDE[kind, state]),
+    }
+    assert acting == seen_acting
+
+
+@pytest.mark.parametrize("phase", [J, T, P, L, C, E])
+@pytest.mark.parametrize("kind", [e.Joined, e.Committed, e.Left, e.Late, e.Stuck, e.Copied])
+def test_messages_of_another_generation_have_no_effect(phase: Phase, kind: type[Any]) -> None:
+    before = group_in(phase)
+    for generation in (-1, 1, 7):
+        assert step(before, event_of(kind, generation)) == (before, [])
+
+
+def test_a_run_without_incident() -> None:
+    group, commands = begin(LIMITS)
+    assert commands == [e.Start(("worker-0", "worker-1"), 0.0)]
+    group, commands = step(group, e.Warm("worker-0", -1))
+    assert group.phase is G
+    group, [join] = step(group, e.Warm("worker-1", -1))
+    assert isinstance(join, e.Join)
+    assert join.first_step == 0
+    assert join.lacks == {}
+    for name in ("worker-0", "worker-1"):
+        group, _ = step(group, e.Joined(name, 0))
+    assert group.phase is T
+    group, _ = step(group, left("worker-0", 0, 3, "finished"))
+    group, commands = step(group, left("worker-1", 0, 3, "finished"))
+    assert commands == [e.HandOver(("worker-0",), 3)]
+    group, commands = step(group, e.Handed())
+    assert commands == [e.End("finished", "")]
+
+
+def test_the_most_advanced_survivor_is_the_donor_and_a_dirty_one_copies() -> None:
+    limits = replace(LIMITS, maximum=3, shards=3)
+    inside = Worker("in", holds=1, stage=WHOLE, joined=True)
+    group = replace(
+        group_in(T),
+        limits=limits,
+        shape=Shape(4),
+        seats=("a", "b", "c", "d"),
+        workers=dict.fromkeys(("a", "b", "c", "d"), inside),
+    )
+    group, _ = step(group, e.Lost("d"))
+    group, _ = step(group, left("a", 0, 1, "interrupted"))
+    group, _ = step(group, left("b", 0, None, "interrupted"))
+    group, [join] = step(group, left("c", 0, 2, "interrupted"))
+    assert isinstance(join, e.Join)
+    assert (join.donors, join.first_step, join.lacks) == (("c",), 3, {"a": "newer", "b": "newer"})
+    assert group.committed == 2
+
+
+def test_the_same_error_at_the_same_step_twice_ends_the_run() -> None:
+    group = group_in(T)
+    for generation in (0, 1):
+        group, _ = step(group, left("a", generation, None, "failed", "ValueError: no"))
+        group, commands = step(group, left("b", generation, 1, "interrupted"))
+        if generation == 0:
+            assert [type(command) for command in commands] == [e.Join]
+    assert commands == [e.HandOver(("b",), 1)]
+    group, commands = step(group, e.Handed())
+    assert commands == [e.End("failed", "ValueError: no")]
+
+
+def test_another_error_or_another_step_is_tried_again() -> None:
+    group = group_in(T)
+    for generation, fault in enumerate(("ValueError: no", "KeyError: x", "OSError: disk")):
+        group, _ = step(group, left("a", generation, None, "failed", fault))
+        group, commands = step(group, left("b", generation, 1, "interrupted"))
+        assert [type(command) for command in commands] == [e.Join]
+
+
+def test_failures_are_bounded() -> None:
+    group = replace(group_in(T), limits=replace(LIMITS, max_failures=0))
+    group, _ = step(group, e.Lost("a"))
+    group, commands = step(group, left("b", 0, 1, "interrupted"))
+    assert group.failure == "more failures than elastic.max_failures = 0"
+    assert commands == [e.HandOver(("b",), 1)]
+
+
+def test_a_size_that_makes_no_step_faster_is_not_formed() -> None:
+    limits = Limits(minimum=1, maximum=5, spares=0, shards=12, steps=4, max_failures=None, expected=4)
+    workers = {f"w{index}": Worker("in", holds=1, joined=True) for index in range(4)}
+    group = replace(
+        group_in(T), limits=limits, shape=Shape(4), seats=tuple(workers), workers={**workers, "new": Worker("up")}
+    )
+    # 12 shards on 4 are 3 each and on 5 still 3 for some.
+    group, commands = step(group, e.Warm("new", None))
+    assert (group.phase, commands) == (T, [])
+
+
+def test_spares_are_held_back_from_growth_and_take_a_lost_ones_place() -> None:
+    limits = Limits(minimum=2, maximum=8, spares=1, shards=8, steps=4, max_failures=None, expected=4)
+    group, _ = begin(limits)
+    for number in range(4):
+        assert group.phase is G
+        group, commands = step(group, e.Warm(f"worker-{number}", -1))
+    [join] = [command for command in commands if isinstance(command, e.Join)]
+    assert [member.worker for member in join.view.members] == ["worker-0", "worker-1", "worker-2"]
+    group, _ = step(group, e.Committed(0, 0))
+    group, _ = step(group, e.Warm("worker-3", None))
+    assert group.phase is T
+    group, _ = step(group, e.Lost("worker-1"))
+    group, _ = step(group, left("worker-0", 0, 1, "interrupted"))
+    group, [join] = step(group, left("worker-2", 0, 1, "interrupted"))
+    assert isinstance(join, e.Join)
+    assert [member.worker for member in join.view.members] == ["worker-0", "worker-3", "worker-2"]
+    group, _ = step(group, e.Committed(1, 2))
+    # The next to come is a spare again, and the one after that makes the group grow.
+    group, _ = step(group, e.Warm("worker-4", None))
+    assert group.phase is T
+    group, commands = step(group, e.Warm("worker-5", None))
+    assert (group.phase, commands) == (P, [e.Pause(1)])
+
+
+def test_what_is_asked_for_in_vain_stops_nobody_and_is_asked_for_no_more_when_fewer_are_wanted() -> None:
+    limits = Limits(minimum=1, maximum=3, spares=1, shards=3, steps=4, max_failures=None, expected=1)
+    group, [start] = begin(limits)
+    assert start == e.Start(("worker-0", "worker-1", "worker-2", "worker-3"), 0.0)
+    for event in (e.Warm("worker-0", -1), e.Committed(0, 0), e.Up("worker-1")):
+        group, _ = step(group, event)
+    assert (group.phase, group.seats) == (T, ("worker-0",))
+    group, commands = step(group, e.Rescale(1, 2, 0))
+    assert commands == [e.Dismiss("worker-3"), e.Dismiss("worker-2")]
+    group, commands = step(group, e.Rescale(1, 1, 0))
+    assert commands == [e.Dismiss("worker-1")]
+    assert (group.phase, set(group.workers)) == (T, {"worker-0"})
+
+
+def test_workers_are_asked_for_in_numbers_that_can_be_formed() -> None:
+    # 4 shards on 3 cells take as long as on 2; and of 7 workers 3 make no second cell of 4 stages.
+    for maximum, cuts, spares, asked in ((3, (1,), 0, 2), (4, (1,), 0, 4), (7, (4,), 0, 4), (8, (4,), 1, 9)):
+        limits = Limits(
+            minimum=1, maximum=maximum, spares=spares, shards=4, steps=4, max_failures=None, expected=1, cuts=cuts
+        )
+        _, [start] = begin(limits)
+        assert isinstance(start, e.Start)
+        assert len(start.workers) == asked
+
+
+def test_survivors_go_on_without_a_newcomer_that_still_prepares() -> None:
+    group = group_in(T)
+    group = replace(group, workers={**group.workers, "new": Worker("up")})
+    group, _ = step(group, e.Lost("a"))
+    group, [join] = step(group, left("b", 0, 1, "interrupted"))
+    assert isinstance(join, e.Join)
+    assert [member.worker for member in join.view.members] == ["b"]
+
+
+def test_workers_that_waited_for_one_that_is_lost_join_without_it() -> None:
+    limits = Limits(minimum=1, maximum=4, spares=0, shards=12, steps=4, max_failures=None, expected=2)
+    group = group_in(T)
+    others = {"c": Worker("idle"), "d": Worker("up")}
+    group = replace(group, limits=limits, workers={**group.workers, **others})
+    group, commands = step(group, e.Lost("d"))
+    assert (group.phase, commands[-1]) == (P, e.Pause(0))
+
+
+def test_a_newcomer_with_which_no_world_forms_is_dismissed() -> None:
+    limits = Limits(minimum=1, maximum=3, spares=0, shards=3, steps=4, max_failures=None, expected=2)
+    proved = Worker("in", holds=1, stage=WHOLE, proved=True)
+    workers = {"a": proved, "b": proved, "new": Worker("in", holds=None)}
+    group = replace(group_in(J), limits=limits, shape=Shape(3), seats=("a", "b", "new"), workers=workers)
+    for generation in (0, 1):
+        group, _ = step(group, e.Late(generation))
+        for name in ("a", "b"):
+            group, _ = step(group, left(name, generation, 1, "interrupted"))
+        group, [join] = step(group, left("new", generation, None, "interrupted"))
+        assert isinstance(join, e.Join)
+        assert ("new" in {member.worker for member in join.view.members}) == (generation == 0)
+    for name in ("a", "b"):
+        group, commands = step(group, e.Joined(name, 2))
+    assert e.Dismiss("new") in commands
+    assert [type(command) for command in commands if not isinstance(command, e.Dismiss)] == [e.Start]
+
+
+def test_a_first_world_that_does_not_form_has_no_suspects() -> None:
+    group = group_in(J)
+    for generation in (0, 1):
+        group, _ = step(group, e.Late(generation))
+        group, _ = step(group, left("a", generation, 1, "interrupted", "no interface has the address"))
+        group, [join] = step(group, left("b", generation, 1, "interrupted"))
+        assert isinstance(join, e.Join)
+        assert len(join.view.members) == 2
+    assert group.cause == "no interface has the address"
+
+
+def test_a_run_that_is_to_stop_does_not_fail_by_its_limits() -> None:
+    group = replace(group_in(P), limits=replace(LIMITS, max_failures=0), stopping=True)
+    group, _ = step(group, e.Late(0))
+    group, _ = step(group, left("a", 0, 1, "interrupted"))
+    group, commands = step(group, left("b", 0, 1, "interrupted"))
+    assert (group.failure, commands) == ("", [e.HandOver(("a",), 1)])
+
+
+def test_who_was_lost_while_others_trained_does_not_count_when_too_few_are_left() -> None:
+    group = replace(group_in(T), limits=replace(LIMITS, minimum=2), stillborn=10)
+    group, _ = step(group, e.Lost("a"))
+    group, _ = step(group, left("b", 0, 1, "interrupted"))
+    assert (group.phase, group.stillborn) == (G, 0)
+
+
+def test_workers_that_wait_for_one_another_twice_at_one_step_end_the_run() -> None:
+    group = group_in(T)
+    for generation in (0, 1):
+        group, _ = step(group, e.Stuck(generation))
+        group, _ = step(group, left("a", generation, 1, "interrupted"))
+        group, commands = step(group, left("b", generation, 1, "interrupted"))
+        if generation == 0:
+            assert [type(command) for command in commands] == [e.Join]
+            for name in ("a", "b"):
+                group, _ = step(group, e.Joined(name, 1))
+    assert commands == [e.HandOver(("a",), 1)]
+    assert group.failure == "all workers waited for one another in step 2, twice: the collective does not move"
+
+
+def test_a_loss_in_what_follows_the_last_step_does_not_cost_it() -> None:
+    group = group_in(T)
+    group, _ = step(group, e.Committed(0, 3))
+    group, _ = step(group, e.Lost("a"))
+    group, [join] = step(group, left("b", 0, 3, "interrupted"))
+    # All steps are made; the evaluation after the last one is not.
+    assert isinstance(join, e.Join)
+    assert join.first_step == LIMITS.steps
+    group, _ = step(group, e.Joined("b", 1))
+    group, commands = step(group, left("b", 1, 3, "finished"))
+    assert commands == [e.HandOver(("b",), 3)]
+
+
+def test_a_stop_ends_stopped_even_where_nothing_can_be_saved() -> None:
+    group, _ = step(group_in(T), e.Stop())
+    group, _ = step(group, e.Lost("a"))
+    group, commands = step(group, e.Lost("b"))
+    assert commands == [e.End("stopped", "every worker that held the state after step 1 was lost")]
+
+
+def drained(minimum: int) -> Group:
+    """Two workers that train, after step 1; `a` is to leave."""
+    group = replace(group_in(T), limits=replace(LIMITS, minimum=minimum))
+    group, commands = step(group, e.Notice("a"))
+    assert (group.phase, [type(command).__name__ for command in commands]) == (T, ["Start"])
+    return group
+
+
+def paused(group: Group) -> tuple[Group, list[e.Command]]:
+    """The group after everybody came to the boundary after step 3."""
+    group, _ = step(group, e.Committed(group.generation, 3))
+    for name in ("a", "b"):
+        group, commands = step(group, left(name, group.generation, 3, "paused"))
+    return group, commands
+
+
+def test_too_few_that_stay_train_on_until_a_machine_goes_soon_and_wait_then() -> None:
+    group = drained(minimum=2)
+    group, commands = step(group, e.Late(group.generation))
+    assert (group.phase, commands) == (P, [e.Pause(0)])
+    group, commands = paused(group)
+    # One who stays holds the state.
+    assert (group.phase, commands) == (G, [e.Wait(1, 2)])
+    group, commands = step(group, e.Lost("a"))
+    assert (group.phase, group.committed) == (G, 3)
+
+
+def test_where_all_who_hold_the_state_will_go_it_is_kept_before() -> None:
+    group = drained(minimum=2)
+    group, _ = step(group, e.Notice("b"))
+    group, _ = step(group, e.Late(group.generation))
+    group, commands = paused(group)
+    assert (group.phase, commands) == (G, [e.Keep(3), e.Wait(0, 2)])
+    group, _ = step(group, e.Saved(3))
+    group, _ = step(group, e.Lost("a"))
+    group, commands = step(group, e.Lost("b"))
+    assert (group.committed, group.durable) == (3, 3)
+    group, commands = step(group, e.Warm("worker-2", -1))
+    assert commands == [e.Restore("worker-2", 3, WHOLE), e.Wait(0, 2)]
+
+
+def test_training_that_is_late_because_of_nobody_goes_on() -> None:
+    group = group_in(T)
+    assert step(group, e.Late(0)) == (group, [])
+
+
+SCOPES: dict[str, tuple[tuple[int, int, int], dict[str, int]]] = {
+    "two deaths": ((1, 0, 2), {"capacity": 2, "deaths": 2}),
+    "a death and a join": ((1, 0, 2), {"capacity": 1, "deaths": 1, "arrivals": 1}),
+    "a drain and a death": ((1, 0, 2), {"capacity": 2, "drains": 1, "deaths": 1}),
+    "a drain and a join": ((2, 0, 2), {"capacity": 2, "drains": 1, "arrivals": 1}),
+    "all drained": ((1, 0, 2), {"capacity": 2, "drains": 2, "lates": 1}),
+    "a spare": ((1, 1, 2), {"capacity": 3}),
+    "a spare, held back": ((1, 1, 2), {"capacity": 2, "deaths": 1}),
+    "a fault": ((1, 0, 2), {"capacity": 2, "faults": 1}),
+    "limits and a death": ((1, 0, 2), {"capacity": 2, "lates": 1, "deaths": 1}),
+    "a stop and a death": ((1, 0, 2), {"capacity": 2, "stops": 1, "deaths": 1}),
+    "a stop and two deaths": ((1, 0, 2), {"capacity": 2, "stops": 1, "deaths": 2}),
+    "doubled and lost messages": ((1, 0, 2), {"capacity": 2, "doubles": 1, "losses": 1}),
+    "a checkpoint and two deaths": ((1, 0, 2), {"capacity": 2, "saves": 1, "deaths": 2}),
+    "fewer are wished, and a death": ((1, 0, 2), {"capacity": 2, "wishes": ((1, 1, 0),), "deaths": 1}),
+    "fewer are wished, then as many": ((1, 0, 2), {"capacity": 2, "wishes": ((1, 1, 0), (2, 2, 0))}),
+    "one of two too many goes": ((2, 0, 2), {"capacity": 2, "wishes": ((1, 1, 0),), "drains": 1}),
+    "more are wished": ((1, 0, 1), {"capacity": 2, "wishes": ((2, 2, 0),), "deaths": 1}),
+    "fewer are wished, then more": ((1, 1, 2), {"capacity": 3, "wishes": ((1, 1, 0), (1, 2, 0))}),
+    "on from a checkpoint": ((2, 0, 2), {"capacity": 2, "durable": 0, "deaths": 1}),
+    "on from a damaged checkpoint": ((1, 0, 2), {"capacity": 2, "durable": 0, "damages": 1, "deaths": 1}),
+}
+"""(minimum, spares, expected) and what may happen."""
+
+
+def scope(minimum: int, spares: int, expected: int, happening: dict[str, Any], maximum: int = 3) -> Any:
+    limits = Limits(
+        minimum=minimum,
+        maximum=maximum,
+        spares=spares,
+        shards=3,
+        steps=2,
+        max_failures=None,
+        expected=expected,
+    )
+    return first_world(limits, **happening)
+
+
+LONG = {
+    "a stop and two deaths",
+    "a checkpoint and two deaths",
+    "one cell, a fault, a stop",
+    "one cell, a death, a checkpoint",
+    "one cell, a death, a stop",
+}
+"""More than a second each."""
+
+
+def but_the_long_ones(scopes: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in scopes]
+
+
+@pytest.mark.parametrize("name", but_the_long_ones(SCOPES))
+def test_every_order_of_events_in_a_small_world(name: str) -> None:
+    sizes, happening = SCOPES[name]
+    taken = explore(scope(*sizes, happening, maximum=2))
+    happened = {"deaths": "death", "arrivals": "arrival", "drains": "drain", "faults": "fault", "lates": "late"}
+    happened |= {
+        "wishes": "rescale",
+        "saves": "saved",
+        "damages": "damaged",
+        "stops": "stop",
+        "doubles": "doubled",
+        "losses": "lost",
+    }
+    assert all(taken[word] for key, word in happened.items() if happening.get(key))
+
+
+STAGED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int]]] = {
+    "one cell, a death": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1}),
+    "one cell, a death, a checkpoint": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1, "saves": 1}),
+    "one cell, on from a checkpoint": (2, 2, (2,), {"capacity": 2, "durable": 0, "deaths": 1, "arrivals": 1}),
+    "one cell, on from a damaged checkpoint": (2, 2, (2,), {"capacity": 2, "durable": 0, "damages": 1, "deaths": 1}),
+    "one cell, a stop that takes too long": (2, 2, (2,), {"capacity": 2, "stops": 1, "lates": 1}),
+    "cut anew": (1, 2, (2, 1), {"capacity": 2, "drains": 1}),
+    "cut anew by wish, and back": (1, 2, (2, 1), {"capacity": 2, "wishes": ((1, 1, 0), (1, 2, 0)), "deaths": 1}),
+    "cut anew, and back": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1}),
+    "cut anew for one that dies": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1, "deaths": 1}),
+    "cut anew from a checkpoint": (1, 2, (2, 1), {"capacity": 2, "deaths": 1, "saves": 1}),
+}
+"""(minimum, maximum, cuts) and what may happen."""
+
+
+def staged(
+    minimum: int, maximum: int, cuts: tuple[int, ...], happening: dict[str, Any], steps: int = 2, spares: int = 0
+) -> Any:
+    limits = Limits(
+        minimum=minimum,
+        maximum=maximum,
+        spares=spares,
+        shards=2,
+        steps=steps,
+        max_failures=None,
+        expected=happening["capacity"],
+        cuts=cuts,
+    )
+    return first_world(limits, **happening)
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_every_order_of_events_among_stages(name: str) -> None:
+    taken = explore(staged(*STAGED[name]))
+    assert taken["summed"]
+    assert taken["applied"]
+
+
+COPIED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int], int]] = {
+    "one cell, a death": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1}, 0),
+    "one cell, a death, a checkpoint": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1, "saves": 1}, 0),
+    "one cell, a fault": (2, 2, (2,), {"capacity": 2, "faults": 1}, 0),
+    "one cell, a death, a stop": (2, 2, (2,), {"capacity": 2, "deaths": 1, "stops": 1}, 0),
+    "cut anew for one that dies": (1, 2, (2, 1), {"capacity": 2, "deaths": 1}, 0),
+    "one cell, a fault, a stop": (2, 2, (2,), {"capacity": 2, "faults": 1, "stops": 1}, 0),
+    "one worker and a spare": (1, 1, (1,), {"capacity": 2, "deaths": 1}, 1),
+}
+"""(minimum, maximum, cuts), what may happen and spares, where there is one copy of a state that has no other."""
+
+
+def copied(name: str) -> Any:
+    minimum, maximum, cuts, happening, spares = COPIED[name]
+    return staged(minimum, maximum, cuts, {**happening, "copies": 1}, steps=3, spares=spares)
+
+
+@pytest.mark.parametrize("name", but_the_long_ones(COPIED))
+def test_every_order_of_events_where_there_are_copies_in_memory(name: str) -> None:
+    again = []
+
+    def look(world: Any) -> None:
+        again.append(world.group.again >= 0)
+
+    taken = explore(copied(name), look=look)
+    assert taken["kept"]
+    assert any(again)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_order_of_two_deaths_where_there_are_copies_in_memory() -> None:
+    happening = {"capacity": 2, "deaths": 2, "arrivals": 2, "copies": 2}
+    assert explore(staged(2, 2, (2,), happening, steps=3))["worlds"] > 40_000
+
+
+@pytest.mark.parametrize(
+    "happening", [{"capacity": 1, "arrivals": 1, "lates": 2}, {"capacity": 2, "drains": 1, "lates": 1}]
+)
+def test_no_step_is_made_again_where_nobody_dies_however_often_a_cut_does_not_come_about(
+    happening: dict[str, int],
+) -> None:
+    def look(world: Any) -> None:
+        assert world.line == 0, world
+
+    # Who is dismissed because it does not leave in time counts as dead.
+    with broken(**rules(LEAVE_Late=Rule(stay, (L,)))):
+        taken = explore(staged(1, 2, (2, 1), happening), look=look)
+    assert taken["late"]
+    assert taken["copied"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_order_of_events_in_two_cells_of_two_stages() -> None:
+    assert explore(staged(2, 4, (2,), {"capacity": 4, "deaths": 1}))["worlds"] > 100_000
+
+
+def test_what_is_held_of_steps_that_are_made_again_counts_no_more() -> None:
+    limits = Limits(minimum=2, maximum=6, spares=0, shards=6, steps=9, max_failures=None, expected=2, cuts=(2,))
+    front = Worker("idle", holds=3, stage=Stage(0, 2))
+    group = Group(
+        limits=limits,
+        phase=L,
+        generation=0,
+        shape=Shape(3, 2),
+        seats=("a", "x", "b", "y", "c", "z"),
+        workers={"a": front, "b": front, "c": front, "z": Worker("in", holds=1, stage=Stage(1, 2))},
+        committed=3,
+        durable=1,
+    )
+    group, commands = step(group, e.Lost("z"))
+    assert [command for command in commands if isinstance(command, e.Restore)] == [
+        e.Restore("a", 1, Stage(0, 2)),
+        e.Restore("b", 1, Stage(1, 2)),
+    ]
+    assert (group.committed, group.workers["c"].holds) == (1, None)
+    # What it holds of step 3 must not be taken together with what others will make of that step.
+    group, _ = step(group, e.Warm("a", 1, Stage(0, 2)))
+    group, [join] = step(group, e.Warm("b", 1, Stage(1, 2)))
+    assert isinstance(join, e.Join)
+    assert (join.donors, join.view.shape, join.lacks) == (("a", "b"), Shape(1, 2), {})
+
+
+def test_a_copy_of_what_was_undone_counts_no_more() -> None:
+    limits = Limits(minimum=3, maximum=3, spares=0, shards=3, steps=9, max_failures=None, expected=3, cuts=(3,))
+    old = frozenset({(5, Stage(0, 3)), (5, Stage(1, 3)), (2, Stage(0, 3))})
+    workers = {"a": Worker("idle", holds=5, stage=Stage(0, 3), copies=old), "b": Worker("in", holds=5)}
+    group = Group(limits=limits, phase=L, generation=1, seats=("a", "b", "c"), workers=workers, committed=5, durable=3)
+    group, _ = step(group, e.Lost("b"))
+    assert group.phase is G
+    assert group.committed == 3
+    assert group.workers["a"].copies == {(2, Stage(0, 3))}
+
+
+def test_copies_are_newer_than_a_checkpoint_or_are_not_taken() -> None:
+    limits = Limits(minimum=1, maximum=1, spares=1, shards=1, steps=99, max_failures=None, expected=1)
+    spare = Worker("idle", copies=frozenset({(7, WHOLE)}))
+    group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": Worker("in"), "s": spare})
+    after, commands = step(replace(group, committed=9, durable=5), e.Lost("a"))
+    [join] = [command for command in commands if isinstance(command, e.Join)]
+    assert (join.first_step, join.donors, join.lacks, join.again) == (8, ("s",), {"s": "newer"}, True)
+    assert (after.committed, after.again) == (7, 9)
+    after, commands = step(replace(group, committed=9, durable=8), e.Lost("a"))
+    assert after.phase is G
+    assert e.Restore("s", 8, WHOLE) in commands
+
+
+def test_a_run_that_stops_in_the_midst_of_steps_takes_its_copies_in_to_keep_them() -> None:
+    limits = Limits(minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, cuts=(2,))
+    stages = {"a": Stage(0, 2), "b": Stage(1, 2)}
+    workers = {
+        name: Worker("in", holds=7, stage=stage, copies=frozenset({(7, stage)})) for name, stage in stages.items()
+    }
+    group = Group(limits=limits, phase=L, generation=1, shape=Shape(1, 2), seats=("a", "b"), workers=workers)
+    group = replace(group, committed=7, durable=3, stopping=True)
+    group, _ = step(group, e.Left("a", 1, None, "interrupted", stage=stages["a"]))
+    group, commands = step(group, e.Left("b", 1, None, "interrupted", stage=stages["b"]))
+    assert (group.phase, commands) == (L, [e.Recall(("a", "b"), 7, 1)])
+    taken = group
+    for name, stage in stages.items():
+        taken, commands = step(taken, e.Left(name, 1, 7, "interrupted", stage=stage))
+    assert (taken.phase, commands) == (C, [e.HandOver(("a", "b"), 7)])
+    # One that cannot gives its copy out.
+    group, _ = step(group, e.Left("a", 1, 7, "interrupted", stage=stages["a"]))
+    group, commands = step(group, e.Left("b", 1, None, "interrupted", stage=stages["b"]))
+    assert (group.phase, commands) == (C, [e.HandOver(("a", "b"), 7)])
+
+
+def test_a_members_own_copy_counts_though_no_buddy_has_it_yet() -> None:
+    limits = Limits(minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, cuts=(2,))
+    stages = {"a": Stage(0, 2), "b": Stage(1, 2)}
+    workers = {name: Worker("in", holds=7, stage=stage) for name, stage in stages.items()}
+    group = Group(limits=limits, phase=L, generation=1, shape=Shape(1, 2), seats=("a", "b"), workers=workers)
+    group = replace(group, committed=15, durable=3)
+    group, _ = step(group, e.Left("a", 1, None, "failed", "oops", stage=stages["a"], copy=15))
+    group, [join] = step(group, e.Left("b", 1, None, "interrupted", stage=stages["b"], copy=15))
+    assert isinstance(join, e.Join)
+    assert (join.first_step, join.donors, join.again) == (16, ("a", "b"), False)
+
+
+def test_who_has_lost_a_copy_is_not_asked_for_it_twice() -> None:
+    limits = Limits(minimum=1, maximum=1, spares=1, shards=1, steps=99, max_failures=None, expected=1)
+    spare = Worker("idle", copies=frozenset({(7, WHOLE)}))
+    group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": Worker("in"), "s": spare})
+    group, _ = step(replace(group, committed=9, durable=5), e.Lost("a"))
+    assert group.phase is J
+    group, _ = step(group, e.Bare("s"))
+    group, commands = step(group, left("s", group.generation, None, "interrupted"))
+    assert e.Restore("s", 5, WHOLE) in commands
+    waiting = replace(group, phase=G, workers={"s": spare})
+    assert not step(waiting, e.Bare("s"))[0].workers["s"].copies
+
+
+def test_who_takes_another_stage_keeps_what_it_held_only_where_that_counts() -> None:
+    limits = Limits(minimum=2, maximum=2, spares=0, shards=2, steps=9, max_failures=None, expected=2, cuts=(2, 1))
+    whole = Worker("idle", holds=3, stage=Stage(0, 1))
+    group = Group(limits=limits, phase=G, generation=1, seats=("a",), workers={"a": whole}, committed=3)
+    new = {**group.workers, "b": Worker("up")}
+    _, [join] = step(replace(group, workers=new), e.Warm("b", -1))
+    assert isinstance(join, e.Join)
+    assert join.lacks == {"a": "stage", "b": "newer"}
+    # What it has read of a damaged checkpoint.
+    void = {**group.workers, "b": Worker("restoring")}
+    _, [join] = step(replace(group, workers=void), e.Warm("b", 3, Stage(1, 2)))
+    assert isinstance(join, e.Join)
+    assert join.lacks == {"a": "stage", "b": "newer"}
+
+
+def test_who_reads_a_checkpoint_has_not_read_it_because_it_was_warm_before() -> None:
+    limits = Limits(minimum=1, maximum=1, spares=0, shards=2, steps=9, max_failures=None, expected=1)
+    reader = Worker("restoring", stage=Stage(0, 1))
+    group = Group(limits=limits, phase=G, generation=1, workers={"a": reader}, committed=3, durable=3)
+    assert step(group, e.Warm("a", -1))[0] == group
+    assert step(group, e.Warm("a", 3, Stage(0, 1)))[0].phase is J
+
+
+ALL: dict[str, Any] = {
+    "capacity": 3,
+    "deaths": 3,
+    "arrivals": 2,
+    "drains": 1,
+    "doubles": 2,
+    "losses": 2,
+    "faults": 1,
+    "lates": 1,
+    "saves": 2,
+    "damages": 1,
+    "copies": 3,
+    "wishes": ((1, 2, 0), (2, 3, 1)),
+}
+"""Everything that can happen, and how often."""
+
+STAGES_AND_ALL = staged(
+    1,
+    4,
+    (2, 1),
+    ALL,
+)
+"""All that can happen, to one or two cells of two stages that may be cut anew into one."""
+
+
+def test_ways_by_chance_through_everything_that_can_happen_to_stages() -> None:
+    lengths = [wander(STAGES_AND_ALL, Random(number)) for number in range(300)]
+    assert max(lengths) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_very_many_ways_by_chance_through_everything_that_can_happen_to_stages() -> None:
+    for number in range(20_000):
+        wander(STAGES_AND_ALL, Random(number))
+
+
+LARGE = {
+    "three workers, two deaths": ((1, 0, 3), {"capacity": 3, "deaths": 2}),
+    "a death, two joins": ((2, 0, 2), {"capacity": 2, "arrivals": 2, "deaths": 1}),
+    "a death, a drain": ((2, 0, 2), {"capacity": 3, "drains": 1, "deaths": 1}),
+    "a death, doubled and lost messages": ((1, 0, 2), {"capacity": 2, "deaths": 1, "doubles": 1, "losses": 1}),
+    "a spare and a death": ((1, 1, 2), {"capacity": 3, "deaths": 1}),
+    "a stop, a death, a join": ((2, 0, 2), {"capacity": 2, "stops": 1, "deaths": 1, "arrivals": 1}),
+    "all drained": ((1, 0, 3), {"capacity": 3, "drains": 3, "lates": 1}),
+    "two faults": ((1, 0, 2), {"capacity": 2, "faults": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LARGE)
+def test_every_order_of_events_among_three_workers(name: str) -> None:
+    sizes, happening = LARGE[name]
+    assert explore(scope(*sizes, happening))["worlds"] > 10_000
+
+
+ALL_AT_ONCE = {
+    "three workers": ((1, 0, 3), {"capacity": 3, "deaths": 2, "drains": 1, "losses": 1, "doubles": 1}),
+    "one worker that two join": ((1, 0, 1), {"capacity": 1, "arrivals": 2, "deaths": 1, "drains": 1}),
+}
+"""As in `SCOPES`. Two join the three workers, for the two that die; where two more join before any death, all of that
+together is too large."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ALL_AT_ONCE)
+def test_every_order_of_deaths_joins_and_a_drain(name: str) -> None:
+    sizes, happening = ALL_AT_ONCE[name]
+    started = time.process_time()
+    taken = explore(scope(*sizes, {**happening, "alike": True}), most=10_000_000)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+    print(f"{taken['worlds']} worlds, {time.process_time() - started:.0f} s of CPU, {memory:.2f} GiB at most; {taken}")
+    assert taken["worlds"] > 100_000
+
+
+def test_to_take_workers_for_alike_leaves_no_world_out() -> None:
+    def visited(alike: bool) -> set[bytes]:
+        world = scope(1, 0, 2, {"capacity": 2, "deaths": 2, "alike": alike}, maximum=2)
+        found: set[bytes] = set()
+        explore(world, look=lambda world: found.add(mark(world._replace(alike=True))))
+        return found
+
+    apart, alike = visited(False), visited(True)
+    assert apart <= alike
+    assert len(alike) < 1.1 * len(apart)
+
+
+EVERYTHING = scope(
+    1,
+    1,
+    3,
+    ALL,
+)
+"""All that can happen, in one world of three workers and a spare: too large to be visited whole."""
+
+
+def test_ways_by_chance_through_everything_that_can_happen() -> None:
+    lengths = [wander(EVERYTHING, Random(number)) for number in range(300)]
+    assert max(lengths) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_very_many_ways_by_chance_through_everything_that_can_happen() -> None:
+    for number in range(20_000):
+        wander(EVERYTHING, Random(number))
+
+
+@contextmanager
+def broken(**changes: Any) -> Iterator[None]:
+    """The machine with some of its functions replaced."""
+    before = {name: getattr(machine, name) for name in changes}
+    for name, function in changes.items():
+        setattr(machine, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(machine, name, function)
+
+
+def caught(worlds: Iterable[World], changes: dict[str, Any]) -> str:
+    """What is found in one of these when the machine is changed so; empty if nothing."""
+    for world in worlds:
+        with broken(**changes):
+            try:
+                explore(world)
+            except (Violation, KeyError, ValueError, IndexError) as error:
+                return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def rules(**changes: Rule) -> dict[str, Any]:
+    """The table with other rules for `PHASE_Event`."""
+    table = dict(TABLE)
+    for key, rule in changes.items():
+        phase, kind = key.split("_")
+        table[Phase[phase], getattr(e, kind)] = rule
+    return {"TABLE": table}
+
+
+def any_holder(group: Group) -> Standing | None:
+    names = [name for name, worker in group.workers.items() if worker.state == "idle"]
+    return Standing(group.workers[names[0]].holds or 0, (names[0],)) if names else None
+
+
+def least_advanced(group: Group) -> Standing | None:
+    holders = [name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds is not None]
+    found = min(holders, key=lambda name: group.workers[name].holds or 0, default=None)
+    return None if found is None else Standing(group.workers[found].holds or 0, (found,))
+
+
+def join_without_copies(group: Group, best: Standing) -> Any:
+    after, [join] = _join(group, best)
+    assert isinstance(join, e.Join)
+    return after, [replace(join, lacks={})]
+
+
+def join_in_the_same_generation(group: Group, best: Standing) -> Any:
+    after, [join] = _join(group, best)
+    assert isinstance(join, e.Join)
+    return replace(after, generation=group.generation), [join]
+
+
+def settle_while_some_are_inside(group: Group) -> Any:
+    with broken(members_in=lambda _: ()):
+        return _settle(group)
+
+
+def stay(group: Group, event: Any) -> Any:
+    return group, []
+
+
+def forget(group: Group, event: e.Lost) -> Any:
+    return machine.without(group, event.worker), []
+
+
+def nobody_later(group: Group) -> Standing | None:
+    return standing(group) if group.generation < 0 or group.phase is C else None
+
+
+def go_back_to_nothing(group: Group) -> Any:
+    return machine._gather(replace(group, committed=group.durable))
+
+
+def read_all_the_same(group: Group, event: e.Unreadable) -> Any:
+    return machine._warm_gather(group, e.Warm(event.worker, group.durable, WHOLE))
+
+
+def clean_always(group: Group, event: e.Left) -> Any:
+    return _left_leave(group, replace(event, holds=group.committed + 1))
+
+
+def obey_all(group: Group, event: Any) -> Any:
+    return TABLE[group.phase, type(event)].act(group, event)
+
+
+def obey_the_known(group: Group, event: Any) -> Any:
+    known = getattr(event, "worker", None) in (None, *group.workers)
+    return obey_all(group, event) if known else (group, [])
+
+
+def hear_again(group: Group, event: e.Left) -> Any:
+    return machine._settle(machine._out(group, event))
+
+
+def deaf(kind: type[Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    """For each phase in which an event of this kind is acted on: the table that does nothing then."""
+
+    def without(phase: Phase) -> dict[str, Any]:
+        return {"TABLE": {**TABLE, (phase, kind): Rule(machine._nothing, (phase,))}}
+
+    acting = [phase for phase in Phase if TABLE[phase, kind].act is not machine._nothing]
+    return {f"a {kind.__name__} is not heard: {phase.name}": partial(without, phase) for phase in acting}
+
+
+_join, _settle, _left_leave = machine._join, machine._settle, machine._left_leave
+
+MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "a dirty worker is a donor": lambda: {"standing": any_holder},
+    "the least advanced is the donor": lambda: {"standing": least_advanced},
+    "nobody copies": lambda: {"_join": join_without_copies},
+    "the generation does not rise": lambda: {"_join": join_in_the_same_generation},
+    "the next view forms while some are inside": lambda: {"_settle": settle_while_some_are_inside},
+    "a loss in training is not acted on": lambda: rules(TRAIN_Lost=Rule(forget, (T,))),
+    "a loss while leaving is not acted on": lambda: rules(LEAVE_Lost=Rule(forget, (L,))),
+    "who has left is taken for clean": lambda: rules(LEAVE_Left=Rule(clean_always, (L, J, G, C, E))),
+    "who has paused is not noted": lambda: rules(PAUSE_Left=Rule(stay, (P,)), PAUSE_Late=Rule(stay, (P,))),
+    "an unknown worker's message counts": lambda: {"step": obey_all},
+    "a message of an earlier generation counts": lambda: {"step": obey_the_known},
+    "who has left is heard again": lambda: rules(LEAVE_Left=Rule(hear_again, (L, J, G, C, E))),
+    **deaf(e.Notice),
+    **deaf(e.Stop),
+    "a lost lead is not replaced": lambda: rules(CLOSE_Lost=Rule(stay, (C,)), CLOSE_Late=Rule(stay, (C,))),
+    "steps are given up though somebody holds them": lambda: {"standing": nobody_later},
+    "the checkpoint is not read": lambda: {"_go_back": go_back_to_nothing},
+    "a damaged checkpoint is taken for read": lambda: rules(GATHER_Unreadable=Rule(read_all_the_same, (G, J))),
+    "an interrupted formation is waited for": lambda: rules(JOIN_Lost=Rule(forget, (J,)), JOIN_Left=Rule(stay, (J,))),
+}
+
+
+def any_stage_will_do(group: Group, best: Standing) -> Any:
+    """Members keep a state of that step, whatever stage it is of."""
+    after, [join] = _join(group, best)
+    assert isinstance(join, e.Join)
+    lacks = {name: what for name, what in join.lacks.items() if group.workers[name].holds != best.step}
+    return after, [replace(join, lacks=lacks)]
+
+
+def one_stage_is_enough(group: Group) -> Standing | None:
+    """A state counts of which one stage is held."""
+    best = standing(group)
+    newest = max((worker.holds for worker in group.workers.values() if worker.holds is not None), default=-1)
+    names = tuple(name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds == newest)
+    return Standing(newest, names) if newest > -1 and names else best
+
+
+def hand_over_the_first(group: Group) -> Any:
+    after, commands = _close(group)
+    return after, [
+        replace(command, workers=command.workers[:1]) if isinstance(command, e.HandOver) else command
+        for command in commands
+    ]
+
+
+_close = machine._close
+
+CATCHING = (
+    "one cell, a stop that takes too long",
+    "one cell, a death, a checkpoint",
+    "cut anew from a checkpoint",
+    "one cell, on from a damaged checkpoint",
+)
+STAGED_MUTANTS: dict[str, dict[str, Any]] = {
+    "a step that others have applied is not finished": {"unfinished": lambda group: ()},
+    "a member keeps the state of another stage": {"_join": any_stage_will_do},
+    "one stage stands for all": {"standing": one_stage_is_enough},
+    "one stage alone is handed over": {"_close": hand_over_the_first},
+}
+
+
+@pytest.mark.parametrize("name", STAGED_MUTANTS)
+def test_a_table_that_is_broken_for_stages_is_caught(name: str) -> None:
+    assert caught([staged(*STAGED[scope]) for scope in CATCHING], STAGED_MUTANTS[name])
+
+
+def without_copies(group: Group) -> Standing | None:
+    bare = {name: replace(worker, copies=frozenset()) for name, worker in group.workers.items()}
+    return standing(replace(group, workers=bare))
+
+
+def told_twice(group: Group, best: Standing) -> Any:
+    after, [join] = _join(group, best)
+    assert isinstance(join, e.Join)
+    return after, [replace(join, again=False)]
+
+
+def a_copy_is_held(group: Group) -> Standing | None:
+    best = standing(group)
+    return None if best is None else replace(best, copied=False)
+
+
+COPIES_MUTANTS: dict[str, dict[str, Any]] = {
+    "copies are not looked for": {"standing": without_copies},
+    "what is made again is told again": {"_join": told_twice},
+    "what has a copy is undone": {"standing": a_copy_is_held},
+}
+
+
+@pytest.mark.parametrize("name", COPIES_MUTANTS)
+def test_a_table_that_is_broken_for_copies_is_caught(name: str) -> None:
+    assert caught([copied(small) for small in COPIED], COPIES_MUTANTS[name])
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_table_is_caught(name: str) -> None:
+    small = (
+        "a stop and a death",
+        "a drain and a death",
+        "on from a damaged checkpoint",
+        "a fault",
+        "a stop and two deaths",
+    )
+    assert caught([scope(*SCOPES[one][0], SCOPES[one][1], maximum=2) for one in small], MUTANTS[name]())
+
+
+def test_the_map_shows_the_table() -> None:
+    text = (Path(machine.__file__).parents[1] / "README.md").read_text()
+    assert diagram() in text

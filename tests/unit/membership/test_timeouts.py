@@ -1,0 +1,44 @@
+"""How long each phase may last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raytrain_plus.membership.group import Group, Limits, Phase, Worker
+from raytrain_plus.membership.timeouts import EXPORT_S, FORM_S, PREPARE_S, SETTLE_S, clock_of, limit_s, stop_limit_s
+
+LIMITS = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=4, max_failures=None, expected=2)
+GROUP = Group(limits=LIMITS, workers={"a": Worker("coming"), "b": Worker("coming")})
+
+
+def test_gathering_waits_for_who_comes_and_a_moment_for_more_than_enough() -> None:
+    assert limit_s(GROUP, 60.0, 0) == 60.0
+    up = replace(GROUP, workers={"a": Worker("up"), "b": Worker("coming")})
+    assert limit_s(up, 60.0, 0) == PREPARE_S
+    enough = replace(GROUP, workers={"a": Worker("idle", holds=-1), "b": Worker("coming")})
+    assert limit_s(enough, 60.0, 0) == SETTLE_S
+    assert len({clock_of(GROUP), clock_of(up), clock_of(enough)}) == 3
+
+
+def test_a_large_state_has_longer_to_travel() -> None:
+    joining = replace(GROUP, phase=Phase.JOIN)
+    assert limit_s(joining, 60.0, 0) == FORM_S
+    assert limit_s(joining, 60.0, 2_000_000_000) == FORM_S + 100
+    assert clock_of(joining) != clock_of(replace(joining, generation=1))
+
+
+def test_training_has_no_limit_and_closing_has_one() -> None:
+    assert limit_s(replace(GROUP, phase=Phase.TRAIN), 60.0, 0) is None
+    assert limit_s(replace(GROUP, phase=Phase.LEAVE), 60.0, 0) is None
+    assert limit_s(replace(GROUP, phase=Phase.CLOSE), 60.0, 0) == EXPORT_S
+
+
+def test_a_run_that_stops_is_over_before_its_grace() -> None:
+    limits = [stop_limit_s(replace(GROUP, phase=phase), 3.0) for phase in (Phase.PAUSE, Phase.LEAVE, Phase.CLOSE)]
+    assert limits == sorted(limits, key=lambda limit: limit or 0.0)
+    assert all(limit is not None and limit < 3.0 for limit in limits)
+    leaving = replace(GROUP, phase=Phase.LEAVE)
+    asked, given_up = stop_limit_s(leaving, 3.0), stop_limit_s(leaving, 3.0, aside=True)
+    assert asked is not None
+    assert given_up is not None
+    assert limits[0] < asked < given_up < limits[-1]

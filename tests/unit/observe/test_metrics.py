@@ -1,0 +1,49 @@
+"""Which figures an event has, as a table."""
+
+import math
+
+from raytrain_plus.observe.metrics import Figures
+from tests.unit.observe.feed import Event, evaluated, event, step, view
+
+
+def told(*events: Event) -> list[tuple[str, int, float, float]]:
+    figures = Figures()
+    found = [figure for one in events for figure in figures.of(one)]
+    return [(figure.name, figure.step, figure.value, figure.time_s) for figure in found]
+
+
+def test_each_kind_has_its_own() -> None:
+    assert told(
+        event("run_started", job="", versions={}, address=""),
+        view(6, 6),
+        evaluated(-1, loss=5.5, größe=0.25),
+        step(0, samples=48, seconds=0.5, loss=5.25, time=1_700_000_000.25),
+        step(70_000, samples=48, seconds=0.0, loss=4.5),
+        event("worker_lost", worker="w", pid=1, node="n", cause="killed"),
+        view(12),
+        event("recovered", cause="w was lost", stall_s=0.5, steps_lost=0),
+        evaluated(70_000, loss=1.5),
+    ) == [
+        ("run/workers", 0, 2.0, 0.0),
+        ("evaluation/loss", 0, 5.5, 0.0),
+        ("evaluation/größe", 0, 0.25, 0.0),
+        ("train/loss", 0, 5.25, 1_700_000_000.25),
+        ("train/samples_per_second", 0, 96.0, 1_700_000_000.25),
+        ("train/loss", 70_000, 4.5, 0.0),
+        ("run/workers", 70_000, 1.0, 0.0),
+        ("run/stall_s", 70_000, 0.5, 0.0),
+        ("evaluation/loss", 70_001, 1.5, 0.0),
+    ]
+
+
+def test_who_goes_on_says_where() -> None:
+    resumed = event("resumed", step=19, checkpoint="a", voided_to=25)
+    assert told(resumed, view(6)) == [("run/workers", 19, 1.0, 0.0)]
+    assert told(step(25, seconds=0.0), event("resumed", step=-1, checkpoint=None, voided_to=25), view(6))[1:] == [
+        ("run/workers", 0, 1.0, 0.0)
+    ]
+
+
+def test_a_loss_that_is_no_number_is_one_all_the_same() -> None:
+    """Events write what JSON has no word for as text."""
+    assert all(math.isnan(told(step(0, seconds=0.0, loss=loss))[0][2]) for loss in (math.nan, "nan"))

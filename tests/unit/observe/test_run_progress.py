@@ -1,0 +1,148 @@
+"""What events add up to, and how they read."""
+
+import doctest
+from typing import Any
+
+import pytest
+
+from raytrain_plus.observe import run_progress as module
+from raytrain_plus.observe.run_progress import Standing
+from tests.unit.observe.feed import evaluated, event, step, view
+
+
+def after(*events: dict[str, Any], total: int = 10) -> Standing:
+    standing = Standing(total=total)
+    for one in events:
+        standing.add(one)
+    return standing
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("events", "line"),
+    [
+        ([], "step 0/10  starting workers"),
+        ([view(6, 6)], "step 0/10  2 workers"),
+        ([view(6, 6), step(0)], "step 1/10  loss 1.2500  2 workers"),
+        ([view(6, 6), step(0), step(1)], "step 2/10  loss 1.2500  96 samples/s  2 workers  0:04 left"),
+        ([view(12), step(0), event("waiting", **{"for": "a worker"})], "step 1/10  loss 1.2500  waiting for a worker"),
+        ([view(12), event("waiting", **{"for": "a worker"}), view(12)], "step 0/10  1 worker"),
+        ([view(12), step(0, loss="nan")], "step 1/10  loss nan  1 worker"),
+    ],
+)
+def test_the_line_says_what_is_known(events: list[dict[str, Any]], line: str) -> None:
+    assert after(*events).line() == line
+
+
+def test_speed_leaves_out_a_groups_first_step_and_follows_the_last_ten_seconds() -> None:
+    slow = [step(number, seconds=5.0) for number in range(1, 4)]
+    fast = [step(number, seconds=0.5) for number in range(4, 24)]
+    assert after(view(6), step(0, seconds=100.0), *slow, total=24).samples_per_s == 48 / 5.0
+    whole = after(view(6), step(0, seconds=100.0), *slow, *fast, total=44)
+    assert whole.samples_per_s == 48 / 0.5
+    assert whole.seconds_left == 20 * 0.5
+
+
+def test_an_evaluation_between_steps_slows_none_down() -> None:
+    there = after(view(6), step(0), step(1, time=1.0), evaluated(1, loss=2.0), step(2, time=60.0))
+    assert there.samples_per_s == 96
+    assert there.evaluations == [(1, {"loss": 2.0})]
+
+
+def test_steps_that_took_no_time_have_no_speed() -> None:
+    there = after(view(6), step(0, seconds=0.0), step(1, seconds=0.0))
+    assert (there.samples_per_s, there.seconds_left) == (None, None)
+
+
+def recovered(recomputed: int = 0) -> dict[str, Any]:
+    return event(
+        "recovered",
+        cause="a collective broke",
+        stall_s=0.314,
+        steps_lost=0,
+        steps_recomputed=recomputed,
+        kept=[{}, {}],
+        replaced=[{}],
+        phases={},
+    )
+
+
+def lost(number: int) -> dict[str, Any]:
+    return event("worker_lost", worker=f"worker-{number}", pid=7, node="n", cause="killed")
+
+
+@pytest.mark.parametrize(
+    ("one", "line"),
+    [
+        (view(5, 4, 3), "3 workers ready, 5 or 4 or 3 shards each; 1,000 parameters; collective: horovod"),
+        (evaluated(-1, loss=5.5, accuracy=0.1), "held out, untrained: loss 5.5000, accuracy 0.1000"),
+        (evaluated(99, loss=5.5), "held out, after step 100: loss 5.5000"),
+        (lost(2), "worker-2 (pid 7) was lost: killed"),
+        (recovered(1), "recovered in 0.31 s: a collective broke; 0 steps lost, 1 step made again; 2 kept, 1 replaced"),
+        (event("waiting", **{"for": "2 CPUs"}), "waiting for 2 CPUs"),
+        (event("drain_notice", node="ab12" * 10, deadline=1.0), "node ab12ab12ab12 will leave"),
+        (event("checkpoint_failed", step=9, error="disk full"), "the checkpoint after step 10 failed: disk full"),
+        (event("resumed", step=9, checkpoint="c-9", voided_to=12), "resumed after step 10 from c-9"),
+        (event("worker_joined", worker="worker-2", pid=7, node="n"), None),
+        (event("rescaled", **{"from": 1, "to": 3}), None),
+        (step(3), None),
+        (event("checkpoint_saved", step=3, seconds=1.0, stall_s=0.0), None),
+        (event("run_started", job="", versions={}, address=""), None),
+    ],
+    ids=lambda value: value["kind"] if isinstance(value, dict) else "",
+)
+def test_events_that_deserve_a_line_get_one(one: dict[str, Any], line: str | None) -> None:
+    assert Standing(total=10).add(one) == line
+
+
+@pytest.mark.parametrize(
+    ("events", "lines"),
+    [
+        (
+            [lost(1), view(6, 6), recovered()],
+            ["recovered in 0.31 s: worker-1 (pid 7) was lost: killed; 0 steps lost; 2 kept, 1 replaced"],
+        ),
+        (
+            [lost(1), event("waiting", **{"for": "1 more"}), view(6, 6), recovered()],
+            [
+                "worker-1 (pid 7) was lost: killed; waiting for 1 more",
+                "recovered in 0.31 s: a collective broke; 0 steps lost; 2 kept, 1 replaced",
+            ],
+        ),
+        ([event("worker_joined", worker="worker-3"), view(3, 3, 3, 3)], ["4 workers now: worker-3 joined"]),
+        ([event("rescaled", **{"from": 3, "to": 2}), view(6, 6)], ["2 workers now: worker-2 left"]),
+        ([lost(9)], ["worker-9 (pid 7) was lost: killed"]),
+        ([lost(1), event("run_finished", status="stopped")], ["worker-1 (pid 7) was lost: killed"]),
+    ],
+    ids=["loss", "long loss", "join", "leave", "spare", "last loss"],
+)
+def test_a_change_of_the_group_is_told_in_one_line(events: list[dict[str, Any]], lines: list[str]) -> None:
+    standing = after(view(4, 4, 4), step(0))
+    told = [standing.add(one) for one in events]
+    assert [line for line in told if line] == lines
+
+
+def test_stages_of_one_cell_hold_the_model_together_and_cells_hold_copies() -> None:
+    formed = view(6, 6, 6, 6)
+    for index, member in enumerate(formed["members"]):
+        member.update(cell=index // 2, stage=index % 2, params=[700, 300][index % 2])
+    assert "; 1,000 parameters;" in (Standing(total=10).add(formed) or "")
+
+
+def test_a_full_disk_has_one_line_and_its_failed_checkpoints_none() -> None:
+    run = Standing(total=10)
+    full = event("storage_failed", place="/mnt", error="No space left on device", wanted=2_000_000, free=0)
+    failed = event("checkpoint_failed", step=3, error="a could not write its share: [Errno 28] No space left on device")
+    over = event("storage_recovered", place="/mnt", error="No space left on device", seconds=12.4)
+    other = event("checkpoint_failed", step=3, error="a was lost before it had written its share")
+    assert [run.add(one) for one in (full, failed, other, failed, over, failed)] == [
+        "cannot write to /mnt: No space left on device (2.0 MB wanted, 0 bytes free); training continues",
+        None,
+        "the checkpoint after step 4 failed: a was lost before it had written its share",
+        None,
+        "can write to /mnt again after 12 s (No space left on device)",
+        f"the checkpoint after step 4 failed: {failed['error']}",
+    ]

@@ -1,0 +1,79 @@
+"""Cuts are the best there are, and keep to the memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytrain_plus.parallel.pipeline.partition import Layer, Span, cut
+
+
+def layers_of(*costs: tuple[float, int]) -> list[Layer]:
+    return [Layer(f"layer {number}", seconds, size) for number, (seconds, size) in enumerate(costs)]
+
+
+def all_cuts(count: int, stages: int) -> list[tuple[Span, ...]]:
+    """Every way there is."""
+    found = []
+    for borders in itertools.combinations(range(1, count), stages - 1):
+        edges = (0, *borders, count)
+        found.append(tuple(itertools.pairwise(edges)))
+    return found
+
+
+def worth(layers: list[Layer], spans: tuple[Span, ...]) -> tuple[float, float]:
+    sums = [sum(layer.seconds for layer in layers[first:last]) for first, last in spans]
+    return max(sums), sum(one * one for one in sums)
+
+
+def fits(layers: list[Layer], spans: tuple[Span, ...], most: int) -> bool:
+    return all(sum(layer.bytes for layer in layers[first:last]) <= most for first, last in spans)
+
+
+@given(
+    costs=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=9),
+    stages=st.integers(1, 5),
+    most=st.integers(0, 80),
+)
+def test_no_other_cut_is_better(costs: list[tuple[int, int]], stages: int, most: int) -> None:
+    layers = layers_of(*costs)
+    if stages > len(layers):
+        with pytest.raises(ValueError, match="cannot be cut"):
+            cut(layers, stages)
+        return
+    every = all_cuts(len(layers), stages)
+    found = cut(layers, stages)
+    assert found in every
+    assert worth(layers, found) == min(worth(layers, spans) for spans in every)
+    able = [spans for spans in every if fits(layers, spans, most)]
+    within = cut(layers, stages, most)
+    if not able:
+        assert within is None
+    else:
+        assert within is not None
+        assert fits(layers, within, most)
+        assert worth(layers, within) == min(worth(layers, spans) for spans in able)
+
+
+def test_the_first_layers_of_an_even_cut_are_not_those_of_their_own_best_one() -> None:
+    # ((0, 2), (2, 3), ...) is as slow, and less even.
+    assert cut(layers_of((2, 0), (3, 0), (5, 0), (1, 0), (6, 0)), 4) == ((0, 1), (1, 2), (2, 4), (4, 5))
+
+
+def test_a_balanced_cut_beats_one_by_the_number_of_layers() -> None:
+    # An embedding and a head beside blocks that cost alike.
+    layers = layers_of((1, 0), *[(10, 0)] * 6, (25, 0))
+    found = cut(layers, 4)
+    assert found is not None
+    assert worth(layers, found)[0] == 25
+    assert worth(layers, ((0, 2), (2, 4), (4, 6), (6, 8)))[0] == 35
+
+
+def test_many_layers_take_no_time() -> None:
+    layers = layers_of(*[(1.0 + number % 7, 1) for number in range(200)])
+    found = cut(layers, 16)
+    assert found is not None
+    assert worth(layers, found)[0] <= sum(layer.seconds for layer in layers) / 16 + 7

@@ -1,0 +1,96 @@
+"""Which shapes a job's group can have, and what is said of those that it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain_plus.errors import InputError
+from raytrain_plus.job.settings import Data, Job, Parallel, Workers
+from raytrain_plus.membership.mesh import Shape
+from raytrain_plus.parallel.sizing import cuts_of, largest, left_out, shapes_of
+
+
+def job(minimum: int, maximum: int, *, shards: int = 4, **parallel: Any) -> Job:
+    return Job(
+        name="one",
+        task="a:B",
+        data=Data(path="x", batch_size=8 * shards, shards=shards),
+        steps=1,
+        workers=Workers(min=minimum, max=maximum),
+        parallel=Parallel(**{"microbatches": 4, **parallel}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "cuts"),
+    [
+        (job(1, 4), (1,)),
+        (job(4, 8, pipeline=4), (4,)),
+        (job(1, 8, pipeline=4), (4, 3, 2, 1)),
+        (job(3, 8, pipeline=4), (4, 3)),
+        # With fewer workers than a cell has there is one cell, which has all shards.
+        (job(1, 16, pipeline=4), (4, 3, 2, 1)),
+        # Of 16 microbatches three stages would make 5 rounds.
+        (job(1, 4, pipeline=4, schedule="interleaved"), (4, 2, 1)),
+    ],
+)
+def test_the_model_is_cut_into_fewer_stages_only_where_workers_are_few(made: Job, cuts: tuple[int, ...]) -> None:
+    assert cuts_of(made) == cuts
+
+
+def test_each_number_of_workers_has_its_shape() -> None:
+    made = job(1, 8, pipeline=2)
+    shapes = shapes_of(made, cuts_of(made))
+    assert [shapes[workers] for workers in (1, 2, 3, 4, 6, 8)] == [
+        Shape(1, 1),
+        Shape(1, 2),
+        Shape(1, 2),
+        Shape(2, 2),
+        # Three cells for four shards are no faster than two.
+        Shape(2, 2),
+        Shape(4, 2),
+    ]
+
+
+def test_more_workers_than_a_cell_a_shard_are_never_formed() -> None:
+    made = job(2, 100, pipeline=2)
+    assert largest(made) == 8
+    said = left_out(made, cuts_of(made))
+    assert said.startswith("at most 8 of workers.max = 100 are formed: they make 4 cells of 2 stages each, and with")
+    assert (
+        left_out(job(2, 5, pipeline=2), (2,))
+        == "at most 4 of workers.max = 5 are formed: they make 2 cells of 2 stages each"
+    )
+    assert left_out(job(2, 4, pipeline=2), (2,)) == ""
+
+
+def test_fewer_layers_than_stages() -> None:
+    with pytest.raises(InputError, match=r"2 stages of zero-bubble need 4 layers, and the model has 3: a, b, c"):
+        cuts_of(job(2, 2, pipeline=2, schedule="zero-bubble"), ("a", "b", "c"))
+    assert cuts_of(job(2, 2, pipeline=2), ("a", "b", "c")) == (2,)
+    # Of the smaller ones those are left that it has layers for.
+    assert cuts_of(job(1, 4, pipeline=3, schedule="gpipe"), ("a", "b", "c")) == (3, 2, 1)
+
+
+def test_fewer_microbatches_than_the_schedule_needs() -> None:
+    with pytest.raises(InputError) as caught:
+        cuts_of(job(4, 16, pipeline=4, microbatches=2))
+    assert (
+        "1f1b needs as many microbatches in a cell as it has stages: 4, not 2: with 3 cells, one has 1 of the 4"
+        in str(caught.value)
+    )
+    assert cuts_of(job(4, 16, pipeline=4, microbatches=2, schedule="gpipe")) == (4,)
+
+
+def test_a_minimum_that_no_cut_bears_is_told() -> None:
+    made = job(3, 4, pipeline=4, schedule="interleaved")
+    assert cuts_of(made) == (4,)
+    assert left_out(made, cuts_of(made)).startswith("workers.min counts as 4: on fewer workers no cut")
+
+
+def test_more_microbatches_than_a_cell_can_number_are_refused() -> None:
+    made = job(2, 2, pipeline=2, schedule="pipedream", microbatches=8, commit_every=10_000)
+    with pytest.raises(InputError, match="a cell can number 65535 microbatches that are made together"):
+        cuts_of(made)

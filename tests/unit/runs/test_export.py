@@ -1,0 +1,208 @@
+"""Weights out of a run: the newest that are whole, into a file or a model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import xxhash
+from torch import nn
+
+from raytrain_plus import Data, Job
+from raytrain_plus.errors import CheckpointError, InputError
+from raytrain_plus.runs.export import export_program, export_weights, load
+from raytrain_plus.state.checkpoint import commit
+from raytrain_plus.state.manifest import name_of
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.local import LocalFolder
+from tests.unit.data.test_source import write
+from tests.unit.state.test_checkpoint import described, shares
+
+
+class Model(nn.Module):
+    """With a buffer that is kept, one that is not, and a tied weight."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.tied = self.first
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+def model(seed: int) -> Model:
+    torch.manual_seed(seed)
+    made = Model()
+    made.count.fill_(seed)
+    return made
+
+
+def save(run: Folder, step: int) -> None:
+    """A checkpoint of `model(step)`."""
+    of_step = model(step)
+    tensors = {f"param/{name}": value.detach() for name, value in of_step.named_parameters()}
+    tensors |= {f"buffer/{name}": value for name, value in of_step.named_buffers()}
+    tensors["optim/first.weight/exp_avg"] = torch.ones(4, 3)
+    written = shares(run, tensors, name_of(step, 0), 2)
+    commit(run, described(step, 0, written, tree={"persistent": ["count"]}))
+
+
+def file_of(run: LocalFolder, step: int) -> Path:
+    return run.path / "checkpoints" / name_of(step, 0) / "00001-of-00002.safetensors"
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> LocalFolder:
+    run = LocalFolder(tmp_path / "run")
+    for step in (4, 9):
+        save(run, step)
+    return run
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    ours, theirs = left.state_dict(), right.state_dict()
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_model_gets_the_newest_weights_of_a_run(run: Folder) -> None:
+    for step in (4, 9):
+        save(run, step)
+    mine = model(0)
+    assert load(run.address, mine) == 9
+    assert same(mine, model(9))
+
+
+def test_a_model_gets_the_weights_of_an_exported_file(local: LocalFolder, tmp_path: Path) -> None:
+    to = tmp_path / "model.safetensors"
+    assert export_weights(local, to).step == 9
+    assert set(safetensors.torch.load_file(to)) == {"first.weight", "first.bias", "count"}
+    mine = model(0)
+    assert load(to, mine) == -1
+    assert same(mine, model(9))
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_damaged_newest_is_passed_over_and_said_so(
+    local: LocalFolder, cut: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = file_of(local, 9)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content[: len(content) - cut])
+    mine = model(0)
+    assert load(local.path, mine) == 4
+    assert same(mine, model(4))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: the checkpoint {name_of(9, 0)} cannot be used: ")
+    assert "00001-of-00002.safetensors" in line
+
+
+def test_a_newest_that_is_not_finite_is_passed_over_and_said_so(
+    local: LocalFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Older versions could write one."""
+    bad = {"param/first.weight": torch.full((4, 3), torch.nan), "param/first.bias": torch.zeros(4)}
+    bad["buffer/count"] = torch.zeros(())
+    groups = [{"parameters": ["first.weight", "first.bias"], "settings": {}}]
+    written = shares(local, bad, name_of(14, 0), 2)
+    commit(local, described(14, 0, written, tree={"persistent": ["count"], "groups": groups}))
+    assert load(local.path, model(0)) == 9
+    assert "'first.weight' holds NaN or infinity" in capsys.readouterr().err
+
+
+def test_what_a_newer_version_wrote_is_not_passed_over_in_silence(local: LocalFolder, tmp_path: Path) -> None:
+    document = local.path / "checkpoints" / f"{name_of(9, 0)}.json"
+    rest = document.read_bytes().partition(b", ")[2].replace(b'"format": 1', b'"format": 2')
+    document.write_bytes(b'{"xxh3_128": "' + xxhash.xxh3_128(rest).hexdigest().encode() + b'", ' + rest)
+    for use in (lambda: load(local.path, model(0)), lambda: export_weights(local, tmp_path / "model.safetensors")):
+        with pytest.raises(CheckpointError, match="this checkpoint is of format 2, and this version reads format 1"):
+            use()
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_where_nothing_is_whole_that_is_said_with_each_reason(local: LocalFolder) -> None:
+    for step in (4, 9):
+        file_of(local, step).unlink()
+    with pytest.raises(InputError, match=r"no complete checkpoint; 0+9-0+: 00001.* missing; 0+4-0+: 00001.* missing"):
+        load(local.path, model(0))
+    with pytest.raises(InputError, match="there is no complete checkpoint"):
+        load(local.path / "nothing", model(0))
+
+
+def test_another_models_weights_change_nothing(local: LocalFolder) -> None:
+    other = nn.ModuleDict({"first": nn.Linear(3, 5), "last": nn.Linear(2, 2)})
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(InputError, match=r"another model's: count is not in the model; last\.bias is only"):
+        load(local.path, other)
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+
+
+def test_what_is_no_safetensors_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"a pickle, say")
+    with pytest.raises(InputError, match=r"model\.safetensors: is no safetensors file"):
+        load(tmp_path / "model.safetensors", model(0))
+
+
+def test_an_export_that_cannot_be_written_is_told(local: LocalFolder, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be written"):
+        export_weights(local, tmp_path / "nowhere" / "model.safetensors")
+
+
+TASKS = """
+import torch
+from torch import nn
+from raytrain_plus import Task
+
+
+class Model(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() > 0 else super().forward(-x)
+
+
+class Branches(Task):
+    def model(self):
+        return Model(1, 1)
+
+    def collate(self, table):
+        return torch.ones(table.num_rows, 1)
+
+    def loss(self, model, batch):
+        return model(batch).sum()
+
+
+class Inside(Branches):
+    def loss(self, model, batch):
+        return (batch * model.weight).sum()
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("Inside", "the task never calls its model as a whole"),
+        pytest.param("Branches", "torch cannot export this model: ", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_that_torch_cannot_export_is_refused_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, words: str
+) -> None:
+    write(tmp_path / "data" / "0.parquet", 16)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "exported_tasks.py").write_text(TASKS)
+    run = LocalFolder(tmp_path / "run")
+    data = Data(path=str(tmp_path / "data"), batch_size=8)
+    job = Job(name="run", task=f"exported_tasks:{task}", data=data, steps=2, storage=str(tmp_path))
+    run.write("job.yaml", [job.to_yaml().encode()])
+    tensors = {"param/weight": torch.zeros(1, 1), "param/bias": torch.zeros(1)}
+    commit(run, described(1, 0, shares(run, tensors, name_of(1, 0), 1), tree={"persistent": []}))
+    with pytest.raises(InputError, match=words) as caught:
+        export_program(run, tmp_path / "model.pt2", [tmp_path])
+    assert caught.value.remedy == "--format safetensors"
+    assert caught.value.where == f"task: exported_tasks:{task}"
+    assert not list(tmp_path.glob("*model*"))

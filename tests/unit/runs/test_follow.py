@@ -1,0 +1,162 @@
+"""Following a run by its folder: all that happens is told, in order, until the end, or until nobody goes on with it."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from raytrain_plus import Data, Job
+from raytrain_plus.errors import RunError
+from raytrain_plus.observe.events import Event, EventLog
+from raytrain_plus.observe.progress import PlainView
+from raytrain_plus.result import Result
+from raytrain_plus.runs import follow
+from raytrain_plus.runs.folder import Lease
+from raytrain_plus.runs.follow import tell, watch
+from raytrain_plus.storage.local import LocalFolder
+
+MEMBERS = [{"worker": "worker-0", "pid": 7, "node": "n", "cell": 0, "stage": 0, "params": 3, "shards": [0, 1]}]
+
+
+@pytest.fixture
+def going_on(tmp_path: Path) -> LocalFolder:
+    """A run of four steps that has made two, and whose holder lives."""
+    run = LocalFolder(tmp_path / "run")
+    job = Job(name="run", task="a:B", data=Data(path="d", batch_size=8, shards=2), epochs=2)
+    run.write("job.yaml", [job.to_yaml().encode()])
+    run.write("dataset.json", [b'{"rows": 16}'])
+    Lease(run, "here:1").renew()
+    log = EventLog(run, clock=lambda: 0.0)
+    fields = {"members": MEMBERS, "spares": [], "collective": "solo"}
+    log.write("view_formed", generation=0, fields=fields)
+    for step in range(2):
+        write_step(log, step)
+    log.close()
+    return run
+
+
+def write_step(log: EventLog, step: int) -> None:
+    fields = {"step": step, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": 0.3, "seconds": 0.1}
+    log.write("step_committed", generation=0, time=10.0 * step, fields=fields)
+
+
+def end(run: LocalFolder) -> Result:
+    log = EventLog(run, clock=lambda: 0.0)
+    for step in range(2, 4):
+        write_step(log, step)
+    fields = {"status": "finished", "error": None, "steps": 4, "samples": 32, "state_sha256": None}
+    log.write("run_finished", generation=0, time=31.0, fields=fields)
+    log.close()
+    result = Result(name="run", status="finished", exit_code=0, path=run.path, steps=4, samples=32)
+    result.save(run)
+    return result
+
+
+class Seen(PlainView):
+    def __init__(self) -> None:
+        self.text = io.StringIO()
+        super().__init__(self.text)
+        self.events: list[Event] = []
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+        super().event(event)
+
+
+def test_what_was_and_what_comes_is_told_once_and_in_order(going_on: LocalFolder) -> None:
+    view, looks = Seen(), 0
+    ended: list[Result] = []
+
+    def heard() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            ended.append(end(going_on))
+
+    assert watch(going_on, view, heard) == ended[0]
+    assert [event["step"] for event in view.events if event["kind"] == "step_committed"] == [0, 1, 2, 3]
+    said = view.text.getvalue()
+    assert said.startswith("run: 4 steps; ")
+    assert "run finished: 4 steps" in said
+
+
+def test_who_waits_no_longer_is_told_that_it_goes_on(going_on: LocalFolder) -> None:
+    with pytest.raises(TimeoutError, match=r"run goes on after 0\.1 s"):
+        watch(going_on, None, timeout_s=0.1)
+
+
+def test_a_run_with_which_nobody_goes_on_is_not_waited_for(
+    going_on: LocalFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "LEASE_S", 0.3)
+    going_on.remove("lease.json")
+    with pytest.raises(RunError, match=r"run: the controller has not renewed .*; resume with: raytrain"):
+        watch(going_on, None)
+
+
+def test_a_controller_that_lives_but_cannot_write_is_not_called_dead(
+    going_on: LocalFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk, say. Whoever is told to resume takes the run over."""
+    monkeypatch.setattr(follow, "LEASE_S", 0.1)
+    with pytest.raises(TimeoutError, match="run goes on"):
+        watch(going_on, None, timeout_s=0.5)
+
+
+def test_the_death_of_a_controller_on_this_machine_is_told_at_once(going_on: LocalFolder) -> None:
+    lease = json.loads(going_on.read("lease.json"))
+    going_on.write("lease.json", [json.dumps({**lease, "born": "1"}).encode()])
+    began = time.monotonic()
+    with pytest.raises(RunError, match="the controller died"):
+        watch(going_on, None)
+    assert time.monotonic() - began < 2
+
+
+def test_what_has_happened_is_told_with_its_time(going_on: LocalFolder) -> None:
+    text = io.StringIO()
+    tell(going_on, text, follow=False)
+    lines = text.getvalue().splitlines()
+    assert [line[21:].split("  ")[0] for line in lines] == [
+        "1 worker ready, 2 shards each; 3 parameters; collective: solo",
+        "step 1/4",
+        "step 2/4",
+    ]
+    assert lines[1][:19] == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(0))
+
+
+def test_and_what_comes_until_the_end(going_on: LocalFolder) -> None:
+    text = io.StringIO()
+
+    def later() -> None:
+        time.sleep(0.3)
+        end(going_on)
+        going_on.remove("lease.json")
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    tell(going_on, text, follow=True)
+    thread.join()
+    assert [line[21:].split("  ")[0] for line in text.getvalue().splitlines()[-2:]] == ["step 4/4", "finished: 4 steps"]
+
+
+def test_the_end_is_told_with_the_last_step_and_what_went_wrong(going_on: LocalFolder) -> None:
+    log = EventLog(going_on, clock=lambda: 0.0)
+    write_step(log, 2)
+    fields = {"step": 3, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": 0.3, "seconds": 0.1}
+    log.write("step_committed", generation=0, time=20.5, fields=fields)
+    text = io.StringIO()
+    tell(going_on, text, follow=False)
+    assert text.getvalue().splitlines()[-1][21:].startswith("step 4/4"), "however short ago the line before was"
+    fields = {"status": "failed", "error": "it broke\nhere", "steps": 4, "samples": 32, "state_sha256": None}
+    log.write("run_finished", generation=0, time=20.6, fields=fields)
+    log.close()
+    text = io.StringIO()
+    tell(going_on, text, follow=False)
+    told = [line[21:].split("  ")[0] for line in text.getvalue().splitlines()[-5:-2]]
+    assert told == ["step 3/4", "step 4/4", "failed: 4 steps"]
+    assert text.getvalue().endswith("it broke\nhere\n")

@@ -1,0 +1,69 @@
+"""What a run's folder says of what happened there, wherever it lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from raytrain_plus.observe.events import EventLog
+from raytrain_plus.runs.history import Past, look_back
+from raytrain_plus.storage.interface import Folder
+
+
+def tell(run: Folder, events: Iterable[tuple[int, str, dict[str, Any]]]) -> None:
+    if run.path is not None:
+        run.path.mkdir(exist_ok=True)
+    log = EventLog(run)
+    for generation, kind, fields in events:
+        log.write(kind, generation=generation, fields=fields)
+    log.close()
+
+
+def committed(generation: int, *steps: int) -> list[tuple[int, str, dict[str, Any]]]:
+    fields = {"epoch": 0, "samples": 8, "loss": 1.0, "grad_norm": 0.3, "seconds": 0.1}
+    return [(generation, "step_committed", {"step": step, **fields}) for step in steps]
+
+
+def evaluated(generation: int, step: int, loss: float) -> tuple[int, str, dict[str, Any]]:
+    return generation, "evaluated", {"step": step, "metrics": {"loss": loss}}
+
+
+def resumed(generation: int, step: int, made: int) -> tuple[int, str, dict[str, Any]]:
+    return generation, "resumed", {"step": step, "checkpoint": None, "voided_to": made}
+
+
+def test_where_nothing_is_nothing_happened(run: Folder) -> None:
+    assert look_back(run) == Past()
+
+
+def test_what_was_told_adds_up(run: Folder) -> None:
+    tell(run, [evaluated(0, -1, 9.0), *committed(0, 0, 1, 2), evaluated(2, 2, 5.0), *committed(2, 3)])
+    past = look_back(run)
+    assert (past.generation, past.committed, past.evaluated, past.figures) == (
+        2,
+        3,
+        2,
+        {-1: {"loss": 9.0}, 2: {"loss": 5.0}},
+    )
+
+
+def test_a_resumption_takes_back_what_came_after_it(run: Folder) -> None:
+    tell(run, [evaluated(0, -1, 9.0), *committed(0, 0, 1, 2), evaluated(0, 2, 5.0)])
+    # Another controller, which goes on from an earlier state.
+    tell(run, [resumed(1, 0, 2), *committed(1, 1)])
+    past = look_back(run)
+    assert (past.generation, past.committed, past.evaluated, past.figures) == (1, 1, -1, {-1: {"loss": 9.0}})
+    assert past.resumptions == ((1, 0),)
+
+
+def test_not_all_that_was_written_may_have_been_told(run: Folder) -> None:
+    tell(run, committed(0, 0))
+    run.write("ledger/00000007-000000000000.parquet", [b""])
+    run.write("ledger/notes.txt", [b""])
+    assert look_back(run).generation == 7
+
+
+def test_figures_that_are_not_finite_are_numbers_again(run: Folder) -> None:
+    tell(run, [evaluated(0, -1, math.inf)])
+    assert look_back(run).figures == {-1: {"loss": math.inf}}

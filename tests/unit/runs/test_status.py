@@ -1,0 +1,133 @@
+"""What `raytrain status` says of a run, from its folder alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from raytrain_plus.errors import InputError
+from raytrain_plus.result import Result
+from raytrain_plus.runs.folder import Fence, Lease
+from raytrain_plus.runs.status import status, what_is_kept
+from raytrain_plus.state.checkpoint import commit
+from raytrain_plus.state.manifest import name_of
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.local import Disk, LocalFolder
+from raytrain_plus.storage.open import open_folder
+from tests.unit.runs.test_history import committed, tell
+from tests.unit.state.test_checkpoint import described, shares, state
+from tests.unit.storage.disk import Linkless
+
+
+def test_a_run_that_goes_on_is_held_by_somebody(run: Folder) -> None:
+    tell(run, committed(0, 0, 1, 2))
+    assert status(run).lines() == ["run: unfinished; 3 steps", "  no checkpoints yet"]
+    Lease(run, "here:1").renew()
+    assert status(run).state.startswith("running (process ")
+    Lease(run, "here:1").release()
+    Result(name="run", status="stopped", exit_code=130, path=run.path or run.address, steps=3, samples=24).save(run)
+    assert status(run).to_json()["state"] == "stopped"
+
+
+def test_a_run_whose_controller_died_says_what_is_kept_and_how_to_resume(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path / "run")
+    assert what_is_kept(run) == "nothing was written yet: run the job again"
+    tell(run, committed(0, *range(10)))
+    Lease(run, "here:1").renew()
+    lease = json.loads(run.read("lease.json"))
+    run.write("lease.json", [json.dumps({**lease, "born": "1", "host": "h", "pid": os.getpid()}).encode()])
+    command = f"raytrain resume {run.path}"
+    assert what_is_kept(run) == (
+        f"no checkpoint is complete, so it starts again from its first step; resume with: {command}"
+    )
+    for step, whole in ((1, True), (3, True), (5, False)):
+        written = shares(run, state(step), name_of(step, 0), 2)
+        if whole:
+            commit(run, described(step, 0, written, time=time.time()))
+    assert what_is_kept(run) == f"the checkpoint after step 4 is kept; resume with: {command}"
+    found = status(run)
+    assert found.lines()[0] == f"run: unfinished (its controller died: process {os.getpid()} on h); 10 steps"
+    assert found.lines()[-1] == f"  resume with: {command}"
+    assert found.to_json()["resume"] == command
+    # One that lives, and only cannot write its lease, is not called dead.
+    old = {**lease, "time": time.time() - 60}
+    run.write("lease.json", [json.dumps(old).encode()])
+    silent = f"process {os.getpid()} on {lease['host']}"
+    assert status(run).state == f"running ({silent}, which has not renewed its lease for 60 s)"
+    run.write("lease.json", [json.dumps({**old, "machine": "another"}).encode()])
+    assert status(run).state == f"unfinished ({silent} has not renewed its lease for 60 s)"
+    assert status(run).resume == command
+    # What has ended has ended, whatever became of its lease.
+    Result(name="run", status="failed", exit_code=1, path=run.path, steps=3, samples=24).save(run)
+    assert (status(run).state, status(run).resume) == ("failed", "")
+
+
+def test_checkpoints_are_listed_with_age_and_size_and_why_one_is_none(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path / "run")
+    tell(run, committed(0, *range(10)))
+    files = {}
+    for step in (1, 3, 5):
+        written = shares(run, state(step), name_of(step, 0), 2)
+        files[step] = [share.file for share in written]
+        if step != 5:
+            commit(run, described(step, 0, written, time=time.time() - 7200))
+    (run.path / "checkpoints" / name_of(1, 0) / files[1][1].name).unlink()
+    size = sum(file.bytes for file in files[3])
+    none, good, lacking = status(run).checkpoints
+    assert (none.step, none.bytes, none.state) == (5, size, "not finished: there is no manifest")
+    assert 0 <= none.age_s < 60
+    assert (good.step, good.state, round(good.age_s / 3600)) == (3, "complete", 2)
+    assert size < good.bytes < size + 20_000
+    assert (lacking.step, lacking.state) == (1, f"{files[1][1].name} is missing")
+    lines = status(run).lines()
+    assert lines[1].split() == ["checkpoint", "after", "step", "age", "size", "state"]
+    assert lines[3].split() == [name_of(3, 0), "4", "2", "h", f"{good.bytes / 1000:.1f}", "kB", "complete"]
+
+
+def test_what_is_damaged_is_told_and_no_fault_of_ours(tmp_path: Path) -> None:
+    """Each was a traceback."""
+    for damage, match in (
+        (lambda run: run.write("events.ndjson", [b"{}\n"]), r"run/events\.ndjson, line 1: the file is damaged"),
+        (lambda run: run.write("result.json", [b"{}"]), r"run/result\.json: it holds no result"),
+        (lambda run: (run.path / "checkpoints").symlink_to(tmp_path), "run/checkpoints: a link leads out"),
+        (lambda run: (run.path / "claims").symlink_to(tmp_path), "run/claims: a link leads out"),
+    ):
+        run = LocalFolder(tmp_path / "run")
+        tell(run, committed(0, 0))
+        damage(run)
+        with pytest.raises(InputError, match=match):
+            status(run)
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_a_storage_that_does_not_keep_a_second_writer_out_is_named(
+    bucket: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.delitem(sys.modules, "raytrain_plus.storage.s3", raising=False)
+    run = open_folder(bucket.inside("bare").address)
+    found = status(run)
+    assert found.run == "bare"
+    assert found.lines()[-1].startswith("  single writer not enforced")
+    Fence(run, 0)
+    assert not status(run).single_writer
+
+
+def test_a_file_system_that_only_says_so_is_found_out(tmp_path: Path) -> None:
+    class Replacing(Disk):
+        def link(self, path: Path, to: Path) -> None:
+            path.replace(to)
+
+    assert status(LocalFolder(tmp_path / "run")).single_writer
+    Fence(LocalFolder(tmp_path / "run", Replacing()), 0)
+    assert not status(LocalFolder(tmp_path / "run")).single_writer
+    Fence(LocalFolder(tmp_path / "run", Linkless()), 1)
+    assert status(LocalFolder(tmp_path / "run")).single_writer
+    (tmp_path / "run" / "claims" / "00000002.json").write_bytes(b"{")
+    assert status(LocalFolder(tmp_path / "run")).single_writer

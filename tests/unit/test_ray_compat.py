@@ -1,0 +1,179 @@
+"""Where Ray no longer has what it never promised, less is known, and that is said once."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+from ray._private import ray_logging, state, worker
+from ray.autoscaler.v2 import sdk
+
+from raytrain_plus import ray_compat
+
+
+def test_draining_nodes_have_their_deadline_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state.GlobalState, "get_draining_nodes", lambda self: {"a": 1500, "b": 0})
+    assert ray_compat.draining_nodes() == {"a": 1.5, "b": None}
+
+
+class Gcs:
+    """What Ray's head is told, and says."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.says = (True, "")
+
+    def __call__(self, address: str) -> Gcs:
+        assert address == "head:6379"
+        return self
+
+    def drain_node(self, *arguments: Any, timeout: float) -> tuple[bool, str]:
+        self.told.append(arguments)
+        return self.says
+
+
+@pytest.fixture
+def gcs(monkeypatch: pytest.MonkeyPatch) -> Gcs:
+    gcs = Gcs()
+    monkeypatch.setattr(ray._raylet, "GcsClient", gcs)
+    here = SimpleNamespace(gcs_address="head:6379", get_node_id=lambda: "ab12")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    return gcs
+
+
+def test_ray_is_told_by_which_millisecond_a_node_goes(gcs: Gcs, caplog: pytest.LogCaptureFixture) -> None:
+    soon = time.time() + 60
+    assert ray_compat.drain_node("head:6379", "ab12", "taken back", soon)
+    [(node, reason, why, deadline_ms)] = gcs.told
+    assert (node, reason, why) == ("ab12", 2, "taken back")
+    assert 0 <= deadline_ms - soon * 1000 < 1.1
+    gcs.says = (False, "busy")
+    assert ray_compat.drain_node("head:6379", "ab12", "taken back", soon) is False
+    [record] = caplog.records
+    assert record.message == "Ray does not drain node ab12: busy"
+
+
+@pytest.mark.parametrize("over_s", [0, 1, 1e9])
+def test_a_deadline_that_is_over_is_this_moment(gcs: Gcs, over_s: float) -> None:
+    before = time.time()
+    assert ray_compat.drain_node("head:6379", "ab12", "taken back", before - over_s)
+    [(*_, deadline_ms)] = gcs.told
+    assert before * 1000 < deadline_ms < time.time() * 1000 + 2.1
+
+
+def test_a_node_that_goes_no_later_already_is_left_alone(monkeypatch: pytest.MonkeyPatch, gcs: Gcs) -> None:
+    soon = float(round(time.time()) + 60)
+    known: dict[str, int] = {"cd34": 1}
+    monkeypatch.setattr(state.GlobalState, "get_draining_nodes", lambda self: known)
+    for before_ms in (soon * 1000, soon * 1000 - 1):
+        known["ab12"] = int(before_ms)
+        assert ray_compat.drain_this_node("taken back", soon)
+    assert gcs.told == []
+    # One that goes later, or nobody knows when, goes then.
+    for later_ms in (soon * 1000 + 1, 0):
+        known["ab12"] = int(later_ms)
+        assert ray_compat.drain_this_node("taken back", soon)
+    del known["ab12"]
+    assert ray_compat.drain_this_node("taken back", soon)
+    assert gcs.told == [("ab12", 2, "taken back", int(soon * 1000))] * 3
+
+
+def test_a_ray_that_cannot_be_told_of_a_node_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch, gcs: Gcs, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(Gcs, "drain_node")
+    assert ray_compat.drain_node("head:6379", "ab12", "taken back", 1) is None
+    assert "drain_node" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("get_draining_nodes", ray_compat.draining_nodes),
+        ("get_max_resources_from_cluster_config", ray_compat.most_there_can_be),
+    ],
+)
+def test_what_is_gone_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, ask: object
+) -> None:
+    monkeypatch.delattr(state.GlobalState, name)
+    assert ask() is None  # type: ignore[operator]
+    [record] = caplog.records
+    assert f"lacks what was there in {ray_compat.SEEN}" in record.message
+    assert name in record.message
+
+
+def test_what_an_autoscaler_may_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state.GlobalState, "get_max_resources_from_cluster_config", lambda self: {"CPU": 8})
+    assert ray_compat.most_there_can_be() == {"CPU": 8.0}
+    monkeypatch.setattr(state.GlobalState, "get_max_resources_from_cluster_config", lambda self: None)
+    assert ray_compat.most_there_can_be() is None
+
+
+@pytest.mark.parametrize(("version", "there"), [(None, False), ("0", False), ("4", True)])
+def test_an_autoscaler_is_known_by_its_reports(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, there: bool
+) -> None:
+    status = SimpleNamespace(stats=SimpleNamespace(autoscaler_version=version))
+    monkeypatch.setattr(ray_compat.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="a:1"))
+    monkeypatch.setattr(sdk, "get_cluster_status", lambda address: status)
+    assert ray_compat.has_autoscaler() == there
+
+
+def test_internal_settings_are_given_to_a_ray_that_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"worker_niceness": 0, "gcs_rpc_server_reconnect_timeout_s": ray_compat.WITHOUT_GCS_S}
+    assert ray_compat.settings_of_our_own_ray() == known
+    monkeypatch.setattr(ray_compat.ray, "__version__", "3.0.1")
+    assert ray_compat.settings_of_our_own_ray() == {}
+
+
+def test_a_ray_without_a_watcher_is_ended_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[None] = []
+    monkeypatch.setattr(ray_compat.ray, "shutdown", lambda: ended.append(None))
+    ray_compat.end_our_own_ray()
+    assert not caplog.records
+    monkeypatch.delattr(worker, "_global_node")
+    ray_compat.end_our_own_ray()
+    assert "Ray takes a second longer to end" in caplog.text
+    assert len(ended) == 2
+
+
+def shown(line: str) -> list[str]:
+    """What Ray would print of a line that comes from a raylet."""
+    batch = {"lines": [line], "pid": "raylet", "is_err": False, "ip": "", "job": ""}
+    return [line for printed in ray_logging.stdout_deduplicator.deduplicate(batch) for line in printed["lines"]]
+
+
+def test_ray_says_nothing_of_deaths_while_we_do() -> None:
+    death = f"{ray_compat.DEATH} by an unexpected system error. To troubleshoot ... (one)"
+    with ray_compat.silent_about_deaths():
+        assert shown(death) == []
+        assert shown("what a worker printed") == ["what a worker printed"]
+    assert shown(death) == [death]
+
+
+def test_ray_may_print_otherwise_one_day(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delattr(ray_logging, "stdout_deduplicator")
+    with ray_compat.silent_about_deaths():
+        pass
+    assert "stdout_deduplicator" in caplog.text
+
+
+def test_ray_data_may_keep_its_actors_otherwise_one_day(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stats = pytest.importorskip("ray.data._internal.stats")
+    head = {"NodeID": "ab", "Alive": True, "Resources": {ray_compat.HEAD: 1.0}}
+    monkeypatch.setattr(ray_compat.ray, "nodes", lambda: [head])
+    monkeypatch.delattr(stats, "_StatsActor")
+    ray_compat.ray_data_on_the_head()
+    [record] = caplog.records
+    assert "_StatsActor" in record.message
