@@ -1,0 +1,43 @@
+"""The pages say what is there: every module is on the map, every word of the glossary is used."""
+
+import re
+import subprocess
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "raytrain_plus"
+PAGE = (PACKAGE / "README.md").read_text()
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def section(title: str) -> str:
+    return re.split(r"(?m)^## ", PAGE.partition(f"## {title}\n")[2])[0]
+
+
+def test_the_map_names_every_module_and_no_other() -> None:
+    drawn = PAGE.partition("## ")[0]
+    for file in SOURCES:
+        name = file.parent.name if file.stem == "__init__" else file.stem
+        if name not in ("__main__", "raytrain_plus"):
+            assert re.search(rf"(?<![\w_]){name}(?![\w_])", drawn), f"{file.relative_to(PACKAGE)} is not on the map"
+    packages = {file.parent.name for file in SOURCES}
+    for name in re.findall(r"(?m)^(\w+)/", drawn):
+        assert name in packages
+
+
+def test_the_glossary_is_short_and_each_of_its_words_is_used() -> None:
+    words = re.findall(r"(?m)^\| (\w[\w ]*) \| ", section("Words of this project"))[1:]
+    assert 10 < len(words) <= 30
+    assert words == sorted(words)
+    code = "\n".join(file.read_text() for file in SOURCES)
+    for word in words:
+        assert re.search(rf"(?i)\b{word}", code), f"nothing is called {word}"
+
+
+def test_no_page_cites_a_document_that_is_not_here() -> None:
+    root = PACKAGE.parent
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout.split()
+    pages = [file for file in listed if file.endswith((".md", ".py", ".yaml"))]
+    for page in pages:
+        for cited in re.findall(r"[\w./-]*\b[\w-]+\.md\b", (root / page).read_text()):
+            names = {cited.removeprefix("./"), str((Path(page).parent / cited).as_posix())}
+            assert any(name.endswith(tuple(names)) for name in listed), f"{page} cites {cited}"
