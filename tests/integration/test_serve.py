@@ -34,7 +34,7 @@ def test_a_trained_model_answers(tmp_path: Path) -> None:
     words = [word for path in [*paths, "epochs=4", "collective=torch"] for word in ("--set", path)]
     code, _, err = raytrain("run", "jobs/digits.yaml", *words, cwd=REPOSITORY)
     assert code == 0, err
-    blocks = re.findall("```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall("```python\n(.*?)```", (REPOSITORY / "examples" / "README.md").read_text(), re.DOTALL)
     serving = [block for block in blocks if "serve.run" in block]
     assert len(serving) == 1
     assert len(serving[0].splitlines()) < 25
