@@ -256,6 +256,7 @@ def test_saved_by_four_and_resumed_by_any_number_on_either_library(
 
 
 @pytest.mark.usefixtures("eight")
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "quiet"
     ended(Run(exact(tmp_path, "quiet", workers=Workers(min=2))))

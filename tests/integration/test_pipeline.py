@@ -285,6 +285,7 @@ def test_a_stage_that_nobody_else_holds_comes_from_its_buddys_memory(tmp_path: P
     assert result.copies > 20
 
 
+@pytest.mark.slow
 def test_the_model_is_cut_anew_out_of_copies_where_nobody_replaces_a_stage(
     tmp_path: Path, cluster: Cluster, alone: Result
 ) -> None:

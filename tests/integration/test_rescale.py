@@ -376,6 +376,7 @@ def names_of_processes() -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_begin_says_what_it_waits_for_and_gives_up(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
 

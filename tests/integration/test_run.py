@@ -74,6 +74,7 @@ def wait_for_a_step(tmp_path: Path, steps: int = 1) -> Path:
     return events
 
 
+@pytest.mark.slow
 def test_digits_learn(tmp_path: Path) -> None:
     paths = [
         f"data.path={tmp_path}/digits/train",
