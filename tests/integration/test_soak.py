@@ -73,8 +73,10 @@ def test_eight_minutes_with_a_kill_every_ten_seconds(tmp_path: Path) -> None:
         if time.monotonic() - began >= WARM_S:
             held.append({who: memory_of(pid) for who, pid in pids.items()})
         others = [member for member in run.members() if member["pid"] != kept["pid"]]
-        run.kill(chance.choice(others))
-        kills += 1
+        # On a busy machine replacements take longer than a period.
+        if others:
+            run.kill(chance.choice(others))
+            kills += 1
     result = run.finish()
 
     assert result.status == "finished", result.error
@@ -82,6 +84,7 @@ def test_eight_minutes_with_a_kill_every_ten_seconds(tmp_path: Path) -> None:
     growth = {who: held[-1][who] / held[0][who] - 1 for who in pids}
     minutes = (time.monotonic() - began) / 60
     print(f"\n{kills} kills in {minutes:.1f} minutes, {result.steps} steps, {lost} lost; memory: {held}")
+    assert kills > 20
     assert (lost, result.steps, result.state_sha256) == (0, settings["steps"], undisturbed.state_sha256)
     assert len(run.events("worker_lost")) == kills
     assert len(run.losses()) == settings["steps"]
