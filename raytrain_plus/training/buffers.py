@@ -1,7 +1,8 @@
-"""Buffers (BatchNorm's running figures and their like) over shards.
+"""Model buffers (such as BatchNorm's running statistics) over shards.
 
-Every shard of a step starts from the committed ones. Afterwards a floating buffer is the mean over shards, weighted by
-rows, and an integer one the maximum, unless the task says otherwise: so the result does not depend on who hosted what.
+Every shard of a step starts from the committed buffers. Afterwards a floating-point buffer becomes the mean over
+shards, weighted by rows; an integer buffer becomes the maximum. The task can choose other rules. So the result does not
+depend on which worker hosted which shard.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from raytrain_plus.task import BufferRule, Task
 
 
 class Buffers:
-    """The committed buffers of a model, and the sums that become the next ones."""
+    """The committed buffers of a model, and the sums that become the next committed buffers."""
 
     def __init__(self, module: nn.Module, task: Task, exact_shards: int | None = None, label: str = "") -> None:
-        """With `exact_shards`, the job's number of shards, means do not depend on the order in which they are added.
-        `label` tells its sums from those of other parts of the model."""
+        """With `exact_shards`, the job's number of shards, means do not depend on the order of addition.
+
+        `label` separates these sums from those of other parts of the model.
+        """
         self._label = label
         self._named = dict(module.named_buffers())
         first = {id(buffer): name for name, buffer in self._named.items()}
@@ -31,14 +34,15 @@ class Buffers:
             (first[id(buffer)], module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, buffer in module.named_buffers(remove_duplicate=False)
         ]
-        """Everywhere in the model where a buffer is: several modules may share one."""
+        """Every place in the model that holds a buffer; several modules can share one."""
         self._owners = {name: (owner, attribute) for name, owner, attribute in reversed(self._slots)}
-        """The first of these for each."""
+        """The first place of each buffer."""
         self._rules = {name: _rule(task, name, buffer) for name, buffer in self._named.items()}
         self.committed = {name: buffer.detach().clone() for name, buffer in self._named.items()}
         means = self._sizes("mean")
         firsts = {name: size for name, size in self._sizes("first").items() if self._named[name].is_floating_point()}
-        # A whole number that one shard writes is a maximum, too: no other number is as small as what others write.
+        # An integer buffer that only one shard writes also uses the maximum: the other shards contribute the smallest
+        # number.
         largest = self._sizes("max") | {name: size for name, size in self._sizes("first").items() if name not in firsts}
         device = next((buffer.device for buffer in self._named.values()), torch.device("cpu"))
         self.exact = ExactSum(means, exact_shards, device, sum(firsts.values())) if exact_shards and means else None
@@ -49,7 +53,7 @@ class Buffers:
             self._flat = self.exact.wire
             parts = [*self.exact.sums, *self.exact.rider.split(list(firsts.values()))]
         self._means = self._flat[: sum(means.values()) if self.exact is None else 0]
-        """The sums that become means. Exact ones say themselves whether they are finite."""
+        """The sums that become means. Exact sums report themselves whether they are finite."""
         self._firsts = tuple(firsts)
         self._maxima = torch.zeros(sum(largest.values()), dtype=torch.int64, device=device)
         self._sums = dict(zip((*means, *firsts), parts, strict=True))
@@ -59,14 +63,14 @@ class Buffers:
         return {name: buffer.numel() for name, buffer in self._named.items() if self._rules[name] == rule}
 
     def begin_step(self, scales: Mapping[str, int]) -> None:
-        """Forgets the last step's sums. `scales`: the exponents of the quanta of an exact sum."""
+        """Clear the sums of the last step. `scales`: the exponents of the quanta of an exact sum."""
         self._flat.zero_()
         self._maxima.fill_(torch.iinfo(torch.int64).min)
         if self.exact is not None:
             self.exact.begin(scales)
 
     def restore(self) -> None:
-        """Puts the committed values into the model."""
+        """Put the committed values into the model."""
         with torch.no_grad():
             for name, buffer in self._named.items():
                 buffer.copy_(self.committed[name])
@@ -74,18 +78,22 @@ class Buffers:
         self._put([self._named[name] for name, _, _ in self._slots])
 
     def renew(self, committed: bool) -> None:
-        """Puts the committed values into the model, or the present ones, as tensors of their own: what was there before
-        stays as it is, for backward passes that are still to come."""
+        """Put fresh tensors into the model that hold the committed values, or else the present values.
+
+        The previous tensors stay unchanged for backward passes that are still to come.
+        """
         self._put(_copied([self.committed[name] for name, _, _ in self._slots] if committed else self.seen()))
 
     def seen(self) -> list[torch.Tensor | None]:
-        """What is in the model now."""
+        """Return the tensors that are in the model now."""
         return [owner._buffers[attribute] for _, owner, attribute in self._slots]
 
     @contextlib.contextmanager
     def swapped(self, seen: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        """For a backward pass, which may compute parts of its forward pass again: while it is open, the model has what
-        it had when that was seen; what becomes of it counts for nothing."""
+        """Put the values of `seen` into the model while the context is open.
+
+        For a backward pass, which may recompute parts of its forward pass. Changes made meanwhile are discarded.
+        """
         present = self.seen()
         self._put(_copied(seen))
         try:
@@ -98,16 +106,17 @@ class Buffers:
             owner._buffers[attribute] = value
 
     def end_shard(self, shard: int, rows: int) -> None:
-        """Adds what the shard's forward passes left in the buffers."""
+        """Add the values that the shard's forward passes left in the buffers."""
         means: list[torch.Tensor] = []
         with torch.no_grad():
             for name, rule in self._rules.items():
                 owner, attribute = self._owners[name]
                 buffer = owner._buffers[attribute]
                 if buffer is None or buffer.shape != self.committed[name].shape:
-                    raise TrainingError(f"the buffer '{name}' was removed, or got another shape, in a forward pass")
+                    raise TrainingError(f"the buffer '{name}' was removed or reshaped in a forward pass")
                 if rule == "mean":
-                    # The change is what is averaged: what stays the same, a mask with infinities say, stays as it is.
+                    # Average the change: a value that stays the same (for example a mask with infinities) is not
+                    # touched.
                     before = self.committed[name]
                     same = (buffer == before) | (buffer.isnan() & before.isnan())
                     change = torch.where(same, 0.0, buffer.to(torch.float64) - before)
@@ -116,48 +125,50 @@ class Buffers:
                         self._sums[name].add_(means[-1])
                 elif rule == "first":
                     if shard == 0:
-                        # Others add zeros, which turn -0.0 into 0.0: so does one who is alone.
+                        # Other shards add zeros, which turn -0.0 into 0.0; a single shard must give the same.
                         self._sums[name].copy_(buffer.reshape(-1)).add_(0)
                 elif rule == "max":
                     torch.maximum(self._sums[name], buffer.reshape(-1).to(torch.int64), out=self._sums[name])
                 elif rule == "refuse" and not _equal(buffer, self.committed[name]):
-                    raise TrainingError(
-                        f"the buffer '{name}' changed in a forward pass, which its rule 'refuse' forbids"
-                    )
+                    raise TrainingError(f"the buffer '{name}' changed in a forward pass, but its rule is 'refuse'")
             if self.exact is not None:
                 self.exact.add(means)
 
     def check_unchanged(self) -> None:
-        """Raises `TrainingError` where one has changed, in steps that leave all as they are."""
+        """Raise `TrainingError` if a buffer has changed, in steps that must leave all of them unchanged."""
         for name, (owner, attribute) in self._owners.items():
             buffer = owner._buffers[attribute]
             if buffer is None or buffer.shape != self.committed[name].shape or not _equal(buffer, self.committed[name]):
-                raise TrainingError(f"the buffer '{name}' changed in a forward pass: under pipedream none may")
+                raise TrainingError(f"the buffer '{name}' changed in a forward pass; pipedream does not allow that")
 
     def to_reduce(self) -> Iterator[tuple[torch.Tensor, str, Operation]]:
-        """(vector, name, operation): what is to be reduced over workers, in place."""
+        """Yield (vector, name, operation) for each vector to reduce over workers in place."""
         if len(self._flat):
             yield self._flat, f"buffers{self._label}.sum", "sum"
         if len(self._maxima):
             yield self._maxima, f"buffers{self._label}.max", "max"
 
     def changes(self) -> list[torch.Tensor]:
-        """Return tensors that hold NaN or infinity if a buffer would not be finite after the step, and was before."""
+        """Return tensors that contain NaN or infinity if a buffer would not be finite
+        after the step, but was before.
+        """
         return [self._means, *(self._wrong(name) for name in self._firsts)]
 
     def not_finite(self) -> list[str]:
-        """Return the names of the buffers that would not be finite after the step, and were before."""
+        """Return the names of the buffers that were finite and would not be finite after the step."""
         means = [name for name, rule in self._rules.items() if rule == "mean"]
         found = [name for name in means if not bool(self._sums[name].isfinite().all())]
         return found + [name for name in self._firsts if not bool(self._wrong(name).isfinite().all())]
 
     def _wrong(self, name: str) -> torch.Tensor:
-        """The values of a buffer that one shard writes; zero where they are finite, or were not before."""
+        """Return the values of a buffer written by one shard, with zero for values that are finite or were not finite
+        before.
+        """
         value, before = self._sums[name], self.committed[name].reshape(-1)
         return torch.where(value.isfinite() | ~before.isfinite(), 0.0, value)
 
     def commit(self, rows: int) -> None:
-        """Makes the reduced values the committed ones, and the model's. `rows`: those of the whole step."""
+        """Make the reduced values the committed ones and put them into the model. `rows`: rows of the whole step."""
         with torch.no_grad():
             for name, buffer in self._named.items():
                 if name in self._sums:
@@ -169,7 +180,7 @@ class Buffers:
 
 
 def _copied(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Copies; what is the same tensor stays the same."""
+    """Copy the tensors; a tensor that occurs twice is copied once."""
     copies = {id(value): None if value is None else value.clone() for value in values}
     return [copies[id(value)] for value in values]
 
@@ -179,19 +190,21 @@ def _rule(task: Task, name: str, buffer: torch.Tensor) -> BufferRule:
     rule = task.buffer_rule(name) or default
     if buffer.is_complex() and rule != "refuse":
         raise TaskError(
-            f"buffer_rule('{name}') says '{rule}' for a complex buffer",
+            f"buffer_rule('{name}') returned '{rule}' for a complex buffer",
             expected="'refuse'",
-            remedy="keep its real and imaginary parts in one buffer each, if it changes",
+            remedy="if it changes, keep its real and imaginary parts in separate buffers",
         )
     if rule == "max" and buffer.is_floating_point():
         raise TaskError(
-            f"buffer_rule('{name}') says 'max' for a floating buffer", expected="'mean', 'first' or 'refuse'"
+            f"buffer_rule('{name}') returned 'max' for a floating-point buffer", expected="'mean', 'first' or 'refuse'"
         )
     if rule == "mean" and not buffer.is_floating_point():
-        raise TaskError(f"buffer_rule('{name}') says 'mean' for {buffer.dtype}", expected="'max', 'first' or 'refuse'")
+        raise TaskError(
+            f"buffer_rule('{name}') returned 'mean' for {buffer.dtype}", expected="'max', 'first' or 'refuse'"
+        )
     return rule
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the values are the same; what is not a number counts as equal to itself."""
+    """Return whether the values are the same; NaN counts as equal to NaN."""
     return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -1,4 +1,4 @@
-"""Between a worker's control calls and its training thread: wishes go one way, what the thread is doing the other."""
+"""Link between a worker's control calls and its training thread: requests in, current activity out."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from raytrain_plus.errors import Interrupted
 from raytrain_plus.training.records import Activity
 
 Doing = Literal["idle", "preparing", "joining", "data", "computing", "collective", "applying", "saving", "leaving"]
-"""What a training thread can be doing; see `elastic.watch` for which of them wait for other members."""
+"""Activities of a training thread. `elastic.watch` says which of them wait for other members."""
 
 
 class Control:
-    """Set from any thread; the training thread looks at it at every microbatch, gradient, and wait.
+    """Requests to the training thread, set from any thread; it checks them at every microbatch, gradient and wait.
 
-    Wishes name the generation they are for, so one that comes early waits for its generation, and one that comes late
-    has no effect.
+    A request names its generation. A request that comes early waits for its generation; one that comes late has no
+    effect.
     """
 
     def __init__(self) -> None:
@@ -27,59 +27,59 @@ class Control:
 
     @property
     def generation(self) -> int:
-        """The generation that this worker is or was last in; -1 before any."""
+        """The current or last generation of this worker; -1 before any."""
         return self._generation
 
     def begin(self, generation: int) -> None:
-        """A new generation begins."""
+        """Enter a new generation."""
         self._generation = generation
 
     def pause(self, generation: int) -> None:
-        """Wishes that the group stops at a step boundary."""
+        """Request that the group stops at a step boundary."""
         self._pause_at = max(self._pause_at, generation)
 
     def save(self, generation: int) -> None:
-        """Wishes that the group makes a checkpoint, once."""
+        """Request one checkpoint of the group."""
         self._save_at = max(self._save_at, generation)
 
     def saving(self) -> bool:
-        """Whether a checkpoint is wished for."""
+        """Return whether a checkpoint is requested."""
         return self._save_at >= self._generation
 
     def saved(self) -> None:
-        """The wish for a checkpoint is fulfilled."""
+        """Clear the request for a checkpoint."""
         self._save_at = -2
 
     def interrupt(self, generation: int) -> None:
-        """Wishes that this worker leaves its world at once."""
+        """Request that this worker leaves its world at once."""
         self._interrupt_at = max(self._interrupt_at, generation)
 
     def pausing(self) -> bool:
-        """Whether a pause is wished for."""
+        """Return whether a pause is requested."""
         return self._pause_at >= self._generation
 
     def interrupted(self) -> bool:
-        """Whether this worker is to leave its world."""
+        """Return whether this worker must leave its world."""
         return self._interrupt_at >= self._generation
 
     def over(self, generation: int) -> bool:
-        """Whether there is nothing more to do in that generation, which may not have begun here."""
+        """Return whether nothing is left to do in that generation, which may not have begun here."""
         return self._interrupt_at >= generation or self._generation > generation
 
     def check(self) -> None:
-        """Raises `Interrupted` where this worker is to leave its world."""
+        """Raise `Interrupted` if this worker must leave its world."""
         if self.interrupted():
-            raise Interrupted("the group changes")
+            raise Interrupted("the group is changing")
 
     def patience(self, limit_s: float) -> None:
-        """From now on, nothing that the thread does should last longer than so many seconds."""
+        """Set the limit, in seconds, of each following activity of the training thread."""
         self._limit_s = limit_s
 
     def enter(self, doing: Doing) -> None:
-        """Says what the training thread does from now on."""
+        """Record the activity of the training thread from now on."""
         self._doing = (doing, time.monotonic(), self._limit_s)
 
     def activity(self) -> Activity:
-        """What the training thread does, since when, and for how long it may."""
+        """Return what the training thread does, for how long it has done so, and the limit."""
         doing, since, limit_s = self._doing
         return Activity(doing=doing, since_s=time.monotonic() - since, limit_s=limit_s)

@@ -1,4 +1,7 @@
-"""Held-out evaluation: every row once, divided over shards; an exact mean over rows, a function of the state."""
+"""Held-out evaluation: use every row once, divided over shards, and average exactly over rows.
+
+The result is a function of the state.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,10 @@ def evaluate(
     control: Control,
     wait_s: float,
 ) -> dict[str, float]:
-    """The task's figures over all held-out rows, the same bits on every worker, whoever hosts what.
+    """Return the task's metrics over all held-out rows: the same bits on every worker, for any assignment of shards.
 
-    Each shard's sums are kept apart through the reduction (one writer, float64) and added in shard order.
+    Each shard's sums stay separate through the reduction (one writer, float64) and are added in shard order. Raises
+    `TrainingError` if workers have different metric names.
     """
     for part in stepper.parts:
         part.module.eval()
@@ -40,7 +44,7 @@ def evaluate(
         part.module.train()
     names = sums.names
     control.enter("collective")
-    assert names is not None, "every worker has held-out rows"
+    assert names is not None, "every worker hosts held-out rows"
     _agree(names, world, step, control, wait_s)
     flat = np.zeros((shards, len(names) + 1), dtype=np.float64)
     for shard, of_shard in sums.figures.items():
@@ -54,11 +58,13 @@ def evaluate(
 
 
 def _agree(names: Sequence[str], world: World, step: int, control: Control, wait_s: float) -> None:
-    """Raises `TrainingError` where another worker's batches gave other figures: no sum of theirs would match."""
+    """Raise `TrainingError` if another worker's batches gave other metric names: the sums would not match."""
     mine = zlib.crc32("\0".join(names).encode())
     seen = torch.tensor([mine, -mine])
     wait(
         world.reduce(seen, "evaluation.names", "max"), f"the evaluation after step {step}", wait_s, control.interrupted
     )
     if int(seen[0]) != -int(seen[1]):
-        raise TrainingError(f"evaluate gave other figures for other batches; for some, {', '.join(names) or 'none'}")
+        raise TrainingError(
+            f"evaluate returned different metrics for different batches; for some of them: {', '.join(names) or 'none'}"
+        )

@@ -1,4 +1,4 @@
-"""Find the shard and the parameter whose gradient is not finite, while a step is computed again."""
+"""Find the shard and the parameter whose gradient is not finite while a step is recomputed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytrain_plus.training.verdict import Fault
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """The gradients of one chunk after the last backward pass of one shard; the norms are still on their device."""
+    """The gradients of one chunk after a shard's last backward pass; the norms are still on their device."""
 
     shard: int
     chunk: int
@@ -24,16 +24,19 @@ class _Checked:
 
 
 class FaultSearch:
-    """Checks each shard's gradients when its last backward pass is made, before they are summed with others'.
+    """Check each shard's gradients after its last backward pass, before they are summed with those of other shards.
 
-    Until `found` is asked for, nothing waits for the device.
+    Nothing waits for the device until `found` is called.
     """
 
     def __init__(self) -> None:
         self._checked: list[_Checked] = []
 
     def shard_ended(self, shard: int, chunk: int, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Measure the gradients of a chunk; those of earlier shards may be in them, so only the first fault counts."""
+        """Measure the gradients of a chunk.
+
+        They can include the gradients of earlier shards, so only the first fault counts.
+        """
         trained = [(name, value.grad) for name, value in parameters if value.grad is not None]
         if trained:
             names, gradients = zip(*trained, strict=True)
@@ -49,22 +52,22 @@ class FaultSearch:
                 name for name, square in zip(one.names, one.norms.squares(), strict=True) if not math.isfinite(square)
             ]
             if bad:
-                # Backward goes from the last parameter to the first: the last one was the first to be wrong.
+                # Backward runs from the last parameter to the first: the last faulty parameter is the origin.
                 faults[one.chunk] = Fault(one.shard, one.chunk, bad[-1])
         return list(faults.values())
 
 
 class Norms:
-    """The norms of some tensors, in float64, on the tensors' devices until `squares` brings them to the host."""
+    """The float64 norms of some tensors, kept on the tensors' devices until `squares` copies them to the host."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Tensors of any devices and types, empty and complex ones too; they may change afterwards."""
+        """Measure tensors of any device and dtype, also empty and complex ones; they may change afterwards."""
         self._count = len(tensors)
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for number, tensor in enumerate(tensors):
             if tensor.numel():
                 real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-                # A kernel over many tensors at once takes those of one device and type.
+                # A kernel over many tensors needs one device and one dtype.
                 alike[real.device, real.dtype].append((number, real))
         of_devices: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = defaultdict(list)
         for (device, _), group in alike.items():
@@ -76,10 +79,10 @@ class Norms:
         ]
 
     def squares(self) -> list[float]:
-        """Return the sum of squares of each tensor, in their order; one transfer from each device."""
+        """Return the sum of squares of each tensor, in order, with one transfer per device."""
         found = [0.0] * self._count
         for numbers, norms in self._of_devices:
             for number, norm in zip(numbers, norms.tolist(), strict=True):
-                # Not `**`, which raises OverflowError where this gives infinity.
+                # `**` would raise OverflowError; this gives infinity.
                 found[number] = norm * norm
         return found

@@ -1,14 +1,14 @@
-"""The header: what all workers must know of a step beside its gradients, as one int64 vector summed once a step.
+"""The header: what all workers must know of a step besides its gradients, as one int64 vector summed once per step.
 
     shard 0                              shard 1 ...   flags
     start | rows | ids | weight | loss                 pause | save | ...     (`data.ledger.NOTE`, `Flags`)
 
-Each shard's slots have one writer and everyone else adds zero, so a sum hands the writer's bits to all unchanged, and
-every worker computes the same loss, in shard order, whatever the ring did.
+Each shard's slots have one writer; every other worker adds zero. So the sum passes the writer's bits to all workers
+unchanged. Every worker computes the same loss, in shard order, independent of the ring.
 
-It travels at the end of the first gradient bucket, because a sum of its own, however small, costs a step a round of
-agreement on what to sum. A bucket of floating numbers sums whole numbers exactly as long as they fit its significant
-bits: the header goes as digits that do.
+The header travels at the end of the first gradient bucket: a separate sum, however small, costs one more round of
+agreement per step on what to sum. A floating-point bucket sums whole numbers exactly while they fit its significant
+bits, so the header is sent as digits that do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DIGIT_BITS = {"float64": 32, "float32": 16, "float16": 8, "bfloat16": 8}
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
-    """What one shard says of its part of a step, as in `data.ledger.NOTE`."""
+    """One shard's report on its part of a step, as in `data.ledger.NOTE`."""
 
     start: int
     rows: int = 0
@@ -36,7 +36,7 @@ class ShardReport:
     loss: float = 0.0
 
     def plus(self, rows: int, ids: int, weight: float, loss: float) -> ShardReport:
-        """With one more microbatch, of that mean loss and that weight."""
+        """Return the report with one more microbatch of that mean loss and weight."""
         return ShardReport(
             self.start, self.rows + rows, (self.ids + ids) % 2**64, self.weight + weight, self.loss + loss * weight
         )
@@ -44,50 +44,51 @@ class ShardReport:
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What any worker may say; all hear it at the same step."""
+    """Flags that any worker may raise; all workers see them at the same step."""
 
     pause: bool = False
-    """The group is to stop at this boundary."""
+    """The group must stop at this boundary."""
     save: bool = False
-    """A checkpoint is to be made of the state after this step."""
+    """A checkpoint of the state after this step is requested."""
     busy: bool = False
     """An earlier checkpoint is still being written."""
     uncopied: bool = False
-    """No copy of the state can be made for a buddy: there is none, or the copy before is still on its way."""
+    """No copy of the state can be made for a buddy: this worker has no buddy, or the previous copy is still being sent.
+    """
 
 
 _FLAGS = len(fields(Flags))
 
 
 def either(said: Iterable[Flags]) -> Flags:
-    """What anybody says."""
+    """Return the flags that at least one worker raises."""
     told = [astuple(one) for one in said]
     return Flags(*map(any, zip(*told, strict=True)))
 
 
 def size(shards: int) -> int:
-    """Length of the header of a job with `shards` shards."""
+    """Return the length of the header of a job with `shards` shards."""
     return shards * _SLOTS + _FLAGS
 
 
 def digits(shards: int, dtype: str) -> int:
-    """How many numbers of the floating type `dtype` carry the header of a job with `shards` shards."""
+    """Return how many numbers of the floating-point type `dtype` carry the header of a job with `shards` shards."""
     return size(shards) * 64 // _DIGIT_BITS[dtype]
 
 
 def to_digits(header: npt.NDArray[np.int64], dtype: str) -> npt.NDArray[np.float64]:
-    """The header as whole numbers that `dtype` sums exactly where each has one writer."""
+    """Return the header as whole numbers that `dtype` sums exactly, given one writer for each."""
     return header.view(f"u{_DIGIT_BITS[dtype] // 8}").astype(np.float64)
 
 
 def from_digits(summed: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.int64]:
-    """The header out of its summed digits. A flag that very many set stays set."""
+    """Return the header from its summed digits. A flag raised by very many workers stays raised."""
     bits = _DIGIT_BITS[dtype]
     return np.minimum(summed, 2.0**bits - 1).astype(f"u{bits // 8}").view(np.int64)
 
 
 def encode(reports: dict[int, ShardReport], shards: int, flags: Flags) -> npt.NDArray[np.int64]:
-    """The header of a worker that hosts the shards in `reports`."""
+    """Return the header of a worker that hosts the shards in `reports`."""
     header = np.zeros(size(shards), dtype=np.int64)
     notes = header[:-_FLAGS].view(NOTE)
     for shard, report in reports.items():
@@ -98,7 +99,7 @@ def encode(reports: dict[int, ShardReport], shards: int, flags: Flags) -> npt.ND
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """The step, as every worker sees it after the header's sum."""
+    """The step as every worker sees it after the header is summed."""
 
     rows: int
     weight: float
@@ -107,15 +108,15 @@ class StepTotals:
     bad_shards: tuple[int, ...]
     """Shards whose loss or weight is not finite."""
     flags: Flags
-    """What somebody said, or more than one."""
+    """Flags that at least one worker raised."""
     notes: bytes
     """Each shard's `NOTE`, in shard order."""
 
 
 def decode(header: npt.NDArray[np.int64]) -> StepTotals:
-    """Reads a summed header."""
+    """Decode a summed header."""
     notes = header[:-_FLAGS].view(NOTE)
-    # One after the other, in shard order: NumPy would add in an order of its own.
+    # Add one at a time, in shard order: NumPy would use its own order.
     weight, loss = sum(notes["weight"].tolist()), sum(notes["loss"].tolist())
     bad = np.flatnonzero(~(np.isfinite(notes["weight"]) & np.isfinite(notes["loss"])))
     return StepTotals(

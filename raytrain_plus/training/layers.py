@@ -1,4 +1,4 @@
-"""The names of a job's layers, where its model is to be cut between them."""
+"""The layer names of a job whose model is partitioned into stages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from raytrain_plus.job.task_loader import build_task, load_task, told_as_task_er
 
 
 def layers_of(job: Job, roots: Sequence[Path]) -> tuple[str, ...] | None:
-    """In order; None where nothing is to be cut. Raises `TaskError` where the task does not say them."""
+    """Return the layer names in order, or None if the model is not partitioned.
+
+    Raises `TaskError` if the task does not declare its layers.
+    """
     if job.parallel.pipeline == 1:
         return None
-    # Here, because it loads torch.
+    # Imported here because it loads torch.
     from raytrain_plus.training.model import layer_names
 
     task = build_task(load_task(job.task, roots), job.args)

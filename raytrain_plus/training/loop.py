@@ -1,6 +1,6 @@
-"""The training thread's loop: batch, step, tell, evaluate; until the last step, a wish to pause, or an interrupt.
+"""The training thread's loop: batch, step, report, evaluate, until the last step, a pause request or an interrupt.
 
-Nobody is asked anything: what happens after a step is a function of the step's number and of the header.
+The loop asks no other process: what happens after a step is a function of the step number and the header.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper
 
 DRAWN = 3
-"""Of each generation, the step that is drawn where the model is in stages: the first ones warm up."""
+"""Offset, in a generation, of the step whose passes are drawn if the model has stages; the first steps warm up."""
 
 
 class Feed(Protocol):
-    """Where the batches come from."""
+    """The source of the batches."""
 
     def get(self, step: int, timeout_s: float, check: Callable[[], None]) -> StepBatches:
-        """The batches of `step`; steps are asked for in order. `check` is called while it waits, and may raise."""
+        """Return the batches of `step`; steps are requested in order.
+
+        `check` is called during the wait and may raise.
+        """
 
     def more(self) -> None:
-        """The training thread waits for others: a good moment to make batches."""
+        """Make batches while the training thread waits for other workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """When to evaluate, and on what."""
+    """When to evaluate, and on which batches."""
 
     every_steps: int
     batches: ShardBatches
@@ -45,53 +48,58 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Where steps overlap, and are committed some at a time."""
+    """Overlapping steps that are committed together."""
 
     every: int
-    """Steps after which all come together."""
+    """Number of steps after which all stages synchronise."""
     counted: Callable[[int], Shards]
-    """How many rows each microbatch of a step has."""
+    """Returns the number of rows of each microbatch of a step."""
 
 
 class Saving(Protocol):
-    """Where checkpoints go."""
+    """The writer of checkpoints."""
 
     def busy(self) -> bool:
-        """Whether this worker still writes its share of an earlier one."""
+        """Return whether this worker still writes its share of an earlier checkpoint."""
 
     def check(self) -> None:
-        """Raise `TrainingError` if a state that was to be kept is not finite."""
+        """Raise `TrainingError` if a state that was to be saved is not finite."""
 
     def due(self, step: int, evaluated: bool) -> bool:
-        """Whether the state after `step` is to be kept; the same for every member."""
+        """Return whether the state after `step` must be saved; the same for every member."""
 
     def copy(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Copies this worker's share of the state after `step`, with those figures, and writes it meanwhile."""
+        """Copy this worker's share of the state after `step`, with those metrics, and write it in the background."""
 
 
 class Copying(Protocol):
-    """Where copies of the state go that keep it, in memory, from being lost with this worker."""
+    """The sender of in-memory copies of the state that survive the loss of this worker."""
 
     def ready(self) -> bool:
-        """Whether this worker could make one now."""
+        """Return whether this worker could make a copy now."""
 
     def due(self, step: int) -> bool:
-        """Whether there is to be one of the state after `step`, if all can; the same for every member."""
+        """Return whether the state after `step` is to be copied if all members can; the same for every member."""
 
     def copy(self, step: int, check: Callable[[], None]) -> None:
-        """Copies the state after `step`, and sends it meanwhile. `check` is called while it waits, and may raise."""
+        """Copy the state after `step` and send it in the background.
+
+        `check` is called during the wait and may raise.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How long things may last, in seconds."""
+    """Time limits in seconds."""
 
     step_s: float
-    """Any single thing that a step does without a sign of progress."""
+    """Limit of any single action of a step without a sign of progress."""
     first_step_s: float
-    """The same in a generation's first step, which compiles, warms caches up and opens files, and in an evaluation."""
+    """The same in an evaluation and in a generation's first step, which compiles, warms caches and opens files."""
     wait_s: float
-    """One collective: long, because who waits is not at fault; the controller looks for who is."""
+    """Limit of one collective. It is long because a worker that waits is not at fault; the controller finds the
+    culprit.
+    """
 
 
 def train(
@@ -112,11 +120,11 @@ def train(
     tell: Callable[[StepRecord | Evaluated], None],
     control: Control,
 ) -> Literal["paused", "finished"]:
-    """Trains from `first_step` up to `steps`, or to the boundary at which somebody wished to pause.
+    """Train from `first_step` up to `steps`, or to the boundary of a requested pause.
 
-    `tell` is called with each applied step and each evaluation, in order, and must not block. Evaluations up to the
-    one after step `evaluated` have been made; one that is due at `first_step` and is not among them is made first.
-    Raises `Interrupted` where the group changes.
+    `tell` is called with each applied step and each evaluation, in order, and must not block. Evaluations up to the one
+    after step `evaluated` have been made. If the evaluation due at `first_step` is not among them, it is made first.
+    Raises `Interrupted` if the group changes.
     """
 
     def evaluate_after(step: int) -> dict[str, float]:
@@ -144,7 +152,7 @@ def train(
         if not (flags.save or saving.due(step, bool(metrics))):
             return
         if flags.busy:
-            # All have heard it, and nobody begins: at the next boundary, or the one after.
+            # All members have seen `busy`, and none begins: retry at the next boundary, or the one after.
             control.save(control.generation)
             return
         control.saved()
@@ -184,7 +192,7 @@ def train(
         copy_after(step, not heard.uncopied)
         metrics = evaluate_after(step)
         if step + 1 < steps:
-            # What a run ends with is kept when it ends.
+            # The final state is saved when the run ends.
             save_after(step, metrics, heard)
             if heard.pause:
                 return "paused"
@@ -205,7 +213,7 @@ def _make(
     limit_s: float,
     wait_s: float,
 ) -> tuple[list[StepRecord], Flags]:
-    """Makes one step, or some that overlap; what is told of them, and what was wished for at their end."""
+    """Make one step, or several overlapping ones; return their records and the flags at their end."""
     start, waits_s = time.monotonic(), []
 
     def batches(step: int) -> Shards:
@@ -232,7 +240,7 @@ def _make(
             skipped=one.skipped,
             time=now - seconds * (steps[-1] - step) / len(steps),
             notes=one.notes,
-            # Of steps that overlap, the passes of all are told with the last.
+            # Overlapping steps report all their passes with the last step.
             **_pipelined(stepper.passes.bars if step == steps[-1] else (), drawn in steps),
         )
         for step, one in zip(steps, applied, strict=True)
@@ -241,7 +249,7 @@ def _make(
 
 
 def steps_end(step: int, steps: int, window: Window | None, evaluation: Evaluation | None, saving: Saving) -> int:
-    """The last of the steps, from `step` on, that are committed together; the same for every member."""
+    """Return the last of the steps, from `step` on, that are committed together; the same for every member."""
     if window is None:
         return step
 
@@ -254,7 +262,7 @@ def steps_end(step: int, steps: int, window: Window | None, evaluation: Evaluati
 
 
 def _pipelined(bars: Sequence[Bar], drawn: bool) -> dict[str, Any]:
-    """What is told of a stage's passes; nothing where the model is in none."""
+    """Return the record fields about a stage's passes; empty if the model has no stages."""
     if not bars:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What each layer of a model costs, found by running it: built, run and let go again, one after the other."""
+"""Measure the cost of each layer of a model: build, run and release the layers one after the other."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from raytrain_plus.training.passes import weighed
 from raytrain_plus.training.randomness import random_key, set_random_key
 
 TIMES = 3
-"""How often a layer is run; the fastest run counts, the first compiles and warms up."""
+"""How often a layer is run. The fastest run counts; the first one compiles and warms up."""
 COPIES = 4
-"""Of each parameter a worker keeps its gradient, too, and two figures of its optimizer, as a rule."""
+"""Copies of each parameter that a worker usually keeps: the parameter, its gradient and two optimizer values."""
 
 
 def measured(
     task: Task, seed: int, device: torch.device, microbatch: Microbatch, overlaps: bool = False
 ) -> tuple[Layer, ...]:
-    """The layers of the task's model, each with the seconds of a microbatch's forward and backward pass, and what a
-    worker keeps of it: parameters and what goes with them, and a microbatch's activations.
+    """Return the layers of the task's model with their measured costs.
 
-    The last one's seconds hold those of the loss. `overlaps`: whether the schedule lets steps overlap. Raises
-    `TaskError` where the model does not say its layers, or does not go with that, and what the task raises.
+    Each layer has the seconds of a microbatch's forward and backward pass, and the bytes that a worker keeps:
+    parameters with gradients and optimizer state, and a microbatch's activations. The last layer's seconds include the
+    loss. `overlaps`: whether the schedule lets steps overlap. Raises `TaskError` if the model does not declare its
+    layers or does not support overlapping steps; errors of the task propagate.
     """
     work = _Alone(task, seed, device, microbatch)
     names = layer_names(task, seed)
@@ -49,9 +50,9 @@ def measured(
         if overlaps and built.tied:
             copy, owner = next(iter(built.tied.items()))
             raise TaskError(
-                f"'{copy}' and '{owner}' are tied, and under pipedream no two stages are at the same step",
+                f"'{copy}' and '{owner}' are tied, but pipedream stages are never at the same step",
                 where="parallel.schedule: pipedream",
-                remedy="take another schedule, or weights that are not tied",
+                remedy="use another schedule, or do not tie the weights",
             )
         module = built.module
         module.train()
@@ -73,9 +74,9 @@ def measured(
         for buffer, value in module.named_buffers() if overlaps else ():
             if not torch.equal(value, before[buffer]):
                 raise TaskError(
-                    f"the buffer '{buffer}' changes in a forward pass, and under pipedream steps overlap",
+                    f"the buffer '{buffer}' changes in a forward pass, but pipedream overlaps steps",
                     where="parallel.schedule: pipedream",
-                    remedy="take another schedule, or layers that keep no running figures (LayerNorm, GroupNorm)",
+                    remedy="use another schedule, or layers without running statistics (LayerNorm, GroupNorm)",
                 )
         parameters = list(module.parameters())
         found.append(
@@ -92,9 +93,9 @@ def measured(
 
 
 def measured_here(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
-    """The same on this machine's processor, for a look before a run.
+    """Return the same, measured on this machine's CPU, for a check before a run.
 
-    Raises `TaskError` if the task fails, or its batches hold what cannot pass between stages.
+    Raises `TaskError` if the task fails, or if its batches contain values that cannot pass between stages.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(job.workers.threads)
@@ -108,7 +109,7 @@ def measured_here(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
 
 
 def room_of(device: torch.device | None = None) -> int:
-    """The bytes of memory that a device has; of a processor, or without one, this machine."""
+    """Return the bytes of memory of a GPU; for a CPU or None, of this machine."""
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return int(psutil.virtual_memory().total)
@@ -124,7 +125,7 @@ def _each(task: Task, seed: int, device: torch.device, names: tuple[str, ...]) -
 
 
 class _Saved:
-    """How many bytes a forward pass keeps for the backward pass, those of parameters aside."""
+    """Count the bytes that a forward pass keeps for the backward pass, without parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self._seen = {value.untyped_storage().data_ptr() for value in (*module.parameters(), *module.buffers())}
@@ -139,7 +140,7 @@ class _Saved:
 
 
 class _Alone:
-    """A microbatch, as `chunk.Work`, whose passes are timed."""
+    """A microbatch, as `chunk.Work`, with timed passes."""
 
     def __init__(self, task: Task, seed: int, device: torch.device, microbatch: Microbatch) -> None:
         self._task = task
@@ -149,7 +150,7 @@ class _Alone:
         self._seconds = 0.0
 
     def taken(self) -> float:
-        """Seconds since this was asked for last."""
+        """Return the seconds since the last call."""
         taken, self._seconds = self._seconds, 0.0
         return taken
 

@@ -1,4 +1,4 @@
-"""What held-out batches give: figures of each, summed over the rows of each shard."""
+"""Metrics of held-out batches, summed over the rows of each shard."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
 
 ShardBatches = Callable[[int], Iterable[Microbatch]]
-"""The microbatches of one shard's span of the held-out rows, in order."""
+"""Returns the microbatches of one shard's span of the held-out rows, in order."""
 
 
 class Figures:
-    """Sums of what `Task.evaluate` gives, weighted by rows."""
+    """Sums of the values that `Task.evaluate` returns, weighted by rows."""
 
     def __init__(self) -> None:
         self.names: list[str] | None = None
         self.figures: dict[int, dict[str, float]] = {}
-        """For each shard."""
+        """The weighted sums of each shard, by metric name."""
         self.rows: dict[int, int] = {}
 
     def begin(self, shard: int) -> None:
-        """A shard comes, which may have no rows."""
+        """Begin a shard, which may have no rows."""
         self.figures.setdefault(shard, {})
         self.rows.setdefault(shard, 0)
 
     def add(self, shard: int, rows: int, figures: Any) -> None:
-        """Adds what a batch gave. Raises `TrainingError` where that is no dict of numbers, or has other names."""
+        """Add the values of a batch. Raises `TrainingError` if they are not a dict of numbers, or have other names."""
         given = checked(figures)
         if self.names is not None and sorted(given) != self.names:
             one, other = ", ".join(self.names) or "none", ", ".join(sorted(given)) or "none"
-            raise TrainingError(f"evaluate gave other figures for other batches: {one}, and {other}")
+            raise TrainingError(f"evaluate returned different metrics for different batches: {one}, and {other}")
         self.names = sorted(given)
         self.begin(shard)
         sums = self.figures[shard]
@@ -41,7 +41,7 @@ class Figures:
 
 
 def checked(figures: Any) -> dict[str, float]:
-    """Figures as numbers. Raises `TrainingError` where they are none."""
+    """Return the metrics as floats. Raises `TrainingError` if they are not a dict of numbers."""
     if not isinstance(figures, Mapping):
         raise TrainingError(
             f"evaluate returned {type(figures).__name__}; expected a dict of name -> mean over the batch"
@@ -49,4 +49,4 @@ def checked(figures: Any) -> dict[str, float]:
     try:
         return {str(name): float(value) for name, value in figures.items()}
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TrainingError(f"evaluate returned a figure that is no single number: {error}") from error
+        raise TrainingError(f"evaluate returned a metric that is not a single number: {error}") from error

@@ -1,4 +1,4 @@
-"""The model as the platform holds it: built under its random keys, with its layers' names and its device."""
+"""Build a task's model under its random keys, with its layer names and on its device."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from raytrain_plus.training.randomness import random_key, set_random_key
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model, or a run of its layers."""
+    """A model, or a sequence of its layers."""
 
     module: nn.Module
     layers: tuple[str, ...]
-    """Their names in order; none where the task did not say them."""
+    """Layer names in order; empty if the task does not declare them."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """In the whole model: the name of a parameter that is a copy -> that of the one that it is a copy of."""
+    """For the whole model: name of a parameter that is a copy -> name of the parameter it copies."""
 
 
 def build_model(task: Task, seed: int, device: torch.device) -> Built:
-    """Builds the task's model on `device`, each layer under the key (seed, 'init', layer name).
+    """Build the task's model on `device`, each layer under the key (seed, 'init', layer name).
 
-    A task that does not say its layers is built whole under the empty layer name; a plain `nn.Sequential` has its
-    modules as layers. Values are drawn on the CPU, so they do not depend on the device. Raises `TaskError` where what
-    comes back is no module.
+    A task that does not declare its layers is built whole under the empty layer name; the modules of a plain
+    `nn.Sequential` become its layers. Values are drawn on the CPU, so they do not depend on the device. Raises
+    `TaskError` if the result is not a module.
     """
     layers = task.layers()
     if layers is not None:
@@ -45,9 +45,9 @@ def build_model(task: Task, seed: int, device: torch.device) -> Built:
 
 
 def build_chunks(task: Task, seed: int, device: torch.device, chunks: Sequence[Sequence[str]]) -> tuple[Built, ...]:
-    """Builds these runs of the model's layers, by name, and no others: the same as in the whole model.
+    """Build only these sequences of the model's layers, by name; the values are those of the whole model.
 
-    Raises `TaskError` where the task does not say its layers.
+    Raises `TaskError` if the task does not declare its layers.
     """
     layers = task.layers()
     if layers is not None:
@@ -64,16 +64,16 @@ def build_chunks(task: Task, seed: int, device: torch.device, chunks: Sequence[S
 
 
 def layer_names(task: Task, seed: int) -> tuple[str, ...]:
-    """The names of the model's layers, in order; what has to be built for it holds no values, where that is possible.
+    """Return the names of the model's layers in order. Modules are built without values if possible.
 
-    Raises `TaskError` where the task does not say them, and where they cannot be cut apart.
+    Raises `TaskError` if the task does not declare its layers, or if they cannot be separated.
     """
     try:
         with torch.device("meta"):
             layers = task.layers()
             children = _children(task.model()) if layers is None else {name: build() for name, build in layers.items()}
     except Exception:
-        # Of a model that reads its values from a file, say.
+        # For example, a model that reads its values from a file cannot be built on the meta device.
         layers = task.layers()
         return tuple(layers if layers is not None else _children(_whole(task, seed))) or _raise(_no_layers())
     if not children:
@@ -83,7 +83,7 @@ def layer_names(task: Task, seed: int) -> tuple[str, ...]:
     _check_apart(children)
     for name in children:
         if "/" in name:
-            raise TaskError(f"the layer '{name}' has a slash in its name", where="layers()", expected="a name without")
+            raise TaskError(f"the layer '{name}' has a slash in its name", where="layers()", expected="no slash")
     return tuple(children)
 
 
@@ -93,9 +93,9 @@ def _raise(error: Exception) -> NoReturn:
 
 def _no_layers() -> TaskError:
     return TaskError(
-        "a model that does not say its layers cannot be cut into stages",
+        "a model that does not declare its layers cannot be partitioned into stages",
         where="parallel.pipeline",
-        expected="layers(), or a model() that is an nn.Sequential with each module in it once",
+        expected="layers(), or a model() that returns an nn.Sequential with each module in it once",
     )
 
 
@@ -118,7 +118,7 @@ def _built(
     for copy, owner in tied.items():
         (at, name), (owner_at, owner_name) = _place(copy), _place(owner)
         if at in made:
-            # Where the other is elsewhere, its layer is built once more, for its values.
+            # If the owner is on another worker, its layer is built once more for its values.
             source = made[owner_at] if owner_at in made else layer(owner_at)
             _copy(_parameter(source, owner_name, owner), _parameter(made[at], name, copy), copy, owner)
     built = []
@@ -131,7 +131,7 @@ def _built(
 
 
 def _place(name: str) -> tuple[str, str]:
-    """A parameter's layer, and its name there."""
+    """Return a parameter's layer, and its name in that layer."""
     layer, _, rest = name.partition(".")
     return layer, rest
 
@@ -142,21 +142,21 @@ def _check_tied(tied: Mapping[str, str], layers: Collection[str]) -> None:
             if _place(name)[0] not in layers:
                 raise _not_tied(copy, owner, f"there is no layer '{_place(name)[0]}'")
         if _place(copy)[0] == _place(owner)[0]:
-            raise _not_tied(copy, owner, "both are in one layer, which can share them itself")
+            raise _not_tied(copy, owner, "both are in the same layer; share the parameter inside it")
         if owner in tied:
-            raise _not_tied(copy, owner, f"'{owner}' is a copy itself, of '{tied[owner]}'")
+            raise _not_tied(copy, owner, f"'{owner}' is itself a copy of '{tied[owner]}'")
 
 
 def _parameter(layer: nn.Module, name: str, whole: str) -> nn.Parameter:
     try:
         return layer.get_parameter(name)
     except AttributeError:
-        raise TaskError(f"tied() names '{whole}', which is no parameter of its layer", where="Task.tied") from None
+        raise TaskError(f"tied() names '{whole}', but its layer has no such parameter", where="Task.tied") from None
 
 
 def _copy(source: nn.Parameter, target: nn.Parameter, copy: str, owner: str) -> None:
     if (source.shape, source.dtype, source.requires_grad) != (target.shape, target.dtype, target.requires_grad):
-        raise _not_tied(copy, owner, "they differ in shape, type, or in whether they train")
+        raise _not_tied(copy, owner, "they differ in shape, dtype or requires_grad")
     with torch.no_grad():
         target.copy_(source)
 
@@ -166,7 +166,7 @@ def _not_tied(copy: str, owner: str, why: str) -> TaskError:
 
 
 def _untied(children: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Gives each layer of a sequence its own copy of a parameter that several share; which are copies of which."""
+    """Give each layer its own copy of a parameter that several layers share; return copy -> owner."""
     owners: dict[int, tuple[str, str]] = {}
     tied: dict[str, str] = {}
     for layer, child in children.items():
@@ -191,21 +191,21 @@ def _whole(task: Task, seed: int) -> nn.Module:
 
 
 def _check_apart(children: Mapping[str, nn.Module]) -> None:
-    """Raises `TaskError` where two layers share a tensor: on two stages each would have one of its own."""
+    """Raise `TaskError` if two layers share a tensor: on two stages each would have its own."""
     owners: dict[int, str] = {}
     for name, child in children.items():
         for own, value in (*child.named_parameters(), *child.named_buffers()):
             other = owners.setdefault(id(value), name)
             if other != name:
                 raise TaskError(
-                    f"'{name}.{own}' is a tensor of the layer '{other}', too, and could be on another stage",
+                    f"'{name}.{own}' is also a tensor of the layer '{other}', which can be on another stage",
                     where="parallel.pipeline",
-                    expected="layers that share no tensor; Task.tied says which parameters are one",
+                    expected="layers that share no tensors; declare tied parameters in Task.tied",
                 )
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a plain sequence, by name; none where it is anything else, or has one of them twice."""
+    """Return the modules of a plain sequence by name; empty for other modules, or if a module occurs twice."""
     if type(module) is not nn.Sequential:
         return {}
     children = dict(module.named_children())
@@ -216,30 +216,30 @@ def _check_module(value: Any, source: str) -> None:
     if not isinstance(value, nn.Module):
         raise TaskError(f"{source} returned {type(value).__name__}", expected="a torch.nn.Module")
     if source == "model()" and not any(parameter.requires_grad for parameter in value.parameters()):
-        raise TaskError("the model has no parameter to train", expected="at least one that requires a gradient")
+        raise TaskError("the model has no trainable parameter", expected="at least one that requires a gradient")
     for name, part in value.named_modules():
         for attribute, held in vars(part).items():
-            # What is computed from parameters (as weight_norm does) is no state of its own.
+            # A tensor computed from parameters (as by weight_norm) is not state.
             if isinstance(held, torch.Tensor) and held.grad_fn is None:
                 where = f"{name}.{attribute}" if name else attribute
                 raise TaskError(
-                    f"{source}: '{where}' is a plain tensor, which no other worker sees",
-                    expected="parameters and buffers alone",
+                    f"{source}: '{where}' is a plain tensor, which is not copied to other workers",
+                    expected="only parameters and buffers",
                     remedy=f"self.register_buffer('{attribute}', ..., persistent=False)",
                 )
 
 
 def to_device(batch: Any, device: torch.device, copy: bool = False) -> Any:
-    """`batch` with every tensor in it on `device`; with `copy`, none of them the same.
+    """Return `batch` with every tensor on `device`; with `copy`, all tensors are new.
 
-    Dicts, lists and tuples are searched; what is of another kind is moved by its own `to`, where it has one.
+    Searches dicts, lists and tuples; other objects are moved by their own `to` method if they have one.
     """
     if device.type == "cpu" and not copy:
         return batch
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True, copy=copy)
     if hasattr(batch, "to"):
-        # Of a kind of its own, such as a tokenizer's, that knows how to move itself.
+        # A class such as a tokenizer's batch, which can move itself.
         return (deepcopy(batch) if copy else batch).to(device)
     if isinstance(batch, dict):
         moved = {key: to_device(value, device, copy) for key, value in batch.items()}

@@ -1,6 +1,6 @@
-"""The passes of a step: forward and backward over the microbatches of the hosted shards, up to the sums of gradients.
+"""The passes of a step: forward and backward over the microbatches of the hosted shards, up to the gradient sums.
 
-`Whole` makes them where a worker holds the whole model; `staged` where it holds a stage of it.
+`Whole` runs them on a worker that holds the whole model; `staged` on a worker that holds one stage.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from raytrain_plus.training.verdict import Said
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive layers that a worker holds, and what a step collects of them: the model, or a chunk of it."""
+    """Consecutive layers that a worker holds (the model or a chunk of it), with the gradients and buffers of a step."""
 
     module: nn.Module
     parameters: Sequence[tuple[str, nn.Parameter]]
-    """All of them; some may be frozen."""
+    """All parameters, including frozen ones."""
     gradients: Gradients
     buffers: Buffers
     keys: LayerKeys
 
     def writes(self) -> list[int]:
-        """How often each parameter has been written to."""
+        """Return how often each parameter has been written."""
         return [value._version for _, value in self.parameters]
 
     def check_unchanged(self, before: Sequence[int]) -> None:
-        """Raises `TrainingError` where a parameter was written to since."""
+        """Raise `TrainingError` if a parameter was written since `before`."""
         now = self.writes()
         if now != before:
             changed = next(name for (name, _), a, b in zip(self.parameters, now, before, strict=True) if a != b)
             raise TrainingError(
-                f"the loss changed the parameter '{changed}' in place, once for every microbatch: only a step may; "
-                "a moving average belongs into a buffer (register_buffer), and an embedding can have no max_norm"
+                f"the loss changed the parameter '{changed}' in place, in every microbatch; only the optimizer step "
+                "may: keep a moving average in a buffer (register_buffer), and use no max_norm in an embedding"
             )
 
 
 class Passes(Protocol):
-    """How a worker makes them."""
+    """The interface for running the passes of a step."""
 
     @property
     def bars(self) -> Sequence[Bar]:
-        """What a stage did when in the last step, in Unix seconds; nothing where there are no stages."""
+        """The last step's actions of a stage, in Unix seconds; empty if the model has no stages."""
 
     @property
     def chunks(self) -> Sequence[int]:
-        """The number in the model of each of the parts that this worker holds."""
+        """The index in the model of each part that this worker holds."""
 
     def run(
         self,
@@ -76,22 +76,24 @@ class Passes(Protocol):
         flags: Callable[[], header.Flags],
         search: FaultSearch | None = None,
     ) -> list[Work]:
-        """Leaves the shards' gradients and buffers in the parts, and the header, with the `flags` that this worker
-        raises, in the first part's rider; the sums of both that it has started over `world`.
+        """Run the passes and return the sums started over `world`.
 
-        `search` checks each shard's gradients before they are summed.
+        Leaves the shards' gradients and buffers in the parts. Leaves the header, with the `flags` that this worker
+        raises, in the first part's rider. `search` checks each shard's gradients before they are summed.
         """
 
     def figures(self, batches: ShardBatches, hosted: Sequence[int], control: Control) -> Figures:
-        """What the held-out batches of the hosted shards give; the same on all stages of a cell."""
+        """Return the metrics of the held-out batches of the hosted shards; the same on
+        all stages of a model replica.
+        """
 
     def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The gradients of all tied parameters of the cell, out of those that are held here."""
+        """Return the gradients of all tied parameters of the model replica, given those held here."""
 
     def agree(self, step: int, said: Said, world: World, control: Control, wait_s: float) -> Said:
-        """Return what all stages of the replica know of the step's sums, this one's being `said`.
+        """Return what all stages of the replica know of the step's sums; `said` is this stage's knowledge.
 
-        Comes back when every member of every stage's `world` is known to hold its sums.
+        Returns once every member of every stage's `world` is known to hold its sums.
         """
 
 
@@ -101,7 +103,7 @@ Shards = Mapping[int, Sequence[Microbatch]]
 
 @runtime_checkable
 class Overlapping(Passes, Protocol):
-    """Passes of several steps, of which some begin before others have ended."""
+    """Passes of several overlapping steps: a step can begin before the previous one has ended."""
 
     def run_window(
         self,
@@ -112,16 +114,19 @@ class Overlapping(Passes, Protocol):
         flags: Callable[[], header.Flags],
         end: Callable[[int, FaultSearch], None],
     ) -> None:
-        """Makes the passes of these steps. `counted`: how many rows each microbatch of a step has; `batches`, asked for
-        one step after the other where the data is read, has them. `end` is called when this worker's gradients of a
-        step are complete, its header in the first part's rider, each of its shards checked."""
+        """Run the passes of these steps.
+
+        `counted` returns the number of rows of each microbatch of a step. `batches` returns the microbatches; it is
+        called once per step, in order, on the stage that reads the data. `end` is called when this worker's gradients
+        of a step are complete, the header is in the first part's rider, and each shard is checked.
+        """
 
     def updating(self) -> AbstractContextManager[None]:
-        """Open while the weights are changed in place."""
+        """Context in which the weights are changed in place."""
 
 
 class Whole:
-    """Shard after shard, microbatch after microbatch, on one worker; sums begin during the last backward pass."""
+    """The passes on one worker: shard by shard, microbatch by microbatch; sums start during the last backward pass."""
 
     def __init__(self, task: Task, part: Part, device: torch.device, shards: int) -> None:
         self.bars: Sequence[Bar] = ()
@@ -170,7 +175,7 @@ class Whole:
             if search is not None:
                 search.shard_ended(shard, 0, part.parameters)
                 if shard == last:
-                    # They could not be checked once they are submitted.
+                    # Gradients cannot be checked after they are submitted.
                     return part.gradients.reduce_during(nothing, world, control.check)
             part.gradients.end_shard()
         raise AssertionError("a worker in a world hosts at least one shard with rows in every step")
@@ -190,11 +195,11 @@ class Whole:
         return found
 
     def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `Passes`: all are here."""
+        """See `Passes`: all of them are on this worker."""
         return gradients
 
     def agree(self, step: int, said: Said, world: World, control: Control, wait_s: float) -> Said:
-        """See `Passes`: this is the only stage, and a step that one replica has applied all others can copy."""
+        """See `Passes`: this is the only stage, and the other replicas can copy a step that one replica has applied."""
         return said
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, float]:
@@ -203,20 +208,23 @@ class Whole:
 
 
 def nothing() -> None:
-    """The backward passes have been made."""
+    """Stand in for the last backward pass, which has already run."""
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a copy of a batch where the model is.
+    """Return a copy of a batch on the model's device.
 
-    The step may be computed again from the same batch, and is to have the same bits then: a task that writes into its
-    batch writes into a copy, which lies in memory alike wherever the rows came from.
+    The step may be recomputed from the same batch and must give the same bits. A task that writes into its batch writes
+    into a copy, whose memory layout does not depend on the source of the rows.
     """
     return to_device(batch, device, copy=True)
 
 
 def weighed(task: Task, model: nn.Module, batch: Any, rows: int) -> tuple[torch.Tensor, float]:
-    """The task's mean loss of a batch, and its weight. Raises `TrainingError` where that is no single number."""
+    """Return the task's mean loss of a batch and its weight.
+
+    Raises `TrainingError` if the loss is not a single number.
+    """
     result = task.loss(model, batch)
     loss, weight = result if isinstance(result, tuple) else (result, float(rows))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -226,6 +234,6 @@ def weighed(task: Task, model: nn.Module, batch: Any, rows: int) -> tuple[torch.
 
 
 def put_header(gradients: Gradients, encoded: Any) -> None:
-    """Has an encoded header summed along with the gradients."""
+    """Put an encoded header into the rider, to be summed with the gradients."""
     head = gradients.rider
     head.copy_(torch.from_numpy(header.to_digits(encoded, dtype_name(head.dtype))))

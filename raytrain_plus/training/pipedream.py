@@ -1,11 +1,12 @@
-"""Passes without a bubble between steps: the stages of a cell begin steps before the last ones have ended everywhere.
+"""Pipeline passes without a bubble between steps: stages begin a step before the previous one has ended everywhere.
 
-Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", SOSP 2019: each stage makes one forward
-and one backward pass by turns, and changes its weights as soon as its own backward passes of a step are made. So a
-microbatch's passes can find newer weights on a stage than its forward pass there had: its backward pass gets those that
-its forward pass used, of which copies are kept as long (weight stashing).
+Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", SOSP 2019. Each stage alternates forward
+and backward passes, and changes its weights as soon as its own backward passes of a step are done. So a stage can have
+newer weights at a microbatch's backward pass than at its forward pass. The backward pass gets the weights of the
+forward pass, of which copies are kept until then (weight stashing).
 
-The stages come together at the end of a window of steps. Only then is there one state, and are its steps committed.
+The stages synchronise at the end of a window of steps. Only then does one consistent state exist, and the steps are
+committed.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from raytrain_plus.training.staged import Staged
 
 
 class PipeDream(Staged):
-    """See `passes.Overlapping`. Lives for one generation, as its cell's world does."""
+    """See `passes.Overlapping`. Lives for one generation, as its model replica's world does."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        """As `Staged`."""
+        """Take the arguments of `Staged`."""
         super().__init__(*arguments, **settings)
         self.weights = Weights([value for part in self._parts.values() for _, value in part.parameters])
 
@@ -65,7 +66,7 @@ class PipeDream(Staged):
 
 
 class Weights:
-    """The weights of a stage: those of now, and those that backward passes still need."""
+    """The weights of a stage: the current version, and older versions that backward passes still need."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._trained = tuple(value for value in parameters if value.requires_grad)
@@ -74,20 +75,20 @@ class Weights:
         """For each microbatch between its passes, the version that its forward pass used."""
         self._kept: dict[int, list[torch.Tensor]] = {}
         self.most_kept = 0
-        """The most versions that were kept at once beside the present one."""
+        """The largest number of older versions kept at once."""
 
     def forget(self) -> None:
-        """No passes are under way: those that were have been broken off."""
+        """Forget all passes: those under way were aborted."""
         self._used.clear()
         self._kept.clear()
 
     def forward(self, microbatch: int) -> None:
-        """A forward pass uses what is there now."""
+        """Record that a forward pass uses the current version."""
         self._used[microbatch] = self._version
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
-        """While it is open, the weights are those that the microbatch's forward pass used."""
+        """Put in place, while the context is open, the weights that the microbatch's forward pass used."""
         version = self._used[microbatch]
         now = [value.data for value in self._trained]
         if version != self._version:
@@ -102,13 +103,13 @@ class Weights:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """While it is open, the weights may be changed in place; what passes still need is kept as it is."""
+        """Allow in-place changes of the weights while the context is open; versions that passes still need are kept."""
         if self._version in self._used.values():
             self._kept[self._version] = [value.data for value in self._trained]
             self._put([value.data.clone() for value in self._trained])
             self.most_kept = max(self.most_kept, len(self._kept))
         self._version += 1
-        # Backward passes would refuse weights that have changed since their forward pass; they get the right ones.
+        # Backward passes would reject weights changed since their forward pass, but they get the right version.
         with _unsafe_preserve_version_counter(self._trained):
             yield
 
@@ -118,7 +119,7 @@ class Weights:
 
 
 class _Window:
-    """Some steps of a cell, as `chunk.Work`: the microbatches of all their shards, one after the other."""
+    """Several steps of a model replica, as `chunk.Work`: the microbatches of all their shards in sequence."""
 
     def __init__(
         self,
@@ -145,13 +146,15 @@ class _Window:
         ]
         self._last_of = {step: number for number, (step, _, _) in enumerate(self.places)}
         self._open: dict[int, Mapping[tuple[int, int], Any]] = {}
-        """For each step whose batches are here: by shard and microbatch, the batch, where it starts, and its ids."""
+        """For each step whose batches are here: by shard and microbatch, the batch, its
+        start position and its row ids.
+        """
         self._due: int | None = None
-        """The step whose last backward pass is made here."""
+        """The step whose last backward pass has run here."""
         self._before = self._part.writes()
         self._keyed: dict[int, Keyed] = {}
         self._search = FaultSearch()
-        """Of the step whose backward passes are being made."""
+        """The search of the step whose backward passes are running."""
         self._reports: dict[int, dict[int, header.ShardReport]] = {}
         self.bars: list[Bar] = []
 
@@ -165,7 +168,7 @@ class _Window:
         return self._counted[step][shard][index].rows
 
     def batch(self, number: int) -> Any:
-        """See `chunk.Work`. What the ledger wants to know goes along."""
+        """See `chunk.Work`. The batch comes with the values for the ledger."""
         step, shard, index = self.places[number]
         if step not in self._open:
             of = self._of
@@ -178,7 +181,7 @@ class _Window:
                 }
                 number_of_step = step - self._steps[0]
                 of._handovers.send_note("batch", number_of_step, self._open[step], of._last)
-                # No stage is further behind than that, as a rule: nothing keeps those any more.
+                # Usually no stage is further behind than this, so these batches have been received.
                 of._handovers.finish_one("batch", 0, number_of_step - of._stages - 1)
                 self._control.enter("collective")
             else:
@@ -213,18 +216,19 @@ class _Window:
                 yield
             part.check_unchanged(self._before)
             if number + 1 == len(self.places):
-                # As late as can be: what was wished for while these steps were made is heard at their end.
+                # As late as possible: a request made during these steps is seen at their end.
                 said = astuple(self._flags())
                 self._of._handovers.send_note("flags", self._of._stage, said, self._of._last)
         else:
-            # The stage before has come past that microbatch: nothing keeps its gradients any more.
+            # The previous stage is past that microbatch, so it has received these gradients.
             self._of._handovers.finish_one("backward", chunk - 1, number - 2)
             keyed = self._keyed.pop(number)
             keyed.backward()
             with keyed.open(), self._of.weights.backward(number):
                 yield
             if index + 1 == len(self._counted[step][shard]):
-                # No step can be computed again here, where the weights have moved on: each one is searched at once.
+                # A step cannot be recomputed here because the weights have changed since; so each step is searched at
+                # once.
                 self._search.shard_ended(shard, chunk, part.parameters)
             if number == self._last_of[step]:
                 self._due = step
@@ -233,7 +237,7 @@ class _Window:
         self._control.enter("collective")
 
     def end_due(self) -> None:
-        """Ends the step whose last backward pass is made, once its gradients are handed on."""
+        """End the step whose last backward pass has run, once its gradients are handed over."""
         step, self._due = self._due, None
         if step is None:
             return

@@ -1,4 +1,4 @@
-"""What a worker tells the controller while it trains. Pure."""
+"""Records that a worker sends to the controller during training. Pure."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from raytrain_plus.parallel.pipeline.timeline import Bar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """What the controller is told of an applied step."""
+    """The record of an applied step."""
 
     step: int
     rows: int
     loss: float
     seconds: float
     waited_s: float
-    """Of `seconds`, how long the data was waited for."""
+    """The part of `seconds` spent waiting for data."""
     reduce_s: float = 0.0
-    """And, when its own part was computed, the others' parts of the sums."""
+    """The part spent waiting for the sums of other workers after computing this worker's own."""
     grad_norm: float = 0.0
     """Global norm of the gradient before clipping."""
     skipped: bool = False
-    """Its sums were not finite, and it changed nothing."""
+    """The step's sums were not finite, and it changed nothing."""
     time: float
-    """Unix seconds by this worker's clock."""
+    """Unix seconds on this worker's clock."""
     notes: bytes = b""
-    """What each shard gave: `data.ledger.NOTE`s in shard order."""
+    """Each shard's contribution: `data.ledger.NOTE`s in shard order."""
     busy_s: float = 0.0
-    """Where the model is in stages: for how long this one computed its forward and backward passes,"""
+    """With pipeline stages: seconds in which this stage computed its forward and backward passes."""
     passes: tuple[float, float] | None = None
-    """and from when to when they took, in Unix seconds by this worker's clock, waits for other stages included."""
+    """With pipeline stages: start and end of the passes, in Unix seconds on this worker's clock, with waits for other
+    stages.
+    """
     bars: tuple[Bar, ...] = ()
-    """What it did when, by this worker's clock, of a step that is drawn."""
+    """The actions of a step that is drawn, on this worker's clock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """Held-out figures of the state after `step` (-1: before any)."""
+    """Metrics of the held-out data for the state after `step` (-1: before any step)."""
 
     step: int
     metrics: Mapping[str, float]
@@ -46,7 +48,7 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """What a worker's training thread is doing."""
+    """The current activity of a worker's training thread."""
 
     doing: str
     since_s: float

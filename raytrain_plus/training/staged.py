@@ -1,8 +1,8 @@
-"""The passes of a step where a worker holds a stage: its cell makes them together, by a schedule.
+"""The passes of a step on a worker that holds one stage: the model replica runs them together, by a schedule.
 
-A cell computes all microbatches of its shards, in shard order, in one run of the schedule. Where the last chunk is, the
-shards' losses are known when the last forward pass is made; from there the header goes to the cell's other stages, so
-that each stage's ring sums it along with the stage's gradients.
+A replica computes all microbatches of its shards, in shard order, in one run of the schedule. The stage with the last
+chunk knows the shards' losses after the last forward pass. It then sends the header to the replica's other stages, so
+that each stage's ring sums it with the stage's gradients.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from raytrain_plus.training.randomness import Keyed
 from raytrain_plus.training.verdict import Said, from_plain, merged
 
 AT_ONCE = 16
-"""Held-out microbatches that are on their way through the stages at the same time, at most."""
+"""The most held-out microbatches in flight through the stages at once."""
 
 
 class Staged:
-    """See `passes.Passes`. Lives for one generation, as its cell's world does."""
+    """See `passes.Passes`. Lives for one generation, as its model replica's world does."""
 
     def __init__(
         self,
@@ -57,9 +57,11 @@ class Staged:
         classes: Classes = KNOWN,
         tied: Mapping[int, Collection[str]] = MappingProxyType({}),
     ) -> None:
-        """`parts`: the chunks of the stage that `peers.rank` says, in order; `shards`: of the job; `classes`: those of
-        the objects in batches; `tied`: the tied parameters that each stage has, where others have some that are tied to
-        them."""
+        """Prepare the passes of the stage `peers.rank`.
+
+        `parts`: the stage's chunks in order; `shards`: the job's number of shards; `classes`: the classes of the
+        objects in batches; `tied`: for each stage, its parameters that are tied to parameters of other stages.
+        """
         self._task = task
         self._stages = stages
         self._stage = peers.rank
@@ -74,7 +76,7 @@ class Staged:
         self._parts = dict(zip(own, parts, strict=True))
         self._last = where[-1]
         self._twice = where[0] == where[-1]
-        """Whether the task's loss is begun and ended on the same stage, with the same batch."""
+        """Whether the task's loss begins and ends on the same stage, with the same batch."""
         self._pipeline = Pipeline(
             schedule,
             [
@@ -92,8 +94,10 @@ class Staged:
         flags: Callable[[], header.Flags],
         search: FaultSearch | None = None,
     ) -> list[Work]:
-        """See `passes.Passes`. Of its microbatches the first stage alone has the batches and ids; all know the rows."""
-        # Until the first activations come, others are waited for.
+        """See `passes.Passes`. Only the first stage gets the microbatches' batches and
+        ids; all stages know the rows.
+        """
+        # Until the first activations arrive, this stage waits for others.
         control.enter("collective")
         said_here = flags()
         work = _Cell(self, step, shards, control, search)
@@ -119,7 +123,7 @@ class Staged:
         return works
 
     def figures(self, batches: ShardBatches, hosted: Sequence[int], control: Control) -> Figures:
-        """See `passes.Passes`. Of the microbatches the first stage alone has the batches; all know the rows."""
+        """See `passes.Passes`. Only the first stage gets the microbatches' batches; all stages know the rows."""
         found = Figures()
         for shard in hosted:
             found.begin(shard)
@@ -145,7 +149,8 @@ class Staged:
         found = dict(gradients)
         if self._stage not in self._tied:
             return found
-        # Frozen ones have none, here and there alike; a view would be sent with all of what it is a view of.
+        # Frozen parameters have no gradient on any stage. Clone, because sending a view would send its whole base
+        # tensor.
         own = {name: gradients[name].cpu().clone() for name in self._tied[self._stage] if name in gradients}
         for stage in self._tied:
             if stage != self._stage:
@@ -158,10 +163,13 @@ class Staged:
         return found
 
     def agree(self, step: int, said: Said, world: World, control: Control, wait_s: float) -> Said:
-        """See `passes.Passes`. One number goes around each stage's ring when it has its sums, and then through the
-        cell: who has heard all of its cell knows that every member of every ring holds its sums."""
+        """See `passes.Passes`.
+
+        One number goes around each stage's ring once its sums are complete, and then through the model replica. A stage
+        that has heard from all stages of its replica knows that every member of every ring holds its sums.
+        """
         work = world.reduce(torch.zeros(1), "summed")
-        wait(work, f"the others to have their sums of step {step}", wait_s, control.interrupted)
+        wait(work, f"the other replicas' gradient sums of step {step}", wait_s, control.interrupted)
         for stage in range(self._stages):
             self._handovers.send_note("agreed", self._stage, said.plain(), stage)
         told = [from_plain(self._handovers.take_note("agreed", stage, stage)) for stage in range(self._stages)]
@@ -169,7 +177,7 @@ class Staged:
         return merged(told)
 
     def _hand_on_batches(self, work: _Cell | _HeldOut) -> None:
-        """From where the data is read to where the loss is."""
+        """Pass the batches from the stage that reads the data to the stage that computes the loss."""
         if self._stage == 0:
             self._handovers.send_note("batch", 0, work.batches, self._last)
         if self._stage == self._last:
@@ -181,7 +189,7 @@ class Staged:
 
 
 class _Cell:
-    """One step of a cell, as `chunk.Work`: the microbatches of all its shards, one after the other."""
+    """One step of a model replica, as `chunk.Work`: the microbatches of all its shards in sequence."""
 
     def __init__(
         self,
@@ -203,7 +211,7 @@ class _Cell:
         self._keyed: dict[tuple[int, int], Keyed] = {}
         self._seen: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self.reports: dict[int, header.ShardReport] = {}
-        """What the shards gave; known where the last chunk is."""
+        """The shards' reports; known on the stage of the last chunk."""
         self.bars: list[Bar] = []
 
     def rows(self, number: int) -> int:
@@ -211,7 +219,7 @@ class _Cell:
         return self._microbatch(number).rows
 
     def batch(self, number: int) -> Any:
-        """See `chunk.Work`. What the ledger wants to know goes along."""
+        """See `chunk.Work`. The batch comes with the values for the ledger."""
         return self.batches[number]
 
     def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
@@ -261,7 +269,7 @@ class _Cell:
 
 
 class _HeldOut:
-    """Some held-out microbatches of a shard, as `chunk.Work`: what stands for the loss are their figures."""
+    """Some held-out microbatches of a shard, as `chunk.Work`: their metrics take the place of the loss."""
 
     def __init__(self, staged: Staged, shard: int, some: Sequence[tuple[int, Microbatch]], control: Control) -> None:
         self._of = staged

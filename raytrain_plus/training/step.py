@@ -1,12 +1,13 @@
-"""One step is one transaction: everything is summed first, and only then does anything change.
+"""A step is a transaction: everything is summed first, and only then does anything change.
 
-each hosted shard, in order
-    committed buffers back -> each microbatch: keys set, forward, weighted backward
-last backward of all:  buckets submitted as they fill; the header rides on the first
-all sums there -> divided by the weight -> checked -> clipped -> optimizer, scheduler, buffers    = applied
+    each hosted shard, in order
+        committed buffers back -> each microbatch: keys set, forward, weighted backward
+    last backward of all:  buckets submitted as they fill; the header rides on the first
+    all sums complete -> divided by the weight -> checked -> clipped -> optimizer, scheduler, buffers    = applied
 
-A step is computed again, nothing having changed by then, if exact sums (`collective.exact`) did not fit their grids, on
-grids that fit; and if a sum is not finite, with a check after each shard. `verdict` says what follows.
+A step is recomputed, before anything has changed, in two cases. If exact sums (`collective.exact`) did not fit their
+grids, it is recomputed on grids that fit. If a sum is not finite, it is recomputed with a check after each shard.
+`verdict` decides what follows.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from raytrain_plus.training.verdict import (
 )
 
 TRIES = 3
-"""How often a step is computed until its sums are fit, or known to stay unfit; twice, if a step can be repeated."""
+"""How often a step is computed until its sums are fit or known to stay unfit; a reproducible step needs at most two."""
 
 log = logging.getLogger(__name__)
 
@@ -63,20 +64,20 @@ class Applied:
     rows: int
     loss: float
     flags: header.Flags
-    """What somebody wished for, or said, at this boundary."""
+    """The flags that members raised at this boundary."""
     notes: bytes
-    """What each shard gave, for the ledger: `data.ledger.NOTE`s in shard order."""
+    """Each shard's contribution for the ledger: `data.ledger.NOTE`s in shard order."""
     grad_norm: float
     """Global norm of the gradient before clipping; NaN or infinite if the step was skipped for it."""
     skipped: bool = False
-    """Sums were not finite: weights, optimizer, scheduler and buffers stayed as they were."""
+    """Sums were not finite: weights, optimizer, scheduler and buffers are unchanged."""
     reduce_s: float = field(compare=False)
-    """How long the sums were waited for when its own part was computed. Two that came to the same are equal."""
+    """Seconds of waiting for the sums after this worker's own part; ignored in comparisons of results."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Summed:
-    """A step of which all sums are there, and nothing is applied."""
+    """A step whose sums are all complete, and of which nothing is applied."""
 
     step: int
     totals: header.StepTotals
@@ -84,7 +85,7 @@ class _Summed:
 
 
 class Stepper:
-    """Holds a model's training state and moves it step by step."""
+    """Holds a model's training state and advances it step by step."""
 
     def __init__(
         self,
@@ -99,9 +100,12 @@ class Stepper:
         skip_nonfinite: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`built`: the model, or those chunks of it that this worker holds. `exact`: sums over shards are the same bits
-        in any order. `skip_nonfinite`: leave the state as it is in a step whose sums are not finite, rather than raise.
-        Raises `TaskError` for what cannot be summed exactly."""
+        """Build the training state.
+
+        `built`: the model, or the chunks of it that this worker holds. `exact`: sums over shards are the same bits in
+        any order. `skip_nonfinite`: keep the state in a step whose sums are not finite, instead of raising. Raises
+        `TaskError` for parameters that cannot be summed exactly.
+        """
         self.task = task
         self._shards = shards
         exact_shards = shards if exact else None
@@ -112,23 +116,25 @@ class Stepper:
         named = [pair for part in self.parts for pair in part.parameters]
         self.named = [(name, value) for name, value in named if value.requires_grad]
         self.optimizer = task.optimizer(self.named) if self.named else None
-        """None where a stage trains nothing: it has frozen layers alone, or none with weights."""
+        """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else task.scheduler(self.optimizer)
         self.device = device
         self.passes: Passes = Whole(task, self.parts[0], device, shards)
-        """Where the model is in stages, others for each generation."""
+        """Replaced in each generation if the model has stages."""
         self.held: int | None = -1
-        """The step whose state this is; None while it is being changed, and after a change that did not end."""
+        """The last applied step; None while the state is partially applied, also after a
+        change that did not complete.
+        """
         self.scales: dict[str, int] = {}
         """The grids of the next exact sums, by parameter and buffer."""
         self.counts = {SKIPPED: 0}
-        """Part of the committed state: how many steps in a row, up to this one, were skipped."""
+        """Part of the committed state: the number of consecutive skipped steps up to this one."""
         self._exact = [
             *(exact for part in self.parts for exact in part.gradients.exact),
             *(part.buffers.exact for part in self.parts if part.buffers.exact),
         ]
         self.tied = built[0].tied
-        """In the whole model, parameters that are copies -> what they are copies of."""
+        """For the whole model: parameters that are copies -> the parameters they copy."""
         self._tied = [names for names in tied_groups(self.tied) if not dict(self.named).keys().isdisjoint(names)]
         self._frozen = [(name, value) for name, value in named if not value.requires_grad]
         self._persistent = [
@@ -137,23 +143,25 @@ class Stepper:
         self._clip_norm = clip_norm
         self._skip_nonfinite = skip_nonfinite
         self.allowed: frozenset[str] = frozenset()
-        """Names of what is not finite from the beginning, such as a mask with infinities."""
+        """Names of values that are not finite from the beginning, such as a mask with infinities."""
         self._summed: _Summed | None = None
         self._ended: int | None = None
-        """The last step of a window that is made here, and is not known to be made everywhere."""
+        """The last step of a window that is complete here, and not known to be complete everywhere."""
         self.squares: dict[str, float] = {}
-        """Squared gradient norms of all parameters of the model in the step that was applied last: a worker that has
-        yet to apply it needs them."""
+        """Squared gradient norms of all parameters of the model in the last applied step.
+
+        A worker that has yet to apply that step needs them.
+        """
         self.allowed = frozenset(not_finite(model_state(self.holding()).items()))
 
     @property
     def ready(self) -> int | None:
-        """The step that it can `finish`, if there is one."""
+        """The step that `finish` can complete, or None."""
         return self._ended if self._summed is None else self._summed.step
 
     @property
     def module(self) -> nn.Module:
-        """The whole model, where this worker holds it."""
+        """The whole model, if this worker holds it."""
         [part] = self.parts
         return part.module
 
@@ -168,13 +176,13 @@ class Stepper:
         meanwhile: Callable[[], None] = lambda: None,
         flags: Callable[[], header.Flags] = header.Flags,
     ) -> Applied:
-        """Makes step `step` over the microbatches of the hosted `shards`, together with the world's other members.
+        """Compute and apply step `step` over the microbatches of the hosted `shards`, with the world's other members.
 
-        `meanwhile` is called when its own part is computed, before the wait for the others'; `flags` what this worker
-        has to say to all.
+        `meanwhile` is called once this worker's own part is computed, before the wait for the others. `flags` returns
+        the flags that this worker raises.
 
-        Raises `TrainingError` if loss or sums are not finite (before anything changed), unless such steps are skipped,
-        and `Interrupted` or `WaitExpired` (after `wait_s` in one collective) if the world breaks.
+        Raises `TrainingError` if loss or sums are not finite (before anything changed), unless such steps are skipped.
+        Raises `Interrupted` or `WaitExpired` (after `wait_s` in one collective) if the world breaks.
         """
         for part in self.parts:
             part.module.train()
@@ -201,19 +209,19 @@ class Stepper:
                 search = FaultSearch()
             else:
                 measured, bad = self._measured(step, world, wait_s, control)
-                # Whose gradients were searched, and are finite in each shard.
+                # The gradients of these parameters were searched and are finite in each shard.
                 unfit = [] if search is None else bad
                 scales, search = {**scales, **measured}, FaultSearch() if bad else None
         else:
             raise TrainingError(
-                f"the gradients of step {step} are others each time they are computed, by far; "
+                f"the gradients of step {step} are not reproducible: each computation gives very different values; "
                 "`reduction: exact` needs a loss that draws its random numbers from torch, NumPy or random"
             )
         if refused:
             self._check_may_skip(refused)
         elif search is not None:
-            log.warning("step %d was not finite, and is when computed again: look for faulty memory", step)
-        # Who is to leave may have given its state out: it changes no more.
+            log.warning("step %d was not finite, but is finite when recomputed: check for faulty memory", step)
+        # A worker that must leave may have handed over its state, so it must not change it.
         control.check()
         control.enter("applying")
         self._apply(said.squares)
@@ -241,10 +249,11 @@ class Stepper:
         meanwhile: Callable[[], None],
         flags: Callable[[], header.Flags],
     ) -> tuple[float, header.StepTotals, Said]:
-        """Make the passes and the sums of a step once; when its own part was computed (monotonic seconds), the header's
-        totals, and what all stages know of the sums.
+        """Run the passes and the sums of a step once.
 
-        `unfit`: exact sums that were not finite the last time, though each shard's gradients were searched.
+        Returns the time at which this worker's own part was computed (monotonic seconds), the header's totals, and what
+        all stages know of the sums. `unfit`: exact sums that were not finite the last time, although each shard's
+        gradients were searched.
         """
         for part in self.parts:
             part.gradients.begin(scales)
@@ -258,7 +267,7 @@ class Stepper:
         totals = self._totals()
         if not totals.weight:
             raise TrainingError(
-                f"the weights that the task's loss gave in step {step} add up to 0: there is no mean to learn from"
+                f"the weights that the task's loss returned in step {step} sum to 0: the mean loss is undefined"
             )
         self._reduce_buffers(step, world, wait_s, control)
         readings = [exact.read() for exact in self._exact]
@@ -292,10 +301,10 @@ class Stepper:
         wait_s: float,
         flags: Callable[[], header.Flags] = header.Flags,
     ) -> list[Applied]:
-        """Makes these steps by passes that overlap: `passes.Overlapping` says what the arguments are.
+        """Compute and apply these steps with overlapping passes; see `passes.Overlapping` for the arguments.
 
-        A stage is changed by each step when its own part of that is there, and the state is one again after the last.
-        Raises what `run` raises; the state is none where it has begun to change.
+        Each stage applies a step when its own part of that step is complete; the state is consistent again after the
+        last step. Raises the errors of `run`; the state is unusable if it has begun to change.
         """
         passes = self.passes
         assert isinstance(passes, Overlapping)
@@ -304,7 +313,7 @@ class Stepper:
             part.gradients.begin({})
         self._summed = self._ended = None
         made: list[tuple[header.StepTotals, float]] = []
-        """Of each step, its totals and the seconds that its sums were waited for."""
+        """For each step, its totals and the seconds of waiting for its sums."""
         squares: dict[str, float] = {}
 
         def end(step: int, search: FaultSearch) -> None:
@@ -330,7 +339,7 @@ class Stepper:
             for part in self.parts:
                 part.gradients.begin({})
             made.append((totals, reduce_s))
-            # What comes next waits for others.
+            # The next action waits for other workers.
             control.enter("collective")
 
         passes.run_window(steps, counted, batches, control, flags, end)
@@ -353,32 +362,34 @@ class Stepper:
         ]
 
     def finish(self, squares: Mapping[str, float]) -> None:
-        """Applies the step of which it has all sums, because others have: these are the `squares` they agreed on. Or
-        takes the steps for made that others, too, have come to the end of."""
+        """Apply the step whose sums are all complete, because others have applied it with the agreed `squares`.
+
+        After a window: mark its steps as applied, because the others have completed it, too.
+        """
         if self._ended is None:
             self._apply(squares)
         else:
             self.held, self._ended = self._ended, None
 
     def snapshot(self) -> transfer.Snapshot:
-        """The committed state, for a worker that lacks it. Not to be called while a step applies."""
-        assert self.held is not None, "a dirty state is never given away"
+        """Return the committed state for a worker that lacks it. Must not be called while a step is applied."""
+        assert self.held is not None, "a partially applied state is never given away"
         return transfer.take(self.held, self.holding())
 
     def adopt(self, snapshot: transfer.Snapshot) -> None:
-        """Takes another worker's state in place of its own."""
+        """Replace the state by another worker's."""
         self.held = self._summed = self._ended = None
         transfer.put(snapshot, self.holding())
         self.restore_buffers()
         self.held = snapshot.step
 
     def restore_buffers(self) -> None:
-        """Puts the committed buffers into the model."""
+        """Put the committed buffers into the model."""
         for part in self.parts:
             part.buffers.restore()
 
     def holding(self) -> Holding:
-        """Where the state is."""
+        """Return references to all parts of the state."""
         return Holding(
             {name: value for part in self.parts for name, value in part.buffers.committed.items()},
             self.named,
@@ -393,11 +404,11 @@ class Stepper:
 
     def _apply(self, squares: Mapping[str, float]) -> None:
         summed, self._summed = self._summed, None
-        assert summed is not None, "its sums are there"
+        assert summed is not None, "the sums are complete"
         norm = gradient_norm(squares)
         self.squares = dict(squares)
         if not math.isfinite(norm):
-            # Refused by all alike: the state after this step is the one before it.
+            # All workers refuse the step alike: the state after it is the state before it.
             self.restore_buffers()
             self.counts[SKIPPED] += 1
             self.held = summed.step
@@ -412,7 +423,7 @@ class Stepper:
         self.held = summed.step
 
     def _check_may_skip(self, refused: str) -> None:
-        """Raises `TrainingError` unless a step may be skipped that was refused for this reason."""
+        """Raise `TrainingError` unless a step refused for this reason may be skipped."""
         skipped = self.counts[SKIPPED] + 1
         if self._skip_nonfinite and skipped < SKIPPED_IN_A_ROW:
             log.warning("skipped: %s", refused)
@@ -420,7 +431,7 @@ class Stepper:
         self._summed = None
         if self._skip_nonfinite:
             refused += (
-                f"; {skipped} steps in a row were not finite, and `elastic.on_nonfinite: skip` allows {skipped - 1}"
+                f"; {skipped} consecutive steps were not finite, and `elastic.on_nonfinite: skip` allows {skipped - 1}"
             )
         raise TrainingError(refused)
 
@@ -434,7 +445,7 @@ class Stepper:
         wait_s: float,
         control: Control,
     ) -> None:
-        """Raises `TrainingError` if a step among steps that overlap cannot be applied here."""
+        """Raise `TrainingError` if one of several overlapping steps cannot be applied here."""
         said = Said(True, squares)
         if not said.fit:
             said = replace(said, fault=self._first_fault(search, step, world, wait_s, control))
@@ -443,7 +454,7 @@ class Stepper:
             raise TrainingError(refused)
 
     def _change(self, step: int) -> None:
-        # An optimizer may draw, too.
+        # An optimizer can draw random numbers, too.
         self.parts[0].keys.apply(step)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -451,17 +462,19 @@ class Stepper:
             self.scheduler.step()
 
     def _totals(self) -> header.StepTotals:
-        """What the step's header says."""
+        """Return the totals in the step's header."""
         head = self.parts[0].gradients.rider
         return header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype)))
 
     def _reduce_buffers(self, step: int, world: World, wait_s: float, control: Control) -> None:
         works = [world.reduce(*vector) for part in self.parts for vector in part.buffers.to_reduce()]
         for work in works:
-            wait(work, f"the buffers of step {step}", wait_s, control.interrupted)
+            wait(work, f"the buffer sums of step {step}", wait_s, control.interrupted)
 
     def _measured(self, step: int, world: World, wait_s: float, control: Control) -> tuple[dict[str, int], list[str]]:
-        """The grids that fit this step's values, and which of these are not finite, named as squared norms are."""
+        """Return the grids that fit this step's values, and the values that are not
+        finite, named as squared norms are.
+        """
         largest = torch.from_numpy(np.concatenate([exact.largest() for exact in self._exact])).to(self.device)
         work = world.reduce(largest, "exact.largest", "max")
         wait(work, f"the largest values of step {step}", wait_s, control.interrupted)
@@ -478,16 +491,16 @@ class Stepper:
     def _first_fault(
         self, search: FaultSearch, step: int, world: World, wait_s: float, control: Control
     ) -> Fault | None:
-        """The first of the faults that the members of this stage's world have found; all of them ask together."""
+        """Return the first fault that the members of this stage's world have found; all members call it together."""
         trained = [name for name, _ in self.named]
         parts = zip(self.passes.chunks, self.parts, strict=True)
         chunk_of = {name: chunk for chunk, part in parts for name, _ in part.parameters}
-        # By shard, the parameter's number, from 1 on: of several, the last one is nearest to the loss.
+        # For each shard, the parameter's number, counted from 1: of several, the last one is nearest to the loss.
         found = torch.zeros(self._shards, dtype=torch.int64, device=self.device)
         for fault in search.found():
             found[fault.shard] = max(int(found[fault.shard]), trained.index(fault.parameter) + 1)
         work = world.reduce(found, "faults", "max")
-        wait(work, f"the search for what is not finite in step {step}", wait_s, control.interrupted)
+        wait(work, f"the search for non-finite gradients in step {step}", wait_s, control.interrupted)
         for shard, number in enumerate(found.tolist()):
             if number:
                 name = trained[number - 1]
@@ -495,7 +508,7 @@ class Stepper:
         return None
 
     def _take_tied(self, settled: bool) -> None:
-        """Gives tied parameters the sum of their gradients, in the order of names, wherever in the cell they are."""
+        """Give tied parameters the sum of their gradients, in the order of names, on whichever stage they are."""
         if not self._tied:
             return
         own = dict(self.named)
@@ -507,7 +520,9 @@ class Stepper:
                     _gradient(own[name]).copy_(total)
 
     def _squares(self) -> dict[str, float]:
-        """The squared norm of each parameter's gradient, tied ones once; NaN for a buffer whose sum is not finite."""
+        """Return the squared norm of each parameter's gradient, tied parameters once; NaN for buffers with non-finite
+        sums.
+        """
         trained = [(name, _gradient(value)) for name, value in self.named if name not in self.tied]
         changes = [(part, change) for part in self.parts for change in part.buffers.changes()]
         squares = Norms([*(gradient for _, gradient in trained), *(change for _, change in changes)]).squares()
@@ -533,7 +548,7 @@ def _part(
     shards: int | None,
     label: str,
 ) -> Part:
-    """`shards`: where the header rides along, for how many."""
+    """Build a part. `shards`: the number of shards in the header that this part carries; None if it carries none."""
     named = list(built.module.named_parameters())
     if exact_shards is not None:
         _check_exact(named)
@@ -556,7 +571,7 @@ def _check_exact(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     for name, value in named:
         if value.requires_grad and value.dtype not in (torch.float32, torch.float64):
             raise TaskError(
-                f"the parameter '{name}' is {dtype_name(value.dtype)}, which `reduction: exact` does not sum",
+                f"the parameter '{name}' is {dtype_name(value.dtype)}, which `reduction: exact` does not support",
                 where="reduction: exact",
                 expected="float32 or float64 parameters",
                 remedy="keep the parameters in float32, or use reduction: ring",

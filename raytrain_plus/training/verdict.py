@@ -1,7 +1,7 @@
-"""Decide what becomes of a step whose sums are complete: apply it, compute it again, or refuse it. Pure.
+"""Decide what happens to a step with complete sums: apply it, recompute it, or refuse it. Pure.
 
-A step is fit when its exact sums fit their grids and every sum is finite. Sums that are not finite are computed once
-more, and each shard is checked on the way (`fault_search`); if they stay so, nothing of the step is applied.
+A step is fit if its exact sums fit their grids and every sum is finite. A step with non-finite sums is recomputed once,
+with a check after each shard (`fault_search`). If its sums are still not finite, nothing of it is applied.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SKIPPED_IN_A_ROW = 10
-"""Steps in a row that `elastic.on_nonfinite: skip` may meet; with the last of them the run stops."""
+"""Consecutive skipped steps under `elastic.on_nonfinite: skip` at which the run stops."""
 
 LOSS = "loss/"
-"""Among squared norms: stands for the loss. No parameter has a slash in its name."""
+"""Key among the squared norms that stands for the loss. No parameter has a slash in its name."""
 BUFFER = "buffer/"
-"""Among squared norms: the prefix of a buffer whose sum is not finite."""
+"""Prefix among the squared norms of a buffer whose sum is not finite."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -26,20 +26,20 @@ class Fault:
 
     shard: int
     chunk: int
-    """Number of the chunk of layers that has the parameter."""
+    """Index of the chunk of layers that has the parameter."""
     parameter: str
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a stage, or all stages of a replica together, know of a step's sums."""
+    """What one stage, or all stages of a replica together, know of a step's sums."""
 
     settled: bool
-    """Exact sums fit their grids; other sums always do."""
+    """Exact sums fit their grids; other sums are always settled."""
     squares: Mapping[str, float] = field(default_factory=dict)
-    """Squared norm of each parameter's gradient, tied parameters once; what else is not finite stands there as NaN."""
+    """Squared norm of each parameter's gradient, tied parameters once; NaN for anything else that is not finite."""
     fault: Fault | None = None
-    """Known once the step was computed with a check after each shard."""
+    """Known after the step was computed with a check after each shard."""
 
     @property
     def fit(self) -> bool:
@@ -47,13 +47,13 @@ class Said:
         return self.settled and math.isfinite(gradient_norm(self.squares))
 
     def plain(self) -> tuple[Any, ...]:
-        """Return it as plain values, for another process: `from_plain` reads them."""
+        """Return the values as plain types for another process; `from_plain` reads them."""
         fault = None if self.fault is None else (self.fault.shard, self.fault.chunk, self.fault.parameter)
         return self.settled, dict(self.squares), fault
 
 
 def from_plain(values: Sequence[Any]) -> Said:
-    """Return what `Said.plain` gave."""
+    """Return the `Said` that `Said.plain` encoded."""
     settled, squares, fault = values
     return Said(settled, squares, None if fault is None else Fault(*fault))
 
@@ -61,7 +61,7 @@ def from_plain(values: Sequence[Any]) -> Said:
 def merged(said: Sequence[Said]) -> Said:
     """Return what all stages of a replica know together.
 
-    A fault spreads from its layer to all layers before it: of the first faulty shard, the last chunk has the cause.
+    A fault spreads from its layer to all earlier layers: of the first faulty shard, the last chunk has the cause.
     """
     faults = [one.fault for one in said if one.fault is not None]
     return Said(
@@ -72,52 +72,56 @@ def merged(said: Sequence[Said]) -> Said:
 
 
 def gradient_norm(squares: Mapping[str, float]) -> float:
-    """Return the global norm; added in the order of names, so that it does not depend on how the model is split."""
+    """Return the global norm.
+
+    It is added in the order of names, so it does not depend on the partition of the model.
+    """
     total = sum(squares[name] for name in sorted(squares))
     return math.sqrt(total) if total >= 0 else math.nan
 
 
 def of_step(step: int, squares: Mapping[str, float]) -> dict[str, float]:
-    """Return squared norms under names that tell them from those of other steps: `squares_of` undoes it."""
+    """Return the squared norms under names that include the step; `squares_of` is the inverse."""
     return {f"{step}/{name}": square for name, square in squares.items()}
 
 
 def squares_of(step: int, squares: Mapping[str, float]) -> dict[str, float]:
-    """Return those of one step, by their own names."""
+    """Return the squared norms of one step under their own names."""
     return {name.partition("/")[2]: square for name, square in squares.items() if name.startswith(f"{step}/")}
 
 
 def why_refused(step: int, bad_shards: Sequence[int], said: Said, *, searched: bool) -> str:
-    """Return why nothing of the step can be applied; empty if it can be, or if it is to be computed again first.
+    """Return why the step cannot be applied; empty if it can be applied or must be recomputed first.
 
-    `bad_shards`: those whose loss is not finite. `searched`: each shard was checked while the sums were computed.
+    `bad_shards`: shards whose loss is not finite. `searched`: each shard was checked while the sums were computed.
     """
     if bad_shards:
         which = f"shard {bad_shards[0]}" if len(bad_shards) == 1 else f"shards {', '.join(map(str, bad_shards))}"
         return (
-            f"the loss of step {step} is not finite in {which}; nothing of this step was applied. "
-            "Usual causes: a learning rate too high, a division by zero or log(0) in the loss, bad values in the data"
+            f"the loss of step {step} is not finite in {which}; the step was not applied. Usual causes: "
+            "a learning rate that is too high, a division by zero or log(0) in the loss, bad values in the data"
         )
     if said.fault is not None:
         return (
             f"the gradient of step {step} is not finite in shard {said.fault.shard}, first in the parameter "
-            f"'{said.fault.parameter}', though the loss is; nothing of this step was applied. Usual causes: the "
-            "derivative of sqrt, norm or pow at 0, torch.where around an infinite branch, a learning rate too high"
+            f"'{said.fault.parameter}', although the loss is finite; the step was not applied. Usual causes: the "
+            "derivative of sqrt, norm or pow at 0, torch.where around an infinite branch, a learning rate that is too "
+            "high"
         )
     bad = [name for name, value in said.squares.items() if not math.isfinite(value)]
     if not searched or said.fit or not (said.settled or bad):
         return ""
-    # Each one may be finite, and only their sum not.
+    # Each gradient can be finite while only their sum is not.
     of_parameters = [name for name in bad if not name.startswith(BUFFER)] or ([] if bad else [_largest(said.squares)])
     name = (of_parameters or bad)[-1]
     if name.startswith(BUFFER):
         return (
-            f"the buffer '{name.removeprefix(BUFFER)}' would not be finite after step {step}, though loss and gradient "
-            "are; nothing of this step was applied"
+            f"the buffer '{name.removeprefix(BUFFER)}' would not be finite after step {step}, although loss and "
+            "gradients are finite; the step was not applied"
         )
     return (
-        f"the gradient of step {step} is not finite in the parameter '{name}', though it is in each shard: their sum "
-        "exceeds the range of its type; nothing of this step was applied"
+        f"the gradient of step {step} is not finite in the parameter '{name}', although it is finite in each shard: "
+        "the sum exceeds the range of its dtype; the step was not applied"
     )
 
 

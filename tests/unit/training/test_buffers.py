@@ -93,5 +93,5 @@ def test_a_refused_buffer_that_changes_is_named() -> None:
 
 @pytest.mark.parametrize(("name", "rule"), [("mean", "max"), ("count", "mean")])
 def test_rules_that_do_not_fit_are_refused(name: str, rule: str) -> None:
-    with pytest.raises(TaskError, match=rf"buffer_rule\('{name}'\) says '{rule}'"):
+    with pytest.raises(TaskError, match=rf"buffer_rule\('{name}'\) returned '{rule}'"):
         Buffers(Holder(), Ruled(**{name: rule}))

@@ -81,20 +81,22 @@ def test_the_figures_are_means_over_rows_and_the_same_bits_on_any_number_of_work
         assert told == [alone] * len(layout)
 
 
-@pytest.mark.parametrize(("wrong", "words"), [(3.0, "expected a dict"), ({"loss": torch.zeros(2)}, "no single number")])
+@pytest.mark.parametrize(
+    ("wrong", "words"), [(3.0, "expected a dict"), ({"loss": torch.zeros(2)}, "not a single number")]
+)
 def test_what_is_no_figure_is_refused(wrong: Any, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
         figures([0, 1, 2], SoloWorld(), wrong)
 
 
 def test_figures_that_not_all_batches_have_are_refused_whoever_hosts_what() -> None:
-    with pytest.raises(TrainingError, match="other figures for other batches: value, and other"):
+    with pytest.raises(TrainingError, match="different metrics for different batches: value, and other"):
         figures([0, 1, 2], SoloWorld(), "few")
     world = Together(2)
     with ThreadPoolExecutor(2) as members:
         tries = [members.submit(figures, hosted, world, "few") for hosted in ([0], [2])]
         for tried in tries:
-            with pytest.raises(TrainingError, match="other figures for other batches"):
+            with pytest.raises(TrainingError, match="different metrics for different batches"):
                 tried.result(20)
 
 

@@ -264,7 +264,7 @@ def test_weights_that_add_up_to_nothing_are_told_of() -> None:
     one = stepper(Weightless())
     control = Control()
     control.begin(0)
-    with pytest.raises(TrainingError, match=r"weights that the task's loss gave in step 0 add up to 0"):
+    with pytest.raises(TrainingError, match=r"weights that the task's loss returned in step 0 sum to 0"):
         one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
     assert one.held == -1
 
@@ -281,7 +281,7 @@ def test_a_step_that_is_another_each_time_is_named() -> None:
     one = stepper(Erratic())
     control = Control()
     control.begin(0)
-    with pytest.raises(TrainingError, match="are others each time they are computed"):
+    with pytest.raises(TrainingError, match="gradients of step 0 are not reproducible"):
         one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
 
 
@@ -315,7 +315,7 @@ def test_a_gradient_that_comes_twice_is_refused() -> None:
     one = stepper(Twice())
     control = Control()
     control.begin(0)
-    with pytest.raises(TrainingError, match=r"came twice in one backward pass.*use_reentrant=False"):
+    with pytest.raises(TrainingError, match=r"accumulated twice in one backward pass.*use_reentrant=False"):
         one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
 
 

@@ -95,7 +95,7 @@ def test_a_model_without_an_order_of_layers() -> None:
         def model(self) -> nn.Module:
             return Both()
 
-    with pytest.raises(TaskError, match=r"does not say its layers(.|\n)*an nn.Sequential"):
+    with pytest.raises(TaskError, match=r"does not declare its layers(.|\n)*an nn.Sequential"):
         layer_names(Whole(), 3)
 
 

@@ -207,7 +207,7 @@ def test_ten_steps_in_a_row_that_are_not_finite_stop_a_run_that_skips_them() -> 
     newcomer.adopt(one.snapshot())
     assert newcomer.counts == one.counts == {"skipped": 9}
     with pytest.raises(
-        TrainingError, match=r"10 steps in a row were not finite, and `elastic.on_nonfinite: skip` allows 9"
+        TrainingError, match=r"10 consecutive steps were not finite, and `elastic.on_nonfinite: skip` allows 9"
     ):
         run(newcomer, 10, bad=(10, 0))
     assert newcomer.held == 9
@@ -252,7 +252,9 @@ def test_a_sum_that_overflows_is_not_applied() -> None:
             one.run(0, batches(0, hosted[rank]), RingWorld(rank, ring), control=control(), wait_s=5)
         return str(caught.value), one.held
 
-    words = "not finite in the parameter 'd.linear.bias', though it is in each shard: their sum exceeds the range"
+    words = (
+        "not finite in the parameter 'd.linear.bias', although it is finite in each shard: the sum exceeds the range"
+    )
     for said, held in at_once(worker, range(2)):
         assert words in said
         assert held == -1

@@ -310,7 +310,7 @@ def test_who_has_come_to_the_end_can_say_so_when_others_have_gone_on(monkeypatch
             monkeypatch.setattr(one.passes, "agree", left)
 
     def left(*arguments: Any) -> Any:
-        raise Interrupted("the group changes")
+        raise Interrupted("the group is changing")
 
     with pytest.raises(Interrupted):
         together(Shape(1, 2), [range(3)], act)

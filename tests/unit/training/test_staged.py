@@ -486,12 +486,12 @@ def test_tied_weights_learn_as_one_that_is_shared() -> None:
 @pytest.mark.parametrize(
     ("tied", "what"),
     [
-        ({"out.weight": "norm.weight"}, "they differ in shape"),
+        ({"out.weight": "norm.weight"}, "they differ in shape, dtype or requires_grad"),
         ({"out.weight": "inn.weight"}, "there is no layer 'inn'"),
-        ({"out.wait": "in.weight"}, "tied() names 'out.wait', which is no parameter of its layer"),
-        ({"norm.bias": "norm.weight"}, "both are in one layer, which can share them itself"),
-        ({"norm.bias": "norm.weight", "out.bias": "norm.bias"}, "both are in one layer"),
-        ({"out.bias": "middle.1.bias", "again.inner.1.bias": "out.bias"}, "'out.bias' is a copy itself"),
+        ({"out.wait": "in.weight"}, "tied() names 'out.wait', but its layer has no such parameter"),
+        ({"norm.bias": "norm.weight"}, "both are in the same layer; share the parameter inside it"),
+        ({"norm.bias": "norm.weight", "out.bias": "norm.bias"}, "both are in the same layer"),
+        ({"out.bias": "middle.1.bias", "again.inner.1.bias": "out.bias"}, "'out.bias' is itself a copy"),
     ],
 )
 def test_what_cannot_be_tied_is_told(tied: dict[str, str], what: str) -> None:
@@ -510,7 +510,7 @@ def test_layers_that_share_a_buffer_are_not_cut_apart() -> None:
             made[2].running_mean = made[0].running_mean
             return made
 
-    with pytest.raises(TaskError, match=r"'2\.running_mean' is a tensor of the layer '0', too"):
+    with pytest.raises(TaskError, match=r"'2\.running_mean' is also a tensor of the layer '0'"):
         build_chunks(Shares(), SEED, CPU, [["0", "1"], ["2"]])
 
 
@@ -520,7 +520,7 @@ def test_layers_that_share_by_a_closure_are_told_to_say_so() -> None:
             one = nn.Linear(8, 8)
             return {**super().layers(), "frozen": lambda: one, "act": lambda: one}
 
-    with pytest.raises(TaskError, match=r"'act\.weight' is a tensor of the layer 'frozen', too(.|\n)*Task.tied"):
+    with pytest.raises(TaskError, match=r"'act\.weight' is also a tensor of the layer 'frozen'(.|\n)*Task.tied"):
         layer_names(Closed(), SEED)
 
 

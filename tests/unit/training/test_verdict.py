@@ -73,8 +73,8 @@ def test_a_step_is_refused_only_once_it_is_known_why() -> None:
 @pytest.mark.parametrize(
     ("squares", "words"),
     [
-        ({"a": inf, "b": 1.0}, "in the parameter 'a', though it is in each shard"),
-        ({"a": 1.7e308, "b": 1.7e308}, "in the parameter 'a', though it is in each shard"),
+        ({"a": inf, "b": 1.0}, "in the parameter 'a', although it is finite in each shard"),
+        ({"a": 1.7e308, "b": 1.7e308}, "in the parameter 'a', although it is finite in each shard"),
         ({"a": 1.0, f"{BUFFER}bn.running_var": nan}, "the buffer 'bn.running_var' would not be finite after step 7"),
         ({"a": nan, f"{BUFFER}bn.running_var": nan}, "in the parameter 'a'"),
     ],
