@@ -2,11 +2,11 @@
 
 Every world has a fresh secret, which only the controller holds. Each member gets through Ray:
 
-    a token        its rank and a keyed hash of it: the rendezvous accepts it in requests for this member's keys alone
-    link keys      one for each other member, known to these two alone: each end of a connection proves it to the other
+    a token        its rank and a keyed hash of it: the rendezvous accepts it in requests for this member's keys only
+    link keys      one per other member, known only to these two: each end of a connection proves it to the other
 
-A member can therefore neither publish for another member nor connect in its name. A token of another generation proves
-nothing here, because each generation has a secret of its own.
+So a member can neither publish for another member nor connect in its name. A token of another generation proves nothing
+here, because each generation has its own secret.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEX_DIGITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What one member of one world holds. Its `repr` shows none of it."""
+    """The secrets of one member of one world. Its `repr` shows none of them."""
 
     token: str = field(default="", repr=False)
     """Proves the member to the rendezvous."""
@@ -36,13 +36,13 @@ def new_secret() -> bytes:
 
 
 def credentials_of(secret: bytes, rank: int, size: int) -> Credentials:
-    """Return what the member `rank` of a world of `size` members gets."""
+    """Return the credentials of the member `rank` of a world of `size` members."""
     links = tuple("" if other == rank else _link_key(secret, rank, other) for other in range(size))
     return Credentials(f"{rank}.{_derived(secret, f'member {rank}')}", links)
 
 
 def rank_of(secret: bytes, token: str, size: int) -> int | None:
-    """Return the rank of the member whose token this is, or None. Compares in constant time."""
+    """Return the rank of the member that has this token, or None. Compares in constant time."""
     name, _, proof = token.partition(".")
     rank = int(name) if name.isascii() and name.isdigit() and len(name) <= 6 else -1
     expected = _derived(secret, f"member {rank}")
@@ -51,7 +51,7 @@ def rank_of(secret: bytes, token: str, size: int) -> int | None:
 
 
 def link_proof(key: str, prover: int, challenge: bytes) -> bytes:
-    """Return what the member `prover` answers to a challenge that the other end of a connection has drawn."""
+    """Return the answer of the member `prover` to a challenge from the other end of a connection."""
     return hmac.digest(bytes.fromhex(key), prover.to_bytes(4, "little") + challenge, hashlib.sha256)
 
 

@@ -1,13 +1,14 @@
-"""The exact sum: every shard's values are rounded to one grid before anybody adds them.
+"""Exact sums: every shard's values are rounded to one grid before they are added.
 
-Floating-point sums depend on their order, and a ring's order on its size. Sums of whole multiples of one quantum do
-not, as long as they stay below 2^53 quanta: float64 holds each of them exactly. A tensor's quantum q is a power of two;
-a value x is rounded to it by (x + C) - C with C = 1.5 * 2^52 * q, in float64, where the numbers around C lie q apart.
+Floating-point sums depend on their order, and a ring's order depends on its size. Sums of integer multiples of one
+quantum do not, as long as they stay below 2^53 quanta: float64 represents each of them exactly. A tensor's quantum q is
+a power of two. A value x is rounded to it by (x + C) - C with C = 1.5 * 2^52 * q, in float64, in which the numbers
+around C are q apart.
 
-Beside the values travels, for each tensor, the sum over shards of the largest magnitude in quanta: it bounds every
-partial sum, so it says whether the sum was exact, and it gives the next step's quantum. Itself a sum of whole numbers,
-it is the same on every worker. A sum whose quantum was too small or far too large is not settled: nobody uses it, all
-agree on the largest magnitude, and the shards add again.
+For each tensor, the sum over shards of the largest magnitude in quanta is reduced along with the values. It bounds
+every partial sum, so it shows whether the sum was exact, and it determines the next step's quantum. It is a sum of
+whole numbers, so it is the same on every worker. A sum whose quantum was too small or far too large is not settled: it
+is discarded, all workers agree on the largest magnitude, and the shards add again.
 
 The rounding is that of Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013, with the grid known
 beforehand.
@@ -26,36 +27,38 @@ import torch
 LIMIT_BITS = 51
 """A tensor's largest magnitudes, in quanta and summed over shards, stay below 2 to this power."""
 USUAL_BITS = 45
-"""What that sum is to have in a usual step: a quantum is 2^-44 of it or finer, and it may grow 64 times in a step."""
+"""Bits of that sum in a usual step: a quantum is 2^-44 of it or finer, and it may grow 64 times in a step."""
 LEAST_BITS = 31
-"""What each of several alike shards is to have at least: with less, the grid has become too coarse for the values."""
+"""Minimum bits for each of several similar shards: with fewer, the grid is too coarse for the values."""
 _SMALLEST, _LARGEST = -1022, 969
-"""Exponents of the quanta that float64 can round to, also where it takes the smallest numbers for zero."""
+"""Exponents of the quanta to which float64 can round, also if it flushes the smallest numbers to zero."""
 _HUGE = 1000
-"""Magnitudes of 2 to this power and more count as infinite: their sums could not be held."""
+"""Magnitudes of 2 to this power or more count as infinite: their sums could not be represented."""
 _ZERO, _NOT_FINITE = -(1 << 20), 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the sums of largest magnitudes say, the same on every worker."""
+    """The result of the sums of largest magnitudes, the same on every worker."""
 
     settled: bool
-    """The sums are exact, and fine enough."""
+    """The sums are exact and fine enough."""
     scales: Mapping[str, int]
     """The exponents of the quanta for the next step. Tensors that were zero everywhere keep theirs."""
 
 
 class ExactSum:
-    """Some tensors' sums over shards, as one flat vector to be reduced over a world."""
+    """The sums of some tensors over shards, as one flat vector to be reduced over a world."""
 
     def __init__(self, sizes: Mapping[str, int], shards: int, device: torch.device, riding: int = 0) -> None:
-        """`sizes`: the number of values of each tensor, by name. `riding` further numbers are summed along, as they
-        are."""
+        """Allocate the sums. `sizes`: the number of values of each tensor, by name.
+
+        `riding`: how many more numbers are summed with them, without rounding.
+        """
         self.names = tuple(sizes)
         own, count = sum(sizes.values()), len(sizes)
         self.wire = torch.zeros(own + count + riding, dtype=torch.float64, device=device)
-        """What is to be summed over the world, in place."""
+        """The vector to be summed over the world in place."""
         self.sums = self.wire[:own].split(list(sizes.values()))
         """Each tensor's sum, flat."""
         self.rider = self.wire[own + count :]
@@ -70,21 +73,24 @@ class ExactSum:
         self._quanta = self._largest
 
     def begin(self, scales: Mapping[str, int]) -> None:
-        """Starts anew, with the given exponents of the quanta. A tensor without one is measured, and not settled."""
+        """Clear the sums and set the exponents of the quanta.
+
+        A tensor without an exponent is measured and not settled.
+        """
         self.wire.zero_()
         self._largest.zero_()
         self._exponents = [scales.get(name) for name in self.names]
-        # Where nothing is known, only whether there is anything but zero.
+        # Without an exponent, only whether a value differs from zero matters.
         quanta = [math.ldexp(1.0, exponent or 0) for exponent in self._exponents]
         self._quanta = torch.tensor(quanta, dtype=torch.float64, device=self.wire.device)
 
     def add(self, values: Sequence[torch.Tensor]) -> None:
-        """Adds one shard's values of every tensor."""
+        """Add one shard's values of every tensor."""
         if not values:
             return
         largest = torch.stack([_largest(value) for value in values])
         torch.maximum(self._largest, largest, out=self._largest)
-        # Too large, infinite, or not a number: the sum then shows it.
+        # Too large, infinite or NaN: the sum then shows it.
         self._magnitudes.add_((largest / self._quanta).ceil_().maximum(torch.sign(largest)))
         for value, total, exponent in zip(values, self.sums, self._exponents, strict=True):
             if exponent is None:
@@ -96,7 +102,7 @@ class ExactSum:
             total.add_(rounded)
 
     def read(self) -> Reading:
-        """What came out, after the sum over the world."""
+        """Return the result after the sum over the world."""
         settled, scales = True, {}
         for name, exponent, magnitude in zip(self.names, self._exponents, self._magnitudes.tolist(), strict=True):
             if magnitude == 0:
@@ -112,8 +118,10 @@ class ExactSum:
         return Reading(settled, scales)
 
     def largest(self) -> npt.NDArray[np.int64]:
-        """For each tensor, to which power of two the magnitudes added here stay below it: its maximum over the world
-        is what `scales_from` takes."""
+        """Return, for each tensor, the power of two that bounds the magnitudes added here.
+
+        Its maximum over the world is the input of `scales_from`.
+        """
         largest = self._largest.cpu().numpy()
         finite = np.nan_to_num(largest, nan=0.0, posinf=0.0)
         exponents: npt.NDArray[np.int64] = np.frexp(finite)[1].astype(np.int64)
@@ -122,17 +130,17 @@ class ExactSum:
         return exponents
 
     def scales_from(self, largest: npt.NDArray[np.int64]) -> dict[str, int]:
-        """The exponents with which the sum settles; tensors that are zero everywhere, or not finite, have none."""
+        """Return the exponents with which the sum settles; tensors that are zero everywhere or not finite have none."""
         known = zip(self.names, largest.tolist(), strict=True)
         return {name: _possible(top - self._measured_bits) for name, top in known if top not in (_ZERO, _NOT_FINITE)}
 
     def not_finite(self, largest: npt.NDArray[np.int64]) -> list[str]:
-        """The tensors in which some shard's values are not finite."""
+        """Return the names of the tensors that are not finite in some shard."""
         return [name for name, top in zip(self.names, largest.tolist(), strict=True) if top == _NOT_FINITE]
 
 
 def _largest(value: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, in float64; NaN where one is not a number."""
+    """Return the largest magnitude in float64; NaN if a value is NaN."""
     if not value.numel():
         return torch.zeros((), dtype=torch.float64, device=value.device)
     norm: torch.Tensor = torch.linalg.vector_norm(value, math.inf)

@@ -1,4 +1,4 @@
-"""What a member needs to know to join a world. Pure."""
+"""The information a member needs to join a world. Pure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class Formation:
     """One member's invitation to one world."""
 
     generation: int
-    """The view the world belongs to."""
+    """The generation of the world's view."""
     name: str
-    """Tells this world from the others of its generation."""
+    """Distinguishes this world from the others of its generation."""
     rank: int
-    """The member's place, 0 to size - 1."""
+    """The member's rank, 0 to size - 1."""
     size: int
-    """How many members the world has."""
+    """The number of members of the world."""
     address: str
     """The address of this member's own node, on which it listens and connects."""
     server: tuple[str, int]
-    """Where the members find each other: the rendezvous server."""
+    """Address and port of the rendezvous server."""
     timeout_s: float
-    """Limit of the forming, and of any single collective."""
+    """Limit, in seconds, of forming the world and of any single collective."""
     credentials: Credentials = field(default=Credentials(), repr=False)
-    """What proves this member to the rendezvous and to the others. It comes through Ray, and is never logged."""
+    """Proves this member to the rendezvous and to the other members. Sent through Ray, never logged."""

@@ -1,7 +1,7 @@
-"""A world on Horovod's ring all-reduce. The only module of the package, `install` aside, that imports horovod.
+"""A world on Horovod's ring all-reduce: the only module of the package, except `install`, that imports horovod.
 
-Only its collectives are used: never its elastic mode, runner or executors, and no process sets (with any of them one
-dead peer aborts every survivor).
+Only Horovod's collectives are used: never its elastic mode, runner or executors, and no process sets. With any process
+set, one dead peer aborts every survivor.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.errors import Interrupted
 
 _SAME = {
-    # One member a host, by its own account, skips two of the three connection meshes that Horovod would form; the
-    # collectives used here need only the first.
+    # Claiming one member per host skips two of the three connection meshes that Horovod would form; the collectives
+    # used here need only the first.
     "HOROVOD_LOCAL_RANK": "0",
     "HOROVOD_LOCAL_SIZE": "1",
     "HOROVOD_CROSS_RANK": "0",
@@ -28,7 +28,7 @@ _SAME = {
     "HOROVOD_STALL_CHECK_DISABLE": "1",
     "HOROVOD_LOG_LEVEL": "fatal",
 }
-"""What Horovod reads from the environment at each `init`, and is the same for every world."""
+"""Environment variables that Horovod reads at each `init`, the same for every world."""
 _OF_A_WORLD = (
     "HOROVOD_RANK",
     "HOROVOD_SIZE",
@@ -40,16 +40,16 @@ _OF_A_WORLD = (
     "HOROVOD_GLOO_RENDEZVOUS_TOKEN",
     "HOROVOD_GLOO_LINK_KEYS",
 )
-"""What each world sets for itself. The last two are read by our edits of Horovod's source (`install.fixes`)."""
+"""Environment variables that each world sets. Our edits of Horovod's source (`install.fixes`) read the last two."""
 _SECRETS = _OF_A_WORLD[-2:]
 
 
 def load_horovod() -> None:
-    """Imports it, which takes a moment that a forming world should not have to wait for.
+    """Import Horovod, so that a forming world does not wait for the import.
 
-    To be called before other threads work. Every world sets variables of the environment: to change one is safe, but
-    to add one moves the C library's table (glibc before 2.41), and a thread that looks a name up meanwhile, as Arrow's
-    do while they decode, ends the process. So all of them are there from here on.
+    Must be called before other threads work. Every world sets environment variables. To change one is safe. To add one
+    moves the C library's table (glibc before 2.41), and a thread that looks up a name meanwhile, as Arrow's do while
+    they decode, crashes the process. So all of them exist from here on.
     """
     import horovod.torch  # noqa: F401
 
@@ -59,12 +59,12 @@ def load_horovod() -> None:
 
 
 class HorovodWorld:
-    """A Horovod world of this process; there is at most one at a time."""
+    """A Horovod world of this process; at most one exists at a time."""
 
     def __init__(self, formation: Formation) -> None:
-        """Joins the world; blocks until all members are there. Raises `Interrupted` where one does not come.
+        """Join the world; block until all members have joined. Raises `Interrupted` if a member does not join.
 
-        `load_horovod` has been called.
+        `load_horovod` must have been called.
         """
         import horovod.torch as hvd
 
@@ -80,11 +80,11 @@ class HorovodWorld:
                 f"world {formation.name} of generation {formation.generation} did not form: {error}"
             ) from error
         finally:
-            # Horovod reads them while it forms the world; processes that the task starts later do not inherit them.
+            # Horovod reads them only while it forms the world; later processes of the task must not inherit them.
             os.environ.update(dict.fromkeys(_SECRETS, ""))
 
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
-        """Starts an in-place ring all-reduce."""
+        """Start an in-place ring all-reduce. Raises `Interrupted` if it cannot start."""
         op = self._hvd.Sum if operation == "sum" else self._hvd.Max
         try:
             return _HorovodWork(self._hvd, self._hvd.allreduce_async_(tensor, op=op, name=name))
@@ -92,8 +92,8 @@ class HorovodWorld:
             raise Interrupted(f"cannot start the all-reduce of {name}: {error}") from error
 
     def close(self) -> None:
-        """Shuts Horovod down in this process; it can be initialised again."""
-        # What nobody synchronised, Horovod forgets at its next `init`.
+        """Shut Horovod down in this process; it can be initialised again."""
+        # Horovod discards operations that were never synchronised at its next `init`.
         self._hvd.shutdown()
 
 
@@ -106,7 +106,7 @@ class _HorovodWork:
         try:
             return bool(self._hvd.poll(self._handle))
         except Exception as error:
-            # Horovod's own thread has given up, because a peer is gone: it knows no handles any more.
+            # Horovod's own thread has stopped because a peer is gone, and no longer knows any handles.
             raise Interrupted(f"the world is broken: {error}") from error
 
     def finish(self) -> None:
@@ -131,7 +131,7 @@ def _environment(formation: Formation) -> dict[str, str]:
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface that carries `address`. Raises `Interrupted` where none does."""
+    """Return the name of the network interface that has `address`. Raises `Interrupted` if none has."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return str(name)

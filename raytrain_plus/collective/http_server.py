@@ -1,9 +1,9 @@
-"""A small HTTP server on one thread that holds off processes which cannot prove who they are.
+"""A small HTTP server on one thread that keeps off processes which cannot authenticate.
 
-One request a connection. Every resource a connection takes is bounded: the length of a request's head and body, the
-time until it is complete, and the number of connections. A connection is a stranger until its head has arrived with a
-valid token. Strangers have little time, and the oldest of them makes room for a new one. So half-open connections,
-however many, neither hold a thread nor keep a member waiting.
+It serves one request per connection. Every resource of a connection is bounded: the length of a request's head and
+body, the time until it is complete, and the number of connections. A connection is a stranger until its head has
+arrived with a valid token. Strangers have little time, and the oldest of them makes room for a new one. So half-open
+connections, however many, neither hold a thread nor keep a member waiting.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from http import HTTPStatus
 HEAD_BYTES = 4 << 10
 """Longest head of a request: its first line and headers."""
 HEAD_S = 2.0
-"""Limit of waiting for a complete head, and for a refused client to close."""
+"""Limit, in seconds, of waiting for a complete head, and for a refused client to close."""
 REQUEST_S = 5.0
-"""Limit of the rest of a member's request, its answer included."""
+"""Limit, in seconds, of the rest of a member's request, its answer included."""
 STRANGERS = 256
 """Most connections without a valid token at once; one more drops the oldest of them."""
 OF_A_MEMBER = 8
-"""Most connections of one member at once; one more is dropped."""
+"""Most connections of one member at once; one more is refused."""
 ACCEPTED_AT_ONCE = 64
-"""Most connections taken before those that are there are looked at again."""
+"""Most connections accepted before the existing ones are served again."""
 CLOSE_S = 5.0
-"""Limit of waiting for the server's thread."""
+"""Limit, in seconds, of waiting for the server's thread."""
 
 _CHUNK_BYTES = 64 << 10
 _END = b"\r\n\r\n"
@@ -42,13 +42,13 @@ class Request:
     method: str
     path: str
     token: str = field(repr=False)
-    """Of `Authorization: Bearer`; empty if there is none."""
+    """The bearer token of the `Authorization` header; empty if missing."""
     length: int
     """Bytes of the body; -1 if the head gives no valid length."""
 
 
 def parse_head(head: bytes) -> Request | None:
-    """Return the request that a head (without the empty line at its end) describes, or None if it is not one."""
+    """Return the request that a head (without the empty line at its end) describes, or None if it is invalid."""
     first, *lines = head.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
@@ -69,11 +69,11 @@ class _Connection:
     member: int | None = None
     request: Request | None = None
     answer: memoryview | None = None
-    """What is left to send; None until the request is complete."""
+    """The bytes left to send; None until the request is complete."""
     unread: bool = False
-    """The client may still be sending: closing at once would take the answer from it."""
+    """The client may still be sending: closing at once would discard the answer."""
     watched: int = 0
-    """The events that the selector reports."""
+    """The selector events that are watched."""
 
 
 class HttpServer:
@@ -86,9 +86,9 @@ class HttpServer:
         refusal: Callable[[int, Request], int],
         answer: Callable[[int, Request, bytes], tuple[int, bytes]],
     ) -> None:
-        """Will listen on `address`.
+        """Prepare to listen on `address`.
 
-        `member_of(client, token)` returns the member behind a client's address and token, or None. `refusal(member,
+        `member_of(client, token)` returns the member with a client's address and token, or None. `refusal(member,
         request)` returns the status that ends a request before its body is read, or 0. `answer(member, request, body)`
         returns status and body. All three run on the server's thread and must not block.
         """
@@ -97,7 +97,7 @@ class HttpServer:
         self._refusal = refusal
         self._answer = answer
         self._selector = selectors.DefaultSelector()
-        # Both in the order in which their time is up.
+        # Both in the order of their deadlines.
         self._strangers: dict[_Connection, None] = {}
         self._members: dict[_Connection, None] = {}
         self._closing = False
@@ -155,7 +155,7 @@ class HttpServer:
             except BlockingIOError:
                 return
             except OSError:
-                # The client has gone again, or the process has no descriptor left: make room for the next one.
+                # The client has disconnected, or the process has no descriptor left: make room for the next connection.
                 self._drop_oldest_stranger()
                 return
             accepted.setblocking(False)
@@ -163,7 +163,7 @@ class HttpServer:
             if len(self._strangers) >= STRANGERS:
                 self._drop_oldest_stranger()
             self._strangers[connection] = None
-            # Members' requests come in one piece, and are here already.
+            # A member's request comes in one piece and is usually here already.
             self._progress(connection)
 
     def _drop_oldest_stranger(self) -> None:
@@ -198,7 +198,7 @@ class HttpServer:
         except BlockingIOError:
             self._watch(connection, selectors.EVENT_WRITE if connection.answer else selectors.EVENT_READ)
         except OSError:
-            # A client that dies in the midst of a request is reported elsewhere.
+            # The death of a client during a request is reported elsewhere.
             self._drop(connection)
 
     def _read(self, connection: _Connection) -> None:
@@ -238,7 +238,7 @@ class HttpServer:
 
     def _read_body(self, connection: _Connection, request: Request) -> None:
         if len(connection.received) >= request.length:
-            assert connection.member is not None, "who has no valid token is refused"
+            assert connection.member is not None, "requests without a valid token are refused"
             body = bytes(connection.received[: request.length])
             self._prepare(connection, *self._answer(connection.member, request, body))
 
@@ -261,10 +261,10 @@ class HttpServer:
         self._discard(connection)
 
     def _discard(self, connection: _Connection) -> None:
-        """Wait until a refused client has read the answer and closes, within its time."""
+        """Wait until a refused client has read the answer and closes, within its time limit."""
         for _ in range(ACCEPTED_AT_ONCE):
             if not connection.socket.recv(_CHUNK_BYTES):
                 self._drop(connection)
                 return
-        # It sends without end.
+        # The client keeps sending.
         self._drop(connection)

@@ -1,7 +1,7 @@
-"""Leaving a collective at once: cut the sockets of a world, so that whoever waits on them sees an error.
+"""Interrupt a collective: shut down the sockets of a world, so that every thread waiting on them gets an error.
 
-The sockets are recognised by the addresses that members published at our rendezvous, not by which descriptors are new:
-other libraries of the process open sockets, too.
+The sockets are recognised by the addresses that members published at our rendezvous, not by new descriptors: other
+libraries of the process open sockets, too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ _SYN_SENT = "02"
 
 
 def cut(listening: Collection[Address], *, listeners: bool) -> int:
-    """Shuts down every TCP connection of this process from or to one of `listening`; how many.
+    """Shut down every TCP connection of this process from or to one of `listening`; return how many.
 
-    A connection that is being made to a machine that does not answer counts, too. With `listeners` also the sockets
-    that listen there: who waits for a connection that never comes is let go, too. Not for torch's Gloo, which ends the
-    process when it cannot accept. The descriptors stay open: who opened them closes them.
+    That includes connections still being made to a machine that does not answer. With `listeners`, it also shuts down
+    the sockets that listen there, which releases a thread that waits for a connection that never comes. Do not use
+    `listeners` with torch's Gloo, which ends the process if it cannot accept. The descriptors stay open; their owners
+    close them.
     """
     done = 0
     wanted, connecting = set(listening), _connecting()
@@ -42,14 +43,14 @@ def cut(listening: Collection[Address], *, listeners: bool) -> int:
                     copy.shutdown(socket.SHUT_RDWR)
                     done += 1
         except OSError:
-            # Closed by its owner since it was listed, or not connected any more: nothing is left to cut.
+            # The owner has closed it since it was listed, or it is no longer connected: nothing is left to shut down.
             continue
     return done
 
 
 @contextmanager
 def _shared(descriptor: int) -> Iterator[socket.socket]:
-    """A socket object on a duplicate of the descriptor. Both share one blocking mode, which stays as it is."""
+    """Yield a socket object on a duplicate of the descriptor. Both share one blocking mode, which is kept."""
     duplicate = os.dup(descriptor)
     blocking = os.get_blocking(duplicate)
     try:
@@ -58,7 +59,7 @@ def _shared(descriptor: int) -> Iterator[socket.socket]:
         os.close(duplicate)
         raise
     with copy:
-        # A default timeout, if the user's code has set one, makes every new socket object change the mode.
+        # If user code has set a default timeout, every new socket object changes the mode.
         os.set_blocking(duplicate, blocking)
         yield copy
 
@@ -72,7 +73,7 @@ def _ends(sock: socket.socket, connecting_to: Address | None) -> list[Address]:
 
 
 def _connecting() -> dict[int, Address]:
-    """Inode of each socket that connects and has no answer yet -> where to: the kernel tells only here."""
+    """Return inode -> remote address for each socket that is connecting; only this kernel file lists them."""
     found: dict[int, Address] = {}
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         _, _, remote, state, *_, inode = line.split()[:10]

@@ -1,17 +1,19 @@
-"""Where the members of one world find each other: the small HTTP key-value server that Horovod's C++ side speaks.
+"""Rendezvous of the members of one world: the small HTTP key-value server that Horovod's C++ side uses.
 
-Members of a torch world use it, too, in a scope of their own (`torch`).
+Members of a torch world use it, too, in their own scope (`torch`).
 
     PUT    /scope/key   a member publishes the addresses it listens on
     GET    /scope/key   200 and the value, 404 while it is missing, 410 once the formation is cancelled
     DELETE /scope/key   a member is connected
 
-One server per world and generation, on one address of this node. It answers members only: processes on the group's
-nodes whose requests carry a token of this very world (`Authorization: Bearer`, see `credentials`). Any other request
-gets 403. Keys are bound to members: in the scopes `torch` and `global*` a member writes the keys of its own rank, each
-once, and reads all (Horovod forms a second mesh for its global process set, in a scope with a suffix). The scopes
-`local_*` and `cross_*` have one member each by our account of the world (see `horovod`), so a member finds there what
-it has written itself. Values are bytes and stay bytes; their size, and how many a member may have, are bounded.
+Each world and generation has one server, on one address of this node. It answers only members: processes on the group's
+nodes whose requests carry a token of this world (`Authorization: Bearer`, see `credentials`). Any other request gets
+403.
+
+Keys are bound to members. In the scopes `torch` and `global*`, a member writes the keys of its own rank, each once, and
+reads all. (Horovod forms a second mesh for its global process set, in a scope with a suffix.) The scopes `local_*` and
+`cross_*` have one member each, because of the settings in `horovod`, so a member finds there only its own values.
+Values are bytes and stay bytes. Their size and the number per member are bounded.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from raytrain_plus.collective.credentials import Credentials, credentials_of, ne
 from raytrain_plus.collective.http_server import HttpServer, Request
 
 VALUE_BYTES = 64 << 10
-"""Longest value taken: 136 bytes for each other member."""
+"""Longest accepted value: 136 bytes for each other member."""
 MEMBER_KEYS = 16
 """Most keys a member may write; Horovod writes 12."""
 
@@ -33,25 +35,25 @@ _PATH = re.compile(
     r"/((?:torch|global|local_[\w.-]{1,128}|cross_\d{1,6})(?:_process_set_hash_\w{1,20})?)/((?:rank_)?\d{1,6})"
 )
 _SHARED = ("torch", "global")
-_ADDRESS_BYTES = 136  # gloo's tcp Address: a sockaddr_storage and a sequence number
+_ADDRESS_BYTES = 136  # Gloo's TCP address: a sockaddr_storage and a sequence number
 
 
 class RendezvousServer:
     """The rendezvous of one world. Serves from `start` to `close`."""
 
     def __init__(self, address: str, size: int, peers: Iterable[str]) -> None:
-        """Will listen on `address` for the `size` members of a world, whose nodes have the addresses `peers`."""
+        """Prepare to listen on `address` for the `size` members of a world, on nodes with the addresses `peers`."""
         self._size = size
         self._peers = frozenset(peers) | {address}
         self._secret = new_secret()
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str, int], bytes] = {}
-        """(scope, key, the member that wrote it) -> value."""
+        """(scope, key, writing member) -> value."""
         self._cancelled = False
         self._server = HttpServer(address, self._member_of, self._refusal, self._answered)
 
     def credentials(self, rank: int) -> Credentials:
-        """Return what the member of that rank needs to be answered, and to connect to the others."""
+        """Return the credentials of the member with that rank."""
         return credentials_of(self._secret, rank, self._size)
 
     def start(self) -> int:
@@ -59,12 +61,12 @@ class RendezvousServer:
         return self._server.start()
 
     def cancel(self) -> None:
-        """Ends the formation: whoever waits for a missing key is told so at once."""
+        """Cancel the formation: requests for missing keys fail from now on."""
         with self._lock:
             self._cancelled = True
 
     def published(self) -> dict[int, list[tuple[str, int]]]:
-        """For each member that has published: the addresses it listens on, one for each other member."""
+        """Return, for each member that has published, the addresses it listens on: one for each other member."""
         with self._lock:
             values = [(scope, rank, value) for (scope, key, rank), value in self._values.items() if key.isdigit()]
         found: dict[int, list[tuple[str, int]]] = {}
@@ -90,7 +92,7 @@ class RendezvousServer:
 
     def _answered(self, member: int, request: Request, body: bytes) -> tuple[int, bytes]:
         place = _PATH.fullmatch(request.path)
-        assert place is not None, "it is refused otherwise"
+        assert place is not None, "other requests are refused earlier"
         scope, key = place[1], place[2]
         writer = _rank_in(key) if scope.startswith(_SHARED) else member
         if request.method == "GET":
@@ -110,7 +112,7 @@ class RendezvousServer:
                 return 410
             known = self._values.get((scope, key, member))
             if known is not None:
-                # A request is repeated when its answer is lost.
+                # A client repeats a request if its answer is lost.
                 return 200 if known == value else 403
             if sum(writer == member for _, _, writer in self._values) >= MEMBER_KEYS:
                 return 413
@@ -123,7 +125,7 @@ def _rank_in(key: str) -> int:
 
 
 def listening_addresses(value: bytes) -> list[tuple[str, int]]:
-    """The (address, port) pairs in a value that a Gloo member published; IPv4, as this server."""
+    """Return the (address, port) pairs in a value published by a Gloo member; IPv4, like this server."""
     found = []
     for start in range(0, len(value) - _ADDRESS_BYTES + 1, _ADDRESS_BYTES):
         family, port = struct.unpack_from("<H", value, start)[0], struct.unpack_from(">H", value, start + 2)[0]
@@ -133,6 +135,9 @@ def listening_addresses(value: bytes) -> list[tuple[str, int]]:
 
 
 def _torch_address(value: bytes) -> bytes:
-    """What a member of a torch world listens on: after its host's name, each part behind its length as 8 bytes."""
+    """Return the address that a member of a torch world listens on.
+
+    The value has the host's name, then the address; each part follows its length in 8 bytes.
+    """
     name = 8 + int.from_bytes(value[:8], "little")
     return value[name + 8 : name + 8 + int.from_bytes(value[name : name + 8], "little")]

@@ -1,4 +1,4 @@
-"""The world of a single worker: its sums are already there."""
+"""The world of a single worker, whose sums are already complete."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class _Done:
 
 
 class SoloWorld:
-    """One member, no sockets."""
+    """A world with one member and no sockets."""
 
     rank = 0
     size = 1
 
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
-        """Leaves `tensor` as it is."""
+        """Leave `tensor` unchanged."""
         return _Done()
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Do nothing: the world holds no resources."""

@@ -1,14 +1,15 @@
-"""A world on torch.distributed's Gloo: what `collective: auto` takes where Horovod is not built.
+"""A world on torch.distributed's Gloo, used by `collective: auto` if Horovod is not built.
 
-Gloo takes the first process that connects to a member's port for its peer, and asks for no proof. So the members prove
-their connections to each other as soon as the world has formed: over each connection both ends send a challenge, and
-answer that of the other with the key that only these two know (`credentials`). A world with a forged connection is not
-used: `Interrupted` says so, and the group forms another. What this covers: other processes of the members' machines,
-whoever runs them, which can connect, but can neither read nor write a connection of two others. It does not cover who
-can change packets on the network between machines.
+Gloo accepts the first process that connects to a member's port as its peer, without any proof. So the members prove
+their connections to each other once the world has formed. Over each connection both ends send a challenge, and answer
+the other's challenge with the key that only these two know (`credentials`). A world with a forged connection is not
+used: it raises `Interrupted`, and the group forms another.
+
+This covers other processes on the members' machines, of any user: they can connect, but can neither read nor write a
+connection of two others. It does not cover an attacker who can change packets on the network between machines.
 """
 
-# torch ships no complete annotations for what its C++ side exports.
+# torch has no complete annotations for its C++ exports.
 # mypy: disable-error-code="attr-defined,name-defined,assignment,misc"
 
 from __future__ import annotations
@@ -30,23 +31,26 @@ from raytrain_plus.collective.world import Operation, Transfer, Work
 from raytrain_plus.errors import Interrupted
 
 CONNECT_S = 5.0
-"""Limit of connecting to a member that has published where it listens."""
+"""Limit, in seconds, of connecting to a member that has published its address."""
 POLL_S = 0.01
-"""Seconds between two looks for a key that another member has yet to publish."""
+"""Seconds between two requests for a key that another member has not yet published."""
 REQUEST_TRIES = 3
-"""How often a request is made that the rendezvous cuts short, because it came in too slowly, before it fails."""
+"""Attempts of a request that the rendezvous cuts short because it came in too slowly."""
 CHALLENGE_BYTES = 32
 PROOF_S = 10.0
-"""Limit of waiting for a member's challenge or proof: the others may still connect, each within `CONNECT_S`."""
+"""Limit, in seconds, of waiting for a member's challenge or proof.
+
+The others may still connect, each in `CONNECT_S`.
+"""
 CLOSE_S = 0.1
-"""Limit of waiting for a group to end; one that is stuck ends by itself, after its collectives' own limit."""
+"""Limit, in seconds, of waiting for a group to end; a stuck one ends by itself after its collectives' own limit."""
 
 
 class TorchWorld:
-    """A Gloo process group of its own, never torch's default one."""
+    """A Gloo process group of its own, never torch's default group."""
 
     def __init__(self, formation: Formation) -> None:
-        """Joins the world. Raises `Interrupted` where a member does not come."""
+        """Join the world. Raises `Interrupted` if a member does not join."""
         self.rank = formation.rank
         self.size = formation.size
         self._timeout = timedelta(seconds=formation.timeout_s)
@@ -54,7 +58,7 @@ class TorchWorld:
         try:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=formation.address)]
-            # Who waits to be connected to cannot be interrupted.
+            # Waiting for an incoming connection cannot be interrupted.
             options._timeout = timedelta(seconds=min(CONNECT_S, formation.timeout_s))
             store = _Store(formation, self._stores)
             self._group = dist.ProcessGroupGloo(store, formation.rank, formation.size, options)
@@ -67,9 +71,9 @@ class TorchWorld:
             ) from error
 
     def _prove_links(self, keys: Sequence[str]) -> None:
-        """Prove this member to each other one, and them to this one. Raises `RuntimeError` if one cannot.
+        """Prove this member to every other member and check their proofs. Raises `RuntimeError` if one fails.
 
-        A proof names its prover, so that none can be sent back to who made it.
+        A proof names its prover, so it cannot be sent back to the member that made it.
         """
         limit = timedelta(seconds=min(PROOF_S, self._timeout.total_seconds()))
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -78,10 +82,10 @@ class TorchWorld:
         proofs = {rank: link_proof(keys[rank], self.rank, challenges[rank]) for rank in others}
         for rank, proof in self._exchange(proofs, limit).items():
             if not hmac.compare_digest(proof, link_proof(keys[rank], rank, drawn[rank])):
-                raise RuntimeError(f"the process that connected as member {rank} is not that member")
+                raise RuntimeError(f"the process that connected as member {rank} did not prove that it is that member")
 
     def _exchange(self, given: Mapping[int, bytes], limit: timedelta) -> dict[int, bytes]:
-        """Send each other member its bytes, and return what each has sent, of the same length."""
+        """Send each other member its bytes; return the bytes that each has sent, of the same length."""
         going = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in given.values()]
         coming = {rank: torch.empty(len(data), dtype=torch.uint8) for rank, data in given.items()}
         works = [self._group.recv([into], rank, 0) for rank, into in coming.items()]
@@ -91,7 +95,7 @@ class TorchWorld:
         return {rank: into.numpy().tobytes() for rank, into in coming.items()}
 
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
-        """Starts an in-place all-reduce. Members submit in the same order; `name` is for the reader."""
+        """Start an in-place all-reduce. Members submit in the same order; `name` is only for error messages."""
         options = dist.AllreduceOptions()
         options.timeout = self._timeout
         options.reduceOp = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
@@ -101,24 +105,24 @@ class TorchWorld:
             raise Interrupted(f"cannot start the all-reduce of {name}: {error}") from error
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
-        """Starts to send a contiguous tensor, which must not change until that is done, to another member."""
+        """Start to send a contiguous tensor to another member; it must not change until it is sent."""
         try:
             return _TorchTransfer(self._group.send([tensor], to, tag), self._timeout)
         except Exception as error:
             raise Interrupted(f"cannot send to member {to}: {error}") from error
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
-        """Starts to receive what another member sends under the same tag into a contiguous tensor."""
+        """Start to receive into a contiguous tensor what another member sends under the same tag."""
         try:
             return _TorchTransfer(self._group.recv([tensor], source, tag), self._timeout)
         except Exception as error:
             raise Interrupted(f"cannot receive from member {source}: {error}") from error
 
     def close(self) -> None:
-        """Drops the group and its sockets.
+        """Drop the group and its sockets.
 
-        Dropping joins the group's threads, and Gloo does not tell a send that waits for room in a socket that the
-        socket broke: such a thread sits out its limit. It sits there alone; it holds the tensors that it sends, and
+        Dropping joins the group's threads. Gloo does not tell a send that waits for room in a socket that the socket
+        broke, so such a thread waits until its limit. It blocks nothing else: it holds the tensors that it sends, and
         nothing reaches it any more.
         """
         last = [self._group]
@@ -141,7 +145,7 @@ class _Store(dist.Store):
         self._formation = formation
         self._timeout_s = formation.timeout_s
         self._kept = kept
-        # torch holds the C++ part alone: without this the Python part would go, and its methods with it.
+        # torch holds only the C++ part: without this the Python part would be freed, and its methods with it.
         kept.append(self)
 
     def clone(self) -> _Store:
@@ -159,7 +163,7 @@ class _Store(dist.Store):
             if status == 200:
                 return value
             if status == 403:
-                raise RuntimeError(f"the rendezvous refused {key}: this member's token is not of this world")
+                raise RuntimeError(f"the rendezvous refused {key}: this member's token is for another world")
             if status == 410:
                 raise RuntimeError("the formation was cancelled")
             if status != 404:
@@ -187,7 +191,7 @@ class _Store(dist.Store):
                     raise
             finally:
                 connection.close()
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
 
 class _TorchWork:
@@ -211,9 +215,9 @@ class _TorchTransfer:
         self._limit = limit
 
     def finish(self, what: str) -> None:
-        # It cannot be polled: Gloo says that a transfer is done to who waits for it, and no sooner. Who is to leave is
-        # woken by the cut of the world's sockets.
+        # It cannot be polled: Gloo reports the end of a transfer only to a thread that waits for it. Shutting down the
+        # world's sockets wakes a thread that must leave.
         try:
             self._work.wait(self._limit)
         except Exception as error:
-            raise Interrupted(f"left the wait for {what}: {error}") from error
+            raise Interrupted(f"stopped waiting for {what}: {error}") from error

@@ -21,46 +21,48 @@ class Work(Protocol):
     """One operation under way."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not; never blocks. Raises `Interrupted` where the world itself is broken."""
+        """Return whether it has ended, successfully or not; never blocks. Raises `Interrupted` if the world itself is
+        broken.
+        """
 
     def finish(self) -> None:
-        """Takes the result of an operation that is done. Raises `Interrupted` where it failed."""
+        """Take the result of an operation that is done. Raises `Interrupted` if it failed."""
 
 
 class World(Protocol):
-    """The members' side of a world."""
+    """A member's interface to a world."""
 
     rank: int
     size: int
 
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
-        """Starts replacing `tensor` (contiguous; float32, float64 or int64) by its sum or maximum over the members."""
+        """Start to replace `tensor` (contiguous; float32, float64 or int64) by its sum or maximum over the members."""
 
     def close(self) -> None:
-        """Leaves the world and frees what it held. Safe to call after an error."""
+        """Leave the world and free its resources. Safe to call after an error."""
 
 
 class Transfer(Protocol):
     """A tensor on its way from one member to another."""
 
     def finish(self, what: str) -> None:
-        """Waits until it has arrived. Raises `Interrupted`, saying `what` was waited for, where the world breaks."""
+        """Wait until it has arrived. Raises `Interrupted`, naming `what`, if the world breaks."""
 
 
 _SPIN_S = 0.002
-"""For so long a wait yields between looks; later it sleeps longer and longer."""
+"""Seconds for which a wait polls in short steps; later it sleeps longer and longer."""
 
 
 def wait(work: Work, what: str, timeout_s: float, interrupted: Callable[[], bool] = lambda: False) -> None:
-    """Waits for `work` by polling with short sleeps, so that an interrupt is seen at once.
+    """Wait for `work` by polling with short sleeps, so that an interrupt is seen at once.
 
-    Raises `Interrupted` where the operation failed or `interrupted` says so, `WaitExpired` after `timeout_s`.
+    Raises `Interrupted` if the operation failed or `interrupted` returns True, `WaitExpired` after `timeout_s` seconds.
     """
     start = time.monotonic()
     while not work.done():
         waited = time.monotonic() - start
         if interrupted():
-            raise Interrupted(f"left the wait for {what}")
+            raise Interrupted(f"stopped waiting for {what}")
         if waited > timeout_s:
             raise WaitExpired(f"{what} did not complete within {timeout_s:g} s: a worker is stuck or gone")
         time.sleep(0.00005 if waited < _SPIN_S else min(0.001, waited / 20))

@@ -162,9 +162,9 @@ def test_who_waits_for_a_tensor_leaves_when_told_and_when_its_sender_dies() -> N
             time.sleep(0.3)
             group[2].process.kill()
             start = time.monotonic()
-            assert "left the wait for a tensor that never comes" in group[1].hear()["interrupted"]
+            assert "stopped waiting for a tensor that never comes" in group[1].hear()["interrupted"]
             group[0].tell(do="cut", listening=listening)
-            assert "left the wait for a tensor that never comes" in group[0].hear()["interrupted"]
+            assert "stopped waiting for a tensor that never comes" in group[0].hear()["interrupted"]
             assert time.monotonic() - start < 1.0
         with server(2) as (_, door):
             assert form(group[:2], door, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
@@ -182,7 +182,7 @@ def test_who_waits_for_a_tensor_to_be_taken_leaves_when_told_and_when_the_taker_
         start = time.monotonic()
         for member in (group[1], group[0]):
             member.tell(do="cut", listening=listening)
-            assert "left the wait for a member to take a tensor" in member.hear()["interrupted"]
+            assert "stopped waiting for a member to take a tensor" in member.hear()["interrupted"]
         assert time.monotonic() - start < 1.0
 
 

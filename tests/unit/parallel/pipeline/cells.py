@@ -38,7 +38,7 @@ class Coming:
         try:
             self._into.detach().copy_(self._box.get(timeout=LIMIT_S))
         except queue.Empty:
-            raise Interrupted(f"left the wait for {what}") from None
+            raise Interrupted(f"stopped waiting for {what}") from None
 
 
 class Threads:
