@@ -1,8 +1,8 @@
 """Data parallelism: gradients live in flat buckets that are summed over the world while backward still runs.
 
-Parameters fill buckets from the last to the first, the order in which backward finishes them. A bucket is submitted as
-soon as its last gradient is there, buckets in order, so that every worker submits alike. The idea is that of
-Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+Parameters fill buckets from the last to the first, the order in which backward finishes them. A bucket is submitted
+once its last gradient is complete. Buckets are submitted in order, so that every worker submits alike. The idea is that
+of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from raytrain_plus.collective.world import Work, World
 from raytrain_plus.errors import TrainingError
 
 BUCKET_BYTES = 4 << 20
-"""Bytes after which a bucket is closed: large enough for the ring's bandwidth, small enough to overlap."""
+"""Size in bytes at which a bucket is closed: large enough for the ring's bandwidth, small enough to overlap."""
 
 
 class Gradients:
     """The gradients of a model's parameters, as views into flat buckets, and their sums over shards and workers.
 
-    What travels is the bucket itself, to which every shard's backward has added; or, for an exact sum, a vector beside
-    it, to which each shard's gradients are added rounded.
+    The bucket itself is reduced, to which every shard's backward has added. For an exact sum, a vector beside it is
+    reduced, to which each shard's gradients are added after rounding.
     """
 
     def __init__(
@@ -35,16 +35,17 @@ class Gradients:
         exact_shards: int | None = None,
         label: str = "",
     ) -> None:
-        """`rider` says how many numbers of a floating type are to be summed along with the first bucket. `label` tells
-        its sums from those of other parts of the model.
+        """Allocate the buckets and make their views the gradients of the parameters.
 
-        With `exact_shards`, the job's number of them, sums are exact: the same bits in any order.
+        `rider` returns how many numbers of a floating-point type are summed with the first bucket. With `exact_shards`,
+        the job's number of shards, sums are exact: the same bits in any order. `label` separates these sums from those
+        of other parts of the model.
         """
         self.buckets: list[torch.Tensor] = []
         self.exact: list[ExactSum] = []
-        """Beside each bucket, where sums are exact."""
+        """One sum per bucket if sums are exact, else empty."""
         self.rider = torch.zeros(0)
-        """Summed along with the first bucket: written before the step's last backward, read when that is summed."""
+        """Summed with the first bucket: written before the step's last backward, read when that bucket is summed."""
         self._label = label
         self._waiting: list[int] = []
         self._reported: set[int] = set()
@@ -79,14 +80,14 @@ class Gradients:
             self._groups.append(group)
 
     def begin(self, scales: Mapping[str, int]) -> None:
-        """Clears every gradient, and what rides along. `scales`: the exponents of the quanta of an exact sum."""
+        """Clear every gradient and the rider. `scales`: the exponents of the quanta of an exact sum."""
         for bucket in self.buckets:
             bucket.zero_()
         for exact in self.exact:
             exact.begin(scales)
 
     def end_shard(self) -> None:
-        """A shard's gradients are complete, and another shard comes."""
+        """End a shard whose gradients are complete, before the next shard."""
         for index, exact in enumerate(self.exact):
             exact.add(self._groups[index])
             self.buckets[index].zero_()
@@ -94,10 +95,10 @@ class Gradients:
     def reduce_during(
         self, backward: Callable[[], None], world: World, check: Callable[[], None] = lambda: None
     ) -> list[Work]:
-        """Runs the step's last backward and submits each bucket as soon as it is complete; the work under way.
+        """Run the step's last backward and submit each bucket once it is complete; return the work under way.
 
-        `check` is called with every gradient, and ends the backward by what it raises. Raises `TrainingError` where the
-        task put another tensor in the place of a gradient.
+        `check` is called with every gradient; an error that it raises ends the backward. Raises `TrainingError` if the
+        task replaced a gradient by another tensor.
         """
         works: list[Work] = []
         self._waiting = [len(group) for group in self._groups]
@@ -114,8 +115,8 @@ class Gradients:
         self._submit = submit
         try:
             backward()
-            # Parameters that took no part in this backward have not reported; their zeros (or the sums of earlier
-            # microbatches) are complete all the same.
+            # Parameters without a part in this backward have not reported; their zeros, or the sums of earlier
+            # microbatches, are complete.
             while self._next < len(self.buckets):
                 submit(self._next)
                 self._next += 1
@@ -123,21 +124,23 @@ class Gradients:
             self._submit = None
         if any(parameter.grad is not view for parameter, view in self._views):
             raise TrainingError(
-                "the task replaced a parameter's .grad (zero_grad, perhaps): the platform owns gradients"
+                "the task replaced a parameter's .grad (perhaps by zero_grad); the platform owns gradients: do not "
+                "assign or clear them"
             )
         return works
 
     def take_means(self, weight: float) -> None:
-        """Makes the sums, divided by the weight of all shards, the gradients."""
+        """Turn the sums into gradients: divide them by the weight of all shards."""
         if not self.exact:
             self.scale(1.0 / weight)
         for group, exact in zip(self._groups, self.exact, strict=False):
             for view, total in zip(group, exact.sums, strict=True):
-                # A sum may be more than the gradient's type holds, where its mean is not; and only this rounds to it.
+                # A sum can exceed the range of the gradient's dtype although its mean does not; only this copy rounds
+                # to that dtype.
                 view.copy_(total.div_(weight).view_as(view))
 
     def scale(self, factor: float) -> None:
-        """Multiplies every gradient, and what rides along, which has been read by then."""
+        """Multiply every gradient, and the rider, which has been read by then."""
         for bucket in self.buckets:
             bucket.mul_(factor)
 
@@ -148,8 +151,8 @@ class Gradients:
             self._check()
             if id(parameter) in self._reported:
                 raise TrainingError(
-                    "a parameter's gradient came twice in one backward pass, as activation checkpointing makes it for "
-                    "layers that share weights: pass use_reentrant=False to torch.utils.checkpoint"
+                    "a parameter's gradient was accumulated twice in one backward pass; activation checkpointing does "
+                    "this for layers that share weights: pass use_reentrant=False to torch.utils.checkpoint"
                 )
             self._reported.add(id(parameter))
             self._waiting[bucket] -= 1
@@ -161,7 +164,7 @@ class Gradients:
 
 
 def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Groups parameters, last first, into runs of one dtype and device of at most `bucket_bytes`, or one parameter."""
+    """Group parameters, last first, into buckets of one dtype and device: at most `bucket_bytes`, or one parameter."""
     groups: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in reversed(parameters):

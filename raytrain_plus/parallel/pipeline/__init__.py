@@ -1,1 +1,1 @@
-"""Pipelines: a model's layers cut into stages, microbatches running through them."""
+"""Pipeline parallelism: a model's layers partitioned into stages, with microbatches passing through them."""

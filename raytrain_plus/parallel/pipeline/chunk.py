@@ -1,8 +1,8 @@
-"""A chunk: a run of layers at one position of a pipeline, as torch's schedules drive it.
+"""A chunk: consecutive layers at one position of a pipeline, as driven by torch's schedules.
 
-A schedule says when; a chunk computes, and hands on what it has. The task's loss runs where the chunk is the first, up
-to where it calls the model, and again, whole, where the chunk is the last: there the model gives what the layers before
-have given. So whatever a loss does before and after the model is done as in one process.
+The schedule decides when; a chunk computes and hands its result on. The task's loss runs on the first chunk up to its
+call of the model. It runs again, completely, on the last chunk, where the model returns the output of all layers. So
+everything that a loss does before and after the model is done as in one process.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from raytrain_plus.parallel.pipeline.transport import Handovers, Tensors, apart
 
 
 class Work(Protocol):
-    """What a cell computes in one step: microbatches, numbered over all its shards."""
+    """The work of a model replica in one step: microbatches, numbered over all its shards."""
 
     def rows(self, microbatch: int) -> int:
-        """How many rows it has."""
+        """Return the number of rows of a microbatch."""
 
     def batch(self, microbatch: int) -> Any:
-        """The batch itself; asked for where the first and the last chunk are."""
+        """Return the batch itself; called for the first and the last chunk."""
 
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Its loss, ready for the backward pass; asked for where the first and the last chunk are."""
+        """Return its loss, ready for the backward pass; called for the first and the last chunk."""
 
     def computing(self, kind: Kind, chunk: int, microbatch: int) -> AbstractContextManager[None]:
-        """Open while the chunk computes: random numbers, buffers and interrupts are its matter."""
+        """Return a context that is open while the chunk computes; it handles random numbers, buffers and interrupts."""
 
 
 @dataclass(slots=True)
@@ -42,16 +42,16 @@ class _Open:
     """A microbatch between its forward and its backward pass."""
 
     inputs: list[torch.Tensor]
-    """Those that take part in the backward pass, as leaves."""
+    """The inputs that take part in the backward pass, as leaves."""
     outputs: list[torch.Tensor]
-    """The same; of the last chunk, the loss."""
+    """The outputs that take part in the backward pass; for the last chunk, the loss."""
     gradients: list[torch.Tensor] | None = None
     groups: list[dict[str, Any]] | None = None
-    """What is left to do for the weights; None where all is."""
+    """The work left for the weights; None if there is none."""
 
 
 class Chunk:
-    """See the module. Its public names are those that torch's schedules ask for (torch 2.13)."""
+    """See the module docstring. Its public names are those that torch's schedules use (torch 2.13)."""
 
     def __init__(
         self,
@@ -61,8 +61,11 @@ class Chunk:
         handovers: Handovers | None = None,
         splits: bool = False,
     ) -> None:
-        """`holders`: for each chunk of the model, the stage that has it; `handovers` to the others, where there are
-        any. `splits`: whether backward passes come in two parts."""
+        """Make a chunk of `layers`, the chunk number `index` of the model.
+
+        `holders`: for each chunk of the model, the stage that has it. `handovers`: the transfers to and from other
+        stages, if any. `splits`: whether backward passes come in two parts.
+        """
         self.submod = layers
         self.stage_index = index
         self.num_stages = len(holders)
@@ -78,57 +81,58 @@ class Chunk:
         self._work: Work | None = None
         self._count = 0
         self._follows: list[bool] | None = None
-        """Of each output, whether it depends on an input."""
+        """For each output, whether it depends on an input."""
         self._open: dict[int, _Open] = {}
         self._given: dict[int, Tensors] = {}
-        """What another chunk of this stage has given."""
+        """The inputs from another chunk of this stage."""
         self._returned: dict[int, list[torch.Tensor]] = {}
-        """The gradients that another chunk of this stage has given back."""
+        """The gradients returned by another chunk of this stage."""
         self._back: dict[int, list[torch.Tensor]] = {}
-        """The gradients to give back."""
+        """The gradients for the previous chunk."""
         first = next(layers.children(), layers)
         self._writes = any(getattr(module, "inplace", False) for module in first.modules())
         names = [name for name, _ in layers.named_children()]
         self._last_layer = f"the layer '{names[-1]}'" if names else "the model"
 
     def begin(self, work: Work, microbatches: int) -> None:
-        """A step begins: what earlier ones have left, if they were left early, is forgotten."""
+        """Begin a step and discard what an aborted earlier step has left."""
         self._work = work
         self._count = microbatches
         self.most_open = 0
         for kept in (self._open, self._given, self._returned, self._back):
             kept.clear()
 
-    # What torch's schedules call. They are given no operations: this stage's own are started, and waited for, here.
+    # The interface of torch's schedules. The lists of operations are empty: this class starts its own transfers and
+    # waits for them.
 
     def get_fwd_recv_ops(self, microbatch: int) -> list[Any]:
-        """Begins to receive activations."""
+        """Start to receive activations."""
         if not self.is_first:
             before = self.stage_index - 1
             self._passing.expect("forward", before, microbatch, self._rows(microbatch), self._holders[before])
         return []
 
     def get_fwd_send_ops(self, microbatch: int) -> list[Any]:
-        """Nothing: a forward pass has sent what it gave."""
+        """Return no operations: the forward pass has sent its output."""
         return []
 
     def get_bwd_recv_ops(self, microbatch: int) -> list[Any]:
-        """Begins to receive gradients."""
+        """Start to receive gradients."""
         if not self.is_last:
             after = self._holders[self.stage_index + 1]
             self._passing.expect("backward", self.stage_index, microbatch, self._rows(microbatch), after)
         return []
 
     def get_bwd_send_ops(self, microbatch: int) -> list[Any]:
-        """Nothing: a backward pass has sent what it gave."""
+        """Return no operations: the backward pass has sent its gradients."""
         return []
 
     def forward_one_chunk(self, microbatch: int, *unused: Any, **also_unused: Any) -> Any:
-        """The forward pass of a microbatch; what it gives, the loss where the chunk is the last."""
+        """Run the forward pass of a microbatch; return its output, which is the loss on the last chunk."""
         given = None if self.is_first else self._take(microbatch)
         inputs = [value for value in given.values if value.requires_grad] if given is not None else []
         if given is not None and self._writes:
-            # The first layer writes in place, which the leaf of a graph does not bear.
+            # The first layer writes in place, which a leaf of a graph does not support.
             given = Tensors([value.clone() for value in given.values], given.tree)
         work, output = self._working, None
         batch = work.batch(microbatch) if self.is_first or self.is_last else None
@@ -146,7 +150,7 @@ class Chunk:
             return output
         tensors = apart(output, self._last_layer)
         if self._splits:
-            # What computes the parts of a backward pass detaches outputs in place, which views do not bear.
+            # The code for partial backward passes detaches outputs in place, which views do not support.
             tensors.values[:] = [value.clone() if value._is_view() else value for value in tensors.values]
         self._keep(microbatch, _Open(inputs, [value for value in tensors.values if value.requires_grad]))
         to = self._holders[self.stage_index + 1]
@@ -158,7 +162,7 @@ class Chunk:
     def backward_one_chunk(
         self, microbatch: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """The backward pass of a microbatch: whole, or for the chunk's input alone."""
+        """Run the backward pass of a microbatch: completely, or for the chunk's input alone."""
         now = self._open[microbatch]
         now.gradients = None if self.is_last else self._take_gradients(microbatch)
         if full_backward:
@@ -167,14 +171,14 @@ class Chunk:
             del self._open[microbatch]
         else:
             with self._working.computing("I", self.stage_index, microbatch):
-                # Where no input needs a gradient, the weights' turn is for all of it.
+                # If no input needs a gradient, the weights' part does everything.
                 if now.inputs:
                     self._backward_input(now)
         if not self.is_first:
             self._give_back(microbatch, now.inputs)
 
     def backward_weight_one_chunk(self, microbatch: int, last_backward: bool = False) -> None:
-        """What is left of the backward pass of a microbatch: the gradients of the weights."""
+        """Run the rest of the backward pass of a microbatch: the gradients of the weights."""
         now = self._open.pop(microbatch)
         with self._working.computing("W", self.stage_index, microbatch):
             if now.groups is None:
@@ -183,23 +187,21 @@ class Chunk:
                 stage_backward_weight(self.submod.parameters(), now.groups)
 
     def set_local_fwd_input(self, given: Tensors, microbatch: int) -> None:
-        """What another chunk of this stage gives."""
+        """Take the input from another chunk of this stage."""
         # Each chunk's own graph ends at its input.
         values = [value.detach().requires_grad_(value.requires_grad) for value in given.values]
         self._given[microbatch] = Tensors(values, given.tree)
 
     def get_local_bwd_output(self, microbatch: int) -> list[torch.Tensor]:
-        """The gradients for another chunk of this stage."""
+        """Return the gradients for another chunk of this stage."""
         return self._back.pop(microbatch)
 
     def set_local_bwd_input(self, gradients: list[torch.Tensor], microbatch: int) -> None:
-        """The gradients that another chunk of this stage gives back."""
+        """Take the gradients that another chunk of this stage returns."""
         self._returned[microbatch] = gradients
 
     def perform_reduce_grad(self, scale: int) -> None:
-        """Nothing: gradients are summed over cells elsewhere."""
-
-    # The rest
+        """Do nothing: gradients are summed over replicas elsewhere."""
 
     @property
     def _working(self) -> Work:
@@ -215,13 +217,13 @@ class Chunk:
         return self._working.rows(microbatch)
 
     def _backward_input(self, now: _Open) -> None:
-        """The gradients of a chunk's inputs, and what its weights' need of that.
+        """Compute the gradients of a chunk's inputs, and what the gradients of its weights need of them.
 
-        An output that depends on no input, but on weights, would be left out: its backward pass is made whole.
+        An output that depends on weights but on no input would be left out, so its backward pass is run completely.
         """
         gradients: list[Any] = [None] * len(now.outputs) if now.gradients is None else list(now.gradients)
         if self._follows is None or len(self._follows) != len(now.outputs):
-            # A function of the layers, and walking their graph takes long.
+            # It depends only on the layers, and walking their graph is slow.
             self._follows = [_depends(output, now.inputs) for output in now.outputs]
         pairs = list(zip(now.outputs, gradients, strict=True))
         alone = [pair for pair, follows in zip(pairs, self._follows, strict=True) if not follows]
@@ -233,7 +235,7 @@ class Chunk:
         _, now.groups = stage_backward_input(outputs, given, now.inputs, self.submod.parameters())
 
     def _up_to_the_end(self, work: Work, microbatch: int, batch: Any) -> Any:
-        """Runs the loss up to where it calls the model; what this chunk's layers give then."""
+        """Run the loss up to its call of the model; return the output of this chunk's layers."""
 
         def run(*arguments: Any, **named: Any) -> NoReturn:
             raise _Handed(self.submod(*arguments, **named))
@@ -242,7 +244,7 @@ class Chunk:
             work.loss(microbatch, _Stand(self.submod, run), batch)
         except _Handed as handed:
             return handed.output
-        raise TrainingError("the loss never calls the model: there is nothing to cut into stages")
+        raise TrainingError("the loss never calls the model, so no stage can run: call the model in Task.loss")
 
     def _take(self, microbatch: int) -> Tensors:
         if microbatch in self._given:
@@ -250,7 +252,7 @@ class Chunk:
         before = self.stage_index - 1
         tensors, takes_part = self._passing.take(before, microbatch, self._rows(microbatch), self._holders[before])
         if microbatch + 1 < self._count:
-            # It comes while this one is computed.
+            # The next one arrives while this one is computed.
             self.get_fwd_recv_ops(microbatch + 1)
         for value, needed in zip(tensors.values, takes_part, strict=True):
             value.requires_grad_(needed and torch.is_grad_enabled())
@@ -280,7 +282,7 @@ class Chunk:
 
 
 def _depends(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether an output of a graph depends on one of its leaves."""
+    """Return whether an output of a graph depends on one of its leaves."""
     leaves = {id(value) for value in inputs}
     waiting: list[Any] = [output.grad_fn]
     seen: set[Any] = set()
@@ -296,7 +298,7 @@ def _depends(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
 
 
 class _Handed(BaseException):
-    """Leaves the task's loss where it calls the model."""
+    """Leaves the task's loss at its call of the model."""
 
     def __init__(self, output: Any) -> None:
         super().__init__("the model was called")
@@ -304,7 +306,7 @@ class _Handed(BaseException):
 
 
 class _Stand(nn.Module):
-    """Stands for the whole model in the task's loss, which may call it once and look at nothing in it."""
+    """Replaces the whole model in the task's loss, which may call it once and access nothing in it."""
 
     def __init__(self, layers: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -315,31 +317,31 @@ class _Stand(nn.Module):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         if self._called:
-            raise TrainingError("the loss calls the model more than once, which is not possible with parallel.pipeline")
+            raise TrainingError("the loss calls the model more than once; with parallel.pipeline it may call it once")
         self._called = True
         modes = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         if modes or torch.is_grad_enabled() != self._grad:
-            what = f"torch.autocast for {modes[0]}" if modes else "another gradient mode"
+            what = f"torch.autocast for {modes[0]}" if modes else "a different gradient mode"
             raise TrainingError(
-                f"the loss calls the model under {what}, which the stages of parallel.pipeline between the first and "
-                "the last would not see: enter it in the layers' own forward"
+                f"the loss calls the model under {what}, which does not reach the middle stages of parallel.pipeline: "
+                "enter it in the layers' own forward"
             )
         return self._run(*arguments, **named)
 
     def named_modules(self, *arguments: Any, **named: Any) -> Iterator[Any]:
-        raise self._refusal("its modules")
+        raise self._refusal("the modules")
 
     def named_children(self) -> Iterator[Any]:
-        raise self._refusal("its modules")
+        raise self._refusal("the modules")
 
     def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[Any]:
-        raise self._refusal("its parameters")
+        raise self._refusal("the parameters")
 
     def named_buffers(self, *arguments: Any, **named: Any) -> Iterator[Any]:
-        raise self._refusal("its buffers")
+        raise self._refusal("the buffers")
 
     def state_dict(self, *arguments: Any, **named: Any) -> Any:
-        raise self._refusal("its state")
+        raise self._refusal("the state")
 
     def __getattr__(self, name: str) -> Any:
         raise self._refusal(f"'{name}'")
@@ -347,6 +349,6 @@ class _Stand(nn.Module):
     @staticmethod
     def _refusal(what: str) -> TrainingError:
         return TrainingError(
-            f"the loss looks at {what} in the model, of which each stage of parallel.pipeline has a part: it may only "
-            "call it"
+            f"the loss accesses {what} of the model, but with parallel.pipeline each stage holds only a part of it: "
+            "the loss may only call the model"
         )

@@ -1,4 +1,4 @@
-"""What a cut is to cost: layers, parameters, memory and time of each stage, and the bubble of its schedule."""
+"""Forecast the cost of a partition: each stage's layers, parameters, memory and time, and the schedule's bubble."""
 
 from __future__ import annotations
 
@@ -14,36 +14,39 @@ from raytrain_plus.parallel.pipeline.timeline import Cost, bubble, held, laid_ou
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """One stage of a cell."""
+    """One stage of a model replica."""
 
     layers: Chunks
     parameters: int
     bytes: int
-    """Parameters, gradients, optimizer state, and the activations of all microbatches that are in flight at once."""
+    """Parameters, gradients, optimizer state, and the activations of all microbatches in flight at once."""
     state_bytes: int
-    """Parameters and optimizer state: what a copy of it takes, about."""
+    """Parameters and optimizer state: the approximate size of a copy."""
     seconds: float
-    """Of one microbatch, forward and backward."""
+    """Forward and backward pass of one microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A cell's step."""
+    """One step of a model replica."""
 
     schedule: Schedule
     microbatches: int
-    """In the whole cell."""
+    """Microbatches of the whole replica."""
     stages: tuple[StageForecast, ...]
     bubble: float
-    """The share of the stages' time in which they wait."""
+    """The share of the stages' time spent waiting."""
 
 
 def forecast(layers: Sequence[Layer], schedule: Schedule, stages: int, microbatches: int) -> Forecast:
-    """What a cell of so many stages makes of so many microbatches. A backward pass is taken to be two thirds of a
-    layer's time, half of them for its weights, and a hand-over to take none."""
+    """Return the forecast for a model replica of so many stages and microbatches.
+
+    Assumes that a backward pass takes two thirds of a layer's time, half of that for its weights, and that transfers
+    take no time.
+    """
     by_name = {layer.name: layer for layer in layers}
     cut = laid_over(layers, schedule, stages)
-    assert cut is not None, "nothing bounds its memory"
+    assert cut is not None, "there is no memory limit"
     order = orders(schedule, stages, microbatches)
     found = []
     costs: dict[int, Cost] = {}
@@ -56,7 +59,7 @@ def forecast(layers: Sequence[Layer], schedule: Schedule, stages: int, microbatc
                 layers=chunks,
                 parameters=sum(layer.parameters for layer in own),
                 bytes=sum(layer.bytes for layer in own) + round(open_at_once * sum(layer.activations for layer in own)),
-                # Of the four that are reckoned for each parameter, all but the gradient.
+                # Of the four values counted per parameter, all except the gradient.
                 state_bytes=sum(layer.bytes for layer in own) * 3 // 4,
                 seconds=sum(layer.seconds for layer in own),
             )

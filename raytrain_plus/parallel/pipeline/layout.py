@@ -1,4 +1,4 @@
-"""Which stage has which chunks of a model, under which schedule, and what a schedule asks for. Pure."""
+"""Which stage has which chunks of a model under each schedule, and the schedules' requirements. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.partition import Layer, cut
 
 MICROBATCHES = 1 << 16
-"""More than a cell can number until its stages come together."""
+"""Above the most microbatches that a replica can number between synchronisations of its stages."""
 
 
 def holders(schedule: Schedule, stages: int) -> tuple[int, ...]:
-    """For each chunk of the model, in order, the stage that has it.
+    """Return, for each chunk of the model in order, the stage that has it.
 
     >>> holders("1f1b", 3), holders("interleaved", 3), holders("zero-bubble", 3)
     ((0, 1, 2), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
@@ -24,24 +24,25 @@ def holders(schedule: Schedule, stages: int) -> tuple[int, ...]:
 
 
 def splits(schedule: Schedule) -> bool:
-    """Whether backward passes come in two parts."""
+    """Return whether backward passes come in two parts."""
     return schedule == "zero-bubble"
 
 
 def amiss(schedule: Schedule, stages: int, microbatches: int) -> str:
-    """What keeps a cell of so many stages, with so many microbatches until they come together, from this schedule;
-    empty if nothing.
+    """Return why a model replica cannot use this schedule; empty if it can.
+
+    `microbatches`: the number between two synchronisations of its stages.
 
     >>> amiss("1f1b", 4, 3)
-    '1f1b needs as many microbatches in a cell as it has stages: 4, not 3'
+    '1f1b needs at least as many microbatches per replica as stages: 4, not 3'
     """
     if schedule in ("1f1b", "pipedream") and microbatches < stages:
-        return f"{schedule} needs as many microbatches in a cell as it has stages: {stages}, not {microbatches}"
+        return f"{schedule} needs at least as many microbatches per replica as stages: {stages}, not {microbatches}"
     if schedule == "interleaved" and microbatches % max(1, microbatches // stages):
         rounds = microbatches // stages
-        return f"interleaved needs a number of microbatches in a cell that {rounds} divides, not {microbatches}"
+        return f"interleaved needs a number of microbatches per replica divisible by {rounds}, not {microbatches}"
     if microbatches >= MICROBATCHES:
-        return f"a cell can number {MICROBATCHES - 1} microbatches that are made together, not {microbatches}"
+        return f"a replica can run at most {MICROBATCHES - 1} microbatches together, not {microbatches}"
     return ""
 
 
@@ -52,10 +53,10 @@ Chunks = tuple[tuple[str, ...], ...]
 def laid_over(
     layers: Sequence[Layer], schedule: Schedule, stages: int, most_bytes: int | None = None
 ) -> tuple[Chunks, ...] | None:
-    """The chunks of each stage, of a model that is cut so that the slowest chunk is as fast as can be; None where no
-    such cut leaves every stage within `most_bytes`, of which each of its chunks has an equal part.
+    """Return each stage's chunks for the partition whose slowest chunk is fastest.
 
-    Raises `ValueError` where there are fewer layers than chunks.
+    Returns None if no such partition keeps every stage within `most_bytes`, which is divided equally among its chunks.
+    Raises `ValueError` if there are fewer layers than chunks.
 
     >>> each = [Layer(name, 1.0, 0) for name in "abcd"]
     >>> laid_over(each, "1f1b", 2), laid_over(each, "zero-bubble", 2)
@@ -72,7 +73,7 @@ def laid_over(
 
 
 def tied_groups(tied: Mapping[str, str]) -> list[list[str]]:
-    """The parameters that are one, out of copy -> what it is a copy of; each group in the order of names.
+    """Return groups of tied parameters from copy -> owner; each group in the order of names.
 
     >>> tied_groups({"head.out": "embed.in", "mid.out": "embed.in"})
     [['embed.in', 'head.out', 'mid.out']]

@@ -1,4 +1,4 @@
-"""Which cuts of a model fit into the memory of workers. Pure."""
+"""Find the partitions of a model that fit into the workers' memory. Pure."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ from raytrain_plus.storage.size_text import size_text
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Why no cut into so many stages fits."""
+    """Why no partition into so many stages fits."""
 
     stages: int
     stage: int
-    """The largest one, of a cut by time."""
+    """The largest stage of a partition by time."""
     bytes: int
-    """What it takes."""
+    """Bytes that the stage needs."""
     room: int
-    """What a worker has."""
+    """Bytes that a worker has."""
     layer: str
-    """The layer of it that takes the most."""
+    """The layer of the stage that needs the most."""
     layer_bytes: int
 
     def __str__(self) -> str:
         return (
-            f"stage {self.stage} of {self.stages} takes {size_text(self.bytes)}, of which the layer '{self.layer}' "
-            f"{size_text(self.layer_bytes)}, and a worker has {size_text(self.room)}"
+            f"stage {self.stage} of {self.stages} needs {size_text(self.bytes)} (the layer '{self.layer}': "
+            f"{size_text(self.layer_bytes)}), but a worker has {size_text(self.room)}"
         )
 
 
 def within(
     layers: Sequence[Layer], schedule: Schedule, stages: int, microbatches: int, room: int
 ) -> tuple[Chunks, ...] | Misfit:
-    """The chunks of each stage where none takes more than `room` bytes, of a cell of so many microbatches; as
-    `layout.laid_over`, if it can be.
+    """Return each stage's chunks such that no stage needs more than `room` bytes, or why that is impossible.
+
+    `microbatches`: the number in the model replica. The partition is that of `layout.laid_over` if it fits.
 
     >>> each = [Layer(name, 1.0, size) for name, size in zip("abc", (6, 2, 2))]
     >>> within(each, "1f1b", 2, 2, room=6)
     ((('a',),), (('b', 'c'),))
     >>> print(within(each, "1f1b", 2, 2, room=5))
-    stage 0 of 2 takes 6 bytes, of which the layer 'a' 6 bytes, and a worker has 5 bytes
+    stage 0 of 2 needs 6 bytes (the layer 'a': 6 bytes), but a worker has 5 bytes
     """
-    # Under pipedream there is another version of the weights, too, which are a quarter of what is kept of a layer.
+    # pipedream keeps one more version of the weights, which are a quarter of a layer's state.
     quarters = 5 if schedule == "pipedream" else 4
     in_flight = _open(schedule, stages, microbatches)
     whole = [replace(layer, bytes=layer.bytes * quarters // 4 + in_flight * layer.activations) for layer in layers]
@@ -54,10 +55,10 @@ def within(
         return found
     sizes = {layer.name: layer.bytes for layer in whole}
     by_time = laid_over(whole, schedule, stages)
-    assert by_time is not None, "nothing bounds it"
+    assert by_time is not None, "there is no memory limit"
     takes = [sum(sizes[name] for chunk in chunks for name in chunk) for chunks in by_time]
     if max(takes) <= room:
-        # One of a stage's chunks has more than its half.
+        # One of a stage's chunks needs more than half of the stage's memory.
         return by_time
     stage = takes.index(max(takes))
     layer = max((name for chunk in by_time[stage] for name in chunk), key=lambda name: sizes[name])
@@ -65,10 +66,10 @@ def within(
 
 
 def _open(schedule: Schedule, stages: int, microbatches: int) -> int:
-    """The most microbatches whose activations a chunk holds at once."""
+    """Return the most microbatches whose activations a chunk holds at once."""
     if stages == 1:
         return 1
     if schedule == "gpipe":
         return microbatches
-    # Of two chunks each holds as many as there are stages, too, about.
+    # With two chunks per stage, each chunk also holds about as many as there are stages.
     return min(microbatches, stages)

@@ -1,25 +1,25 @@
-"""Messages between the stages of a pipeline: a value as a written header and raw bytes. Nothing is ever pickled.
+"""Messages between pipeline stages: a value as a JSON header and raw bytes. Nothing is ever pickled.
 
     8 bytes     length of the header, little-endian
     header      JSON: [value, blocks]
     blocks      the raw bytes of tensors, NumPy arrays and byte strings, each at a multiple of 64 bytes
 
-`value` is JSON as it stands for None, bool, int, finite float, str, list, and dict with text keys. Everything else is
+`value` is plain JSON for None, bool, int, finite float, str, list, and dict with text keys. Everything else is
 {"~": kind, ...}:
 
     float       infinities and NaN, as text               tuple, set, frozenset    their `items`
     dict        keys that are not text: pairs in `items`  complex                  `real` and `imag`, as text
     block       a tensor, an array or bytes: its number; the same object twice has one number
     type        a built-in type (list, dict, ...), by name from a fixed list
-    object      of a class of the batch: its `class`, and what it is made of (`arguments`, `state`, `items`, `pairs`)
+    object      of a class of the batch: its `class`, and its parts (`arguments`, `state`, `items`, `pairs`)
 
-Each of `blocks` says its offset and length, and what it is: ["tensor", dtype, shape, strides, requires_grad, class,
+Each of `blocks` gives its offset, its length and its content: ["tensor", dtype, shape, strides, requires_grad, class,
 attributes] (a subclass of `torch.Tensor` has a class), ["array", scalar] (in NumPy's own .npy format) or ["bytes",
-changeable]. Strides are kept, because results can depend on them in the last bit; each tensor gets memory of its own.
+mutable]. Strides are kept, because results can depend on them in the last bit. Each tensor gets its own memory.
 
 Reading imports nothing and calls nothing that the message names. A class is looked up by name among those that the
-reader itself knows: a fixed list, and the classes of the first microbatch, which every worker has collated with its own
-task (`classes_of`).
+reader knows: a fixed list, and the classes of the first microbatch, which every worker has collated with its own task
+(`classes_of`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ import torch
 from raytrain_plus.errors import RunError, TaskError
 
 Place = str | tuple[Any, str, Any]
-"""The place of a part in a value: a name, or (the container's place, a format of place and key, the key)."""
+"""The path of a part of a value: a name, or (the container's path, a format of path and key, the key)."""
 Classes = Mapping[str, type]
 """By module and name: the classes whose objects may be in a message."""
 
 ALIGNMENT = 64
 DEPTH = 100
-"""The most levels of lists, dicts and objects inside one another."""
+"""The deepest nesting of lists, dicts and objects."""
 
 _KIND = "~"
 _PLAIN = frozenset((bool, int, str, type(None)))
@@ -68,7 +68,7 @@ _KNOWN = (
 _TYPES: Classes = MappingProxyType(
     {one.__name__: one for one in (bool, bytes, dict, float, frozenset, int, list, set, str, tuple)}
 )
-_REMEDY = "give one of these in Task.collate, or do without parallel.pipeline"
+_REMEDY = "return only these from Task.collate, or do not use parallel.pipeline"
 _EXPECTED = "tensors, NumPy arrays, numbers, text, bytes, None, and lists, tuples, sets, dicts and objects of these"
 
 
@@ -78,11 +78,14 @@ def name_of(cls: type) -> str:
 
 
 KNOWN: Classes = MappingProxyType({name_of(one): one for one in _KNOWN})
-"""What every reader knows."""
+"""The classes that every reader knows."""
 
 
 def classes_of(batch: Any) -> Classes:
-    """Return the classes of the objects in a batch. Raises `TaskError` if it holds what no message can carry."""
+    """Return the classes of the objects in a batch.
+
+    Raises `TaskError` if it contains values that no message can carry.
+    """
     writer = _Writer(None)
     writer.value(batch, "batch", 0)
     return MappingProxyType({**KNOWN, **writer.met})
@@ -91,7 +94,7 @@ def classes_of(batch: Any) -> Classes:
 def to_bytes(value: Any, classes: Classes = KNOWN, name: str = "message") -> bytearray:
     """Return `value`, called `name` in errors, as a message.
 
-    Raises `TaskError` if it holds an object that no message can carry, or whose class is not in `classes`.
+    Raises `TaskError` if it contains an object that no message can carry, or whose class is not in `classes`.
     """
     writer = _Writer(classes)
     value = writer.value(value, name, 0)
@@ -111,7 +114,7 @@ def to_bytes(value: Any, classes: Classes = KNOWN, name: str = "message") -> byt
 
 
 def from_bytes(message: bytearray | memoryview, classes: Classes = KNOWN) -> Any:
-    """Return the value of a message. Raises `RunError` if it is not one, or has objects of other classes."""
+    """Return the value of a message. Raises `RunError` if the message is invalid or has objects of other classes."""
     try:
         whole = memoryview(message)
         length = int.from_bytes(whole[:_LENGTH], "little")
@@ -119,11 +122,11 @@ def from_bytes(message: bytearray | memoryview, classes: Classes = KNOWN) -> Any
         reader = _Reader(classes, blocks, whole[_aligned(_LENGTH + length) :])
         return reader.value(value, 0)
     except _DAMAGED as error:
-        raise RunError(f"a message of another stage cannot be read: {type(error).__name__}: {error}") from error
+        raise RunError(f"a message from another stage cannot be read: {type(error).__name__}: {error}") from error
 
 
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
-"""What a damaged message makes of its parts; `RuntimeError` holds `RecursionError`."""
+"""Errors raised by the parts of a damaged message; `RuntimeError` includes `RecursionError`."""
 
 
 def _written(place: Place) -> str:
@@ -138,17 +141,17 @@ def _aligned(offset: int) -> int:
 
 
 class _Writer:
-    """Takes one value apart."""
+    """Encodes one value."""
 
     def __init__(self, classes: Classes | None) -> None:
         self._classes = classes
-        """None: all, to find which there are."""
+        """None: accept and collect all classes."""
         self.met: dict[str, type] = {}
         self.blocks: list[tuple[list[Any], memoryview]] = []
         self._numbers: dict[int, int] = {}
         """By `id`, the block of an object."""
         self._kept: list[Any] = []
-        """Nothing that has an `id` here may go, and leave it to another."""
+        """Keeps objects alive whose `id` is used here, so that no other object gets the same `id`."""
 
     def value(self, value: Any, name: Place, depth: int) -> Any:
         """Return `value`, called `name` in errors, as JSON."""
@@ -213,7 +216,7 @@ class _Writer:
             raise self._refusal(value, name, f"a tensor with the layout {value.layout}")
         plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
         strides = plain.stride()
-        # Of what is there once and seen often, once is enough.
+        # Send values repeated by a stride of zero only once.
         packed = plain[tuple(slice(None) if stride else slice(1) for stride in strides)].contiguous()
         described: list[Any] = [
             "tensor",
@@ -241,7 +244,7 @@ class _Writer:
         try:
             how, arguments, *rest = value.__reduce_ex__(2)
         except Exception:
-            # It cannot be pickled, either, whatever it raised.
+            # Whatever it raised, it cannot be pickled either.
             raise self._refusal(value, name) from None
         state, items, pairs = ([*rest, None, None, None])[:3]
         if how is copyreg.__newobj__ and arguments[:1] == (type(value),):  # type: ignore[attr-defined]
@@ -261,8 +264,8 @@ class _Writer:
             self.met[name_of(cls)] = cls
         elif self._classes.get(name_of(cls)) is not cls:
             raise TaskError(
-                f"{_written(name)} is a {name_of(cls)}, of which the first microbatch has none",
-                expected="objects of the same classes in every batch: the other stages know those of the first alone",
+                f"{_written(name)} is a {name_of(cls)}, a class that the first microbatch does not contain",
+                expected="the same classes in every batch: other stages know only those of the first microbatch",
                 remedy=_REMEDY,
             )
         return name_of(cls)
@@ -270,14 +273,14 @@ class _Writer:
     def _refusal(self, value: Any, name: Place, what: str = "") -> TaskError:
         found = what or f"a {name_of(type(value))}"
         return TaskError(
-            f"{_written(name)} is {found}, which cannot pass between the stages of a pipeline",
+            f"{_written(name)} is {found}, which cannot pass between pipeline stages",
             expected=_EXPECTED,
             remedy=_REMEDY,
         )
 
 
 class _Reader:
-    """Puts one value together."""
+    """Decodes one value."""
 
     def __init__(self, classes: Classes, blocks: list[Any], data: memoryview) -> None:
         self._classes = classes
@@ -287,7 +290,7 @@ class _Reader:
 
     def value(self, value: Any, depth: int) -> Any:
         if depth > 4 * DEPTH:
-            raise ValueError("it is too deep")
+            raise ValueError("it is nested too deeply")
         if isinstance(value, list):
             return self._items(value, depth)
         if not isinstance(value, dict):
@@ -316,7 +319,7 @@ class _Reader:
         if number not in self._made:
             offset, length, kind, *described = self._blocks[number]
             if not 0 <= offset <= offset + length <= len(self._data):
-                raise ValueError("a block is not all there")
+                raise ValueError("a block is truncated")
             data = self._data[offset : offset + length]
             if kind == "tensor":
                 name, shape, strides, requires_grad, cls, attributes = described
@@ -328,7 +331,7 @@ class _Reader:
             elif kind == "bytes":
                 self._made[number] = bytearray(data) if described[0] else bytes(data)
             else:
-                raise ValueError(f"there are no blocks of the kind {kind}")
+                raise ValueError(f"unknown kind of block: {kind}")
         return self._made[number]
 
     def _tensor(
@@ -341,7 +344,7 @@ class _Reader:
     ) -> torch.Tensor:
         packed = [size if stride else min(size, 1) for size, stride in zip(shape, strides, strict=True)]
         if math.prod(packed) * dtype.itemsize != len(data):
-            raise ValueError("a tensor has another size than its bytes")
+            raise ValueError("a tensor's shape does not match its number of bytes")
         value = torch.empty_strided(packed, strides, dtype=dtype)
         if len(data):
             value.copy_(torch.frombuffer(data, dtype=dtype).reshape(packed))
@@ -369,10 +372,10 @@ class _Reader:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return torch's type of that name. Raises `ValueError` if there is none."""
+    """Return torch's dtype of that name. Raises `ValueError` if it does not exist."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch has no type {name}")
+        raise ValueError(f"torch has no dtype {name}")
     return found
 
 
@@ -380,12 +383,12 @@ def _read_array(data: memoryview) -> Any:
     try:
         return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     except (tokenize.TokenError, SyntaxError) as error:
-        # NumPy lets these through from a damaged header.
+        # NumPy lets these errors through for a damaged header.
         raise ValueError(f"a NumPy array is damaged: {error}") from error
 
 
 def _put_state(made: Any, state: Any) -> None:
-    """Set attributes as `pickle` would: those of the dict, and those of slots."""
+    """Set attributes as `pickle` would: those of the dict and those of slots."""
     plain, slots = state if isinstance(state, tuple) else (state, None)
     made.__dict__.update(plain) if plain else None
     for name, one in (slots or {}).items():

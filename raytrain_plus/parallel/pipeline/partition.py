@@ -1,8 +1,8 @@
-"""Where a model's layers are cut into stages. Pure.
+"""Partition a model's layers into stages. Pure.
 
-The time of a step grows with the slowest stage, so the largest sum of costs is made as small as it can be, over all
-cuts between layers that fit the memory ("linear partition", solved by dynamic programming; Skiena, "The Algorithm
-Design Manual", section 10.7). Of several such cuts the most even one is taken.
+The time of a step grows with its slowest stage, so the largest sum of costs is minimized over all partitions that fit
+the memory ("linear partition", solved by dynamic programming; Skiena, "The Algorithm Design Manual", section 10.7).
+Among equally good partitions the most even one is chosen.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from operator import add
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer costs."""
+    """The cost of one layer."""
 
     name: str
     seconds: float
-    """Of one microbatch, forward and backward."""
+    """Forward and backward pass of one microbatch."""
     bytes: int
-    """What a worker keeps of it: parameters, gradients, optimizer state."""
+    """Bytes that a worker keeps for it: parameters, gradients, optimizer state."""
     parameters: int = 0
-    """Numbers that it trains."""
+    """Number of trained values."""
     activations: int = 0
     """Bytes that it keeps of each microbatch between its forward and its backward pass."""
 
 
 Span = tuple[int, int]
-"""Layers [first, last)."""
+"""The layers [first, last)."""
 
 
 def cut(layers: Sequence[Layer], stages: int, most_bytes: int | None = None) -> tuple[Span, ...] | None:
-    """The layers of each stage, at least one, in order; None where no cut leaves every stage within `most_bytes`.
+    """Return the layers of each stage, at least one, in order; None if no partition keeps every stage within
+    `most_bytes`.
 
-    Takes O(stages x layers^2). Raises `ValueError` where there are fewer layers than stages.
+    Takes O(stages x layers^2). Raises `ValueError` if there are fewer layers than stages.
 
     >>> each = [Layer(str(number), seconds, 0) for number, seconds in enumerate((1, 1, 1, 1, 4))]
     >>> cut(each, 2)
@@ -44,7 +45,7 @@ def cut(layers: Sequence[Layer], stages: int, most_bytes: int | None = None) -> 
     """
     count = len(layers)
     if not 1 <= stages <= count:
-        raise ValueError(f"{count} layers cannot be cut into {stages} stages")
+        raise ValueError(f"{count} layers cannot be partitioned into {stages} stages")
     seconds = [0.0, *itertools.accumulate(layer.seconds for layer in layers)]
     sizes = [0, *itertools.accumulate(layer.bytes for layer in layers)]
 
@@ -55,7 +56,7 @@ def cut(layers: Sequence[Layer], stages: int, most_bytes: int | None = None) -> 
     slowest, _ = _cheapest(count, stages, time_of, max)
     if math.isinf(slowest):
         return None
-    # In a pass of its own: the first layers of an even cut may well be cut otherwise than they were best alone.
+    # A separate pass: in an even partition, the first layers can be divided otherwise than is best for them alone.
     _, spans = _cheapest(
         count, stages, lambda first, last: here**2 if (here := time_of(first, last)) <= slowest else math.inf, add
     )
@@ -65,8 +66,8 @@ def cut(layers: Sequence[Layer], stages: int, most_bytes: int | None = None) -> 
 def _cheapest(
     count: int, stages: int, cost: Callable[[int, int], float], joined: Callable[[float, float], float]
 ) -> tuple[float, tuple[Span, ...]]:
-    """Of all cuts of so many layers that with the least cost, `joined` over its stages, and this cost."""
-    # Of the first `last` layers: (the cost, where the last stage begins).
+    """Return the partition with the least cost, `joined` over its stages, and that cost."""
+    # For the first `last` layers: (the cost, the first layer of the last stage).
     none = (math.inf, -1)
     table: list[list[tuple[float, int]]] = [[(0.0, 0), *([none] * count)]]
     for number in range(1, stages + 1):

@@ -1,4 +1,4 @@
-"""Schedules as they run: torch's own (torch.distributed.pipelining, 2.13); of its stages they get ours (`chunk`)."""
+"""Run torch's own schedules (torch.distributed.pipelining, 2.13) on our stages (`chunk`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CLASSES: dict[Schedule, Any] = {
 
 
 def orders(schedule: Schedule, stages: int, microbatches: int) -> Orders:
-    """For each stage, its actions in their order."""
+    """Return each stage's actions in order."""
     if schedule == "gpipe":
         return timeline.gpipe(stages, microbatches)
     if schedule in ("1f1b", "pipedream"):
@@ -52,17 +52,19 @@ def orders(schedule: Schedule, stages: int, microbatches: int) -> Orders:
 
 
 class Pipeline:
-    """One stage's chunks, and the schedule that runs them together with the cell's other stages."""
+    """One stage's chunks, and the schedule that runs them with the model replica's other stages."""
 
     def __init__(self, schedule: Schedule, chunks: Sequence[Chunk]) -> None:
         self._schedule = schedule
         self._chunks = list(chunks)
         self._built: dict[int, Any] = {}
-        """By the number of microbatches."""
+        """Torch's schedules by the number of microbatches."""
 
     def run(self, work: Work, microbatches: int) -> None:
-        """Makes the forward and backward passes of a step. Raises what the task's code raises, and `Interrupted` where
-        the cell's world breaks."""
+        """Run the forward and backward passes of a step.
+
+        Raises the errors of the task's code, and `Interrupted` if the replica's world breaks.
+        """
         for chunk in self._chunks:
             chunk.begin(work, microbatches)
         if amiss(self._schedule, self._chunks[0].group_size, microbatches):
@@ -72,19 +74,23 @@ class Pipeline:
         nothing: list[Any] = [()] * microbatches
         with _silent():
             running._step_microbatches(nothing, None, [None] * microbatches, None, False)
-        # One that was left early is not used again.
+        # An aborted schedule is not used again.
         self._built[microbatches] = running
 
     def forward(self, work: Work, microbatches: int) -> list[Any]:
-        """Makes forward passes alone, without gradients; what the loss gave, where the last chunk is."""
+        """Run only forward passes, without gradients; return the loss function's results on the stage of the last
+        chunk.
+        """
         for chunk in self._chunks:
             chunk.begin(work, microbatches)
         with torch.no_grad():
             return self._forwards(microbatches)
 
     def _in_turn(self, microbatches: int) -> None:
-        """All forward passes, then all backward passes, chunk by chunk: for what the schedule does not bear, as the
-        last step of a job may be."""
+        """Run all forward passes, then all backward passes, chunk by chunk.
+
+        For a number of microbatches that the schedule does not support, as in the last step of a job.
+        """
         self._forwards(microbatches)
         for chunk in reversed(self._chunks):
             after = self._own(chunk.stage_index + 1)
@@ -94,7 +100,7 @@ class Pipeline:
                 chunk.backward_one_chunk(microbatch)
 
     def _forwards(self, microbatches: int) -> list[Any]:
-        """All forward passes, chunk by chunk; what the last chunk gave, where it is."""
+        """Run all forward passes, chunk by chunk; return the last chunk's outputs if this stage has it."""
         found = []
         for chunk in self._chunks:
             after = self._own(chunk.stage_index + 1)
@@ -107,7 +113,7 @@ class Pipeline:
         return found
 
     def _own(self, index: int) -> Chunk | None:
-        """The chunk with that number, where this stage has it."""
+        """Return the chunk with that number if this stage has it."""
         return next((chunk for chunk in self._chunks if chunk.stage_index == index), None)
 
     def _build(self, microbatches: int) -> Any:
@@ -117,7 +123,7 @@ class Pipeline:
             loss_fn=lambda loss, nothing: loss,
             scale_grads=False,
         )
-        # Our chunks need no look at the shapes beforehand, and no connections of torch's.
+        # Our chunks need neither torch's shape inference nor its connections.
         for name in ("stage", "stages"):
             if hasattr(made, f"_{name}_forward_initialized"):
                 setattr(made, f"_{name}_forward_initialized", True)
@@ -127,7 +133,7 @@ class Pipeline:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """While it is open, torch does not log whole schedules where a stage is left early: whoever is told says why."""
+    """Keep torch from logging whole schedules when a stage is aborted; the error itself gives the reason."""
     log = logging.getLogger("torch.distributed.pipelining.schedules")
     before = log.disabled
     log.disabled = True

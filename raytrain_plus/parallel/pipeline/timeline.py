@@ -1,13 +1,13 @@
-"""What stages do when: the order of a schedule, laid out in time. Pure.
+"""Timeline of the stages: the order of a schedule, laid out in time. Pure.
 
-A chunk is a run of layers that one stage holds at one position; chunks are numbered along the model. A schedule is,
-for each stage, the order of its actions:
+A chunk is a sequence of layers that one stage holds at one position; chunks are numbered along the model. A schedule
+is, for each stage, the order of its actions:
 
     F   forward of a microbatch through a chunk         B   backward, both parts at once
     I   backward, for the chunk's input alone           W   backward, for its weights alone
 
-An action begins when the stage is free and what it needs is there: F the F of the chunk before; B and I the F of the
-same chunk and the B or I of the chunk after; W the I of the same chunk.
+An action begins when the stage is free and its inputs are ready. F needs the F of the chunk before. B and I need the F
+of the same chunk and the B or I of the chunk after. W needs the I of the same chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a stage does with one microbatch in one of its chunks."""
+    """One action of a stage: one microbatch in one of its chunks."""
 
     kind: Kind
     chunk: int
@@ -29,7 +29,7 @@ class Action:
 
 
 Orders = Sequence[Sequence[Action]]
-"""For each stage, its actions in their order."""
+"""For each stage, its actions in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Cost:
     backward_weight: float
 
     def of(self, kind: Kind) -> float:
-        """Of one action."""
+        """Return the seconds of one action."""
         if kind == "F":
             return self.forward
         if kind == "I":
@@ -62,7 +62,7 @@ class Bar:
 
 
 def gpipe(stages: int, microbatches: int) -> Orders:
-    """All forwards, then all backwards (Huang et al., "GPipe", NeurIPS 2019). One chunk a stage."""
+    """Return all forwards, then all backwards (Huang et al., "GPipe", NeurIPS 2019). One chunk per stage."""
     return [
         [
             *(Action("F", stage, number) for number in range(microbatches)),
@@ -73,7 +73,8 @@ def gpipe(stages: int, microbatches: int) -> Orders:
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> Orders:
-    """As many forwards as fill the stages that follow, then one backward and one forward by turns, then what is left.
+    """Return enough forwards to fill the following stages, then alternating backwards and forwards, then the remaining
+    ones.
 
     PipeDream-flush of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021.
     """
@@ -90,8 +91,11 @@ def one_forward_one_backward(stages: int, microbatches: int) -> Orders:
 
 
 def laid_out(orders: Orders, costs: Sequence[Cost], transfer_s: float = 0.0) -> list[Bar]:
-    """When each action runs, in the order of their starts; `costs` by chunk, `transfer_s` for a hand-over to another
-    stage. Raises `ValueError` where stages would wait for one another for ever."""
+    """Return when each action runs, in the order of the starts.
+
+    `costs`: by chunk; `transfer_s`: seconds of a transfer to another stage. Raises `ValueError` if the schedule
+    deadlocks.
+    """
     stage_of = {action.chunk: stage for stage, order in enumerate(orders) for action in order}
     last = max(stage_of, default=0)
     ends: dict[Action, tuple[float, int]] = {}
@@ -116,14 +120,14 @@ def laid_out(orders: Orders, costs: Sequence[Cost], transfer_s: float = 0.0) -> 
                 moved = True
     stuck = [order[done] for order, done in zip(orders, at, strict=True) if done < len(order)]
     if stuck:
-        raise ValueError(f"the stages would wait for one another for ever: {stuck}")
+        raise ValueError(f"the schedule deadlocks; waiting actions: {stuck}")
     return sorted(bars, key=lambda bar: (bar.start, bar.stage))
 
 
 def _ready(
     action: Action, stage: int, ends: Mapping[Action, tuple[float, int]], last: int, transfer_s: float
 ) -> float | None:
-    """When what an action needs is there; None where that is not known yet."""
+    """Return when an action's inputs are ready; None if that is not known yet."""
     needs: list[tuple[tuple[Kind, ...], int]] = []
     if action.kind == "F":
         needs += [(("F",), action.chunk - 1)] * (action.chunk > 0)
@@ -143,12 +147,12 @@ def _ready(
 
 
 def makespan(bars: Sequence[Bar]) -> float:
-    """Seconds from the first action to the end of the last."""
+    """Return the seconds from the first action to the end of the last."""
     return max((bar.end for bar in bars), default=0.0) - min((bar.start for bar in bars), default=0.0)
 
 
 def bubble(bars: Sequence[Bar], stages: int) -> float:
-    """The share of the stages' time in which they do nothing.
+    """Return the share of the stages' time in which they are idle.
 
     >>> each = [Cost(1.0, 1.0, 1.0)] * 4
     >>> round(bubble(laid_out(one_forward_one_backward(4, 16), each), 4), 4)
@@ -159,7 +163,7 @@ def bubble(bars: Sequence[Bar], stages: int) -> float:
 
 
 def held(order: Sequence[Action]) -> int:
-    """The most activations that a stage holds at once: forwards whose backward, or its last part, is still to come."""
+    """Return the most activations that a stage holds at once: forwards whose backward, or its last part, is pending."""
     now = most = 0
     for action in order:
         if action.kind == "F":

@@ -1,19 +1,19 @@
-"""What the chunks of a model hand on to one another: activations, their gradients, and the batch for the loss.
+"""Transfers between the chunks of a model: activations, their gradients, and the batch for the loss.
 
-What passes between two chunks looks alike for all microbatches of as many rows: the first of them goes with a
-description, and whoever has read that receives the rest straight into place.
+All microbatches with the same number of rows have the same form. The first of them is sent with a description; the
+receiver then receives the others straight into place.
 
-Between two stages travel, each under a tag of its own (`_tag`):
+Between two stages travel, each with its own tag (`_tag`):
 
     tensors     activations and gradients: raw, part by part
     messages    descriptions, batches, flags, headers, figures (`message`: JSON and raw bytes, never a pickle)
 
-A message begins with its length (8 bytes, little-endian), in a first part of `HEAD_BYTES`; what is longer follows in a
-second part. Descriptions and notes alike are read without importing or calling anything that they name.
+A message begins with its length (8 bytes, little-endian), in a first part of `HEAD_BYTES`; the rest follows in a second
+part. Descriptions and notes are read without importing or calling anything that they name.
 
 Both ends of every connection have proved to each other that they are members of this generation (`collective.torch`).
-That keeps out other processes of the members' machines. Single messages carry no proof of their own, so who can change
-packets on the network between machines is not kept out: that network must be private.
+That keeps out other processes on the members' machines. Single messages carry no proof. So an attacker who can change
+packets between machines is not kept out: that network must be private.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HEAD, _REST = TENSORS, TENSORS + 1
 HEAD_BYTES = 4096
 """Length of a message's first part."""
 MESSAGE_BYTES = 1 << 40
-"""Longest message that is believed."""
+"""The longest length of a message that is accepted."""
 
 Pass = Literal["forward", "backward"]
 Note = Literal["batch", "flags", "header", "tied", "agreed", "figures"]
@@ -47,51 +47,49 @@ _KINDS: tuple[Kind, ...] = ("forward", "backward", "batch", "flags", "header", "
 
 
 class Peers(Protocol):
-    """A cell's world: its stages are its members, in order."""
+    """The world of a model replica: its members are the stages, in order."""
 
     rank: int
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
-        """Starts to send a tensor, which must not change until that is done."""
+        """Start to send a tensor, which must not change until it is sent."""
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
-        """Starts to receive into a tensor."""
+        """Start to receive into a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """A tree of tensors, taken apart."""
+    """A tree of tensors, flattened."""
 
     values: list[torch.Tensor]
     tree: pytree.TreeSpec
 
     def whole(self) -> Any:
-        """The tree."""
+        """Return the tree."""
         return pytree.tree_unflatten(self.values, self.tree)
 
 
 def apart(value: Any, what: str) -> Tensors:
-    """Takes a tree of tensors apart. Raises `TrainingError` where `what`, which gave it, gave anything else."""
+    """Flatten a tree of tensors. Raises `TrainingError` if `what`, its producer, returned anything else."""
     values, tree = pytree.tree_flatten(value)
     other = next((type(one).__name__ for one in values if not isinstance(one, torch.Tensor)), None)
     if other is not None or not values:
         raise TrainingError(
-            f"{what} gives {other or 'nothing'}; between the stages of a pipeline tensors pass, and tuples, lists and "
-            "dicts of them"
+            f"{what} returns {other or 'nothing'}; pipeline stages can exchange only tensors, and tuples, lists and "
+            "dicts of tensors"
         )
     if len(values) > TENSORS:
-        raise TrainingError(
-            f"{what} gives {len(values)} tensors; between the stages of a pipeline {TENSORS} pass at most"
-        )
+        raise TrainingError(f"{what} returns {len(values)} tensors; pipeline stages can exchange at most {TENSORS}")
     return Tensors(values, tree)
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a hand-over looks like."""
+    """The form of a transfer."""
 
     forms: tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
-    """Type and shape of each tensor, and whether it takes part in the backward pass."""
+    """Dtype and shape of each tensor, and whether it takes part in the backward pass."""
     tree: pytree.TreeSpec
 
     @classmethod
@@ -101,19 +99,19 @@ class _Form:
         )
 
     def to_bytes(self, giver: str) -> bytearray:
-        """As a message. Raises `TrainingError` if the tree, which `giver` gave, cannot be described."""
+        """Encode as a message. Raises `TrainingError` if the tree, which `giver` returned, cannot be described."""
         forms = [(str(dtype).removeprefix("torch."), shape, grad) for dtype, shape, grad in self.forms]
         try:
             return to_bytes([forms, _described(self.tree)])
         except TaskError as error:
             raise TrainingError(
-                f"{giver} gives its tensors in what cannot pass between the stages of a pipeline ({error.what}): "
-                "tuples, lists and dicts of tensors pass"
+                f"{giver} returns its tensors in a container that cannot pass between pipeline stages ({error.what}): "
+                "use tuples, lists and dicts of tensors"
             ) from None
 
     @classmethod
     def from_bytes(cls, message: memoryview) -> _Form:
-        """Out of a message. Raises `RunError` if it describes nothing that is known here."""
+        """Decode from a message. Raises `RunError` if the description is invalid or names unknown types."""
         try:
             forms, tree = from_bytes(message)
             return cls(
@@ -131,7 +129,7 @@ class _Form:
 
 
 def _described(tree: pytree.TreeSpec) -> Any:
-    """A tree's kinds of nodes by name, outermost first; None for a leaf."""
+    """Return a tree's node types by name, outermost first; None for a leaf."""
     if tree.is_leaf():
         return None
     children = [_described(child) for child in tree.children()]
@@ -141,7 +139,7 @@ def _described(tree: pytree.TreeSpec) -> Any:
 
 
 def _tree(described: Any) -> pytree.TreeSpec:
-    """The tree, of kinds of nodes that this process knows itself: torch's, and those that its own task has told it."""
+    """Return the tree, made of node types that this process knows: torch's, and those of its own task."""
     if described is None:
         return pytree.treespec_leaf()
     kind, context, children = described
@@ -154,7 +152,7 @@ def _tree(described: Any) -> pytree.TreeSpec:
 
 
 def _named_tuples(cls: Any) -> Iterator[Any]:
-    """The named tuples among the classes that this process has."""
+    """Yield the named tuples among the classes of this process."""
     for one in cls.__subclasses__():
         if isinstance(getattr(one, "_fields", None), tuple):
             yield one
@@ -162,25 +160,27 @@ def _named_tuples(cls: Any) -> Iterator[Any]:
 
 
 class Handovers:
-    """What one stage sends and receives in one generation."""
+    """The transfers of one stage in one generation."""
 
     def __init__(self, peers: Peers, device: torch.device, classes: Classes = KNOWN) -> None:
-        """`classes`: those of the objects that may be in batches; see `message`."""
+        """`classes`: the classes of the objects that may be in batches; see `message`."""
         self._peers = peers
         self._device = device
         self._classes = classes
         self._forms: dict[tuple[int, int, bool], _Form] = {}
-        """(boundary, rows, whether gradients are wanted) -> what passes there; a boundary has the number of the chunk
-        before it."""
+        """(boundary, rows, whether gradients are enabled) -> form of the transfer.
+
+        A boundary has the number of the chunk before it.
+        """
         self._coming: dict[tuple[Kind, int, int], tuple[list[torch.Tensor], list[Transfer]]] = {}
         self._kept: dict[tuple[Kind, int], bytearray] = {}
         self._heads: dict[tuple[Kind, int, int], tuple[torch.Tensor, Transfer]] = {}
         self._going: dict[tuple[Kind, int, int], list[tuple[torch.Tensor, Transfer, str]]] = {}
 
     def send(self, boundary: int, microbatch: int, rows: int, tensors: Tensors, to: int, giver: str) -> None:
-        """Starts to hand activations on. `giver` names the layer that they come from.
+        """Start to send activations. `giver` names the layer that they come from.
 
-        Raises `TrainingError` where they look unlike those of another microbatch of as many rows.
+        Raises `TrainingError` if their form differs from that of another microbatch with the same number of rows.
         """
         key = (boundary, rows, torch.is_grad_enabled())
         form, known = _Form.of(tensors), self._forms.get(key)
@@ -189,21 +189,21 @@ class Handovers:
             self._send_bytes("forward", boundary, microbatch, form.to_bytes(giver), to)
         elif known != form:
             raise TrainingError(
-                f"{giver} gives {form} for one microbatch of {rows} rows and {known} for another; "
-                "between the stages of a pipeline shapes are the same in every step: pad in `collate`"
+                f"{giver} returns {form} for one microbatch of {rows} rows and {known} for another; "
+                "pipeline stages need the same shapes in every step: pad in `collate`"
             )
         for part, value in enumerate(tensors.values):
             self._send("forward", boundary, microbatch, part, value.detach(), to)
 
     def send_gradients(self, boundary: int, microbatch: int, gradients: Sequence[torch.Tensor], to: int) -> None:
-        """Starts to hand the gradients of received activations back, one for each that takes part."""
+        """Start to return the gradients of received activations, one for each that takes part."""
         for part, value in enumerate(gradients):
             self._send("backward", boundary, microbatch, part, value, to)
 
     def send_note(self, kind: Note, number: int, value: Any, to: int) -> None:
-        """Starts to hand on what is no tensor of a layer's; `number`: of the microbatch, or of the stage it is from.
+        """Start to send a value other than a layer's tensors. `number`: of the microbatch, or of the sending stage.
 
-        Raises `TaskError` if the task's batch holds what no message can carry.
+        Raises `TaskError` if the task's batch contains values that no message can carry.
         """
         data = to_bytes(value, self._classes, kind)
         if to == self._peers.rank:
@@ -212,7 +212,7 @@ class Handovers:
             self._send_bytes(kind, 0, number, data, to)
 
     def expect(self, kind: Pass, boundary: int, microbatch: int, rows: int, giver: int) -> None:
-        """Begins to receive, where it is known what comes."""
+        """Start to receive if the form is known."""
         form = self._forms.get((boundary, rows, torch.is_grad_enabled()))
         key = (kind, boundary, microbatch)
         if form is None or key in self._coming:
@@ -231,7 +231,7 @@ class Handovers:
         )
 
     def take(self, boundary: int, microbatch: int, rows: int, giver: int) -> tuple[Tensors, list[bool]]:
-        """The activations of a microbatch, and which of them take part in the backward pass."""
+        """Return the activations of a microbatch, and which of them take part in the backward pass."""
         key = (boundary, rows, torch.is_grad_enabled())
         if key not in self._forms:
             self._forms[key] = _Form.from_bytes(self._receive_bytes("forward", boundary, microbatch, giver))
@@ -240,29 +240,29 @@ class Handovers:
         return Tensors(values, form.tree), [takes_part for _, _, takes_part in form.forms]
 
     def take_gradients(self, boundary: int, microbatch: int, rows: int, giver: int) -> list[torch.Tensor]:
-        """The gradients of what was sent, one for each tensor that takes part."""
+        """Return the gradients of the sent activations, one for each tensor that takes part."""
         taken = self._taken("backward", boundary, microbatch, rows, giver)
-        # What these are the gradients of has arrived: nothing keeps it any more.
+        # The activations of these gradients have arrived, so nothing keeps them any more.
         self.finish_one("forward", boundary, microbatch)
         return taken
 
     def expect_note(self, kind: Note, number: int, giver: int) -> None:
-        """Begins to receive it."""
+        """Start to receive a note."""
         if giver != self._peers.rank:
             self._expect_head(kind, 0, number, giver)
 
     def take_note(self, kind: Note, number: int, giver: int) -> Any:
-        """What another stage, or this one itself, has handed on so."""
+        """Return a note from another stage, or from this one."""
         kept = self._kept.pop((kind, number), None)
         return from_bytes(self._receive_bytes(kind, 0, number, giver) if kept is None else kept, self._classes)
 
     def finish(self) -> None:
-        """Waits until all that was sent has arrived. Raises `Interrupted` where the world breaks."""
+        """Wait until everything sent has arrived. Raises `Interrupted` if the world breaks."""
         for key in list(self._going):
             self.finish_one(*key)
 
     def finish_one(self, kind: Kind, boundary: int, microbatch: int) -> None:
-        """The same of one thing that was sent, if it was."""
+        """Wait until one thing has arrived, if it was sent."""
         for _, transfer, what in self._going.pop((kind, boundary, microbatch), ()):
             transfer.finish(what)
 
@@ -276,8 +276,8 @@ class Handovers:
     def _send(self, kind: Kind, boundary: int, microbatch: int, part: int, value: torch.Tensor, to: int) -> None:
         value = value.contiguous()
         transfer = self._peers.send(value, to, _tag(kind, boundary, microbatch, part))
-        # It is read until it has arrived.
-        what = f"stage {to} to take the {kind} pass of microbatch {microbatch}"
+        # The tensor is read until it has arrived.
+        what = f"stage {to} to receive the {kind} pass of microbatch {microbatch}"
         self._going.setdefault((kind, boundary, microbatch), []).append((value, transfer, what))
 
     def _send_bytes(self, kind: Kind, boundary: int, microbatch: int, data: bytearray, to: int) -> None:
@@ -305,7 +305,7 @@ class Handovers:
         if length <= HEAD_BYTES - 8:
             return memoryview(into[8 : 8 + length].numpy().data)
         if length > MESSAGE_BYTES:
-            raise RunError(f"{what} is said to have {length} bytes: it is damaged")
+            raise RunError(f"{what} claims a length of {length} bytes: the message is damaged")
         whole = torch.empty(length, dtype=torch.uint8)
         whole[: HEAD_BYTES - 8] = into[8:]
         self._peers.receive(whole[HEAD_BYTES - 8 :], giver, _tag(kind, boundary, microbatch, _REST)).finish(what)

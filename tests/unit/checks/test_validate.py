@@ -127,12 +127,10 @@ def test_more_workers_than_shards_are_said_not_to_be_formed(tmp_path: Path) -> N
     whole = replace(job(tmp_path), evaluate=None, workers=Workers(min=2, max=10**12))
     report = validate_job(whole, [])
     assert [size.workers for size in report.sizes] == [2, 3, 4, 5, 6, 7, 8]
-    assert report.lines()[-1].startswith(
-        "  warning: at most 8 of workers.max = 1000000000000 are formed: with data.sha"
-    )
+    assert report.lines()[-1].startswith("  warning: at most 8 of workers.max = 1000000000000 are used: with data.sha")
     # Seven workers would be no faster than four.
     report = validate_job(replace(whole, workers=Workers(min=2, max=7)), [])
-    assert "at most 4 of workers.max = 7 are formed" in report.lines()[-1]
+    assert "at most 4 of workers.max = 7 are used" in report.lines()[-1]
     assert not validate_job(replace(whole, workers=Workers(min=2, max=4)), []).left_out
 
 
@@ -193,9 +191,7 @@ def test_what_does_not_fit_this_machines_memory_is_said(tmp_path: Path, monkeypa
     monkeypatch.setattr(measure, "room_of", lambda: 100)
     report = validate_job(staged(tmp_path), [])
     [line] = [line for line in report.lines() if "does not fit" in line]
-    assert re.search(
-        r"stage \d of 2 takes \d+ bytes, of which the layer '(in|out)' \d+ bytes, and a worker has 100", line
-    )
+    assert re.search(r"stage \d of 2 needs \d+ bytes \(the layer '(in|out)': \d+ bytes\), but a worker has 100", line)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +209,9 @@ def test_what_keeps_a_model_from_being_cut_is_the_users_to_mend(tmp_path: Path, 
 
 
 def test_more_stages_than_layers_and_fewer_microbatches_than_the_schedule_needs(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="2 stages of interleaved need 4 layers, and the model has 2: in, out"):
+    with pytest.raises(InputError, match="2 stages of interleaved need 4 layers, but the model has 2: in, out"):
         validate_job(staged(tmp_path, schedule="interleaved"), [])
     (tmp_path / "other").mkdir()
     few = replace(staged(tmp_path / "other", microbatches=1), workers=Workers(min=2, max=8))
-    with pytest.raises(InputError, match="1f1b needs as many microbatches in a cell as it has stages: 2, not 1"):
+    with pytest.raises(InputError, match="1f1b needs at least as many microbatches per replica as stages: 2, not 1"):
         validate_job(few, [])

@@ -68,9 +68,7 @@ def test_cuts_that_do_not_fit_are_left_out_and_where_it_is_the_wished_one_that_i
     assert (controller._group.limits.cuts, controller._group.limits.minimum) == ((2,), 2)
     assert controller._layers(Stage(1, 2)).chunks == (("back",),)
     controller = fitting(100, (2, 1))
-    with pytest.raises(
-        InputError, match=r"stage 0 of 2 takes 60 bytes, of which the layer 'front' 60 bytes, .* 50 bytes"
-    ):
+    with pytest.raises(InputError, match=r"stage 0 of 2 needs 60 bytes \(the layer 'front': 60 bytes\), .* 50 bytes"):
         controller._look_what_fits()
 
 

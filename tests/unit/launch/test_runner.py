@@ -111,7 +111,7 @@ def test_workers_that_are_never_formed_are_told_of_and_no_ray_is_started_for_the
     with pytest.raises(InputError, match="no Ray in this test"):
         runner.run(job, quiet=True)
     assert started == [9]
-    assert "warning: at most 8 of workers.max = 1000000000 are formed: with data.shards = 8" in capsys.readouterr().err
+    assert "warning: at most 8 of workers.max = 1000000000 are used: with data.shards = 8" in capsys.readouterr().err
 
 
 class Begun:

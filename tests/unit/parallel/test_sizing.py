@@ -58,16 +58,16 @@ def test_more_workers_than_a_cell_a_shard_are_never_formed() -> None:
     made = job(2, 100, pipeline=2)
     assert largest(made) == 8
     said = left_out(made, cuts_of(made))
-    assert said.startswith("at most 8 of workers.max = 100 are formed: they make 4 cells of 2 stages each, and with")
+    assert said.startswith("at most 8 of workers.max = 100 are used: they make 4 replicas of 2 stages each, and with")
     assert (
         left_out(job(2, 5, pipeline=2), (2,))
-        == "at most 4 of workers.max = 5 are formed: they make 2 cells of 2 stages each"
+        == "at most 4 of workers.max = 5 are used: they make 2 replicas of 2 stages each"
     )
     assert left_out(job(2, 4, pipeline=2), (2,)) == ""
 
 
 def test_fewer_layers_than_stages() -> None:
-    with pytest.raises(InputError, match=r"2 stages of zero-bubble need 4 layers, and the model has 3: a, b, c"):
+    with pytest.raises(InputError, match=r"2 stages of zero-bubble need 4 layers, but the model has 3: a, b, c"):
         cuts_of(job(2, 2, pipeline=2, schedule="zero-bubble"), ("a", "b", "c"))
     assert cuts_of(job(2, 2, pipeline=2), ("a", "b", "c")) == (2,)
     # Of the smaller ones those are left that it has layers for.
@@ -77,20 +77,18 @@ def test_fewer_layers_than_stages() -> None:
 def test_fewer_microbatches_than_the_schedule_needs() -> None:
     with pytest.raises(InputError) as caught:
         cuts_of(job(4, 16, pipeline=4, microbatches=2))
-    assert (
-        "1f1b needs as many microbatches in a cell as it has stages: 4, not 2: with 3 cells, one has 1 of the 4"
-        in str(caught.value)
-    )
+    words = "1f1b needs at least as many microbatches per replica as stages: 4, not 2: with 3 replicas, one hosts 1 of"
+    assert f"{words} the 4" in str(caught.value)
     assert cuts_of(job(4, 16, pipeline=4, microbatches=2, schedule="gpipe")) == (4,)
 
 
 def test_a_minimum_that_no_cut_bears_is_told() -> None:
     made = job(3, 4, pipeline=4, schedule="interleaved")
     assert cuts_of(made) == (4,)
-    assert left_out(made, cuts_of(made)).startswith("workers.min counts as 4: on fewer workers no cut")
+    assert left_out(made, cuts_of(made)).startswith("workers.min is treated as 4: with fewer workers, no partition")
 
 
 def test_more_microbatches_than_a_cell_can_number_are_refused() -> None:
     made = job(2, 2, pipeline=2, schedule="pipedream", microbatches=8, commit_every=10_000)
-    with pytest.raises(InputError, match="a cell can number 65535 microbatches that are made together"):
+    with pytest.raises(InputError, match="a replica can run at most 65535 microbatches together"):
         cuts_of(made)

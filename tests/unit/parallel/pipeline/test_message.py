@@ -247,7 +247,9 @@ def test_what_cannot_pass_is_named_with_a_remedy() -> None:
 
 
 def test_a_class_that_the_first_microbatch_has_not_is_refused_on_both_sides() -> None:
-    with pytest.raises(TaskError, match=r"batch\[0\] is a .*\.Plain, of which the first microbatch has none"):
+    with pytest.raises(
+        TaskError, match=r"batch\[0\] is a .*\.Plain, a class that the first microbatch does not contain"
+    ):
         to_bytes([Plain(torch.ones(1))], KNOWN, "batch")
     message = to_bytes(Plain(torch.ones(1)), classes_of(Plain(torch.ones(1))))
     with pytest.raises(RunError, match=r"cannot be read: KeyError: .*Plain"):
@@ -288,7 +290,7 @@ def test_nothing_that_arrives_is_imported_called_or_unpickled(tmp_path: Path) ->
         b"",
     ]
     for message in forged:
-        with pytest.raises(RunError, match="a message of another stage cannot be read"):
+        with pytest.raises(RunError, match="a message from another stage cannot be read"):
             from_bytes(bytearray(message))
     assert not canary.exists()
 

@@ -41,7 +41,7 @@ def fits(layers: list[Layer], spans: tuple[Span, ...], most: int) -> bool:
 def test_no_other_cut_is_better(costs: list[tuple[int, int]], stages: int, most: int) -> None:
     layers = layers_of(*costs)
     if stages > len(layers):
-        with pytest.raises(ValueError, match="cannot be cut"):
+        with pytest.raises(ValueError, match="cannot be partitioned"):
             cut(layers, stages)
         return
     every = all_cuts(len(layers), stages)

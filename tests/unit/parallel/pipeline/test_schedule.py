@@ -380,10 +380,10 @@ def fails(model: nn.Module, given: Any) -> torch.Tensor:
     ("the_loss", "words"),
     [
         (twice, "the loss calls the model more than once"),
-        (casts, r"under torch.autocast for cpu, which the stages"),
-        (silences, "under another gradient mode"),
-        (looks, "the loss looks at its parameters in the model"),
-        (inside, "the loss looks at 'out' in the model"),
+        (casts, r"under torch.autocast for cpu, which does not reach"),
+        (silences, "under a different gradient mode"),
+        (looks, "the loss accesses the parameters of the model"),
+        (inside, "the loss accesses 'out' of the model"),
         (without, "the loss never calls the model"),
     ],
 )

@@ -67,7 +67,7 @@ def test_shapes_are_a_function_of_the_rows_alone(pair: tuple[Handovers, Handover
         assert taken.values[0].shape == (rows, 2)
     # Five tensors, and two descriptions.
     assert len(mail) == 5 + 2
-    with pytest.raises(TrainingError, match=r"the layer 'x' gives float32 \[4, 3\] without a gradient for one"):
+    with pytest.raises(TrainingError, match=r"the layer 'x' returns float32 \[4, 3\] without a gradient for one"):
         one.send(0, 9, 4, apart(torch.ones(4, 3), "x"), 1, "the layer 'x'")
 
 
@@ -98,9 +98,9 @@ def test_notes_of_any_length_pass_expected_or_not(pair: tuple[Handovers, Handove
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ((torch.ones(1), 3), "the layer 'x' gives int; between the stages"),
-        ({}, "the layer 'x' gives nothing"),
-        ([torch.ones(1)] * (TENSORS + 1), f"the layer 'x' gives {TENSORS + 1} tensors"),
+        ((torch.ones(1), 3), "the layer 'x' returns int; pipeline stages can exchange only"),
+        ({}, "the layer 'x' returns nothing"),
+        ([torch.ones(1)] * (TENSORS + 1), f"the layer 'x' returns {TENSORS + 1} tensors"),
     ],
 )
 def test_what_cannot_pass_is_told(value: Any, words: str) -> None:
