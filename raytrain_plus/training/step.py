@@ -77,7 +77,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class _Summed:
-    """A step whose sums are all complete, and of which nothing is applied."""
+    """A step with complete sums that is not applied yet."""
 
     step: int
     totals: header.StepTotals

@@ -1,4 +1,4 @@
-"""Credentials: one member's prove that member of that world, and nobody else."""
+"""Credentials prove one member of one world, and nobody else."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import pytest
 from raytrain_plus.collective.credentials import Credentials, credentials_of, link_proof, new_secret, rank_of
 
 
-def test_a_token_proves_its_member_in_its_own_world_alone() -> None:
+def test_a_token_proves_its_member_only_in_its_world() -> None:
     secret, other = new_secret(), new_secret()
     tokens = [credentials_of(secret, rank, 3).token for rank in range(3)]
     assert [rank_of(secret, token, 3) for token in tokens] == [0, 1, 2]
     assert [rank_of(other, token, 3) for token in tokens] == [None] * 3
-    # The members of a smaller world are fewer.
+    # A smaller world has fewer members.
     assert rank_of(secret, tokens[2], 2) is None
 
 
-def test_no_token_is_made_out_of_another() -> None:
+def test_no_token_can_be_derived_from_another() -> None:
     secret = new_secret()
     token = credentials_of(secret, 1, 3).token
     proof = token.partition(".")[2]
@@ -55,7 +55,7 @@ def test_a_proof_names_its_prover() -> None:
 
 
 @pytest.mark.parametrize("shown", [repr, str, "{!r}".format])
-def test_nothing_shows_them(shown: object) -> None:
+def test_credentials_are_never_shown(shown: object) -> None:
     found = credentials_of(new_secret(), 0, 2)
     assert callable(shown)
     text = shown(found)

@@ -1,4 +1,4 @@
-"""The exact sum is that of unbounded whole numbers, whatever the order, the grouping and the magnitudes."""
+"""The exact sum equals that of unbounded integers, for any order, grouping and magnitudes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAGNITUDES = st.one_of(
 
 
 def summed(shards: list[torch.Tensor], groups: list[list[int]], scales: dict[str, int]) -> ExactSum:
-    """The sum over `groups` of workers, each adding its shards in the order given."""
+    """Return the sum over `groups` of workers, each adding its shards in the given order."""
     sums = []
     for group in groups:
         one = ExactSum({"w": shards[0].numel()}, len(shards), CPU)
@@ -41,7 +41,7 @@ def summed(shards: list[torch.Tensor], groups: list[list[int]], scales: dict[str
 
 
 def settled(shards: list[torch.Tensor], groups: list[list[int]], scales: dict[str, int]) -> tuple[ExactSum, int]:
-    """The sum, made once more where it did not fit; and the exponent of its quantum."""
+    """Return the sum, recomputed once if it did not fit, and the exponent of its quantum."""
     total = summed(shards, groups, scales)
     if not total.read().settled:
         scales = {**scales, **total.scales_from(total.largest())}
@@ -51,7 +51,7 @@ def settled(shards: list[torch.Tensor], groups: list[list[int]], scales: dict[st
 
 
 def whole(value: float, exponent: int) -> int:
-    """`value` in quanta, to the nearest whole number, ties to the even one."""
+    """Return `value` in quanta, rounded to the nearest integer, ties to even."""
     return round(Fraction(value) / Fraction(2) ** exponent)
 
 
@@ -69,7 +69,7 @@ def grouping(draw: random.Random, count: int) -> list[list[int]]:
     guess=st.one_of(st.none(), st.integers(-200, 100)),
     draw=st.randoms(use_true_random=False),
 )
-def test_it_is_the_sum_of_unbounded_whole_numbers(
+def test_the_sum_equals_that_of_unbounded_integers(
     values: list[list[float]], dtype: torch.dtype, guess: int | None, draw: random.Random
 ) -> None:
     shards = [torch.tensor(row, dtype=torch.float64).clamp(-3e38, 3e38).to(dtype) for row in values]
@@ -80,17 +80,17 @@ def test_it_is_the_sum_of_unbounded_whole_numbers(
         assert Fraction(got) == sum(rounded) * Fraction(2) ** exponent
         true = sum(Fraction(float(shard[column])) for shard in shards)
         assert abs(Fraction(got) - true) <= len(shards) * Fraction(2) ** exponent / 2
-    # Fine enough: the largest of all is held to 2^-30 of itself, at the very least.
+    # Fine enough: the largest value of all is represented to at least 2^-30 of itself.
     largest = max(float(shard.abs().max()) for shard in shards)
     if largest > 2.0**-1000:
         assert Fraction(2) ** exponent <= Fraction(largest) * len(shards) / 2**29
-    # Another order, another grouping, another way to the same grid: the same bits, and the same next grid.
+    # Another order, another grouping, another way to the same grid: the same bits and the same next grid.
     other = summed(shards, grouping(draw, len(shards)), {"w": exponent} if largest else scales)
     assert torch.equal(other.wire, total.wire)
     assert other.read() == total.read()
 
 
-def test_the_next_grid_follows_the_values_without_a_second_try() -> None:
+def test_the_next_grid_follows_the_values_without_a_retry() -> None:
     generator = torch.Generator().manual_seed(0)
     scales: dict[str, int] = {}
     tries = 0
@@ -104,11 +104,11 @@ def test_the_next_grid_follows_the_values_without_a_second_try() -> None:
         scales = dict(total.read().scales)
         largest = max(float(shard.abs().max()) for shard in shards)
         assert 2.0 ** scales["w"] <= largest * 2.0**-40
-    assert tries == 1  # the first step, which nothing is known for
+    assert tries == 1  # the first step, without a known grid
 
 
 @pytest.mark.parametrize("count", [1, 2, 33, 512, EXACT_SHARDS])
-def test_an_overflow_is_seen_and_mended_for_any_number_of_shards(count: int) -> None:
+def test_an_overflow_is_detected_and_resolved_for_any_number_of_shards(count: int) -> None:
     shards = [torch.tensor([1e30, -3.0]) for _ in range(count)]
     total = summed(shards, [list(range(count))], {"w": -100})
     assert not total.read().settled
@@ -117,14 +117,14 @@ def test_an_overflow_is_seen_and_mended_for_any_number_of_shards(count: int) -> 
     assert float(total.wire[2]) < 2.0**LIMIT_BITS
 
 
-def test_an_overflow_of_one_shard_among_very_many_is_seen() -> None:
+def test_an_overflow_of_one_shard_among_very_many_is_detected() -> None:
     shards = [torch.tensor([1.0])] * (EXACT_SHARDS - 1) + [torch.tensor([2.0**40])]
     assert not summed(shards, [list(range(EXACT_SHARDS))], {"w": -20}).read().settled
     one, exponent = settled(shards, [list(range(EXACT_SHARDS))], {"w": -20})
     assert abs(float(one.sums[0][0]) - (2.0**40 + EXACT_SHARDS - 1)) <= EXACT_SHARDS / 2 * 2.0**exponent
 
 
-def test_values_that_shrank_too_far_are_taken_on_a_finer_grid() -> None:
+def test_values_that_shrank_too_far_get_a_finer_grid() -> None:
     shards = [torch.tensor([3e-9]), torch.tensor([1e-9])]
     assert not summed(shards, [[0, 1]], {"w": -45}).read().settled
     total, _ = settled(shards, [[0], [1]], {"w": -45})
@@ -132,7 +132,7 @@ def test_values_that_shrank_too_far_are_taken_on_a_finer_grid() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_named_and_never_summed(bad: float) -> None:
+def test_nonfinite_tensors_are_named_and_never_summed(bad: float) -> None:
     one = ExactSum({"a": 2, "b": 1}, 2, CPU)
     one.begin({"a": -40, "b": -40})
     one.add([torch.tensor([1.0, bad]), torch.tensor([1.0])])

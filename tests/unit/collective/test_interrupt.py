@@ -1,4 +1,4 @@
-"""Cutting sockets: those of the world, and no others."""
+"""Only the sockets of the world are shut down."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ def pair(address: str = "127.0.0.1") -> tuple[socket.socket, socket.socket, sock
     return listener, client, server
 
 
-def test_only_the_named_sockets_are_cut() -> None:
+def test_only_the_named_sockets_are_shut_down() -> None:
     world, other = pair(), pair()
     try:
         assert cut([world[0].getsockname()], listeners=False) == 2  # both ends of its connection
@@ -31,7 +31,7 @@ def test_only_the_named_sockets_are_cut() -> None:
             end.close()
 
 
-def test_who_waits_for_a_connection_is_let_go_where_that_is_wanted() -> None:
+def test_a_listening_thread_is_released_on_request() -> None:
     listener, client, server = pair()
     try:
         assert cut([listener.getsockname()], listeners=True) == 3
@@ -42,8 +42,8 @@ def test_who_waits_for_a_connection_is_let_go_where_that_is_wanted() -> None:
             end.close()
 
 
-def test_who_connects_to_a_machine_that_does_not_answer_is_let_go() -> None:
-    # A listener with a full queue answers no more than a machine that is gone.
+def test_a_thread_connecting_to_a_silent_machine_is_released() -> None:
+    # A listener with a full queue does not answer, like a machine that is gone.
     with socket.create_server(("127.0.0.1", 0), backlog=0) as silent:
         waiting = [socket.socket() for _ in range(4)]
         try:

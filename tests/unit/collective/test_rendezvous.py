@@ -1,4 +1,4 @@
-"""The rendezvous: keys written once, by their members alone, cancellable, bounded, and never anything but bytes."""
+"""The rendezvous: keys are written once, only by their members; it is cancellable, bounded, and handles only bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(30)
 
 
 class Client:
-    """Asks in the name of a member, or with a token of its own."""
+    """Send a request with a member's token, or with another one."""
 
     def __init__(self, server: RendezvousServer, port: int, token: str = "") -> None:
         self.port = port
@@ -64,7 +64,7 @@ def test_keys_are_written_once(served: Served) -> None:
 
 
 @pytest.mark.parametrize("scope", ["torch", "global", "global_process_set_hash_7d48533536350577"])
-def test_a_member_publishes_its_own_keys_alone(served: Served, scope: str) -> None:
+def test_a_member_publishes_only_its_own_keys(served: Served, scope: str) -> None:
     _, client = served
     for key in ("0", "rank_0"):
         assert client.ask("PUT", f"/{scope}/{key}", b"forged", member=1)[0] == 403
@@ -73,7 +73,7 @@ def test_a_member_publishes_its_own_keys_alone(served: Served, scope: str) -> No
         assert client.ask("GET", f"/{scope}/{key}", member=1) == (200, b"mine")
 
 
-def test_without_a_token_of_this_world_nothing_is_answered(served: Served) -> None:
+def test_requests_without_a_token_of_this_world_are_refused(served: Served) -> None:
     _, client = served
     client.ask("PUT", "/global/0", b"secret", member=0)
     with_another = RendezvousServer("127.0.0.1", size=2, peers=["127.0.0.1"])
@@ -87,7 +87,7 @@ def test_without_a_token_of_this_world_nothing_is_answered(served: Served) -> No
     assert client.ask("GET", "/global/1")[0] == 404
 
 
-def test_a_scope_of_one_member_is_its_own(served: Served) -> None:
+def test_a_single_member_scope_is_private(served: Served) -> None:
     _, client = served
     for scope in ("cross_0", "local_g1-1"):
         assert client.ask("PUT", f"/{scope}/0", b"mine", member=0)[0] == 200
@@ -96,7 +96,7 @@ def test_a_scope_of_one_member_is_its_own(served: Served) -> None:
         assert client.ask("GET", f"/{scope}/0", member=0) == (200, b"mine")
 
 
-def test_cancelling_ends_the_wait_for_what_is_missing(served: Served) -> None:
+def test_cancelling_ends_the_wait_for_missing_keys(served: Served) -> None:
     server, client = served
     client.ask("PUT", "/global/0", b"here", member=0)
     server.cancel()
@@ -105,7 +105,7 @@ def test_cancelling_ends_the_wait_for_what_is_missing(served: Served) -> None:
     assert client.ask("PUT", "/global/1", b"late")[0] == 410
 
 
-def test_no_name_server_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_name_server_is_queried(monkeypatch: pytest.MonkeyPatch) -> None:
     def getfqdn(name: str = "") -> str:
         raise AssertionError("a name server that does not answer would be waited for")
 
@@ -115,7 +115,7 @@ def test_no_name_server_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     server.close()
 
 
-def test_half_a_value_is_not_kept(served: Served) -> None:
+def test_an_incomplete_value_is_not_stored(served: Served) -> None:
     server, client = served
     with socket.create_connection(("127.0.0.1", client.port)) as dies:
         token = server.credentials(1).token.encode()
@@ -141,14 +141,14 @@ def test_foreign_paths_ranks_sizes_and_pickles_are_refused(served: Served, tmp_p
     assert not canary.exists()
 
 
-def test_a_member_writes_so_many_keys_and_no_more(served: Served) -> None:
+def test_the_number_of_keys_per_member_is_limited(served: Served) -> None:
     _, client = served
     statuses = [client.ask("PUT", f"/cross_{number}/0", b"x")[0] for number in range(MEMBER_KEYS + 1)]
     assert statuses == [200] * MEMBER_KEYS + [413]
     assert client.ask("PUT", "/global/0", b"x", member=0)[0] == 200
 
 
-def test_a_foreign_address_is_refused() -> None:
+def test_a_client_outside_the_group_is_refused() -> None:
     server = RendezvousServer("127.0.0.2", size=2, peers=["127.0.0.2"])
     port = server.start()
     try:
@@ -184,7 +184,7 @@ def test_eight_hundred_half_open_connections_keep_no_member_waiting(served: Serv
             assert client.ask("GET", "/global/0")[0] == 404
             seconds.append(time.perf_counter() - start)
     print(f"a request beside 800 half-open connections: {statistics.median(seconds):.4f} s, {max(seconds):.4f} at most")
-    # The median: this machine's own work can hold any single one up.
+    # The median: this machine's own load can delay any single request.
     assert statistics.median(seconds) < 0.1
 
 
@@ -202,7 +202,7 @@ def test_the_oldest_stranger_makes_room(served: Served) -> None:
             opened[-1].recv(1)
 
 
-def test_a_stranger_has_little_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_is_dropped_after_its_time_limit(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     _, client = served
     monkeypatch.setattr(http_server, "HEAD_S", 0.1)
     with socket.create_connection(("127.0.0.1", client.port), timeout=5) as one:
@@ -212,7 +212,7 @@ def test_a_stranger_has_little_time(served: Served, monkeypatch: pytest.MonkeyPa
         assert 0.05 < time.monotonic() - start < 2
 
 
-def test_a_member_has_so_many_connections(served: Served) -> None:
+def test_the_number_of_connections_per_member_is_limited(served: Served) -> None:
     server, client = served
     head = b"PUT /global/1 HTTP/1.1\r\nAuthorization: Bearer %b\r\nContent-Length: 9\r\n\r\n"
     with ExitStack() as stack:
@@ -230,14 +230,14 @@ def test_a_member_has_so_many_connections(served: Served) -> None:
         assert taken.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_head_is_so_long_and_no_longer(served: Served) -> None:
+def test_the_length_of_a_head_is_limited(served: Served) -> None:
     _, client = served
     with socket.create_connection(("127.0.0.1", client.port), timeout=5) as one:
         one.sendall(b"GET /global/0 HTTP/1.1\r\nX: " + b"y" * HEAD_BYTES)
         assert one.recv(100).startswith(b"HTTP/1.1 431 ")
 
 
-def test_no_head_is_too_odd() -> None:
+def test_any_head_is_parsed_or_refused() -> None:
     draw = random.Random(0)
     whole = b"PUT /global/1 HTTP/1.1\r\nAuthorization: Bearer 1.ab\r\nContent-Length: 12\r\nHost: x"
     found = parse_head(whole)
@@ -255,7 +255,7 @@ def test_no_head_is_too_odd() -> None:
         assert odd_length.length == -1
 
 
-def test_published_addresses_are_understood(served: Served) -> None:
+def test_published_addresses_are_decoded(served: Served) -> None:
     server, client = served
 
     def address(port: int) -> bytes:

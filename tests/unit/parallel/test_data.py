@@ -1,4 +1,4 @@
-"""Buckets: filled last parameter first, submitted in order, complete also where a parameter took no part."""
+"""Buckets are filled last parameter first, submitted in order, and complete even if a parameter took no part."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_buckets_run_from_the_last_parameter_and_split_by_size_and_dtype() -> No
     assert [[v.numel() for v in group] for group in plan_buckets(parameters(100), 8)] == [[100]]
 
 
-def test_gradients_are_whole_when_submitted_and_in_order() -> None:
+def test_gradients_are_complete_when_submitted_and_in_order() -> None:
     first, second, unused = parameters(3, 2, 5)
     gradients = Gradients(named([first, second, unused]), bucket_bytes=8)
     world = Recording()
@@ -48,7 +48,7 @@ def test_gradients_are_whole_when_submitted_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("kinds", [[torch.float32], [torch.complex64], []])
-def test_what_rides_along_is_summed_with_the_first_bucket(kinds: list[torch.dtype]) -> None:
+def test_the_rider_is_summed_with_the_first_bucket(kinds: list[torch.dtype]) -> None:
     values = [nn.Parameter(torch.ones(2, dtype=kind)) for kind in kinds]
     gradients = Gradients(named(values), rider=lambda dtype: 3 if dtype == torch.float32 else 0)
     world = Recording()
@@ -62,7 +62,7 @@ def test_what_rides_along_is_summed_with_the_first_bucket(kinds: list[torch.dtyp
 
 
 def exact_means(shards: torch.Tensor, weight: float) -> list[float]:
-    """What comes out where each row of `shards` is a shard's gradient, on one worker, on a grid that fits."""
+    """Return the gradient for one worker whose shards have the rows of `shards` as gradients, on a grid that fits."""
     value = nn.Parameter(torch.zeros(shards.shape[1], dtype=shards.dtype))
     gradients = Gradients(named([value]), exact_shards=len(shards))
     scales: dict[str, int] = {}
@@ -80,7 +80,7 @@ def exact_means(shards: torch.Tensor, weight: float) -> list[float]:
 
 
 def test_exact_sums_are_divided_before_they_are_rounded() -> None:
-    # Whole numbers, and few: the grid holds them as they are, and so does float64 their sums.
+    # A few whole numbers: the grid represents them exactly, and float64 their sums.
     shards = torch.randint(-(2**20), 2**20, (5, 200), generator=torch.Generator().manual_seed(0)).float()
     sums = shards.double().sum(dim=0)
     got = exact_means(shards, 3.7)
@@ -94,7 +94,7 @@ def test_a_sum_beyond_the_gradients_type_gives_a_mean_within_it() -> None:
     assert exact_means(torch.tensor([[largest, -largest / 2]] * 8), 8.0) == [largest, -largest / 2]
 
 
-def test_without_exact_sums_what_was_summed_is_scaled() -> None:
+def test_without_exact_sums_the_summed_buckets_are_scaled() -> None:
     (value,) = parameters(2)
     gradients = Gradients(named([value]))
     gradients.reduce_during((3 * value).sum().backward, SoloWorld())
@@ -103,7 +103,7 @@ def test_without_exact_sums_what_was_summed_is_scaled() -> None:
     assert value.grad.tolist() == [1.5] * 2
 
 
-def test_a_replaced_gradient_is_refused() -> None:
+def test_a_replaced_gradient_is_an_error() -> None:
     (value,) = parameters(3)
     gradients = Gradients(named([value]))
 

@@ -1,4 +1,4 @@
-"""Which shapes a job's group can have, and what is said of those that it cannot."""
+"""Possible shapes of a job's group, and the messages about impossible ones."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def job(minimum: int, maximum: int, *, shards: int = 4, **parallel: Any) -> Job:
         (job(4, 8, pipeline=4), (4,)),
         (job(1, 8, pipeline=4), (4, 3, 2, 1)),
         (job(3, 8, pipeline=4), (4, 3)),
-        # With fewer workers than a cell has there is one cell, which has all shards.
+        # With fewer workers than the stages requested, there is one replica, which has all shards.
         (job(1, 16, pipeline=4), (4, 3, 2, 1)),
-        # Of 16 microbatches three stages would make 5 rounds.
+        # Three stages would divide 16 microbatches into 5 rounds.
         (job(1, 4, pipeline=4, schedule="interleaved"), (4, 2, 1)),
     ],
 )
-def test_the_model_is_cut_into_fewer_stages_only_where_workers_are_few(made: Job, cuts: tuple[int, ...]) -> None:
+def test_fewer_stages_only_with_too_few_workers(made: Job, cuts: tuple[int, ...]) -> None:
     assert cuts_of(made) == cuts
 
 
@@ -48,13 +48,13 @@ def test_each_number_of_workers_has_its_shape() -> None:
         Shape(1, 2),
         Shape(1, 2),
         Shape(2, 2),
-        # Three cells for four shards are no faster than two.
+        # Three replicas for four shards are no faster than two.
         Shape(2, 2),
         Shape(4, 2),
     ]
 
 
-def test_more_workers_than_a_cell_a_shard_are_never_formed() -> None:
+def test_never_more_than_one_replica_per_shard() -> None:
     made = job(2, 100, pipeline=2)
     assert largest(made) == 8
     said = left_out(made, cuts_of(made))
@@ -70,7 +70,7 @@ def test_fewer_layers_than_stages() -> None:
     with pytest.raises(InputError, match=r"2 stages of zero-bubble need 4 layers, but the model has 3: a, b, c"):
         cuts_of(job(2, 2, pipeline=2, schedule="zero-bubble"), ("a", "b", "c"))
     assert cuts_of(job(2, 2, pipeline=2), ("a", "b", "c")) == (2,)
-    # Of the smaller ones those are left that it has layers for.
+    # Of the smaller numbers of stages, those with enough layers are left.
     assert cuts_of(job(1, 4, pipeline=3, schedule="gpipe"), ("a", "b", "c")) == (3, 2, 1)
 
 
@@ -82,13 +82,13 @@ def test_fewer_microbatches_than_the_schedule_needs() -> None:
     assert cuts_of(job(4, 16, pipeline=4, microbatches=2, schedule="gpipe")) == (4,)
 
 
-def test_a_minimum_that_no_cut_bears_is_told() -> None:
+def test_a_minimum_without_a_partition_is_reported() -> None:
     made = job(3, 4, pipeline=4, schedule="interleaved")
     assert cuts_of(made) == (4,)
     assert left_out(made, cuts_of(made)).startswith("workers.min is treated as 4: with fewer workers, no partition")
 
 
-def test_more_microbatches_than_a_cell_can_number_are_refused() -> None:
+def test_too_many_microbatches_per_replica_are_rejected() -> None:
     made = job(2, 2, pipeline=2, schedule="pipedream", microbatches=8, commit_every=10_000)
     with pytest.raises(InputError, match="a replica can run at most 65535 microbatches together"):
         cuts_of(made)

@@ -1,6 +1,6 @@
-"""Workers that train in one process, without Ray: threads that run one at a time, in an order drawn by chance.
+"""Simulate workers that train in one process, without Ray: threads that run one at a time, in a random order.
 
-They are killed at any moment, join, leave, and sum in any order; what holds for the real ones must hold for them.
+They are killed at any moment, join, leave, and sum in any order. Properties of real workers must hold for them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ STEP_S = 60.0
 
 
 class Killed(BaseException):
-    """What ends a worker of this group."""
+    """Ends a worker of this group."""
 
 
 @dataclass
 class Round:
-    """One world: what its members have submitted, and what became of it."""
+    """One world: its members' submitted tensors, and their sums."""
 
     size: int
     draw: random.Random
     kill_after: int | None
-    """Calls of any member after which the caller dies; None lets all live."""
+    """Calls of any member after which the caller dies; None lets all members live."""
     baton: threading.Lock = field(default_factory=threading.Lock)
     submitted: dict[tuple[str, int], dict[int, torch.Tensor]] = field(default_factory=dict)
     summed: set[tuple[str, int]] = field(default_factory=set)
@@ -42,14 +42,14 @@ class Round:
     broken: bool = False
 
     def passed(self) -> None:
-        """One more call; raises `Killed` where it is the caller's last."""
+        """Count one call; raise `Killed` if it is the caller's last."""
         self.calls += 1
         if self.kill_after is not None and self.calls > self.kill_after and not self.broken:
             self.broken = True
             raise Killed
 
     def complete(self, key: tuple[str, int], operation: Operation) -> bool:
-        """Sums what all have submitted, in an order drawn by chance."""
+        """Sum all submitted tensors in a random order."""
         parts = self.submitted[key]
         if key in self.summed:
             return True
@@ -67,7 +67,7 @@ class Round:
 
 
 class GroupWorld:
-    """A member's side of a round."""
+    """A member's interface to a round."""
 
     def __init__(self, rank: int, of: Round) -> None:
         self.rank = rank
@@ -82,7 +82,7 @@ class GroupWorld:
         return _Work(self._of, (name, time_of), operation)
 
     def close(self) -> None:
-        """There is nothing to leave."""
+        """Do nothing."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class _Work:
     operation: Operation
 
     def done(self) -> bool:
-        # Whoever waits lets another one run.
+        # A waiting worker lets another one run.
         self.of.baton.release()
         time.sleep(0)
         self.of.baton.acquire()
@@ -104,22 +104,22 @@ class _Work:
         return False
 
     def finish(self) -> None:
-        """The sum is in place."""
+        """Do nothing: the sum is in place."""
 
 
 @dataclass
 class Member:
-    """One worker: alive, and with a state, or dead."""
+    """One worker: alive and with a state, or dead."""
 
     stepper: Stepper
     alive: bool = True
 
 
 class Group:
-    """Trains by a schedule drawn by chance: every step on another number of workers, with deaths in it."""
+    """Trains by a random schedule: each step runs on another number of workers, and some of them die in it."""
 
     def __init__(self, make: Callable[[], Stepper], batches: Callable[[int, Sequence[int]], dict], shards: int) -> None:  # type: ignore[type-arg]
-        """`make` builds a worker's stepper; `batches(step, hosted)` are its microbatches."""
+        """`make` builds a worker's stepper; `batches(step, hosted)` returns its microbatches."""
         self._make = make
         self._batches = batches
         self._shards = shards
@@ -128,7 +128,7 @@ class Group:
         self.deaths = 0
 
     def train(self, steps: int, draw: random.Random, deaths: bool = True) -> None:
-        """Makes all steps."""
+        """Make all steps."""
         while True:
             donor = max(self.members, key=lambda member: -1 if member.stepper.held is None else member.stepper.held)
             held = donor.stepper.held
@@ -140,7 +140,7 @@ class Group:
             self._step(held + 1, round_)
             if not any(member.alive and member.stepper.held is not None for member in self.members):
                 self.members = [Member(self._make())]
-                self.losses.clear()  # all are gone: another run begins
+                self.losses.clear()  # all are dead: start another run
             self.members = [member for member in self.members if member.alive]
 
     def _resize(self, size: int, donor: Member, draw: random.Random) -> None:

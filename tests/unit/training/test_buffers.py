@@ -1,4 +1,4 @@
-"""Buffers after a step are a function of its shards, not of who hosted them."""
+"""Buffers after a step are a function of its shards, not of the workers that hosted them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = [2, 2, 4]
 
 
 def step(hosted: list[list[int]], exact_shards: int | None = None) -> list[dict[str, torch.Tensor]]:
-    """The buffers of each worker after a step in which every shard leaves its own values."""
+    """Return each worker's buffers after a step in which every shard leaves its own values."""
     holders = [Holder() for _ in hosted]
     all_buffers = [Buffers(holder, RULES, exact_shards) for holder in holders]
     flat = []
@@ -62,9 +62,7 @@ def step(hosted: list[list[int]], exact_shards: int | None = None) -> list[dict[
 
 @pytest.mark.parametrize("exact_shards", [None, 3])
 @pytest.mark.parametrize("hosted", [[[0, 1, 2]], [[0, 1], [2]], [[2], [0], [1]]])
-def test_means_are_weighted_by_rows_integers_take_the_largest_and_first_is_shard_0s(
-    hosted: list[list[int]], exact_shards: int | None
-) -> None:
+def test_mean_max_and_first_rules_over_shards(hosted: list[list[int]], exact_shards: int | None) -> None:
     for buffers in step(hosted, exact_shards):
         expected = sum(rows * (shard + 1) for shard, rows in enumerate(ROWS)) / sum(ROWS)
         assert torch.equal(buffers["mean"], torch.tensor([expected, 10 * expected]))
@@ -72,7 +70,7 @@ def test_means_are_weighted_by_rows_integers_take_the_largest_and_first_is_shard
         assert (int(buffers["count"]), float(buffers["first"]), float(buffers["fixed"])) == (7, 1.0, 1.0)
 
 
-def test_restore_puts_back_what_a_step_that_was_left_has_changed() -> None:
+def test_restore_undoes_the_changes_of_an_aborted_step() -> None:
     holder = Holder()
     buffers = Buffers(holder, RULES)
     holder.mean += 3
@@ -82,7 +80,7 @@ def test_restore_puts_back_what_a_step_that_was_left_has_changed() -> None:
     assert float(buffers.committed["mean"].sum()) == 0.0
 
 
-def test_a_refused_buffer_that_changes_is_named() -> None:
+def test_a_change_of_a_buffer_with_rule_refuse_is_an_error() -> None:
     holder = Holder()
     buffers = Buffers(holder, RULES)
     buffers.begin_step({})
@@ -92,6 +90,6 @@ def test_a_refused_buffer_that_changes_is_named() -> None:
 
 
 @pytest.mark.parametrize(("name", "rule"), [("mean", "max"), ("count", "mean")])
-def test_rules_that_do_not_fit_are_refused(name: str, rule: str) -> None:
+def test_rules_that_do_not_fit_the_dtype_are_rejected(name: str, rule: str) -> None:
     with pytest.raises(TaskError, match=rf"buffer_rule\('{name}'\) returned '{rule}'"):
         Buffers(Holder(), Ruled(**{name: rule}))

@@ -1,4 +1,4 @@
-"""Why the losses of one worker and of two drift apart without exact sums."""
+"""Check why the losses of one worker and of two workers drift apart without exact sums."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.benchmarks.drift import drift
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_drifts_apart_is_rounding_and_nothing_else() -> None:
-    """Once a ResNet-18 drifted by 0.3 within 25 steps: if a fault of ours were in it, float64 would not mend it."""
+def test_drift_is_only_rounding() -> None:
+    """A ResNet-18 once drifted by 0.3 within 25 steps. If a bug caused the drift, float64 would not remove it."""
     single, double = drift(torch.float32), drift(torch.float64)
     assert max(single) > 1e-3, "this training amplifies rounding"
     assert [step for step, (a, b) in enumerate(zip(single, double, strict=True)) if b * 1e6 > a] == []

@@ -1,4 +1,4 @@
-"""Held-out figures: exact means over rows, whoever hosts what."""
+"""Held-out metrics are exact means over rows, for any assignment of shards."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def begun() -> Control:
     return control
 
 
-def test_the_figures_are_means_over_rows_and_the_same_bits_on_any_number_of_workers() -> None:
+def test_metrics_are_row_means_with_the_same_bits_on_any_number_of_workers() -> None:
     alone = figures([0, 1, 2], SoloWorld())
     assert alone["value"] == np.arange(12).mean()
     for layout in ([[0], [1, 2]], [[2], [0], [1]]):
@@ -84,12 +84,12 @@ def test_the_figures_are_means_over_rows_and_the_same_bits_on_any_number_of_work
 @pytest.mark.parametrize(
     ("wrong", "words"), [(3.0, "expected a dict"), ({"loss": torch.zeros(2)}, "not a single number")]
 )
-def test_what_is_no_figure_is_refused(wrong: Any, words: str) -> None:
+def test_invalid_metrics_are_rejected(wrong: Any, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
         figures([0, 1, 2], SoloWorld(), wrong)
 
 
-def test_figures_that_not_all_batches_have_are_refused_whoever_hosts_what() -> None:
+def test_metric_names_must_agree_between_batches_and_workers() -> None:
     with pytest.raises(TrainingError, match="different metrics for different batches: value, and other"):
         figures([0, 1, 2], SoloWorld(), "few")
     world = Together(2)
@@ -100,7 +100,7 @@ def test_figures_that_not_all_batches_have_are_refused_whoever_hosts_what() -> N
                 tried.result(20)
 
 
-def test_an_evaluation_is_left_when_the_group_changes() -> None:
+def test_an_evaluation_is_interrupted_when_the_group_changes() -> None:
     control = begun()
     control.interrupt(0)
     with pytest.raises(Interrupted):

@@ -1,4 +1,4 @@
-"""With exact sums a step has the same bits whoever hosts its shards, in whatever order, and whoever dies in it."""
+"""With exact sums a step has the same bits, whichever workers host its shards, in any order, and with any deaths."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """Everything whose order could matter, and much that could go wrong."""
+    """A model with everything whose order could matter, and many error-prone features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,19 +48,19 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x))
-        # Computed again in the backward pass, BatchNorm and dropout included.
+        # Recomputed in the backward pass, including BatchNorm and dropout.
         x = checkpoint(self.inner, x, use_reentrant=False)
         x = self.tied(torch.tanh(self.tied(x))) + self.frozen(x)
         scores = self.last(x)
         if self.training:
-            # Another tensor in its place, as many write it.
+            # Another tensor replaces the buffer, as in much user code.
             self.average = 0.9 * self.average + 0.1 * scores.detach().mean(dim=0)
             self.counter += 1
         return scores
 
 
 class Noisy(torch.optim.AdamW):
-    """Draws in its step."""
+    """An optimizer that draws random numbers in its step."""
 
     def step(self, closure: Any = None) -> Any:
         done = super().step(closure)
@@ -72,14 +72,14 @@ class Noisy(torch.optim.AdamW):
 
 
 class Small(Task):
-    """BatchNorm, dropout, AdamW, clipping, shared weights, rows that do not count alike."""
+    """BatchNorm, dropout, AdamW, clipping, shared weights, and rows with unequal weights."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
         self.calls = 0
 
     def model(self) -> nn.Module:
-        # `to` would take the imaginary parts.
+        # `to` would keep the imaginary parts.
         return (
             Net()
             if self.dtype == torch.float32
@@ -130,7 +130,7 @@ def sha(one: Stepper) -> str:
 
 
 def alone(task: Task | None = None, exact: bool = True) -> tuple[str, list[float]]:
-    """Hash and losses of the training on one worker that nothing happens to."""
+    """Return hash and losses of an undisturbed training on one worker."""
     one = stepper(task, exact)
     control = Control()
     control.begin(0)
@@ -173,13 +173,13 @@ def test_without_exact_sums_the_schedules_give_many_hashes() -> None:
     assert len(found) > 1
 
 
-def test_exact_and_ring_learn_the_same() -> None:
+def test_exact_and_ring_train_alike() -> None:
     _, exact = alone()
     _, ring = alone(exact=False)
     assert exact == pytest.approx(ring, rel=1e-4)
 
 
-def test_a_step_is_made_again_only_where_its_grid_does_not_fit() -> None:
+def test_a_step_is_recomputed_only_if_its_grid_does_not_fit() -> None:
     task = Small()
     one = stepper(task)
     control = Control()
@@ -189,12 +189,12 @@ def test_a_step_is_made_again_only_where_its_grid_does_not_fit() -> None:
         task.calls = 0
         one.run(step, batches(step, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
         times.append(task.calls / (2 * SHARDS))
-    # The first step, which nothing is known for; the one that weighs a thousand times more; and that after it.
+    # The first step, without a known grid; the step that weighs a thousand times more; and the step after it.
     assert times == [2, 1, 1, 2, 2]
 
 
 class Breaking(SoloWorld):
-    """Breaks when the step is made again."""
+    """A world that breaks when the step is recomputed."""
 
     submitted = 0
 
@@ -205,7 +205,7 @@ class Breaking(SoloWorld):
         return super().reduce(tensor, name, operation)
 
 
-def test_a_step_that_is_broken_off_leaves_the_grids_as_they_were() -> None:
+def test_an_aborted_step_keeps_the_grids() -> None:
     one = stepper()
     control = Control()
     control.begin(0)
@@ -228,21 +228,21 @@ def test_float64_parameters() -> None:
     assert sha(group.members[0].stepper) == expected
 
 
-def test_what_cannot_be_summed_exactly_is_refused() -> None:
+def test_parameters_that_cannot_be_summed_exactly_are_rejected() -> None:
     with pytest.raises(TaskError, match=r"'nothing' is bfloat16.*") as caught:
         stepper(Small(torch.bfloat16))
     assert "keep the parameters in float32" in str(caught.value)
 
 
 class Infinite(Small):
-    """Its loss is finite, its gradient is not."""
+    """Its loss is finite, but its gradient is not."""
 
     def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
         loss, weight = super().loss(model, batch)
         return loss + (model.last.bias.detach() - model.last.bias).abs().sqrt().sum(), weight
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named() -> None:
+def test_a_nonfinite_gradient_stops_the_run_and_is_named() -> None:
     one = stepper(Infinite())
     before = sha(one)
     control = Control()
@@ -254,13 +254,13 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named() -> None:
 
 
 class Weightless(Small):
-    """No row counts."""
+    """All rows have the weight zero."""
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
         return super().loss(model, batch)[0], 0.0
 
 
-def test_weights_that_add_up_to_nothing_are_told_of() -> None:
+def test_weights_that_sum_to_zero_are_an_error() -> None:
     one = stepper(Weightless())
     control = Control()
     control.begin(0)
@@ -270,14 +270,14 @@ def test_weights_that_add_up_to_nothing_are_told_of() -> None:
 
 
 class Erratic(Small):
-    """A thousand times larger each time that the step is made."""
+    """A loss that is a thousand times larger in each computation of the step."""
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
         loss, weight = super().loss(model, batch)
         return loss * 1000.0 ** (self.calls // (2 * SHARDS)), weight
 
 
-def test_a_step_that_is_another_each_time_is_named() -> None:
+def test_an_irreproducible_step_is_an_error() -> None:
     one = stepper(Erratic())
     control = Control()
     control.begin(0)
@@ -286,14 +286,14 @@ def test_a_step_that_is_another_each_time_is_named() -> None:
 
 
 class Teacher(Small):
-    """Keeps a moving average in a parameter that does not train."""
+    """Keep a moving average in a frozen parameter."""
 
     def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
         model.frozen.weight.mul_(0.9)
         return super().loss(model, batch)
 
 
-def test_a_parameter_that_the_loss_changes_is_named() -> None:
+def test_a_parameter_changed_by_the_loss_is_named() -> None:
     one = stepper(Teacher())
     control = Control()
     control.begin(0)
@@ -302,7 +302,7 @@ def test_a_parameter_that_the_loss_changes_is_named() -> None:
 
 
 class Twice(Small):
-    """A layer that is shared by two blocks, each of them checkpointed the old way."""
+    """A layer shared by two blocks, each with reentrant checkpointing."""
 
     def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
         x = model.first(batch["x"])
@@ -311,7 +311,7 @@ class Twice(Small):
         return nn.functional.cross_entropy(model.last(x), batch["y"]), 1.0
 
 
-def test_a_gradient_that_comes_twice_is_refused() -> None:
+def test_a_gradient_accumulated_twice_is_an_error() -> None:
     one = stepper(Twice())
     control = Control()
     control.begin(0)
@@ -319,7 +319,7 @@ def test_a_gradient_that_comes_twice_is_refused() -> None:
         one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
 
 
-def test_what_stays_and_what_one_shard_writes_come_out_as_they_are() -> None:
+def test_unchanged_buffers_and_single_writer_buffers_keep_their_bits() -> None:
     one = stepper()
     control = Control()
     control.begin(0)
@@ -333,7 +333,7 @@ def test_what_stays_and_what_one_shard_writes_come_out_as_they_are() -> None:
 
 
 class Tiny(Small):
-    """Its gradients are hardly larger than the smallest numbers that have all their digits."""
+    """Its gradients are hardly larger than the smallest normal numbers."""
 
     def __init__(self) -> None:
         super().__init__(torch.float64)
@@ -343,7 +343,7 @@ class Tiny(Small):
         return loss * 2.0**-1010, weight
 
 
-def test_a_process_that_takes_the_smallest_numbers_for_zero() -> None:
+def test_a_process_that_flushes_denormals_to_zero() -> None:
     expected = alone()
     assert torch.set_flush_denormal(True)
     try:
@@ -353,7 +353,7 @@ def test_a_process_that_takes_the_smallest_numbers_for_zero() -> None:
         control.begin(0)
         for step in range(STEPS):
             one.run(step, batches(step, range(SHARDS), torch.float64), SoloWorld(), control=control, wait_s=1)
-        # A quantum that is itself taken for zero divides by zero, and no grid is ever found to fit.
+        # A quantum flushed to zero would cause a division by zero, and no grid would ever fit.
         assert min(one.scales.values()) == -1022
         group = Group(lambda: stepper(Tiny()), lambda step, hosted: batches(step, hosted, torch.float64), SHARDS)
         group.train(STEPS, random.Random(1))
@@ -362,7 +362,7 @@ def test_a_process_that_takes_the_smallest_numbers_for_zero() -> None:
         torch.set_flush_denormal(False)
 
 
-def test_operations_that_cannot_repeat_their_result_are_refused() -> None:
+def test_nondeterministic_operations_are_rejected() -> None:
     before = torch.are_deterministic_algorithms_enabled()
     try:
         repeatable()

@@ -1,4 +1,4 @@
-"""Norms of gradients as they come: of any type and device, empty, complex, and too large to be squared."""
+"""Norms of gradients of any dtype and device: empty, complex, and too large to be squared."""
 
 import math
 
@@ -24,12 +24,14 @@ def test_norms_of_any_types() -> None:
 
 
 def test_a_norm_that_cannot_be_squared_is_infinite() -> None:
-    # It was an OverflowError.
+    # It used to raise OverflowError.
     assert Norms([torch.full((2,), 1e160, dtype=torch.float64)]).squares() == [math.inf]
 
 
-def test_an_empty_tensor_of_another_device_is_in_nobodys_way() -> None:
-    """A model without buffers has an empty sum of them on the CPU, beside gradients on a GPU: every step failed."""
+def test_an_empty_tensor_on_another_device_is_accepted() -> None:
+    """A model without buffers has an empty sum of them on the CPU beside gradients on a GPU; once every step failed on
+    that.
+    """
     Norms([torch.ones(2, device="meta"), torch.zeros(0, dtype=torch.float64)])
     Norms([torch.ones(2, device="meta"), torch.ones(1, dtype=torch.float64)])
 
@@ -42,6 +44,6 @@ def test_the_first_faulty_shard_of_each_chunk_counts_and_of_it_the_last_paramete
             value.grad = torch.full((2,), math.nan if name in bad else 1.0)
         search.shard_ended(shard, 0, parameters.items())
         search.shard_ended(shard, 1, [("c", parameters["c"])])
-    # What becomes of the gradients afterwards does not matter.
+    # Later changes of the gradients do not matter.
     parameters["a"].grad = torch.zeros(2)
     assert search.found() == [Fault(1, 0, "b"), Fault(2, 1, "c")]

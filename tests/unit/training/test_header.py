@@ -1,4 +1,4 @@
-"""The header: what one shard writes reaches everyone with its bits unchanged."""
+"""The header passes the bits that one shard writes to every worker unchanged."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_sum_of_headers_is_the_step() -> None:
     assert notes["ids"].tolist() == [10, 11, 12]
 
 
-def test_a_loss_that_is_not_finite_names_its_shards() -> None:
+def test_shards_with_a_nonfinite_loss_are_named() -> None:
     reports = {
         0: ShardReport(0, 1, 7, 1.0, 1.0),
         1: ShardReport(0, 1, 7, 1.0, math.nan),
@@ -77,6 +77,6 @@ def test_digits_are_summed_without_losing_a_bit(dtype: str, losses: list[float],
     assert np.frombuffer(decode(summed).notes, NOTE)["ids"].tolist() == [2**64 - 1 - k for k in range(shards)]
 
 
-def test_a_pause_that_all_of_very_many_wish_for_is_no_overflow() -> None:
+def test_a_pause_flag_of_very_many_workers_does_not_overflow() -> None:
     header = encode({}, 1, Flags(pause=True))
     assert decode(from_digits(to_digits(header, "bfloat16") * 256, "bfloat16")).flags == Flags(pause=True)

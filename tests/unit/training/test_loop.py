@@ -1,4 +1,4 @@
-"""Which steps are committed together is the same for every member."""
+"""All members agree on the steps that are committed together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytrain_plus.training.loop import Evaluation, Window, steps_end
 
 
 class Saving:
-    """A checkpoint after every so many steps."""
+    """A checkpoint after every `every` steps."""
 
     def __init__(self, every: int | None) -> None:
         self.due: Callable[[int, bool], bool] = lambda step, evaluated: every is not None and (step + 1) % every == 0
@@ -37,7 +37,7 @@ def nothing(shard: int) -> Iterator[Microbatch]:
         (0, 1, None, None, list(range(10))),
     ],
 )
-def test_steps_that_overlap_come_together(
+def test_overlapping_steps_end_together(
     first: int, every: int, evaluated: int | None, saved: int | None, ends: list[int]
 ) -> None:
     window = Window(every=every, counted=lambda step: {})

@@ -1,4 +1,4 @@
-"""What layers cost, found by running them one by one."""
+"""Layer costs are measured by running the layers one by one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH = Microbatch({"x": torch.randn(5, 6), "y": torch.tensor([0, 1, 2, 0, 1])},
 
 
 class Slow(nn.Module):
-    """Takes its time, forward and backward, and gives two tensors."""
+    """A slow layer, forward and backward, that returns two tensors."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         time.sleep(0.02)
@@ -78,7 +78,8 @@ def test_each_layer_is_measured_by_itself() -> None:
     assert [layer.name for layer in (frozen, wide, slow, head)] == BUILT, "each is built once"
     assert slow.seconds > 0.02 > wide.seconds
     assert [layer.parameters for layer in (frozen, wide, slow, head)] == [0, 48, 0, 27]
-    # A frozen one has neither gradient nor optimizer; others have both, and keep their input, or their result.
+    # A frozen layer has neither gradient nor optimizer state; the others have both, and keep their input or their
+    # result.
     assert frozen.bytes == 42 * 4
     assert wide.bytes == 4 * 48 * 4
     assert head.bytes == 4 * 27 * 4
@@ -99,16 +100,16 @@ def test_a_model_without_an_order_of_layers() -> None:
         layer_names(Whole(), 3)
 
 
-def test_names_are_told_without_values() -> None:
+def test_layer_names_are_found_without_values() -> None:
     class Large(Plain):
         def model(self) -> nn.Module:
-            # A terabyte.
+            # One terabyte.
             return nn.Sequential(nn.Linear(1 << 19, 1 << 19), nn.Linear(1 << 19, 1))
 
     assert layer_names(Large(), 3) == ("0", "1")
 
 
-def test_what_steps_that_overlap_do_not_bear_is_told_with_the_layers_name() -> None:
+def test_errors_about_overlapping_steps_name_the_layer() -> None:
     class Running(Plain):
         def model(self) -> nn.Module:
             return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Slow(), Both())

@@ -1,7 +1,7 @@
 """A step whose loss or gradient is not finite changes nothing, on any path.
 
-Once, with `reduction: ring` and no `clip_norm`, a NaN gradient under a finite loss was applied: at the last step the
-run ended well, and gave out a model full of NaN.
+Once, with `reduction: ring` and without `clip_norm`, a NaN gradient under a finite loss was applied. When that happened
+in the last step, the run ended successfully and exported a model full of NaN.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BAD = (2, 1)
 
 
 class Root(torch.autograd.Function):
-    """The identity; its derivative is NaN where a row says so, as that of sqrt is at 0."""
+    """The identity; its derivative is NaN for marked rows, like that of sqrt at 0."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class Root(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """The third one has the derivative above; what comes in carries the mark of bad rows in its last column."""
+    """The third layer has the derivative above; the last column of the input marks bad rows."""
 
     def __init__(self, name: str, statistics: bool) -> None:
         super().__init__()
@@ -87,13 +87,13 @@ class Risky(Task):
         return torch.optim.AdamW([value for _, value in parameters], lr=1e-2)
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        # A task may write into its batch: a step that is computed again has it as it was.
+        # A task may write into its batch: a recomputed step must see the original batch.
         x = batch["x"] * batch["times"].add_(1)
         return nn.functional.mse_loss(model(x), x[:, :5].cumsum(1)) + batch["shift"].sum()
 
 
 class Flat(Risky):
-    """Its buffers stay as they are, as pipedream asks."""
+    """Its buffers do not change, as pipedream requires."""
 
     statistics = False
 
@@ -149,7 +149,7 @@ NAMED = r"gradient of step 2 is not finite in shard 1, first in the parameter 'c
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_a_gradient_that_is_not_finite_is_never_applied_and_is_named(exact: bool, clip_norm: float | None) -> None:
+def test_a_nonfinite_gradient_is_never_applied_and_is_named(exact: bool, clip_norm: float | None) -> None:
     one = alone(exact, clip_norm=clip_norm)
     for step in range(2):
         run(one, step)
@@ -160,7 +160,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied_and_is_named(exact: bool
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_norm_of_every_step_is_told(exact: bool) -> None:
+def test_the_norm_of_every_step_is_reported(exact: bool) -> None:
     one = alone(exact)
     free = run(one, 0)
     gradients = [value.grad.flatten() for _, value in one.named if value.grad is not None]
@@ -171,7 +171,7 @@ def test_the_norm_of_every_step_is_told(exact: bool) -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("loss_too", [False, True])
-def test_a_step_that_is_skipped_changes_nothing_but_its_number(exact: bool, loss_too: bool) -> None:
+def test_a_skipped_step_changes_only_the_step_number(exact: bool, loss_too: bool) -> None:
     one, other = alone(exact, skip=True), alone(exact, skip=True)
     for step in range(2):
         assert run(one, step) == run(other, step)
@@ -182,14 +182,14 @@ def test_a_step_that_is_skipped_changes_nothing_but_its_number(exact: bool, loss
     assert math.isnan(told.loss) == loss_too
     assert not math.isfinite(told.grad_norm)
     assert (sha(one), one.held, one.counts) == (before, 2, {"skipped": 1})
-    # What follows is what follows without it.
+    # The following steps are those of a run without the skipped step.
     other.held = 2
     assert run(one, 3) == run(other, 3)
     assert sha(one) == sha(other) != before
     assert one.counts == {"skipped": 0}
 
 
-def test_a_loss_that_is_not_finite_is_refused_before_anything_is_computed_again() -> None:
+def test_a_nonfinite_loss_is_refused_without_recomputing() -> None:
     one = alone()
     before = sha(one)
     with pytest.raises(TrainingError, match="the loss of step 0 is not finite in shards 0, 1, 2, 3"):
@@ -197,12 +197,12 @@ def test_a_loss_that_is_not_finite_is_refused_before_anything_is_computed_again(
     assert (sha(one), one.held, one.ready) == (before, -1, None)
 
 
-def test_ten_steps_in_a_row_that_are_not_finite_stop_a_run_that_skips_them() -> None:
+def test_ten_consecutive_nonfinite_steps_stop_a_run_that_skips_them() -> None:
     one = alone(skip=True)
     run(one, 0)
     for step in range(1, SKIPPED_IN_A_ROW):
         assert run(one, step, bad=(step, 0)).skipped
-    # The count is part of the state: a worker that comes meanwhile goes on with it.
+    # The count is part of the state: a new worker continues it.
     newcomer = alone(skip=True)
     newcomer.adopt(one.snapshot())
     assert newcomer.counts == one.counts == {"skipped": 9}
@@ -215,7 +215,7 @@ def test_ten_steps_in_a_row_that_are_not_finite_stop_a_run_that_skips_them() -> 
 
 
 class Twisted(Risky):
-    """The first time that a step is computed, a bit flips."""
+    """A bit flips the first time that a step is computed."""
 
     def __init__(self) -> None:
         self.calls = count()
@@ -227,7 +227,7 @@ class Twisted(Risky):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_fault_that_does_not_come_again_costs_nothing_but_time(exact: bool) -> None:
+def test_a_transient_fault_costs_only_time(exact: bool) -> None:
     healthy = alone(exact)
     told = run(healthy, 0)
     one = alone(exact, task=Twisted())
@@ -236,7 +236,7 @@ def test_a_fault_that_does_not_come_again_costs_nothing_but_time(exact: bool) ->
 
 
 class Overflowing(Risky):
-    """The mean of its shards is finite; their sum is more than float32 holds."""
+    """The mean of its shards is finite; their sum exceeds float32."""
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         bias: torch.Tensor = model.get_submodule("d").linear.bias  # type: ignore[assignment]
@@ -262,7 +262,7 @@ def test_a_sum_that_overflows_is_not_applied() -> None:
 
 
 class Runaway(Risky):
-    """Its statistics leave the range of their type, though loss and gradient do not."""
+    """Its statistics exceed the range of their dtype, although loss and gradients do not."""
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         variance: torch.Tensor = model.get_submodule("b").normal.running_var  # type: ignore[assignment]
@@ -272,7 +272,7 @@ class Runaway(Risky):
 
 
 class First(Runaway):
-    """The buffer is what the first shard leaves in it."""
+    """The first shard decides the buffer's value."""
 
     def buffer_rule(self, name: str) -> BufferRule | None:
         return "first" if name.endswith("running_var") else None
@@ -291,14 +291,14 @@ def test_a_buffer_that_would_not_be_finite_is_not_applied(task: type[Task], exac
     assert (sha(skipping), skipping.held) == (before, 0)
 
 
-def test_what_is_not_finite_from_the_beginning_may_stay_so() -> None:
+def test_initially_nonfinite_values_are_allowed() -> None:
     assert alone().allowed == {f"buffer/{name}.mask" for name in NAMES}
 
 
 def together(
     shape: Shape, schedule: Schedule, act: Callable[[Stepper, Any, tuple[int, ...], bool], Any], **settings: Any
 ) -> list[Any]:
-    """What each worker of so many replicas of so many stages makes of it."""
+    """Return each worker's results for so many replicas of so many stages."""
     where = holders(schedule, shape.stages)
     each = len(NAMES) // len(where)
     rings = [Ring(shape.cells) for _ in range(shape.stages)]
@@ -332,7 +332,7 @@ def own_state(one: Stepper) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(("shape", "schedule"), [(Shape(2, 2), "1f1b"), (Shape(1, 2), "interleaved")], ids=str)
-def test_all_stages_refuse_a_step_together_and_name_the_same(shape: Shape, schedule: Schedule, exact: bool) -> None:
+def test_all_stages_refuse_a_step_with_the_same_message(shape: Shape, schedule: Schedule, exact: bool) -> None:
     def act(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
         def made(step: int) -> Applied:
             return one.run(step, batches(step, hosted, data), world, control=control(), wait_s=5)
@@ -359,7 +359,7 @@ def test_all_stages_skip_a_step_together() -> None:
     assert together(Shape(2, 2), "1f1b", act, skip_nonfinite=True) == [expected] * 4
 
 
-def test_a_worker_that_left_while_others_skipped_a_step_skips_it_too() -> None:
+def test_a_worker_interrupted_while_others_skipped_a_step_skips_it_too() -> None:
     one = alone(skip=True)
     run(one, 0)
     before = sha(one)
@@ -373,7 +373,7 @@ def test_a_worker_that_left_while_others_skipped_a_step_skips_it_too() -> None:
     assert (sha(one), one.held, one.counts) == (before, 2, {"skipped": 1})
 
 
-def test_a_step_among_steps_that_overlap_is_not_applied_where_its_gradient_is_not_finite() -> None:
+def test_an_overlapping_step_with_a_nonfinite_gradient_is_not_applied() -> None:
     def act(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
         try:
             one.run_window(
@@ -391,6 +391,6 @@ def test_a_step_among_steps_that_overlap_is_not_applied_where_its_gradient_is_no
         return "", False
 
     told = together(Shape(1, 2), "pipedream", act)
-    # The stage that has the fault says so; the other waits for it, and is told to leave.
+    # The stage with the fault reports it; the other stage waits for it until it is interrupted.
     assert "step 2 is not finite in shard 1, first in the parameter 'c.linear.bias'" in told[1][0]
     assert [finite for _, finite in told] == [True, True]

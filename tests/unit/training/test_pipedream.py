@@ -1,4 +1,4 @@
-"""Steps overlap, and every backward pass uses the weights that its forward pass used."""
+"""Steps overlap, and every backward pass uses the weights of its forward pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 class Scale(nn.Module):
-    """Its backward pass reads the weight itself; a linear layer's reads a view, which stays what it was."""
+    """Its backward pass reads the weight itself; a linear layer's reads a view, which stays unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Scale(nn.Module):
 
 
 class Smooth(Task):
-    """Four layers without random numbers; weights are the rows' labels."""
+    """Four layers without random numbers; the rows' labels are their weights."""
 
     def layers(self) -> dict[str, Callable[[], nn.Module]]:
         hidden = {name: lambda: nn.Sequential(nn.Linear(6, 6), Scale(), nn.Tanh()) for name in NAMES[:-1]}
@@ -81,7 +81,7 @@ def together(
     task: type[Task] = Smooth,
     wished: Callable[[int], bool] = lambda seat: False,
 ) -> list[tuple[list[Applied], dict[str, torch.Tensor], Stepper]]:
-    """What each worker makes of these windows: what it applied, its weights in the end, and itself."""
+    """Return, for each worker after these windows, what it applied, its final weights, and itself."""
     rings = [Ring(shape.cells) for _ in range(shape.stages)]
     mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.cells)]
     hosted = host_shards(SHARDS, shape.cells)
@@ -125,7 +125,7 @@ def together(
 
 
 def by_hand(shape: Shape, windows: list[range]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same in one process, by the definition: for each pass the weights of that many steps ago, by hand."""
+    """Compute the same in one process, by definition: each pass by hand, with the weights of that many steps ago."""
     task = Smooth()
     modules = [build_chunks(task, SEED, CPU, [names])[0].module for names in chunks_of(shape.stages)]
     optimizers = [task.optimizer(list(module.named_parameters())) for module in modules]
@@ -222,7 +222,7 @@ def test_weights_and_losses_are_those_of_the_definition(shape: Shape) -> None:
         assert one.held == 8
         for name, value in own.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6)
-    # Otherwise it would say nothing.
+    # Otherwise the test would prove nothing.
     assert by_hand(shape, [range(step, step + 1) for step in range(9)])[0] != pytest.approx(losses, rel=1e-3)
     passes: Any = told[0][2].passes
     assert passes.weights.most_kept >= 1, "weights are kept where passes need them"
@@ -236,7 +236,7 @@ def test_the_loss_falls() -> None:
     assert last < 0.6 * first
 
 
-def test_what_is_wished_for_in_the_midst_of_steps_is_heard_by_all_at_their_end() -> None:
+def test_requests_during_a_window_reach_all_stages_at_its_end() -> None:
     asked: list[int] = []
 
     def wished(seat: int) -> bool:
@@ -256,7 +256,7 @@ def test_what_is_wished_for_in_the_midst_of_steps_is_heard_by_all_at_their_end()
     assert sorted(asked) == [0, 1]
 
 
-def test_who_waits_for_others_at_the_end_says_so_and_keeps_nothing_that_they_have() -> None:
+def test_a_stage_waiting_at_the_end_reports_it_and_keeps_nothing_received() -> None:
     seen: list[tuple[str, int]] = []
 
     def act(seat: int, one: Stepper) -> None:
@@ -292,7 +292,7 @@ class Explodes(Smooth):
 BAD = batches(2, (0,))[0][1].batch["x"][0, 0]
 
 
-def test_a_window_that_is_broken_off_leaves_no_state() -> None:
+def test_an_aborted_window_leaves_no_usable_state() -> None:
     workers: list[Stepper] = []
     with pytest.raises(TrainingError, match="the loss of step 2 is not finite in shard 0"):
         together(Shape(1, 2), [range(4)], lambda seat, one: workers.append(one), Explodes)
@@ -300,7 +300,7 @@ def test_a_window_that_is_broken_off_leaves_no_state() -> None:
     assert [one.ready for one in workers] == [None, None]
 
 
-def test_who_has_come_to_the_end_can_say_so_when_others_have_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_completed_a_window_can_finish_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "LIMIT_S", 0.5)
     workers: list[Stepper] = []
 
@@ -319,7 +319,7 @@ def test_who_has_come_to_the_end_can_say_so_when_others_have_gone_on(monkeypatch
     assert (workers[1].held, workers[1].ready) == (2, None)
 
 
-def test_a_backward_pass_in_the_midst_of_another_version_changes_nothing_else() -> None:
+def test_a_backward_pass_with_older_weights_changes_nothing_else() -> None:
     weight = nn.Parameter(torch.tensor([2.0]))
     kept = Weights([weight])
     kept.forward(0)

@@ -1,4 +1,4 @@
-"""Keys are documented, so that anyone can recompute them; layers draw the same whatever came before them."""
+"""Keys follow their documentation; a layer draws the same numbers whatever layers came before it."""
 
 import hashlib
 import random
@@ -39,7 +39,7 @@ def test_a_layer_draws_the_same_with_and_without_layers_before_it() -> None:
     assert not torch.equal(a != 0, alone != 0)
 
 
-def test_each_use_of_a_layer_has_its_own_key_and_hooks_leave() -> None:
+def test_each_use_of_a_layer_has_its_own_key_and_hooks_are_removed() -> None:
     model = nn.Sequential()
     model.add_module("a", nn.Dropout(0.5))
     x = torch.ones(1000)

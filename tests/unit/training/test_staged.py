@@ -1,4 +1,4 @@
-"""A step that cells of stages make together is the step of one worker: the same bits, where sums are exact."""
+"""A step of pipelined model replicas equals the step of one worker: the same bits with exact sums."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 
 
 class Checkpointed(nn.Module):
-    """Is computed again in the backward pass."""
+    """A block that is recomputed in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Checkpointed(nn.Module):
 
 
 class Drifts(nn.Module):
-    """Multiplies by a buffer that it has just written to, so that the backward pass needs that value."""
+    """Multiplies by a buffer that it has just written to, so the backward pass needs that value."""
 
     mean: torch.Tensor
 
@@ -84,7 +84,7 @@ class Deep(Task):
             "drop": lambda: nn.Dropout(0.3),
             "again": Checkpointed,
             "frozen": lambda: nn.Linear(8, 8).requires_grad_(False),
-            # No bias before BatchNorm: its gradient is rounding alone, which AdamW makes whole steps of.
+            # No bias before BatchNorm: its gradient is only rounding error, which AdamW turns into full steps.
             "middle": lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)),
             "act": Drifts,
             "out": lambda: nn.Linear(8, 3),
@@ -99,7 +99,7 @@ class Deep(Task):
 
 
 def batches(step: int, hosted: tuple[int, ...], data: bool = True) -> dict[int, list[Microbatch]]:
-    """Of a stage that reads nothing, without the batches. In step 2 another grid is needed; the last one is short."""
+    """For a stage that reads no data, without the batches. Step 2 needs another grid; the last step is short."""
     made: dict[int, list[Microbatch]] = {}
     for shard in hosted:
         draw = torch.Generator().manual_seed(1000 * step + shard)
@@ -114,7 +114,7 @@ def batches(step: int, hosted: tuple[int, ...], data: bool = True) -> dict[int, 
 
 @dataclass
 class Ring:
-    """A world of threads: what its members have submitted."""
+    """A world of threads, with its members' submitted tensors."""
 
     size: int
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -122,7 +122,7 @@ class Ring:
 
 
 class RingWorld:
-    """A member's side."""
+    """A member's interface."""
 
     def __init__(self, rank: int, of: Ring) -> None:
         self.rank, self.size, self._of = rank, of.size, of
@@ -142,7 +142,7 @@ class RingWorld:
         return _Summed(parts, self.size)
 
     def close(self) -> None:
-        """There is nothing to leave."""
+        """Do nothing."""
 
 
 @dataclass
@@ -154,12 +154,12 @@ class _Summed:
         return len(self.parts) > self.size
 
     def finish(self) -> None:
-        """The sum is in place."""
+        """Do nothing: the sum is in place."""
 
 
 @pytest.fixture(autouse=True)
 def one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random generators are the process's, and its threads stand for processes."""
+    """Random generators belong to the process, and its threads stand in for processes."""
     computing = module._Cell.computing
 
     @contextmanager
@@ -179,7 +179,7 @@ def one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     apply = Stepper._apply
 
     def applies_alone(self: Stepper, *arguments: Any) -> None:
-        # It sets the key for optimizers that draw.
+        # It sets the key for optimizers that draw random numbers.
         with COMPUTES:
             apply(self, *arguments)
 
@@ -200,12 +200,12 @@ def stepper(task: Task, built: Any, exact: bool) -> Stepper:
 
 
 def state_of_one(one: Stepper) -> dict[str, torch.Tensor]:
-    """As its hash takes it."""
+    """In the form that its hash takes."""
     return {**saved_model(one.holding()), **optimizer_state(one.optimizer, one.named)}
 
 
 def alone(exact: bool, task: type[Task] = Deep) -> Told:
-    """What one worker makes of it."""
+    """Return one worker's results."""
     made = task()
     one = stepper(made, [build_model(made, SEED, CPU)], exact)
     applied = [
@@ -223,7 +223,7 @@ def together(
     wished: Callable[[int, int], Flags] = lambda seat, step: Flags(),
     act: Callable[..., Any] | None = None,
 ) -> list[Any]:
-    """What each worker of so many cells of so many stages makes of it, or of `act`."""
+    """Return each worker's results for so many replicas of so many stages, or those of `act`."""
     where = holders(schedule, shape.stages)
     names = list(layer_names(task(), SEED))
     spans = cut([Layer(name, 1.0, 0) for name in names], len(where))
@@ -269,7 +269,7 @@ def together(
 
 
 def state_of(told: list[Told], shape: Shape, cell: int) -> dict[str, torch.Tensor]:
-    """The whole state, out of a cell's stages."""
+    """Return the whole state, collected from a replica's stages."""
     whole: dict[str, torch.Tensor] = {}
     for seat in shape.cell(cell):
         whole |= told[seat][1]
@@ -302,7 +302,7 @@ def test_a_step_that_others_have_applied_is_finished_to_the_same_bits(schedule: 
     applied, state = alone(exact=True)
 
     def interrupted_in_the_last(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
-        """The second cell's members hear of a death when all sums are there, and before they have applied them."""
+        """The second replica's members hear of a death when all sums are complete, before they have applied them."""
         ours = control()
 
         class Sealed:
@@ -336,7 +336,7 @@ def test_a_step_that_others_have_applied_is_finished_to_the_same_bits(schedule: 
 
 
 class Tied(Deep):
-    """Two parameters in one, at both ends and in the middle; the optimizer keeps figures of each copy."""
+    """Two parameters tied as one, at both ends and in the middle; the optimizer keeps values for each copy."""
 
     def layers(self) -> dict[str, Callable[[], nn.Module]]:
         layers = super().layers()
@@ -381,7 +381,7 @@ def test_sums_of_a_ring_agree_to_rounding() -> None:
 
 
 class Judged(Deep):
-    """Evaluates by two figures."""
+    """Evaluates with two metrics."""
 
     def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         scores = model(batch["x"])
@@ -389,13 +389,13 @@ class Judged(Deep):
 
 
 def held_out(shard: int, data: bool = True) -> list[Microbatch]:
-    """As many microbatches as go in three rounds, the last ones short; shard 3 has none."""
+    """As many microbatches as fit in three rounds, the last ones short; shard 3 has none."""
     numbers = () if shard == 3 else range(2 * AT_ONCE + 3)
     steps = [batches(100 + number, (shard,), data)[shard] for number in numbers]
     return [one for step in steps for one in step][: 2 * AT_ONCE + 1 + shard]
 
 
-def test_an_evaluation_gives_the_figures_of_one_worker() -> None:
+def test_an_evaluation_gives_the_metrics_of_one_worker() -> None:
     def evaluated(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> list[Any]:
         told: list[Any] = []
         for step in range(2):
@@ -439,7 +439,7 @@ def test_a_loss_that_writes_into_its_batch_writes_into_it_once() -> None:
 
 
 class Sequence(Task):
-    """Modules of a plain sequence share a weight, and another that does not train."""
+    """Modules of a plain sequence share a trained weight and a frozen one."""
 
     def model(self) -> nn.Module:
         made = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
@@ -451,7 +451,7 @@ class Sequence(Task):
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def test_what_a_sequence_shares_is_tied_by_itself() -> None:
+def test_shared_parameters_of_a_sequence_are_tied_automatically() -> None:
     built = build_model(Sequence(), SEED, CPU)
     assert built.layers == ("0", "1", "2", "3", "4")
     assert built.tied == {"2.weight": "0.weight", "3.weight": "0.weight", "3.bias": "2.bias"}
@@ -466,9 +466,9 @@ def test_what_a_sequence_shares_is_tied_by_itself() -> None:
     assert torch.equal(state["param/0.weight"], state["param/3.weight"])
 
 
-def test_tied_weights_learn_as_one_that_is_shared() -> None:
+def test_tied_weights_train_like_a_shared_one() -> None:
     class Truly(Sequence):
-        """The same, and says nothing of its layers: the sequence keeps one tensor."""
+        """The same without declared layers: the sequence keeps one tensor."""
 
         def model(self) -> nn.Module:
             class Whole(nn.Sequential):
@@ -494,7 +494,7 @@ def test_tied_weights_learn_as_one_that_is_shared() -> None:
         ({"out.bias": "middle.1.bias", "again.inner.1.bias": "out.bias"}, "'out.bias' is itself a copy"),
     ],
 )
-def test_what_cannot_be_tied_is_told(tied: dict[str, str], what: str) -> None:
+def test_parameters_that_cannot_be_tied_are_rejected(tied: dict[str, str], what: str) -> None:
     class Wrong(Deep):
         def tied(self) -> dict[str, str]:
             return tied
@@ -503,7 +503,7 @@ def test_what_cannot_be_tied_is_told(tied: dict[str, str], what: str) -> None:
         build_model(Wrong(), SEED, CPU)
 
 
-def test_layers_that_share_a_buffer_are_not_cut_apart() -> None:
+def test_layers_that_share_a_buffer_are_rejected() -> None:
     class Shares(Task):
         def model(self) -> nn.Module:
             made = nn.Sequential(nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4))
@@ -514,7 +514,7 @@ def test_layers_that_share_a_buffer_are_not_cut_apart() -> None:
         build_chunks(Shares(), SEED, CPU, [["0", "1"], ["2"]])
 
 
-def test_layers_that_share_by_a_closure_are_told_to_say_so() -> None:
+def test_layers_that_share_by_a_closure_must_be_declared_tied() -> None:
     class Closed(Deep):
         def layers(self) -> dict[str, Callable[[], nn.Module]]:
             one = nn.Linear(8, 8)
@@ -524,7 +524,7 @@ def test_layers_that_share_by_a_closure_are_told_to_say_so() -> None:
         layer_names(Closed(), SEED)
 
 
-def test_layers_that_are_computed_again_change_no_buffer_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_layers_change_no_buffer_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     _, state = alone(exact=True)
     monkeypatch.setattr(f"{__name__}.checkpoint", lambda layers, x, use_reentrant: layers(x))
     _, plain = alone(exact=True)
@@ -553,14 +553,14 @@ def test_modules_that_share_a_buffer_share_it_after_a_step() -> None:
 
 
 class Explodes(Deep):
-    """Its loss is no number for one microbatch of step 1."""
+    """Its loss is NaN for one microbatch of step 1."""
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
         loss, weight = super().loss(model, batch)
         return loss * (float("nan") if torch.equal(batch["x"], batches(1, (2,))[2][1].batch["x"]) else 1.0), weight
 
 
-def test_a_loss_that_is_no_number_is_told_by_every_stage() -> None:
+def test_every_stage_reports_a_nan_loss() -> None:
     with pytest.raises(TrainingError, match="the loss of step 1 is not finite in shard 2"):
         together(Shape(2, 2), "1f1b", exact=True, task=Explodes)
 
@@ -578,13 +578,13 @@ class Writes(Deep):
         return {**super().layers(), "frozen": lambda: Writing(8, 8)}
 
 
-def test_what_a_layer_must_not_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_changes_a_parameter_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "LIMIT_S", 0.5)
     with pytest.raises(TrainingError, match=r"the loss changed the parameter 'frozen\.bias' in place"):
         together(Shape(1, 2), "gpipe", exact=False, task=Writes)
 
 
-def test_a_wish_of_any_stage_is_heard_by_all_at_the_same_step() -> None:
+def test_a_request_of_any_stage_reaches_all_at_the_same_step() -> None:
     wishes = {(0, 1): 1, (1, 0): 2}
 
     def wished(seat: int, step: int) -> Flags:

@@ -1,4 +1,4 @@
-"""What becomes of a step whose sums are there."""
+"""The decision about a step whose sums are complete."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ def test_the_norm_is_added_in_the_order_of_names_whatever_the_order_of_stages() 
 
 
 @pytest.mark.parametrize("bad", [nan, inf])
-def test_one_value_that_is_not_finite_makes_the_step_unfit(bad: float) -> None:
+def test_one_nonfinite_value_makes_the_step_unfit(bad: float) -> None:
     assert Said(True, {"a": 1.0}).fit
     assert not Said(True, {"a": 1.0, "b": bad}).fit
     assert not Said(False, {}).fit
     assert not math.isfinite(gradient_norm({"a": 1.0, "b": bad}))
 
 
-def test_stages_know_together_what_each_knows() -> None:
+def test_the_knowledge_of_the_stages_is_merged() -> None:
     first = Said(True, {"a": 1.0}, Fault(5, 0, "a"))
     last = Said(True, {"b": nan}, Fault(2, 1, "b"))
     same_shard = Said(True, {"c": 3.0}, Fault(2, 3, "c"))
     whole = merged([first, last, same_shard])
     assert (whole.settled, whole.squares.keys()) == (True, {"a", "b", "c"})
-    # The first shard; in it, the chunk nearest to the loss: from there it spread backwards.
+    # The first shard, and in it the chunk nearest to the loss, from which the fault spread backwards.
     assert whole.fault == Fault(2, 3, "c")
     assert merged([first, Said(False)]).settled is False
     assert merged([Said(True), Said(True)]) == Said(True)
 
 
-def test_what_a_stage_says_travels_as_plain_values() -> None:
+def test_said_survives_the_round_trip_as_plain_values() -> None:
     for said in (Said(False), Said(True, {"a": 0.1, "b": inf}, Fault(3, 1, "b"))):
         assert from_plain(said.plain()) == said
 
 
-def test_steps_that_overlap_keep_their_norms_apart() -> None:
+def test_overlapping_steps_keep_separate_norms() -> None:
     both = of_step(3, {"a": 1.0}) | of_step(13, {"a": 2.0, "b/c": 3.0})
     assert squares_of(3, both) == {"a": 1.0}
     assert squares_of(13, both) == {"a": 2.0, "b/c": 3.0}
 
 
-def test_a_step_is_refused_only_once_it_is_known_why() -> None:
+def test_a_step_is_refused_only_with_a_known_reason() -> None:
     unfit = Said(True, {"a": 1.0, "b": nan})
     assert why_refused(7, (), Said(True, {"a": 1.0}), searched=False) == ""
     assert why_refused(7, (), Said(False), searched=True) == "", "exact sums that do not fit are computed again"
@@ -79,5 +79,5 @@ def test_a_step_is_refused_only_once_it_is_known_why() -> None:
         ({"a": nan, f"{BUFFER}bn.running_var": nan}, "in the parameter 'a'"),
     ],
 )
-def test_sums_that_only_together_are_not_finite_are_named(squares: dict[str, float], words: str) -> None:
+def test_sums_of_finite_gradients_that_overflow_are_named(squares: dict[str, float], words: str) -> None:
     assert words in why_refused(7, (), Said(True, squares), searched=True)

@@ -1,4 +1,4 @@
-"""A cell whose stages are threads of one process: what passes between them goes through queues."""
+"""A model replica whose stages are threads of one process and exchange tensors through queues."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Mail = defaultdict[tuple[int, int, int], "queue.SimpleQueue[torch.Tensor]"]
 
 
 class Sent:
-    """It is there at once."""
+    """A transfer that is complete at once."""
 
     def finish(self, what: str) -> None:
         pass
 
 
 class Coming:
-    """It comes some time."""
+    """A transfer that completes later."""
 
     def __init__(self, box: queue.SimpleQueue[torch.Tensor], into: torch.Tensor) -> None:
         self._box, self._into = box, into
@@ -42,7 +42,7 @@ class Coming:
 
 
 class Threads:
-    """One stage's side."""
+    """One stage's interface."""
 
     def __init__(self, rank: int, mail: Mail) -> None:
         self.rank = rank
@@ -57,15 +57,15 @@ class Threads:
 
 
 def cell(stages: int, stage: Callable[[Threads], Any]) -> list[Any]:
-    """Runs `stage` once for each; what they return. What the first one raised is raised."""
+    """Run `stage` once for each stage; return the results, or raise the first error."""
     mail: Mail = defaultdict(queue.SimpleQueue)
     return at_once(stage, [Threads(rank, mail) for rank in range(stages)])
 
 
 def at_once(work: Callable[[S], T], given: Sequence[S]) -> list[T]:
-    """Does `work` with each of these, on threads of their own; what they return.
+    """Run `work` with each item on its own thread; return the results.
 
-    What one has raised is raised, before what the others raise because of that.
+    Raises the first thread's error rather than the errors that follow from it.
     """
     with ThreadPoolExecutor(len(given)) as pool:
         running = [pool.submit(work, one) for one in given]
@@ -76,4 +76,4 @@ def at_once(work: Callable[[S], T], given: Sequence[S]) -> list[T]:
 
 
 COMPUTES = threading.RLock()
-"""Held by the thread that computes: random generators are the process's."""
+"""Held by the thread that computes: random generators belong to the process."""

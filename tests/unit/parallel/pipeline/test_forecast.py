@@ -1,4 +1,4 @@
-"""What a cut is to cost."""
+"""Forecast costs of a partition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_bubble_of_even_stages_is_that_of_the_formula() -> None:
     assert forecast(EVEN, "zero-bubble", 2, 8).bubble < forecast(EVEN, "1f1b", 2, 8).bubble
 
 
-def test_each_stage_has_its_layers_and_keeps_what_is_in_flight() -> None:
+def test_each_stage_has_its_layers_and_in_flight_activations() -> None:
     first, last = forecast(EVEN, "1f1b", 2, 4).stages
     assert (first.layers, last.layers) == ((("a", "b"),), (("c", "d"),))
     assert (first.parameters, first.seconds) == (20, 0.06)

@@ -1,4 +1,4 @@
-"""A cut is taken that fits, if there is one; else it is said what does not."""
+"""A fitting partition is found if one exists; otherwise the message names what does not fit."""
 
 import doctest
 
@@ -7,11 +7,11 @@ from raytrain_plus.parallel.pipeline.memory import Misfit, within
 from raytrain_plus.parallel.pipeline.partition import Layer
 
 
-def test_the_examples() -> None:
+def test_the_docstring_examples() -> None:
     assert doctest.testmod(module).failed == 0
 
 
-def test_a_slower_cut_is_taken_where_the_fastest_does_not_fit() -> None:
+def test_a_slower_partition_is_used_if_the_fastest_does_not_fit() -> None:
     layers = [Layer("a", 3.0, 1), Layer("b", 1.0, 8), Layer("c", 1.0, 8), Layer("d", 1.0, 1)]
     assert within(layers, "1f1b", 2, 2, room=100) == ((("a",),), (("b", "c", "d"),))
     assert within(layers, "1f1b", 2, 2, room=10) == ((("a", "b"),), (("c", "d"),))
@@ -20,7 +20,7 @@ def test_a_slower_cut_is_taken_where_the_fastest_does_not_fit() -> None:
     assert (found.stage, found.bytes, found.layer) == (1, 17, "b")
 
 
-def test_what_fits_is_never_refused_though_one_of_two_chunks_has_more_than_half() -> None:
+def test_a_fit_is_found_if_one_of_two_chunks_needs_more_than_half() -> None:
     layers = [Layer(name, 1.0, size) for name, size in zip("abcd", (6, 1, 1, 1), strict=True)]
     assert within(layers, "zero-bubble", 2, 4, room=10) == ((("a",), ("d",)), (("b",), ("c",)))
     assert within(layers, "interleaved", 1, 4, room=9) == ((("a", "b"), ("c", "d")),)

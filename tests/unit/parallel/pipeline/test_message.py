@@ -1,4 +1,4 @@
-"""Messages between stages: whatever a batch is made of arrives as it was, and nothing that arrives can run anything."""
+"""Messages between stages: every part of a batch arrives unchanged, and no message can run code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Frozen:
 
 
 class Encoding(UserDict[str, Any]):
-    """As transformers' BatchEncoding: a mapping with a state of its own, which moves itself."""
+    """Like transformers' BatchEncoding: a mapping with its own state, which moves itself."""
 
     def __init__(self, data: dict[str, Any], sequences: int = 1) -> None:
         super().__init__(data)
@@ -63,7 +63,7 @@ class Encoding(UserDict[str, Any]):
 
 
 class Image(torch.Tensor):
-    """As torchvision's: a tensor that knows more."""
+    """Like torchvision's tensors: a tensor with attributes."""
 
 
 class Slots:
@@ -95,7 +95,7 @@ def passed(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are alike in all that a task can see."""
+    """Return whether two values are alike in everything that a task can see."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -141,7 +141,7 @@ def test_tensors_of_every_type_shape_and_layout_pass(dtype: torch.dtype) -> None
         assert not found.numel() or found.data_ptr() != tensor.data_ptr()
 
 
-def test_a_strange_number_keeps_its_bits() -> None:
+def test_special_floats_keep_their_bits() -> None:
     for tensor in (torch.tensor([math.nan, -0.0, math.inf]), torch.tensor([1 + 2j]).conj(), torch.zeros(2)._neg_view()):
         assert (
             torch.equal(torch.view_as_real(passed(tensor)), torch.view_as_real(tensor.resolve_conj()))
@@ -199,11 +199,11 @@ def named() -> Named:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_whatever_batches_are_made_of_passes(value: Any) -> None:
+def test_all_parts_of_batches_pass(value: Any) -> None:
     assert same(passed({"inside": [value]}), {"inside": [value]})
 
 
-def test_what_goes_along_with_objects_passes() -> None:
+def test_the_state_of_objects_passes() -> None:
     assert passed(named()).extra == "extra"
     assert passed(defaultdict(list))["new"] == []
     image = torch.ones(2, 2).as_subclass(Image)
@@ -221,13 +221,13 @@ def test_one_tensor_in_two_places_stays_one() -> None:
     assert found["ids"] is not found["other"]
 
 
-def test_each_tensor_has_memory_of_its_own_that_is_aligned_alike() -> None:
+def test_each_tensor_has_its_own_memory_with_the_same_alignment() -> None:
     for tensor in passed([torch.ones(3), torch.ones(5, dtype=torch.uint8), torch.ones(7)]):
         assert tensor.data_ptr() % 64 == 0
         tensor.add_(1)
 
 
-def test_what_cannot_pass_is_named_with_a_remedy() -> None:
+def test_unsupported_values_are_named_with_a_remedy() -> None:
     for value, words in (
         (lambda: 0, r"batch\['x'\]\[1\] is a builtins.function, which cannot pass"),
         (open, r"batch\['x'\]\[1\] is a builtins.builtin_function_or_method"),
@@ -246,7 +246,7 @@ def test_what_cannot_pass_is_named_with_a_remedy() -> None:
         classes_of(endless)
 
 
-def test_a_class_that_the_first_microbatch_has_not_is_refused_on_both_sides() -> None:
+def test_a_class_missing_from_the_first_microbatch_is_rejected_on_both_sides() -> None:
     with pytest.raises(
         TaskError, match=r"batch\[0\] is a .*\.Plain, a class that the first microbatch does not contain"
     ):
@@ -256,7 +256,7 @@ def test_a_class_that_the_first_microbatch_has_not_is_refused_on_both_sides() ->
         from_bytes(message)
 
 
-def test_nothing_that_arrives_is_imported_called_or_unpickled(tmp_path: Path) -> None:
+def test_reading_a_message_imports_calls_and_unpickles_nothing(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
 
     class Canary:
@@ -296,7 +296,7 @@ def test_nothing_that_arrives_is_imported_called_or_unpickled(tmp_path: Path) ->
 
 
 def io_array(pickled: bytes) -> bytes:
-    """A .npy file of Python objects, which NumPy would unpickle if it was let."""
+    """Return a .npy file of Python objects, which NumPy would unpickle if it were allowed to."""
     head = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }\n"
     return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + pickled
 
@@ -306,7 +306,7 @@ def written(header: Any, blocks: bytes = b"") -> bytes:
     return (len(text).to_bytes(8, "little") + text).ljust(-(-(8 + len(text)) // 64) * 64, b"\0") + blocks
 
 
-def test_damaged_messages_say_so_and_do_nothing_else() -> None:
+def test_damaged_messages_only_raise_run_error() -> None:
     draw = random.Random(0)
     value = [{"x": torch.ones(3), "y": np.ones(2), "z": [1, (2, "a"), b"c", OrderedDict(a=1)]}]
     whole = bytes(to_bytes(value))

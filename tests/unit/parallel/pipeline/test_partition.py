@@ -1,4 +1,4 @@
-"""Cuts are the best there are, and keep to the memory."""
+"""Partitions are optimal and fit the memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def layers_of(*costs: tuple[float, int]) -> list[Layer]:
 
 
 def all_cuts(count: int, stages: int) -> list[tuple[Span, ...]]:
-    """Every way there is."""
+    """Yield every possible partition."""
     found = []
     for borders in itertools.combinations(range(1, count), stages - 1):
         edges = (0, *borders, count)
@@ -38,7 +38,7 @@ def fits(layers: list[Layer], spans: tuple[Span, ...], most: int) -> bool:
     stages=st.integers(1, 5),
     most=st.integers(0, 80),
 )
-def test_no_other_cut_is_better(costs: list[tuple[int, int]], stages: int, most: int) -> None:
+def test_no_other_partition_is_better(costs: list[tuple[int, int]], stages: int, most: int) -> None:
     layers = layers_of(*costs)
     if stages > len(layers):
         with pytest.raises(ValueError, match="cannot be partitioned"):
@@ -58,13 +58,13 @@ def test_no_other_cut_is_better(costs: list[tuple[int, int]], stages: int, most:
         assert worth(layers, within) == min(worth(layers, spans) for spans in able)
 
 
-def test_the_first_layers_of_an_even_cut_are_not_those_of_their_own_best_one() -> None:
+def test_an_even_partition_need_not_be_best_for_its_first_layers() -> None:
     # ((0, 2), (2, 3), ...) is as slow, and less even.
     assert cut(layers_of((2, 0), (3, 0), (5, 0), (1, 0), (6, 0)), 4) == ((0, 1), (1, 2), (2, 4), (4, 5))
 
 
-def test_a_balanced_cut_beats_one_by_the_number_of_layers() -> None:
-    # An embedding and a head beside blocks that cost alike.
+def test_a_balanced_partition_beats_equal_layer_counts() -> None:
+    # An embedding and a head beside blocks of equal cost.
     layers = layers_of((1, 0), *[(10, 0)] * 6, (25, 0))
     found = cut(layers, 4)
     assert found is not None
@@ -72,7 +72,7 @@ def test_a_balanced_cut_beats_one_by_the_number_of_layers() -> None:
     assert worth(layers, ((0, 2), (2, 4), (4, 6), (6, 8)))[0] == 35
 
 
-def test_many_layers_take_no_time() -> None:
+def test_many_layers_are_partitioned_fast() -> None:
     layers = layers_of(*[(1.0 + number % 7, 1) for number in range(200)])
     found = cut(layers, 16)
     assert found is not None

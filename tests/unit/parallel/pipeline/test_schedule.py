@@ -1,4 +1,4 @@
-"""A model in stages gives the losses and gradients of the model in one piece, whatever the schedule."""
+"""A model in stages gives the losses and gradients of the whole model, with every schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class Fork(nn.Module):
-    """Gives two tensors, one of which needs no gradient, in a dict."""
+    """Returns two tensors in a dict, one of which needs no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class Fork(nn.Module):
 
 
 class Join(nn.Module):
-    """Takes them."""
+    """Takes these two tensors."""
 
     def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.where(given["positive"], given["x"], 0.5 * given["x"])
 
 
 def layers() -> Layers:
-    """Eight of them: BatchNorm, dropout, two tensors at once, a view."""
+    """Eight layers: BatchNorm, dropout, two tensors at once, a view."""
     return {
         "in": lambda: nn.Linear(6, 8),
         "norm": lambda: nn.BatchNorm1d(8),
@@ -66,7 +66,7 @@ def layers() -> Layers:
 
 
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Draws before and after the model, too."""
+    """Draws random numbers before and after the model, too."""
     noisy = batch["x"] + 0.1 * torch.randn_like(batch["x"])
     smoothed = model(noisy) + 0.01 * torch.randn(3)
     return F.cross_entropy(smoothed, batch["y"])
@@ -89,7 +89,7 @@ def batch(microbatch: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Step:
-    """One step of a cell, as `chunk.Work`; keys are set before each layer, as the platform does."""
+    """One step of a model replica, as `chunk.Work`; keys are set before each layer, as the platform does."""
 
     model: nn.Module
     the_loss: Loss = loss
@@ -150,7 +150,7 @@ def in_stages(
     only_forward: bool = False,
     of: Layers | None = None,
 ) -> list[tuple[list[Chunk], Step]]:
-    """Each stage's chunks, and what its step was."""
+    """Each stage's chunks, and the results of its step."""
     where = holders(schedule, stages)
     names = list(of or layers())
     costs = [Layer(name, 1.0, 0) for name in names]
@@ -189,7 +189,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("schedule", "stages", "microbatches"), CASES)
-def test_losses_gradients_and_buffers_are_those_of_one_piece(
+def test_losses_gradients_and_buffers_equal_those_of_the_whole_model(
     schedule: Schedule, stages: int, microbatches: int
 ) -> None:
     whole, losses = in_one_piece(microbatches)
@@ -211,7 +211,7 @@ def test_losses_gradients_and_buffers_are_those_of_one_piece(
 
 
 @pytest.mark.parametrize(("schedule", "stages", "microbatches"), CASES)
-def test_stages_work_in_the_order_that_is_told_and_hold_no_more_than_it_says(
+def test_stages_follow_the_order_and_hold_no_more_than_it_predicts(
     schedule: Schedule, stages: int, microbatches: int
 ) -> None:
     told = orders(schedule, stages, microbatches)
@@ -222,7 +222,7 @@ def test_stages_work_in_the_order_that_is_told_and_hold_no_more_than_it_says(
             own = [action for action in told[stage] if action.chunk == chunk.stage_index]
             assert chunk.most_open == held(own)
             for kind in "FBIW":
-                # So a shard's gradients are whole when its last microbatch has passed.
+                # So a shard's gradients are complete when its last microbatch has passed.
                 numbers = [action.microbatch for action in own if action.kind == kind]
                 assert numbers == sorted(numbers)
         if schedule == "1f1b":
@@ -247,7 +247,7 @@ def test_steps_follow_one_another() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_forward_passes_alone(schedule: Schedule) -> None:
+def test_forward_passes_without_backward(schedule: Schedule) -> None:
     whole = build().eval()
     step = Step(whole)
     with torch.no_grad():
@@ -260,7 +260,7 @@ def test_forward_passes_alone(schedule: Schedule) -> None:
 
 
 class Frozen(nn.Linear):
-    """Learns nothing."""
+    """A layer without trained parameters."""
 
     def __init__(self) -> None:
         super().__init__(6, 8)
@@ -268,7 +268,7 @@ class Frozen(nn.Linear):
 
 
 class Scale(nn.Module):
-    """Gives, beside what it makes of its input, something that depends on its weights alone."""
+    """Returns, beside the transformed input, a value that depends only on its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,14 +279,14 @@ class Scale(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Takes both."""
+    """Takes both values."""
 
     def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return given[0] * given[1]
 
 
 def behind(*inner: Callable[[], nn.Module]) -> Layers:
-    """Four layers, or as many more as a cut needs, with these where the second half begins."""
+    """Return four layers, or as many more as a partition needs, with these at the start of the second half."""
     front: list[Callable[[], nn.Module]] = [lambda: nn.Linear(6, 8), lambda: nn.Linear(8, 8)]
     made = [*front, *inner, lambda: nn.Linear(8, 3)]
     return {str(number): make for number, make in enumerate(made)}
@@ -306,7 +306,7 @@ ODD: dict[str, Layers] = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("what", ODD)
-def test_odd_layers_come_to_the_same(schedule: Schedule, what: str) -> None:
+def test_unusual_layers_give_the_same_results(schedule: Schedule, what: str) -> None:
     whole, losses = in_one_piece(4, ODD[what])
     found = in_stages(schedule, 2, 4, of=ODD[what])
     [given] = [step.losses for chunks, step in found if any(chunk.is_last for chunk in chunks)]
@@ -330,9 +330,7 @@ def test_odd_layers_come_to_the_same(schedule: Schedule, what: str) -> None:
         ("zero-bubble", 4, 3),
     ],
 )
-def test_numbers_of_microbatches_that_a_schedule_does_not_bear(
-    schedule: Schedule, stages: int, microbatches: int
-) -> None:
+def test_unsupported_numbers_of_microbatches(schedule: Schedule, stages: int, microbatches: int) -> None:
     whole, losses = in_one_piece(microbatches)
     found = in_stages(schedule, stages, microbatches)
     [given] = [step.losses for chunks, step in found if any(chunk.is_last for chunk in chunks)]
@@ -387,7 +385,7 @@ def fails(model: nn.Module, given: Any) -> torch.Tensor:
         (without, "the loss never calls the model"),
     ],
 )
-def test_a_loss_that_needs_the_whole_model_is_told_so(
+def test_a_loss_that_needs_the_whole_model_is_rejected(
     monkeypatch: pytest.MonkeyPatch, the_loss: Loss, words: str
 ) -> None:
     monkeypatch.setattr(cells, "LIMIT_S", 0.3)
@@ -396,7 +394,7 @@ def test_a_loss_that_needs_the_whole_model_is_told_so(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_the_tasks_code_raises_comes_as_it_is(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+def test_errors_of_the_task_propagate_unchanged(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> None:
     monkeypatch.setattr(cells, "LIMIT_S", 0.3)
     with pytest.raises(KeyError, match="label"):
         in_stages(schedule, 2, 4, fails)

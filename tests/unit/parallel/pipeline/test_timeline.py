@@ -63,7 +63,7 @@ def test_no_stage_does_two_things_at_once_and_nothing_before_what_it_needs(
                 assert bar.start >= ends[Action("B", chunk + 1, number)] + transfer
 
 
-def test_a_split_backward_hands_the_input_on_first() -> None:
+def test_a_split_backward_sends_the_input_gradient_first() -> None:
     first = [Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0)]
     second = [Action("F", 1, 0), Action("I", 1, 0), Action("W", 1, 0)]
     bars = laid_out([first, second], [EACH, EACH])
@@ -78,7 +78,7 @@ def test_a_split_backward_hands_the_input_on_first() -> None:
     assert held(first) == 1
 
 
-def test_orders_that_wait_for_one_another_are_told() -> None:
+def test_deadlocking_orders_are_rejected() -> None:
     first = [Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)]
     second = [Action("F", 1, 0), Action("F", 1, 1), Action("B", 1, 0), Action("B", 1, 1)]
     with pytest.raises(ValueError, match="the schedule deadlocks"):

@@ -1,4 +1,4 @@
-"""What passes between the chunks of a model arrives as it was; what cannot pass is told with the layer's name."""
+"""Values between chunks arrive unchanged; an error about an unsupported value names the layer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_any_tree_of_tensors_passes(pair: tuple[Handovers, Handovers, Mail], num
     for microbatch in range(3):
         given = apart(trees()[number], "x")
         one.send(5, microbatch, 4, given, 1, "x")
-        # Of the first nothing is known yet.
+        # Nothing is known yet of the first one.
         other.expect("forward", 5, microbatch, 4, 0)
         taken, takes_part = other.take(5, microbatch, 4, 0)
         assert taken.tree == given.tree
@@ -65,13 +65,13 @@ def test_shapes_are_a_function_of_the_rows_alone(pair: tuple[Handovers, Handover
         one.send(0, microbatch, rows, apart(torch.ones(rows, 2), "x"), 1, "x")
         taken, _ = other.take(0, microbatch, rows, 0)
         assert taken.values[0].shape == (rows, 2)
-    # Five tensors, and two descriptions.
+    # Five tensors and two descriptions.
     assert len(mail) == 5 + 2
     with pytest.raises(TrainingError, match=r"the layer 'x' returns float32 \[4, 3\] without a gradient for one"):
         one.send(0, 9, 4, apart(torch.ones(4, 3), "x"), 1, "the layer 'x'")
 
 
-def test_batches_pass_whole_to_another_and_to_oneself(pair: tuple[Handovers, Handovers, Mail]) -> None:
+def test_batches_pass_to_another_stage_and_to_the_same_one(pair: tuple[Handovers, Handovers, Mail]) -> None:
     one, other, mail = pair
     batch = {"x": torch.ones(2), "words": ["a", "b"]}
     one.send_note("batch", 3, batch, 1)
@@ -103,7 +103,7 @@ def test_notes_of_any_length_pass_expected_or_not(pair: tuple[Handovers, Handove
         ([torch.ones(1)] * (TENSORS + 1), f"the layer 'x' returns {TENSORS + 1} tensors"),
     ],
 )
-def test_what_cannot_pass_is_told(value: Any, words: str) -> None:
+def test_values_that_cannot_pass_are_rejected(value: Any, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
         apart(value, "the layer 'x'")
 
@@ -124,7 +124,7 @@ class Pair(NamedTuple):
     ],
     ids=lambda tree: type(tree).__name__,
 )
-def test_trees_of_all_kinds_that_torch_knows_pass(pair: tuple[Handovers, Handovers, Mail], tree: Any) -> None:
+def test_all_tree_types_of_torch_pass(pair: tuple[Handovers, Handovers, Mail], tree: Any) -> None:
     one, other, _ = pair
     one.send(0, 0, 2, apart(tree, "x"), 1, "x")
     taken, _ = other.take(0, 0, 2, 0)
@@ -132,8 +132,8 @@ def test_trees_of_all_kinds_that_torch_knows_pass(pair: tuple[Handovers, Handove
     assert type(taken.whole()) is type(tree)
 
 
-def test_a_description_names_nothing_that_is_imported(pair: tuple[Handovers, Handovers, Mail], tmp_path: Path) -> None:
-    # What torch writes of a tree names modules, which torch imports when it reads that.
+def test_reading_a_description_imports_nothing(pair: tuple[Handovers, Handovers, Mail], tmp_path: Path) -> None:
+    # Torch's own encoding of a tree names modules, which torch imports when it reads the tree.
     (tmp_path / "canary_module.py").write_text("import pathlib; pathlib.Path(__file__).with_name('canary').touch()")
     sys.path.insert(0, str(tmp_path))
     try:
