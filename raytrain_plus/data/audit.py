@@ -1,8 +1,8 @@
-"""Checks a run's ledger against its dataset: which rows were used never, once, or more than once.
+"""Check a run's ledger against its dataset: which rows were used never, once, or more than once.
 
-What the ledger should say is computed here anew, from the documented formulas (DESIGN and the docstrings of `data.line`
-and `data.ledger`) and the files' footers. Nothing is shared with the code that planned and read the rows: a fault there
-must not be able to hide itself here.
+The expected ledger is recomputed here from the documented formulas (DESIGN and the docstrings of `data.sample_order`
+and `data.ledger`) and the files' footers. This module shares no code with the code that planned and read the rows, so
+that a fault there cannot hide itself here.
 """
 
 from __future__ import annotations
@@ -45,21 +45,24 @@ _DATASET = has.object_of(
 _RESULT = has.object_of(status=has.text, steps=has.whole(0))
 _EVENT = has.object_of(kind=has.text)
 _RESUMED = has.object_of(generation=has.whole(0), step=has.whole(-1))
-"""What the audit relies on, of what the run has written down."""
-_REMEDY = "put back the file that the run wrote: what the data was cannot be told without it"
+"""The fields of the run's files and events that the audit relies on."""
+_REMEDY = "restore the file that the run wrote: it is the only record of the data that the run began with"
 MOST_DUE = 1 << 22
-"""Entries that a ledger can lack, and yet be judged: what is missing is laid out in memory."""
+"""Maximum missing entries of a ledger that can still be audited: all of them are laid out in memory."""
 BLOCK_ROWS = 1 << 20
 """Rows whose ids are computed together: bounds the memory."""
 KEPT = 100
-"""Faults of one kind that are put into words; the rest is counted. A ledger can be wrong in every entry."""
+"""Maximum faults of one kind that are described; the rest are only counted. Every entry of a ledger can be wrong."""
 TOLD = 20
-"""Faults that a person is told."""
+"""Maximum faults in the report for a person."""
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What became of the rows of one epoch that were due by the last audited step."""
+    """How often the rows of one epoch that were due by the last audited step were used.
+
+    All counts are in rows: `due` in all, `never` used, used `once`, used `more` than once.
+    """
 
     epoch: int
     due: int
@@ -70,39 +73,42 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What an audit found."""
+    """The result of an audit."""
 
     run: str
     rows: int
-    """Of the dataset."""
+    """Rows of the dataset."""
     files: int
+    """Files of the dataset."""
     steps: int
-    """Of the job."""
+    """Steps of the job."""
     audited_to: int
-    """The newest step that was due, which of a run that has not ended is the newest that its ledger holds or that a
-    checkpoint knows; -1 where there is none."""
+    """The newest step that was due; -1 if none was.
+
+    For a run that has not ended it is the newest step in the ledger or in a checkpoint.
+    """
     status: str
-    """The run's, or `unfinished` where it is going on or was killed."""
+    """The run's status, or `unfinished` if it is still running or was killed."""
     epochs: tuple[Epoch, ...]
     faults: tuple[str, ...]
-    """The first of each kind."""
+    """Descriptions of the first `KEPT` faults of each kind."""
     num_faults: int
-    """All of them."""
+    """The number of all faults."""
 
     @property
     def clean(self) -> bool:
-        """Whether every row that was due was used once."""
+        """Whether every row that was due was used exactly once and no fault was found."""
         return not self.num_faults and all(epoch.never == epoch.more == 0 for epoch in self.epochs)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return the result as plain JSON values."""
         return {"clean": self.clean, **asdict(self)}
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return a report for a person, as lines of text."""
         said = [
             f"{self.run}: {self.rows:,} rows in {self.files:,} file{'s' * (self.files != 1)}; "
-            f"{self.audited_to + 1:,} of {self.steps:,} steps audited; the run: {self.status}",
+            f"{self.audited_to + 1:,} of {self.steps:,} steps audited; run status: {self.status}",
             f"  {'epoch':>6}{'rows due':>16}{'never used':>14}{'once':>16}{'more often':>14}",
         ]
         shown = self.epochs if len(self.epochs) <= TOLD else [*self.epochs[:3], *self.epochs[-3:]]
@@ -113,21 +119,24 @@ class Audit:
             said.append(f"  {epoch.epoch:>6}{epoch.due:>16,}{epoch.never:>14,}{epoch.once:>16,}{epoch.more:>14,}{part}")
         said += [f"  fault: {fault}" for fault in self.faults[:TOLD]]
         if self.num_faults > TOLD:
-            kept = "them all" if len(self.faults) == self.num_faults else f"{len(self.faults):,} of them"
-            said.append(f"  and {self.num_faults - TOLD:,} more faults; --json tells {kept}")
+            kept = "all of them" if len(self.faults) == self.num_faults else f"{len(self.faults):,} of them"
+            said.append(f"  and {self.num_faults - TOLD:,} more faults; --json lists {kept}")
         if self.clean:
-            nothing = "  nothing is entered yet: there is nothing to judge"
+            nothing = "  the ledger has no entries yet: nothing to audit"
             said.append("  every row that was due was used exactly once" if self.epochs else nothing)
         return said
 
 
 def audit(where: str | Path) -> Audit:
-    """Audits the run in the folder at a path or address. Raises `InputError` where there is no run to audit."""
+    """Audit the run in the folder at a path or address.
+
+    Raises `InputError` if the folder holds no run, or its files are too damaged to audit.
+    """
     run = open_folder(where)
     line, then = _described(run)
     faults = _Faults()
     _compare(Path(then["path"]), then, faults)
-    # Before the ledger, which of a run that goes on holds by then whatever these know of.
+    # Read status and checkpoints before the ledger: the ledger of a live run then covers everything that they mention.
     status, made = _status(run, faults)
     saved = _checkpoints(run)
     parts = sorted(name for name in run.files("ledger") if name.endswith(".parquet"))
@@ -144,12 +153,13 @@ def audit(where: str | Path) -> Audit:
         due_to = min(int(np.concatenate([entries["step"], saved["step"], [-1]]).max()), line.steps - 1)
     if (due_to + 1) * line.shards > max(MOST_DUE, 16 * len(entries)):
         raise InputError(
-            f"step {due_to:,} is said to be due, and the ledger has only {len(entries):,} entries: one is damaged",
+            f"the run's files disagree: step {due_to:,} is due, but the ledger has only {len(entries):,} entries",
             where=run.where,
-            remedy="put back what the run wrote: job.yaml, result.json, checkpoints/ and ledger/ say how far it came",
+            remedy="restore the files that the run wrote: job.yaml, result.json, checkpoints/ and ledger/ record its "
+            "progress",
         )
     if due_to >= 0 and not parts:
-        faults.add("there is no ledger")
+        faults.add("the ledger is missing")
     entries = _only_due(entries, line, due_to, faults)
     _find_doubled_and_missing(entries, line, due_to, faults)
     good = line.check(entries, faults)
@@ -168,18 +178,18 @@ def audit(where: str | Path) -> Audit:
 
 
 class _Faults:
-    """What is wrong: the first faults of each kind in words, and how many there are."""
+    """The faults found: descriptions of the first ones of each kind, and the number of all."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
         self.count = 0
 
     def add(self, *told: str) -> None:
-        """Faults of one kind."""
+        """Add faults of one kind."""
         self.add_many(len(told), told)
 
     def add_many(self, count: int, told: Iterable[str]) -> None:
-        """So many faults of one kind; only those that are kept are put into words."""
+        """Add `count` faults of one kind; only those that are kept are described."""
         self.told += itertools.islice(told, KEPT)
         self.count += count
 
@@ -194,20 +204,20 @@ def _described(run: Folder) -> tuple[_Line, dict[str, Any]]:
         raise InputError(
             f"there is no run to audit: {type(error).__name__}: {error}",
             where=run.where,
-            expected="a run's folder, with job.yaml and dataset.json in it, as this version writes them",
-            remedy="name the run's folder, or its name and --storage",
+            expected="a run's folder with job.yaml and dataset.json as written by this version",
+            remedy="give the path of the run's folder, or the run's name and --storage",
         ) from error
-    # Checked, then as plain values.
+    # Validate the job, then read it as plain values.
     job = yaml.safe_load(read_job(text, f"{run.where}/job.yaml", "run").to_yaml())
     rows = sum(sum(file["row_groups"]) for file in then["files"])
     if rows != then["rows"] or not rows:
-        what = f"its row groups have {rows:,} rows, and it says {then['rows']:,}"
+        what = f"its row groups add up to {rows:,} rows, but `rows` is {then['rows']:,}"
         raise InputError(f"the file is damaged: {what}", where=f"{run.where}/dataset.json", remedy=_REMEDY)
     return _Line(job, then), then
 
 
 def _status(run: Folder, faults: _Faults) -> tuple[str, int | None]:
-    """The run's status, and how many steps it says that it made where it has ended."""
+    """Return the run's status and, if it has ended, the number of steps that it recorded."""
     try:
         result = read_object(run, "result.json", "", _RESULT)
         return result["status"], result["steps"]
@@ -219,14 +229,14 @@ def _status(run: Folder, faults: _Faults) -> tuple[str, int | None]:
 
 
 def _compare(data: Path, then: Mapping[str, Any], faults: _Faults) -> None:
-    """How the files differ from those that the run began with."""
+    """Report how the files differ from those that the run began with."""
     try:
         data.stat()
     except FileNotFoundError:
-        faults.add(f"the dataset is gone: {data}")
+        faults.add(f"the dataset no longer exists: {data}")
         return
     except OSError as error:
-        faults.add(f"the dataset cannot be looked at: {error.strerror}: {data}")
+        faults.add(f"the dataset cannot be accessed: {error.strerror}: {data}")
         return
     now = {}
     if data.is_file():
@@ -242,25 +252,25 @@ def _compare(data: Path, then: Mapping[str, Any], faults: _Faults) -> None:
                 ):
                     now[path.as_posix()] = data / path
     was = {file["path"]: file for file in then["files"]}
-    faults.add(*(f"{name}, which the run began with, is missing" for name in sorted(was.keys() - now.keys())))
-    faults.add(*(f"{name} is foreign: the run did not begin with it" for name in sorted(now.keys() - was.keys())))
+    faults.add(*(f"{name} is missing; the run began with it" for name in sorted(was.keys() - now.keys())))
+    faults.add(*(f"{name} is new; the run began without it" for name in sorted(now.keys() - was.keys())))
     changes = {name: _changed(now[name], was[name]) for name in sorted(now.keys() & was.keys())}
     faults.add(*(f"{name} {change}" for name, change in changes.items() if change))
 
 
 def _changed(file: Path, then: Mapping[str, Any]) -> str:
-    """What became of a file since the run began; empty where it is the same."""
+    """Describe how a file has changed since the run began; empty if it has not."""
     try:
         size, raw = file.stat().st_size, _footer(file)
         metadata = pq.read_metadata(file)
     except (OSError, pa.ArrowException) as error:
         return f"cannot be read: {_first_line(error)}"
     if size != then["bytes"]:
-        return f"has changed: {size:,} bytes, {then['bytes']:,} when the run began"
+        return f"has changed: {size:,} bytes now, {then['bytes']:,} when the run began"
     if hashlib.sha256(raw).hexdigest() != then["footer_sha256"]:
-        return "has changed: its footer is another"
+        return "has changed: its footer differs"
     groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-    return "" if groups == then["row_groups"] else "holds other row groups than the run counted"
+    return "" if groups == then["row_groups"] else "has other row groups than dataset.json lists"
 
 
 def _footer(file: Path) -> bytes:
@@ -276,12 +286,12 @@ _NUMBERS = ("generation", "step", "shard", "start", "rows")
 _SUMS = ("ids", "step_ids")
 _COLUMNS = (*_NUMBERS, *_SUMS)
 _ENTRY = np.dtype([*((name, "<i8") for name in _NUMBERS), *((name, "<u8") for name in _SUMS), ("summed", "?")])
-"""A row of the ledger; `summed`: whether the sum of its step stands in it."""
+"""A row of the ledger; `summed`: whether the row holds its step's sum."""
 _SCHEMA = pa.schema([*((name, pa.int64()) for name in _NUMBERS), *((name, pa.uint64()) for name in _SUMS)])
 
 
 def _entries(run: Folder, names: Iterable[str], faults: _Faults) -> npt.NDArray[Any]:
-    """The rows of the ledger's parts."""
+    """Return the rows of the ledger's parts; parts that cannot be read become faults."""
     parts: list[npt.NDArray[Any]] = []
     torn = []
     for name in names:
@@ -308,13 +318,16 @@ _CHECKPOINT = re.compile(r"checkpoints/(\d{12})-(\d{8})\.json")
 
 
 def _checkpoints(run: Folder) -> npt.NDArray[Any]:
-    """Step and generation of each. The steps up to a checkpoint's are entered before it is made."""
+    """Return step and generation of each checkpoint.
+
+    The ledger is written before the checkpoint, so it covers the steps up to the checkpoint's.
+    """
     found = filter(None, map(_CHECKPOINT.fullmatch, run.files("checkpoints")))
     return np.array([(int(name[1]), int(name[2])) for name in found], [("step", "<i8"), ("generation", "<i8")])
 
 
 def _without(void: Iterable[tuple[int, int]], done: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """What is left of what was done, once what a resumption made void is gone; see `_resumptions`."""
+    """Return the entries that no resumption has made void; see `_resumptions`."""
     for generation, step in void:
         done = done[(done["generation"] >= generation) | (done["step"] <= step)]
     return done
@@ -325,9 +338,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _resumptions(run: Folder) -> Iterator[tuple[int, int]]:
-    """(generation, step): what older generations did after that step is void."""
+    """Yield (generation, step) of each resumption: work of older generations after that step is void."""
     for line in event_lines(run):
-        # Most lines are of others, and need no parsing.
+        # Most lines hold other events and need no parsing.
         if '"resumed"' in line:
             try:
                 event = json.loads(line)
@@ -339,12 +352,12 @@ def _resumptions(run: Folder) -> Iterator[tuple[int, int]]:
                 raise InputError(
                     f"a `resumed` event is damaged: {_first_line(error)}",
                     where=f"{run.where}: events",
-                    remedy="mend the line: what it makes void cannot be told without it",
+                    remedy="repair the line: it records which steps are void",
                 ) from None
 
 
 def _only_due(entries: npt.NDArray[Any], line: _Line, due_to: int, faults: _Faults) -> npt.NDArray[Any]:
-    """The entries of steps and shards that the job has."""
+    """Return the entries of due steps and existing shards; report the others."""
     fits = (entries["step"] >= 0) & (entries["step"] <= due_to)
     fits &= (entries["shard"] >= 0) & (entries["shard"] < line.shards)
     strange = entries[~fits]
@@ -359,7 +372,7 @@ def _find_doubled_and_missing(entries: npt.NDArray[Any], line: _Line, due_to: in
     values, counts = np.unique(keys, return_counts=True)
     doubled = values[counts > 1]
     missing = np.setdiff1d(np.arange((due_to + 1) * line.shards), values, assume_unique=True)
-    for found, what in ((doubled, "is entered more than once"), (missing, "is not entered")):
+    for found, what in ((doubled, "is in the ledger more than once"), (missing, "is missing from the ledger")):
         runs = _Runs(found // (due_to + 1), found % (due_to + 1))
         faults.add_many(
             len(runs),
@@ -371,12 +384,12 @@ def _find_doubled_and_missing(entries: npt.NDArray[Any], line: _Line, due_to: in
 
 
 class _Runs:
-    """Runs of consecutive steps of a shard, out of shards and steps that are sorted by shard and step."""
+    """Runs of consecutive steps of a shard, from arrays of shards and steps sorted by shard and step."""
 
     def __init__(self, shards: Ints, steps: Ints) -> None:
         self._shards, self._steps = shards, steps
         gaps = np.diff(steps)
-        # What is there twice does not break a run.
+        # A step that appears twice does not break a run.
         breaks = np.flatnonzero((gaps < 0) | (gaps > 1) | (np.diff(shards) != 0))
         self._ends = np.append(breaks, len(steps) - 1) if len(steps) else np.empty(0, np.int64)
 
@@ -384,7 +397,7 @@ class _Runs:
         return len(self._ends)
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
-        """Each in words, with the shard and the first step."""
+        """Yield each run's description, its shard and its first step."""
         start = 0
         for end in self._ends.tolist():
             first, last, shard = int(self._steps[start]), int(self._steps[end]), int(self._shards[start])
@@ -394,7 +407,7 @@ class _Runs:
 
 
 class _Line:
-    """Which rows a shard was to give to a step, and their ids."""
+    """The expected sample order: which rows each shard contributes to a step, and their ids."""
 
     def __init__(self, job: Mapping[str, Any], then: Mapping[str, Any]) -> None:
         data = job["data"]
@@ -429,18 +442,18 @@ class _Line:
         return full + (something and (left >= 2 or full == 0))
 
     def _before(self, epoch: int) -> Ints:
-        """For each shard, how many rows it was to have had before `epoch`."""
+        """Return for each shard the number of rows due before `epoch`."""
         k = np.arange(self.shards)
         return np.maximum(0, -((k - epoch * self.rows) // self.shards))
 
     def _ends(self, step: int) -> Ints:
-        """For each shard, where its rows of `step` end in its own sequence."""
+        """Return for each shard the position in its own sequence at which its rows of `step` end."""
         if self._epochs is not None and step == self.steps - 1:
             return self._before(int(self._epochs))
         return np.full(self.shards, (step + 1) * self.per_shard)
 
     def check(self, entries: npt.NDArray[Any], faults: _Faults) -> npt.NDArray[np.bool_]:
-        """Which entries name the rows that were due, and whose ids are theirs; what is wrong with others."""
+        """Return which entries hold the due rows with the right ids; report the others."""
         starts = entries["step"] * self.per_shard
         ends = np.where(
             entries["step"] == self.steps - 1, self._ends(self.steps - 1)[entries["shard"]], starts + self.per_shard
@@ -450,8 +463,9 @@ class _Line:
         faults.add_many(
             int((~placed).sum()),
             (
-                f"step {entry['step']}, shard {entry['shard']}: {entry['rows']} rows from {entry['start']} of its line "
-                f"were used, not {rows} from {start} ({self.files_of(int(entry['shard']), int(start), int(rows))})"
+                f"step {entry['step']}, shard {entry['shard']}: used {entry['rows']} rows from position "
+                f"{entry['start']}, expected {rows} rows from position {start} "
+                f"({self.files_of(int(entry['shard']), int(start), int(rows))})"
                 for entry, start, rows in misplaced
             ),
         )
@@ -464,7 +478,7 @@ class _Line:
         most = int((stops - starts).max(initial=0))
         for epoch in range(int(stops.max(initial=0)) * self.shards // self.rows + 2):
             before, after = self._before(epoch), self._before(epoch + 1)
-            # Of all entries those that can reach into the epoch.
+            # Only the entries that can reach into the epoch.
             span = np.searchsorted(starts[order], [before.min() - most, after.max()])
             near = order[span[0] : span[1]]
             shard = entries["shard"][near]
@@ -483,7 +497,7 @@ class _Line:
         faults.add_many(
             len(others),
             (
-                f"step {entry['step']}, shard {entry['shard']}: other rows were used than those of its line "
+                f"step {entry['step']}, shard {entry['shard']}: rows outside the sample order were used "
                 f"({self.files_of(int(entry['shard']), int(entry['start']), int(entry['rows']))})"
                 for entry in others
             ),
@@ -493,9 +507,9 @@ class _Line:
     def _in_wrong_steps(
         self, entries: npt.NDArray[Any], expected: Words, right: npt.NDArray[np.bool_], faults: _Faults
     ) -> npt.NDArray[np.bool_]:
-        """Which entries are of steps whose own sum is wrong though each of their shards seems right.
+        """Return which entries belong to steps whose sum is wrong though each of their shards seems right.
 
-        Where a shard's entry is missing or wrong, nothing follows from the step's sum, and others count by their bits.
+        If a shard's entry is missing or wrong, the step's sum proves nothing; the other shards count by their own bits.
         """
         wrong = np.zeros(len(entries), np.bool_)
         if not len(entries):
@@ -506,7 +520,7 @@ class _Line:
         new = np.concatenate([[True], (np.diff(step) != 0) | (np.diff(sorted_entries["generation"]) != 0)])
         firsts = np.flatnonzero(new)
         counts = np.diff(np.append(firsts, len(order)))
-        # In a complete step each shard stands where its number says.
+        # In a complete step each shard's entry is at the index of the shard.
         place = np.arange(len(order)) - np.repeat(firsts, counts)
         judged = np.logical_and.reduceat(right[order] & (shard == place), firsts) & (counts == self.shards)
         due = np.add.reduceat(_scramble(expected[order] + shard.astype(np.uint64)), firsts)
@@ -515,14 +529,14 @@ class _Line:
         unsummed, bad = judged & (times != 1), judged & (times == 1) & (due != said)
         wrong[order] = np.repeat(bad, counts)
         for found, what in (
-            (unsummed, "its sum does not stand there once"),
-            (bad, "other rows were used than those of its line; whose, its shards' bits do not tell"),
+            (unsummed, "expected exactly one step sum in the ledger"),
+            (bad, "rows outside the sample order were used; the shards' bits do not show by which shard"),
         ):
             faults.add_many(int(found.sum()), (f"step {number}: {what}" for number in step[firsts[found]].tolist()))
         return wrong
 
     def use(self, entries: npt.NDArray[Any], due_to: int) -> list[Epoch]:
-        """How often each row that was due by `due_to` was used."""
+        """Count how often the rows that were due by step `due_to` were used, by epoch."""
         due = self._ends(due_to) if due_to >= 0 else np.zeros(self.shards, np.int64)
         epochs = int(np.ceil(due.max() * self.shards / self.rows)) + 1 if len(due) else 0
         counts = np.zeros((epochs + 1, 3), np.int64)
@@ -557,7 +571,7 @@ class _Line:
         return self._order[1]
 
     def _sums(self, epoch: int) -> Words:
-        """Running sums, from 0, of the ids of the epoch's rows in its order."""
+        """Return running sums, from 0, of the ids of the epoch's rows in the epoch's order."""
         order = self._unit_order(epoch)
         sums = np.zeros(self.rows + 1, np.uint64)
         at = 1
@@ -574,7 +588,7 @@ class _Line:
         return np.cumsum(sums, out=sums)
 
     def files_of(self, shard: int, start: int, rows: int) -> str:
-        """The files in which the shard's rows lie."""
+        """Return the names of the files that hold these rows of the shard, joined by commas."""
         found: dict[str, None] = {}
         epoch = start * self.shards // self.rows
         epoch -= int(self._before(epoch)[shard] > start)
@@ -593,7 +607,7 @@ class _Line:
 
 
 def _blocks(units: Ints, rows: Ints) -> Iterator[Ints]:
-    """The units, in order, in runs of about `BLOCK_ROWS` rows."""
+    """Yield the units, in order, in runs of about `BLOCK_ROWS` rows."""
     number = (np.cumsum(rows) - rows) // BLOCK_ROWS
     for run in np.split(np.arange(len(units)), np.flatnonzero(np.diff(number)) + 1):
         yield units[run]
@@ -608,7 +622,7 @@ def _chain(*parts: int) -> np.uint64:
 
 
 def _scramble(values: Words) -> Words:
-    """splitmix64, by its published definition."""
+    """Apply splitmix64, by its published definition."""
     with np.errstate(over="ignore"):
         z = values + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""NumPy arrays as Arrow's."""
+"""Convert NumPy arrays to Arrow arrays without loading pandas."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pyarrow as pa
 
 
 def column_of(values: npt.NDArray[Any]) -> pa.Array:
-    """The same numbers, of the same memory where that is contiguous.
+    """Return the values as an Arrow array; contiguous memory is shared, not copied.
 
-    `pa.array` would load pandas first, wherever that is installed: half a second of a controller that has less to save
-    what a stopped run holds.
+    `pa.array` would load pandas first if it is installed. That takes half a second, and a controller may have less
+    than that to save the state of a stopped run.
     """
     memory = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, memory])

@@ -1,4 +1,4 @@
-"""The lines of a job's data. Pure."""
+"""Build the sample order of a job's data. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raytrain_plus.job.settings import Job
 
 
 def line_of(job: Job, data: Index) -> Line:
-    """The line that the job trains on."""
+    """Return the sample order that the job trains on."""
     return Line(
         data.unit_rows,
         shards=job.data.shards,
@@ -21,7 +21,7 @@ def line_of(job: Job, data: Index) -> Line:
 
 
 def steps_of(job: Job, rows: int) -> int:
-    """The steps of a job whose data has so many rows."""
+    """Return the number of steps of a job whose data has `rows` rows."""
     if job.steps is not None:
         return job.steps
     shards = job.data.shards
@@ -29,7 +29,7 @@ def steps_of(job: Job, rows: int) -> int:
 
 
 def evaluation_line(job: Job, data: Index) -> Line:
-    """The held-out rows in the files' order, divided over the shards once."""
+    """Return the sample order of the held-out data: one epoch, unshuffled, divided over the shards."""
     return Line(
         data.unit_rows, shards=job.data.shards, batch_size=job.data.batch_size, seed=0, shuffle="none", epochs=1
     )

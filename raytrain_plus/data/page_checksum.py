@@ -1,6 +1,6 @@
-"""Page checksums of Parquet files: which files carry them. What reads the pages verifies them.
+"""Find out which Parquet files have page checksums. The code that reads the pages verifies them.
 
-A footer does not tell. Each page begins with a header in Thrift's compact protocol, whose field 4 is the checksum:
+A footer does not record this. Each page begins with a header in Thrift's compact protocol; field 4 is the checksum:
 
     1 type i32 | 2 uncompressed_page_size i32 | 3 compressed_page_size i32 | 4 crc i32, optional | 5 ... structs
 """
@@ -16,22 +16,22 @@ import pyarrow.parquet as pq
 from raytrain_plus.errors import DataError
 
 HEADER_BYTES = 64
-"""What is read of a page's header: four numbers take less than half of it."""
+"""Bytes that are read of a page's header: the four numbers take less than half of them."""
 LOOKED_AT = 1000
-"""At most so many files of a dataset are opened to look for checksums."""
+"""Maximum files of a dataset that are opened to look for checksums."""
 HOW = "pq.write_table(..., write_page_checksum=True)"
-"""How a file with page checksums is written."""
+"""The call that writes a file with page checksums."""
 
 _NEXT_I32 = 0x15
-"""Begins a field of type i32 (5) whose number is that of the field before it and 1; its value is a varint."""
+"""The first byte of an i32 field (type 5) whose number is one more than the previous field's; the value is a varint."""
 _BEFORE = 3
-"""Fields before the checksum, none of them optional."""
+"""The number of fields before the checksum; none of them is optional."""
 
 
 def has_checksum(header: bytes) -> bool:
-    """Return whether a page's header, of which these are the first bytes, has a checksum.
+    """Return whether a page's header has a checksum, given its first bytes.
 
-    Raises `ValueError` if it is no page header.
+    Raises `ValueError` if the bytes are not a page header.
 
     >>> has_checksum(bytes.fromhex("150015401540 15d20f 1c")), has_checksum(bytes.fromhex("150015401540 2c"))
     (True, False)
@@ -51,7 +51,7 @@ def has_checksum(header: bytes) -> bool:
 
 
 def without_checksums(files: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the files whose first data page has no checksum; files without rows have no pages, and are left out.
+    """Return the files whose first data page has no checksum. Files without rows have no pages and are left out.
 
     Raises `DataError` if a file cannot be read.
     """
@@ -70,5 +70,5 @@ def _first_page_has_one(file: Path) -> bool:
             return has_checksum(stream.read(HEADER_BYTES))
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(
-            f"the header of its first page cannot be read: {error}", where=str(file), remedy="write the file again"
+            f"cannot read the header of the first page: {error}", where=str(file), remedy="write the file again"
         ) from error

@@ -1,13 +1,13 @@
-"""The ledger's files: Parquet parts in a run's folder, written in the background as steps commit.
+"""Write the ledger's files: Parquet parts in a run's folder, written in the background as steps commit.
 
-A part holds a thousand steps, or fewer where a step has very many shards. The newest one is written anew, whole, as it
-grows: what lies in the folder is at any moment complete up to some step. A part's name carries the generation and the
-step that it begins with, so that no two controllers of a run ever write the same one.
+A part holds a thousand steps, or fewer if a step has very many shards. The newest part is rewritten as a whole while it
+grows, so that the folder is at any moment complete up to some step. A part's name contains the generation and the step
+that it begins with, so that two controllers of a run never write the same part.
 
-A thousand steps of one generation take at most 64 KiB up to 900 shards, whatever the rows: nearly all of it for the
-sums of the ids. With more shards it is 85 bytes for each, less than 1 % of the data where a row has 9 bytes. Weights
-that are not the number of rows add to each note up to 2 bytes where they are tokens, up to 7.2 where they are any
-numbers: less than 1 % of the data where a shard's part of a step has 800 bytes, or 1,300.
+A thousand steps of one generation take at most 64 KiB for up to 900 shards, independent of the rows; nearly all of it
+holds the sums of the ids. With more shards it is 85 bytes per shard, less than 1 % of the data if a row has 9 bytes.
+Weights that differ from the number of rows add to each note up to 2 bytes if they are token counts, and up to 7.2 bytes
+if they are arbitrary numbers. That is less than 1 % of the data if a shard's part of a step has 800 bytes, or 1,300.
 """
 
 from __future__ import annotations
@@ -39,24 +39,27 @@ SCHEMA = pa.schema(
         pa.field("step_ids", pa.uint64()),
     ]
 )
-"""One row for each shard of each committed step, a part's sorted by shard and step; see `data.ledger`."""
+"""One row for each shard of each committed step, sorted by shard and step within a part; see `data.ledger`."""
 
 PERIOD_S = 2.0
-"""Seconds between two writings, at least."""
+"""Minimum seconds between two writes."""
 REST = 50.0
-"""How many times as long as a writing took lies before the next one, at least."""
+"""Minimum pause before the next write, as a multiple of the duration of the last one."""
 PART_STEPS = 1000
 PART_NOTES = 1_000_000
-"""A part ends with so many steps or notes, whichever comes first."""
+"""A part ends after `PART_STEPS` steps or `PART_NOTES` notes, whichever comes first."""
 _ENCODINGS = dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED") | {"weight": "BYTE_STREAM_SPLIT"}
 
 
 class Parts:
-    """The ledger of a run while it is written."""
+    """The writer of a run's ledger."""
 
     def __init__(self, run: Folder, before: Callable[[], None] = lambda: None, outages: Outages | None = None) -> None:
-        """`before` is called before each writing, by who writes; where it raises, nothing is written. `outages` hears
-        whether the storage takes the ledger."""
+        """Start the background writer.
+
+        `before` is called before each write, on the writing thread; if it raises, nothing is written. `outages` records
+        whether the storage accepts the ledger.
+        """
         self._outages = outages or Outages()
         self._run_folder = run
         self._before = before
@@ -69,14 +72,17 @@ class Parts:
         self._repeated.start()
 
     def add(self, generation: int, step: int, notes: bytes) -> None:
-        """Enters a committed step. What a full disk does not take is kept, and written later."""
+        """Add a committed step. Entries that a full disk does not accept are kept and written later.
+
+        Raises the error that stopped the background writer, if any.
+        """
         with self._entering:
             if self._failed is not None:
                 raise self._failed
             self._pending.append((generation, step, notes))
 
     def flush(self) -> None:
-        """Returns when all that was entered is on disk. Raises `OSError` where it cannot be written."""
+        """Write all entries and return when they are on disk. Raises `OSError` if they cannot be written."""
         with self._busy:
             while True:
                 with self._entering:
@@ -92,23 +98,23 @@ class Parts:
                 self._write(grown)
                 self._part = grown
                 with self._entering:
-                    # Not before it is on disk: what failed is tried again with what came since.
+                    # Only once it is on disk: a failed write is retried together with newer entries.
                     del self._pending[: len(pending[:room])]
 
     def close(self) -> None:
-        """Writes what is left. Raises `OSError` where that is not possible."""
+        """Stop the background writer and write the remaining entries. Raises `OSError` if that is not possible."""
         self._repeated.stop()
         self.flush()
 
     def abandon(self) -> None:
-        """Forgets what is not written yet."""
+        """Stop the background writer and discard the entries that are not written yet."""
         self._repeated.stop()
         with self._busy, self._entering:
             self._pending.clear()
 
     def _flush_or_later(self) -> bool:
         try:
-            # What fails is reported, and tried again.
+            # `outages` reports the failure; the next period retries.
             with contextlib.suppress(OSError):
                 self.flush()
         except Exception as error:
@@ -132,16 +138,16 @@ class Parts:
         size = data.size
         with self._outages.watching("ledger", self._run_folder, lambda: size):
             self._run_folder.write(f"{FOLDER}/{generation:08d}-{step:012d}.parquet", [data])
-        # Arrow keeps what a writing took for the next one, more of it each time: 15 MB after 4,000 steps.
+        # Arrow keeps the memory of a write for the next one, more of it each time: 15 MB after 4,000 steps.
         del data, sink
         pa.default_memory_pool().release_unused()
 
 
 def table_of(entries: list[tuple[int, int, bytes]]) -> pa.Table:
-    """(generation, step, the `NOTE`s of its shards) as rows of the ledger."""
+    """Return entries of (generation, step, the `NOTE`s of its shards) as rows of the ledger."""
     notes = np.stack([np.frombuffer(notes, NOTE) for _, _, notes in entries])
     steps, shards = notes.shape
-    # By shard, then step: so that nearly all columns are runs of equal values, or of equal differences.
+    # Sorted by shard, then step, nearly all columns are runs of equal values or of equal differences.
     by_shard = np.ascontiguousarray(notes.T).reshape(-1)
     columns = {
         "generation": np.tile([generation for generation, _, _ in entries], shards),

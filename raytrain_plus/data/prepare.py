@@ -1,4 +1,4 @@
-"""Makes the data where it is missing: once per node under a lock, and never half."""
+"""Prepare missing data with the user's function: once per node under a lock, completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from raytrain_plus.errors import DataError, TaskError, WaitExpired
 from raytrain_plus.job.task_loader import is_signal, load_function, trim_traceback
 
 LOCK_S = 3600.0
-"""How long to wait for another process of this node that prepares the same data."""
+"""Maximum seconds to wait for another process of this node that prepares the same data."""
 
 
 def prepare(spec: str | None, path: str | Path, roots: Sequence[Path]) -> None:
-    """Calls `module:function` as function(folder, name) where `path` is missing.
+    """Call `module:function` as function(folder, name) if `path` does not exist.
 
-    `folder` is an empty folder beside `path`, which takes its place when the function has returned; `name` is the last
-    part of `path`, so that one function can write several splits. Raises `TaskError` with the user's own frames.
+    `folder` is an empty folder beside `path`; it is renamed to `path` when the function has returned. `name` is the
+    last part of `path`, so that one function can write several splits.
+
+    Raises `TaskError` with the user's own frames if the function raises, `DataError` if it writes nothing or the folder
+    cannot be made, and `WaitExpired` if another process prepares the data for more than `LOCK_S`.
     """
     target = Path(path).absolute()
     if spec is None or exists(target):
@@ -36,7 +39,7 @@ def prepare(spec: str | None, path: str | Path, roots: Sequence[Path]) -> None:
     except Timeout as error:
         raise WaitExpired(f"another process has been preparing {target} for more than {LOCK_S:g} s") from error
     except OSError as error:
-        raise DataError(f"cannot be made: {error.strerror}", where=str(target)) from error
+        raise DataError(f"cannot be created: {error.strerror}", where=str(target)) from error
 
 
 def _write(function: object, spec: str, target: Path) -> None:

@@ -1,7 +1,7 @@
-"""A worker's batches, ready before the step needs them.
+"""Prepare a worker's batches before the steps need them.
 
-A thread reads, cuts and collates the next steps. Rows come from memory where whole units are kept, from the stream
-where it is ahead, and else are read directly: when the stream starts, when it has fallen behind, and when it ended.
+A thread reads, divides and collates the rows of the next steps. Rows come from memory if whole units are kept, or from
+the stream if it is ahead. Otherwise they are read directly: while the stream starts, has fallen behind, or has ended.
 """
 
 from __future__ import annotations
@@ -26,41 +26,42 @@ from raytrain_plus.errors import RaytrainError, TrainingError, WaitExpired
 from raytrain_plus.job.task_loader import trim_traceback, users_frames
 
 PREFETCH_STEPS = 4
-"""Steps whose batches are made ahead."""
+"""Steps whose batches are prepared ahead."""
 LOOK_S = 0.02
-"""Seconds between two looks at what else there is, while a step's batches are waited for."""
+"""Seconds between two calls of `check` while `get` waits for a step's batches."""
 STREAM_S = 5.0
-"""How long a stream that runs may keep a read waiting before it is read directly: no step hangs for it."""
+"""Maximum seconds that a read waits for a running stream before it is read directly, so that no step hangs on it."""
 JOIN_S = 5.0
-"""How long to wait for the thread of the batches that are taken over from; one that is stuck in a read is left."""
+"""Maximum seconds to wait for the thread of the replaced `Batches`; a thread stuck in a read is abandoned."""
 
 Collate = Callable[[pa.Table], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What one forward pass takes."""
+    """The input of one forward pass."""
 
     batch: Any
     rows: int
     start: int = 0
-    """Where its rows begin in the shard's own sequence."""
+    """The position of its first row in the shard's own sequence."""
     ids: int = 0
     """The sum of its rows' ids, modulo 2^64."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """One step's microbatches by hosted shard, and how long `get` waited for them."""
+    """One step's microbatches by hosted shard, and the seconds that `get` waited for them."""
 
     shards: dict[int, list[Microbatch]]
     waited_s: float
 
 
 def cut(table: pa.Table, rows: int, collate: Collate, at: int = 0) -> list[Microbatch]:
-    """A shard's rows, which begin at `at` of its sequence, in microbatches of `rows`; the last one takes what is left.
+    """Divide a shard's rows, which begin at position `at` of its sequence, into collated microbatches of `rows`.
 
-    A single row that is left over joins the microbatch before it: BatchNorm cannot train on one.
+    The last microbatch takes the remaining rows. A single remaining row joins the microbatch before it: BatchNorm
+    cannot train on one. Raises `TrainingError` if the rows cannot be collated.
     """
     sizes = cut_sizes(table.num_rows, rows)
     ends = list(itertools.accumulate(sizes))
@@ -76,7 +77,7 @@ def cut(table: pa.Table, rows: int, collate: Collate, at: int = 0) -> list[Micro
 
 
 def cut_sizes(total: int, rows: int) -> list[int]:
-    """The rows of each microbatch of `rows`, out of `total`: see `cut`.
+    """Return the sizes of the microbatches of `rows` that `total` rows make: see `cut`.
 
     >>> cut_sizes(8, 3), cut_sizes(7, 3), cut_sizes(0, 3)
     ([3, 3, 2], [3, 4], [])
@@ -91,12 +92,12 @@ def cut_sizes(total: int, rows: int) -> list[int]:
 
 
 def microbatch_rows(line: Line, microbatches: int) -> int:
-    """The rows of a microbatch, where a shard's part of a step is divided into so many."""
+    """Return the rows of a microbatch if a shard's part of a step is divided into `microbatches`."""
     return max(1, line.per_shard // microbatches)
 
 
 def first_microbatch(rows: Rows, microbatches: int, collate: Collate) -> Microbatch:
-    """The first that shard 0 gives to step 0."""
+    """Return the first microbatch of shard 0 in step 0."""
     table = pa.concat_tables([rows.read(piece) for piece in rows.line.pieces(0, 0)])
     return cut(table, microbatch_rows(rows.line, microbatches), collate)[0]
 
@@ -107,16 +108,16 @@ def _collated(table: pa.Table, collate: Collate) -> Any:
     except RaytrainError:
         raise
     except TypeError as error:
-        # The default's own words say it all.
+        # The message of the default `collate` suffices without a traceback.
         trace = trim_traceback(error) if users_frames(error) else ""
-        raise TrainingError(f"the rows cannot be made a batch: {error}", trace) from None
+        raise TrainingError(f"cannot collate the rows into a batch: {error}", trace) from None
 
 
 def from_stream(number: int, delivered: int, ended: bool) -> bool:
-    """Whether read `number` is to be awaited from a stream that has delivered all up to `delivered`.
+    """Return whether to wait for read `number` from a stream that has delivered all reads up to `delivered`.
 
-    Not before its first delivery, nor while it is behind: then reading directly is faster, and the stream, which drops
-    what was passed, catches up. It has when the next read it owes is the one that is wanted.
+    False before the first delivery and while the stream is behind: reading directly is faster then, and the stream
+    drops the reads that were passed and catches up. It has caught up when the next read that it owes is the wanted one.
     """
     if ended:
         return delivered >= number
@@ -124,7 +125,7 @@ def from_stream(number: int, delivered: int, ended: bool) -> bool:
 
 
 class Batches:
-    """The batches of the hosted shards from `first_step` on. Open it with `with`."""
+    """The batches of the hosted shards, from `first_step` on. Open it with `with`."""
 
     def __init__(
         self,
@@ -138,9 +139,10 @@ class Batches:
         make_stream: Callable[..., Any] | None,
         before: Batches | None = None,
     ) -> None:
-        """`make_stream(rows, groups, whole_units=, expected_rows=)` gives a stream; None reads everything directly.
+        """Prepare to read.
 
-        `before` is what this takes over from, closed: the units that it keeps in memory, once its thread has ended.
+        `make_stream(rows, groups, whole_units=, expected_rows=)` returns a stream; None reads everything directly.
+        `before` is the closed `Batches` that this replaces: its cached units are reused once its thread has ended.
         """
         self._rows = rows
         self._line: Line = rows.line
@@ -160,9 +162,9 @@ class Batches:
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
         self.streamed_reads = 0
-        """Reads that came through the stream."""
+        """The number of reads that came through the stream."""
         self.direct_reads = 0
-        """Reads that this worker made itself."""
+        """The number of reads that this worker made itself."""
 
     def __enter__(self) -> Batches:
         self._thread.start()
@@ -171,16 +173,16 @@ class Batches:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Nobody waits for the thread here: a group that changes goes on at once. Who takes over waits for it.
+        # A changing group must continue at once, so this does not wait for the thread; the next `Batches` does.
         self._closing.set()
-        # Its thread may wait for room.
+        # The thread may be waiting for room.
         self._room.release()
         self._close_stream()
 
     def get(self, step: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> StepBatches:
-        """The batches of the next step; `check` is called while it waits, and may raise.
+        """Return the batches of the next step. `check` is called repeatedly while this waits, and may raise.
 
-        Raises what reading or collating raised, `WaitExpired` after `timeout_s`.
+        Raises the error that reading or collating raised, and `WaitExpired` after `timeout_s` seconds.
         """
         start = time.monotonic()
         self.more()
@@ -191,16 +193,16 @@ class Batches:
             except queue.Empty as error:
                 check()
                 if time.monotonic() - start > timeout_s:
-                    raise WaitExpired(f"the data of step {step} did not come within {timeout_s:g} s") from error
+                    raise WaitExpired(f"the data of step {step} did not arrive within {timeout_s:g} s") from error
         if isinstance(made, BaseException):
             raise made
         self._taken += 1
         return StepBatches(made, time.monotonic() - start)
 
     def more(self) -> None:
-        """Lets the thread make batches in the place of those that were taken.
+        """Let the thread prepare batches to replace those that were taken.
 
-        To be called when the training thread has nothing to compute: both hold the interpreter's lock in turn.
+        Call it when the training thread has nothing to compute: the two threads compete for the interpreter's lock.
         """
         while self._taken:
             self._taken -= 1
@@ -209,14 +211,14 @@ class Batches:
     def _run(self) -> None:
         try:
             if self._before is not None:
-                # Two that read at once would read the same units twice.
+                # Two threads reading at once would read the same units twice.
                 self._before._thread.join(JOIN_S)
                 self._before = None
             sources = {shard: _ShardRows(self._line, shard, self._first_step) for shard in self._shards}
             upcoming = reads(self._line, self._shards, self._first_step)
             for step in range(self._first_step, self._line.steps):
                 if step == self._first_step + PREFETCH_STEPS + 2:
-                    # The first step has its batch: loading and starting Ray Data, a second's work, must not delay it.
+                    # Loading and starting Ray Data takes a second, which must not delay the first step's batch.
                     self._start_stream()
                 while any(source.lacks(step) for source in sources.values()):
                     if self._closing.is_set():
@@ -235,7 +237,7 @@ class Batches:
         except BaseException as error:
             self._offer(error)
         finally:
-            # Once more: it may have been started after the reader was closed.
+            # Close it again: it may have been started after the reader was closed.
             self._close_stream()
 
     def _offer(self, made: dict[int, list[Microbatch]] | BaseException) -> bool:
@@ -307,13 +309,13 @@ class Batches:
 
 
 class _ShardRows:
-    """One shard's rows that are at hand but not yet used."""
+    """One shard's rows that have been read but not yet used."""
 
     def __init__(self, line: Line, shard: int, first_step: int) -> None:
         self._line = line
         self._shard = shard
         self.at = first_step * line.per_shard
-        """Where the next row lies in the shard's own sequence."""
+        """The position of the next row in the shard's own sequence."""
         self._tables: list[pa.Table] = []
         self._have = 0
 
@@ -339,7 +341,7 @@ class _ShardRows:
 
 
 class Counts:
-    """Stands for `Batches` where a worker reads no data, since its stage needs none: it knows what others read."""
+    """Replace `Batches` in a worker whose stage needs no data: it knows how many rows the other workers read."""
 
     def __init__(self, line: Line, shards: Sequence[int], microbatches: int) -> None:
         self._line = line
@@ -347,7 +349,7 @@ class Counts:
         self._microbatch_rows = microbatch_rows(line, microbatches)
 
     def get(self, step: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> StepBatches:
-        """How many rows each microbatch of the step has."""
+        """Return the step's microbatches with their number of rows and without data."""
         made = {
             shard: _counted(cut_sizes(self._line.rows_in_step(shard, step), self._microbatch_rows))
             for shard in self._shards
@@ -355,11 +357,11 @@ class Counts:
         return StepBatches(made, 0.0)
 
     def more(self) -> None:
-        """There is nothing to make."""
+        """Do nothing: there is nothing to prepare."""
 
 
 def held_out_counts(line: Line, shard: int, rows: int) -> Iterator[Microbatch]:
-    """How many rows each microbatch of a shard's `held_out` rows has."""
+    """Yield the microbatches of `held_out` with their number of rows and without data."""
     whole, left = divmod(line.span(shard, 0)[1], rows)
     yield from _counted([rows] * whole + [left] * (left > 0))
 
@@ -369,7 +371,7 @@ def _counted(sizes: Sequence[int]) -> list[Microbatch]:
 
 
 def held_out(rows: Rows, shard: int, microbatch_rows: int, collate: Collate) -> Iterator[Microbatch]:
-    """One shard's span of a held-out dataset, in microbatches (see `cut`), read directly, unit by unit."""
+    """Yield one shard's span of a held-out dataset in microbatches (see `cut`), read directly, unit by unit."""
     _, length = rows.line.span(shard, 0)
     if not length:
         return

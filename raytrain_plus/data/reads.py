@@ -1,4 +1,4 @@
-"""What a worker reads, in the order in which it needs it. Pure."""
+"""Plan a worker's reads, in the order in which its steps need them. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from raytrain_plus.data.sample_order import Line, Piece
 
 GROUP_BYTES = 32 << 20
-"""Small reads share a task up to so many decoded bytes."""
+"""Maximum decoded bytes of the small reads that share a task."""
 GROUP_READS = 256
-"""The same in reads: to find a hundred thousand tiny ones ahead would hold the training up."""
+"""Maximum reads that share a task: planning a hundred thousand tiny ones ahead would delay the training."""
 IN_VAIN = 10
-"""Epochs that are looked through for units that no shard of this worker has come by."""
+"""Epochs that are searched for units that no shard of this worker has read yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Read:
     """One shard's consecutive rows of one unit."""
 
     number: int
-    """Its place in the worker's order of reading."""
+    """Its index in the worker's order of reading."""
     step: int
     """The first step that needs it."""
     shard: int
@@ -29,7 +29,7 @@ class Read:
 
 
 def reads(line: Line, shards: Iterable[int], first_step: int) -> Iterator[Read]:
-    """All reads of the hosted shards from `first_step` to the job's end, by the first step that needs them."""
+    """Yield all reads of the hosted shards from `first_step` to the job's end, by the first step that needs them."""
     merged = heapq.merge(
         *(_shard_reads(line, shard, first_step) for shard in sorted(shards)), key=lambda read: (read.step, read.shard)
     )
@@ -53,7 +53,7 @@ def _shard_reads(line: Line, shard: int, first_step: int) -> Iterator[Read]:
 
 
 def grouped(wanted: Iterable[Read], bytes_of: Callable[[Read], float]) -> Iterator[tuple[Read, ...]]:
-    """Consecutive reads, gathered up to `GROUP_BYTES` and `GROUP_READS` a group; a larger one stands alone."""
+    """Yield groups of consecutive reads, each of at most `GROUP_BYTES` and `GROUP_READS`; a larger read is alone."""
     group: list[Read] = []
     filled = 0.0
     for read in wanted:
@@ -68,10 +68,10 @@ def grouped(wanted: Iterable[Read], bytes_of: Callable[[Read], float]) -> Iterat
 
 
 def first_touches(wanted: Iterable[Read], units: Collection[int]) -> Iterator[Read]:
-    """Of each of `units` the first read alone, for a reader that keeps whole units.
+    """Yield only the first read of each of `units`, for a reader that keeps whole units.
 
-    Ends when all were touched, or when `IN_VAIN` epochs touched none: the shards of an unshuffled job come by some
-    units never.
+    Ends when every unit was read, or after `IN_VAIN` epochs without a new one: without shuffling, a worker's shards
+    never read some units.
     """
     left = set(units)
     touched = None

@@ -1,12 +1,12 @@
-"""The line: the endless sequence of the rows of epoch 0, 1, 2, ..., and which of them a shard gives to a step. Pure.
+"""The sample order: the endless sequence of the rows of epoch 0, 1, 2, ..., divided over shards and steps. Pure.
 
-An epoch permutes the units (row groups) by (seed, epoch), lays their rows end to end, and cuts them into one span per
-shard, equal within one row. A shard's rows are its span of epoch 0, then of epoch 1, and so on; step s takes the rows
-[s b, (s + 1) b) of each, b = batch_size / shards. So no row is dropped, padded or repeated, every step has the same
-size, and a position in the data is one integer.
+An epoch permutes the units (row groups) by (seed, epoch), lays their rows end to end, and divides them into one span
+per shard; spans differ by at most one row. A shard's own sequence is its span of epoch 0, then of epoch 1, and so on.
+Step s takes the rows [s b, (s + 1) b) of each shard's sequence, b = batch_size / shards. So no row is dropped, padded
+or repeated, every step has the same size, and a position in the data is one integer.
 
-With N rows and M shards, epoch e's N mod M extra rows go to the shards (e N + i) mod M; therefore shard k has had
-ceil((e N - k) / M) rows before epoch e.
+With N rows and M shards, epoch e's N mod M extra rows go to the shards (e N + i) mod M, i < N mod M. Therefore shard k
+has had ceil((e N - k) / M) rows before epoch e.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EPOCHS_KEPT = 4
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive rows of one unit, counted in the order that the epoch gives to the unit's rows."""
+    """Consecutive rows of one unit, counted in the unit's row order of that epoch."""
 
     epoch: int
     unit: int
@@ -36,7 +36,7 @@ class Piece:
 
 
 def mix(*parts: int) -> int:
-    """64 bits out of whole numbers, in order: h = splitmix64(h + part), from h = 0.
+    """Return a 64-bit hash of integers, in order: h = splitmix64(h + part), starting with h = 0.
 
     splitmix64 is the finaliser of Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014.
     """
@@ -47,13 +47,13 @@ def mix(*parts: int) -> int:
 
 
 def order(key: int, length: int) -> npt.NDArray[np.int64]:
-    """A permutation of range(length): the indices i sorted by splitmix64(key + i), ties by i."""
+    """Return a permutation of range(length): the indices i sorted by splitmix64(key + i), ties by i."""
     values = splitmix64(np.arange(length, dtype=np.uint64) + np.uint64(key))
     return np.argsort(values, kind="stable").astype(np.int64)
 
 
 def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Each value mixed, modulo 2^64."""
+    """Return each value mixed by splitmix64, in arithmetic modulo 2^64."""
     with np.errstate(over="ignore"):
         z = values + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -62,7 +62,10 @@ def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class Line:
-    """The line of one dataset, seed and number of shards; ends after `steps` or `epochs`, exactly one of them given."""
+    """The sample order of one dataset, seed and number of shards.
+
+    It ends after `steps` or `epochs`; exactly one of them is given. `unit_rows`: the rows of each unit.
+    """
 
     def __init__(
         self,
@@ -86,34 +89,37 @@ class Line:
         self._tables: OrderedDict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, object]:
-        # Another thread may be filling the tables while this is pickled; who unpickles makes its own.
+        # Another thread may be filling the tables while this is pickled; each copy builds its own.
         return {**self.__dict__, "_tables": OrderedDict()}
 
     def rows_before(self, shard: int, epoch: int) -> int:
-        """How many rows the shard has had before `epoch`."""
+        """Return the number of rows of the shard before `epoch`."""
         return max(0, -((shard - epoch * self.rows) // self.shards))
 
     def span(self, shard: int, epoch: int) -> tuple[int, int]:
-        """Where the shard's span lies among the epoch's rows: (offset, length)."""
+        """Return the shard's span of the epoch's rows: (offset, length)."""
         base, extra = divmod(self.rows, self.shards)
         first = (epoch * self.rows) % self.shards
-        # Of the shards before this one, those that have an extra row in this epoch.
+        # The number of earlier shards that have an extra row in this epoch.
         ahead = sum(1 for i in range(extra) if (first + i) % self.shards < shard)
         mine = (shard - first) % self.shards < extra
         return shard * base + ahead, base + mine
 
     def rows_in_step(self, shard: int, step: int) -> int:
-        """Rows that the shard gives to `step`; per_shard, but in the last step of a job that counts epochs."""
+        """Return the rows that the shard contributes to `step`.
+
+        This is `per_shard`, except in the last step of a job that counts epochs.
+        """
         if self._epochs is None or step + 1 < self.steps:
             return self.per_shard
         return self.rows_before(shard, self._epochs) - step * self.per_shard
 
     def pieces(self, shard: int, step: int) -> tuple[Piece, ...]:
-        """The shard's rows of `step`, in order."""
+        """Return the shard's rows of `step`, in order."""
         return self.pieces_between(shard, step * self.per_shard, step * self.per_shard + self.rows_in_step(shard, step))
 
     def pieces_between(self, shard: int, start: int, stop: int) -> tuple[Piece, ...]:
-        """The rows [start, stop) of the shard's own sequence."""
+        """Return the rows [start, stop) of the shard's own sequence."""
         found: list[Piece] = []
         epoch = start * self.shards // self.rows
         while self.rows_before(shard, epoch) > start:
@@ -131,17 +137,17 @@ class Line:
         return tuple(found)
 
     def permutation(self, epoch: int, unit: int) -> npt.NDArray[np.int64] | None:
-        """The order of the unit's rows in that epoch, as indices into the file's order; None where it is kept."""
+        """Return the order of the unit's rows in that epoch, as indices into the file's order; None if unshuffled."""
         if self._shuffle != "rows":
             return None
         return order(mix(self._seed, _ROWS, epoch, unit), int(self._unit_rows[unit]))
 
     def unit_order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The units in the epoch's order."""
+        """Return the units in the epoch's order."""
         return self._table(epoch)[0]
 
     def _table(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(units in order, rows before each and in all); a few epochs are kept."""
+        """Return (units in order, rows before each and in total); the tables of a few epochs are cached."""
         table = self._tables.get(epoch)
         if table is None:
             count = len(self._unit_rows)
@@ -169,13 +175,13 @@ class Line:
 
 
 def steps_of_epochs(rows: int, shards: int, per_shard: int, epochs: int | None) -> int:
-    """Steps that use every row of `epochs` epochs once.
+    """Return the number of steps that use every row of `epochs` epochs once.
 
-    What is left after the last full step makes a short step of its own, unless some shard would give fewer than two
-    rows to it (BatchNorm needs two): then it joins the last full step.
+    The rows left over after the last full step form a short step. If some shard would contribute fewer than two rows to
+    it (BatchNorm needs two), they join the last full step instead.
     """
     if epochs is None:
-        raise ValueError("a line ends after `steps` or after `epochs`: give exactly one")
+        raise ValueError("a sample order ends after `steps` or after `epochs`: give exactly one")
     each, over = divmod(epochs * rows, shards)
     full, left = divmod(each, per_shard)
     if (left == 0 and over == 0) or (left < 2 and full):
@@ -184,7 +190,7 @@ def steps_of_epochs(rows: int, shards: int, per_shard: int, epochs: int | None) 
 
 
 def read_factor(line: Line, units: int) -> float:
-    """How many times over a unit is read in epoch 0, because spans share it: 1 where no unit is cut."""
+    """Return how often a unit is read in epoch 0, on average; 1 if no unit is shared by several spans."""
     reads = 0
     for shard in range(line.shards):
         _, length = line.span(shard, 0)

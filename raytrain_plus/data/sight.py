@@ -1,4 +1,4 @@
-"""What a node saw of a data file when it first looked, and what has changed since."""
+"""Record a data file's `stat` when a node first sees it, and detect later changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """One `stat` of a file. Two that are equal are of the same, unchanged file."""
+    """One `stat` of a file. Equal ones mean the same, unchanged file."""
 
     size: int
     """Bytes."""
@@ -23,13 +23,13 @@ class Sight:
 
 
 def sight_of(file: Path) -> Sight:
-    """Look at a file. Raises `OSError` if that is not possible."""
+    """Return a file's `stat`. Raises `OSError` if it cannot be read."""
     found = file.stat()
     return Sight(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
 def footer_of(file: Path) -> bytes:
-    """Return the bytes of a Parquet file's footer, whose length the file's last eight bytes tell."""
+    """Return the bytes of a Parquet file's footer; the file's last eight bytes hold its length."""
     with file.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - 8))
@@ -39,11 +39,11 @@ def footer_of(file: Path) -> bytes:
 
 
 def change_of(file: Path, first: Sight, footer_sha256: str) -> str:
-    """Say what has changed in a file since `first`, when its footer had that hash; empty if nothing.
+    """Describe what has changed in a file since `first`, when its footer had that hash; empty if nothing.
 
-    One `stat` if nothing has changed. The footer is read if anything differs: a new inode or another owner alone is
-    no change, because a copy that keeps the modification time is the same data. Raises `OSError` if the file cannot be
-    looked at.
+    Costs one `stat` if nothing has changed; otherwise the footer is read. A new inode or owner alone does not count as
+    a change, because a copy that keeps the modification time is the same data. Raises `OSError` if the file cannot be
+    accessed.
     """
     try:
         now = sight_of(file)

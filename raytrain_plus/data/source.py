@@ -1,7 +1,7 @@
-"""The dataset as its footers tell it: units, columns, fingerprint; and the reading of one unit.
+"""Index a dataset by its footers (units, columns, fingerprint), and read single units.
 
-No row counts that may be another one than when this process first looked: after each read, and once more at the end of
-a run, the file's `stat` is compared with the first one, and pages are held against their checksums.
+A row that may have changed since this process first saw its file must not be used. So the file's `stat` is compared
+with the first one after each read and again at the end of a run, and pages are verified against their checksums.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from raytrain_plus.data.sight import Sight, change_of, footer_of, sight_of
 from raytrain_plus.errors import DataChanged, DataError
 
 _CHECKSUM_FAILED = "CRC checksum verification failed"
-"""In Arrow's words, which has no type of error for it."""
+"""Part of Arrow's message; Arrow has no error type for it."""
 
 UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
-"""What pyarrow raises for a file that is damaged; the last for a column's name."""
+"""The errors that pyarrow raises for a damaged file; the last one for a column's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What one pass over the footers gave. Units are numbered file by file, row group by row group."""
+    """The result of one pass over the footers. Units are numbered file by file, row group by row group."""
 
     path: str
     files: tuple[str, ...]
-    """Relative to `path`, sorted; the file's own name where `path` is a file."""
+    """File names relative to `path`, sorted; the file's own name if `path` is a file."""
     file_bytes: tuple[int, ...]
     """For each file, its size."""
     file_footers: tuple[str, ...]
@@ -49,10 +49,10 @@ class Index:
     unit_rows: tuple[int, ...]
     """For each unit, its rows."""
     file_groups: tuple[tuple[int, ...], ...]
-    """For each file, the rows of its row groups; empty ones are no units."""
+    """For each file, the rows of its row groups; empty row groups are not units."""
     unit_bytes: tuple[int, ...]
-    """For each unit, about how many bytes it has when decoded: as the footer says, but no less than its fixed-width
-    columns take (the footer counts dictionary and run-length encoded values as they are encoded)."""
+    """For each unit, its approximate decoded bytes: the footer's value, but at least the size of its fixed-width
+    columns (the footer counts dictionary and run-length encoded values as they are encoded)."""
     schema: pa.Schema
     """The columns, without metadata."""
     fingerprint: str
@@ -64,11 +64,11 @@ class Index:
 
     @property
     def rows(self) -> int:
-        """Rows in all."""
+        """The rows of all units."""
         return sum(self.unit_rows)
 
     def to_json(self) -> dict[str, Any]:
-        """What the data was, file by file, for whoever checks later that it still is."""
+        """Return a description of the data, file by file, with which later checks can compare it."""
         entries = zip(self.files, self.file_bytes, self.file_footers, self.file_groups, strict=True)
         return {
             "path": self.path,
@@ -81,18 +81,19 @@ class Index:
         }
 
     def file(self, number: int) -> Path:
-        """Where file `number` lies."""
+        """Return the path of file `number`."""
         return Path(self.path) if self.one_file else Path(self.path, self.files[number])
 
     def name(self, unit: int) -> str:
-        """A unit as a person would say it."""
+        """Return the name of a unit for messages: its file's path and its row group."""
         return f"{self.file(self.unit_file[unit])}, row group {self.unit_group[unit]}"
 
 
 def index(path: str | Path) -> Index:
-    """Reads the footers of a Parquet file, or of every `*.parquet` below a folder (names with a leading . or _ aside).
+    """Read the footers of a Parquet file, or of every `*.parquet` below a folder.
 
-    Raises `DataError` where there is nothing to read, or what is there is not one table.
+    Names with a leading . or _ are ignored. Raises `DataError` if there is nothing to read, a file cannot be read, or
+    the files are not one table.
     """
     base = Path(path).absolute()
     files = _find(base)
@@ -117,7 +118,9 @@ def index(path: str | Path) -> Index:
                 units.append((number, group, entry.num_rows, max(entry.total_byte_size, entry.num_rows * row_bytes)))
     _check_one_table(files, schemas)
     if ROW_ID in schemas[0].names:
-        raise DataError(f"has a column '{ROW_ID}', which is the platform's own", where=str(base), remedy="rename it")
+        raise DataError(
+            f"has a column '{ROW_ID}', a name reserved by raytrain_plus", where=str(base), remedy="rename the column"
+        )
     if not units:
         raise DataError(
             f"0 rows in {len(files)} file{'s' * (len(files) > 1)}", where=str(base), expected="rows to train on"
@@ -141,7 +144,7 @@ def index(path: str | Path) -> Index:
 
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """In which files the data of two `Index.to_json` differ, in words."""
+    """Describe by file how the data of two `Index.to_json` differs."""
     here = {file["path"]: file for file in now["files"]}
     there = {file["path"]: file for file in then["files"]}
     found = [f"{path} is missing" for path in sorted(there.keys() - here.keys())]
@@ -151,14 +154,14 @@ def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
         if mine["bytes"] != theirs["bytes"]:
             found.append(f"{path} has {mine['bytes']:,} bytes, not {theirs['bytes']:,}")
         elif mine["footer_sha256"] != theirs["footer_sha256"]:
-            found.append(f"{path} holds other rows")
+            found.append(f"{path} has a different footer")
     return found
 
 
 def check_alike(seen: Index, held_out: Index) -> None:
-    """Raises `DataError` where the held-out data has other columns than the training data."""
+    """Raise `DataError` if the held-out data has other columns than the training data."""
     if not held_out.schema.equals(seen.schema):
-        names = sorted(set(held_out.schema.names) ^ set(seen.schema.names)) or ["of another type"]
+        names = sorted(set(held_out.schema.names) ^ set(seen.schema.names)) or ["same names, different types or order"]
         raise DataError(
             f"the held-out data has other columns than the training data: {', '.join(names)}",
             where=f"evaluate.path: {held_out.path}",
@@ -167,10 +170,10 @@ def check_alike(seen: Index, held_out: Index) -> None:
 
 
 def check_enough(data: Index, shards: int) -> None:
-    """Raises `DataError` where there are fewer rows than shards."""
+    """Raise `DataError` if there are fewer rows than shards."""
     if data.rows < shards:
         raise DataError(
-            f"{data.rows} rows are fewer than data.shards = {shards}",
+            f"the data has {data.rows} rows, fewer than data.shards = {shards}",
             where=data.path,
             expected="at least one row for each shard",
             remedy=f"use more data, or data.shards of at most {data.rows}",
@@ -186,42 +189,42 @@ def read_unit(data: Index, unit: int) -> pa.Table:
     try:
         table = _read_group(data.file(number), group)
     except UNREADABLE as error:
-        # A change is the better reason.
+        # If the file has changed, that explains the error better.
         check_unchanged(data, number)
         raise _unreadable(data, unit, error) from error
-    # Now, not before: so nothing has changed up to the end of the read.
+    # After the read, so that it covers changes up to its end.
     check_unchanged(data, number)
     if table.num_rows != data.unit_rows[unit]:
-        raise _damaged(data, unit, f"{table.num_rows} rows came out of it, not {data.unit_rows[unit]}")
+        raise _damaged(data, unit, f"read {table.num_rows} rows, expected {data.unit_rows[unit]}")
     ids = column_of(row_ids(data.files[number], group, table.num_rows))
     return table.replace_schema_metadata(None).append_column(ROW_ID, ids)
 
 
 def check_unchanged(data: Index, *numbers: int) -> None:
-    """Compare files, by number, with what this process first saw of them: one `stat` each. All files, if none is named.
+    """Compare files, by number, with the `stat` that this process first took: one `stat` each; all files by default.
 
-    Raises `DataChanged` if one has changed, `DataError` if one cannot be looked at.
+    Raises `DataChanged` if one has changed, `DataError` if one cannot be accessed.
     """
     for number in numbers or range(len(data.files)):
         file = data.file(number)
         try:
             change = change_of(file, data.file_sights[number], data.file_footers[number])
         except OSError as error:
-            raise DataError(f"cannot be looked at: {error.strerror or error}", where=str(file)) from error
+            raise DataError(f"cannot be accessed: {error.strerror or error}", where=str(file)) from error
         if change:
             raise DataChanged(
                 f"the file changed while the run used it: {change}",
                 where=f"{file} on {os.uname().nodename}",
-                remedy="put the file back, with its modification time, and resume the run, or start over with --fresh; "
-                "leave the data alone while a run uses it",
+                remedy="restore the file with its modification time and resume the run, or start over with --fresh; "
+                "do not change the data while a run uses it",
                 first=_first_of(data, number),
             )
 
 
 def check_put_back(data: Index, first: Mapping[str, Any]) -> None:
-    """Compare a file that changed during a run with what that run first saw of it: `DataChanged.first`.
+    """Compare a file that changed during a run with its state when the run began: `DataChanged.first`.
 
-    Raises `DataError` if it is not as it was.
+    Raises `DataError` if the file has not been restored.
     """
     if first["path"] != data.path or first["file"] not in data.files:
         return
@@ -231,10 +234,10 @@ def check_put_back(data: Index, first: Mapping[str, Any]) -> None:
     if change:
         seconds, rest = divmod(first["modified_ns"], 10**9)
         raise DataError(
-            f"the file changed while the run used it, and is not back as it was: {change}",
+            f"the file changed while the run used it and has not been restored: {change}",
             where=str(file),
-            remedy=f"put it back as it was, and say so with `touch -d @{seconds}.{rest:09d} {shlex.quote(str(file))}`; "
-            "or start over with --fresh",
+            remedy="restore its content, and its modification time with "
+            f"`touch -d @{seconds}.{rest:09d} {shlex.quote(str(file))}`; or start over with --fresh",
         )
 
 
@@ -257,13 +260,11 @@ def _read_group(file: Path, group: int, columns: list[str] | None = None) -> pa.
 def _unreadable(data: Index, unit: int, error: Exception) -> DataError:
     if _CHECKSUM_FAILED in str(error):
         return _damaged(data, unit, "the page checksum does not match", _damaged_column(data, unit))
-    return DataError(
-        f"cannot be read: {_plain(error)}", where=data.name(unit), remedy="write the file anew, or remove it"
-    )
+    return DataError(f"cannot be read: {_plain(error)}", where=data.name(unit), remedy="rewrite the file, or remove it")
 
 
 def _damaged_column(data: Index, unit: int) -> str:
-    """Return the first column of a unit of which a page fails its checksum; empty if none does when read alone."""
+    """Return the first column of a unit that has a page with a wrong checksum; empty if none has when read alone."""
     names: list[str] = data.schema.names
     for name in names:
         try:
@@ -279,12 +280,12 @@ def _damaged(data: Index, unit: int, what: str, column: str = "") -> DataChanged
     return DataChanged(
         f"{what}: the file is damaged",
         where=f"{data.name(unit)}{column} on {os.uname().nodename}",
-        remedy="put an undamaged copy in its place and resume the run",
+        remedy="replace it with an undamaged copy and resume the run",
     )
 
 
 def _least_bytes(kind: pa.DataType) -> int:
-    """What a value of this type takes at least in memory; of a variable length, its offset."""
+    """Return the minimum bytes of a value of this type in memory; the size of its offset if its length varies."""
     if pa.types.is_fixed_size_list(kind):
         return int(kind.list_size) * _least_bytes(kind.value_type)
     if pa.types.is_struct(kind):
@@ -301,39 +302,39 @@ def _find(base: Path) -> list[Path]:
         raise DataError(
             "there is no such file or folder",
             where=str(base),
-            remedy=f"make it, correct the path ({parent} exists), or name in data.prepare what writes it",
+            remedy=f"create it, correct the path ({parent} exists), or set data.prepare to a function that writes it",
         )
     if is_file(base):
         return [base]
     seen = [file for file in _walk(base) if is_file(file) and not _hidden(file.relative_to(base))]
     files = sorted((file for file in seen if file.suffix == ".parquet"), key=lambda file: _relative(file, base))
     if not files:
-        kinds = Counter(file.suffix or "no ending" for file in seen)
+        kinds = Counter(file.suffix or "without an extension" for file in seen)
         there = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)) or "nothing"
-        raise DataError(f"holds no Parquet file, but {there}", where=str(base), expected="files named *.parquet")
+        raise DataError(f"contains no Parquet files; found {there}", where=str(base), expected="files named *.parquet")
     return files
 
 
 def exists(path: Path) -> bool:
-    """Whether anything is at `path`. Raises `DataError` where that cannot be found out."""
+    """Return whether anything is at `path`. Raises `DataError` if `path` cannot be accessed."""
     return _mode(path) is not None
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file is at `path`. Raises `DataError` where that cannot be found out."""
+    """Return whether a regular file is at `path`. Raises `DataError` if `path` cannot be accessed."""
     mode = _mode(path)
     return mode is not None and stat.S_ISREG(mode)
 
 
 def _mode(path: Path) -> int | None:
-    # `Path.exists` lets some errors through and takes others for absence, and which ones depends on Python's version.
+    # `Path.exists` raises some errors and treats others as absence; which ones depends on Python's version.
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(f"cannot be looked at: {reason}", where=str(path)) from error
+        raise DataError(f"cannot be accessed: {reason}", where=str(path)) from error
 
 
 def _walk(base: Path) -> Iterator[Path]:
@@ -361,9 +362,9 @@ def _looked_at(file: Path) -> tuple[Sight, pq.FileMetaData, bytes]:
     except UNREADABLE as error:
         size = file.stat().st_size if exists(file) else 0
         raise DataError(
-            f"is no readable Parquet file ({size} bytes): {_plain(error)}",
+            f"is not a readable Parquet file ({size} bytes): {_plain(error)}",
             where=str(file),
-            remedy="write it anew, or move it out of the folder",
+            remedy="rewrite it, or move it out of the folder",
         ) from error
 
 
@@ -380,14 +381,14 @@ def _check_one_table(files: list[Path], schemas: list[pa.Schema]) -> None:
         if here == there and first.field(name).nullable != other.field(name).nullable:
             can, cannot = "can hold nulls", "cannot hold nulls"
             spelled, expected = (can, cannot) if other.field(name).nullable else (cannot, can)
-            expected = f"one that {expected}"
+            expected = f"a column that {expected}"
             break
         if here != there:
             spelled = f"is {there}" if there is not None else "is missing"
             expected = f"{here}" if here is not None else "no such column"
             break
     else:
-        name, spelled, expected = ", ".join(other.names), "come in another order", ", ".join(first.names)
+        name, spelled, expected = ", ".join(other.names), "are in another order", ", ".join(first.names)
     raise DataError(
         f"column '{name}' {spelled}; {len(differing)} of {len(files)} files differ from the first",
         where=str(files[number]),

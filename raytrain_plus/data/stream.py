@@ -1,7 +1,7 @@
-"""Streaming through Ray Data: read tasks run ahead of the training, in the order in which a worker needs their rows.
+"""Stream rows through Ray Data: read tasks run ahead of the training, in the order in which a worker needs their rows.
 
-One executor per worker, tasks on the worker's own node and without a CPU share (with one they would starve where the
-workers hold every CPU), a bounded number of them at a time, and a bounded number of bytes waiting here.
+Each worker has one executor. Its tasks run on the worker's own node and without a CPU share: with one they would starve
+if the workers hold every CPU. The number of concurrent tasks and the bytes waiting here are bounded.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import DataError
 
 TASKS_AT_ONCE = 2
-"""Read tasks that run at the same time for one worker."""
+"""Maximum concurrent read tasks of one worker."""
 HORIZON = 16
-"""Read tasks in one Ray Data execution; the next one starts when it has been taken in."""
+"""Read tasks in one Ray Data execution; the next execution starts when all rows of this one have arrived."""
 STARTUP_S = 1.0
-"""What an execution is taken to need before its first rows, until one has been measured."""
+"""Assumed seconds from an execution's start to its first rows, until one has been measured."""
 OBJECT_STORE_BYTES = 256 << 20
-"""What one worker's stream may hold in Ray's object store."""
+"""Maximum bytes that one worker's stream may hold in Ray's object store."""
 WAITING_BYTES = 64 << 20
-"""What may wait in the worker's memory before the stream pauses."""
+"""Bytes waiting in the worker's memory at which the stream pauses."""
 
 _NUMBER = "_raytrain_read"
 
@@ -75,19 +75,19 @@ def _read_group(
 
 
 def _numbered(rows: Rows, group: tuple[Read, ...], whole_units: bool) -> Iterator[pa.Table]:
-    """Read a group, each read's rows with its number; those that cannot be read are left out."""
+    """Yield the rows of each read of a group, with its number; reads that fail are left out."""
     for read in group:
         try:
             table = read_unit(rows.index, read.piece.unit) if whole_units else rows.read(read.piece)
         except DataError:
-            # The reader, to which these rows do not come, reads them itself: it meets the same fault and says so in one
-            # sentence. Raised here, Ray Data would print its own traceback on the user's screen.
+            # The reader does not get these rows, reads them itself, meets the same fault and reports it in one
+            # sentence. If it were raised here, Ray Data would print its own traceback on the user's screen.
             continue
         yield table.append_column(_NUMBER, column_of(np.full(table.num_rows, read.number, dtype=np.int64)))
 
 
 class Stream:
-    """Runs reads ahead; what arrives waits in `take` until the reader wants it."""
+    """Run reads ahead of the training; their rows wait here until the reader calls `take`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Stream:
         roots: Sequence[str],
         first: Callable[[], None] = lambda: None,
     ) -> None:
-        """`first` is called before Ray Data is used, on the stream's thread."""
+        """Prepare the stream. `first` is called on the stream's thread before Ray Data is used."""
         self._rows = rows
         self._sent: Any = None
         self._roots = roots
@@ -119,19 +119,19 @@ class Stream:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self.delivered = -1
-        """The highest number that has arrived."""
+        """The highest number of a read that has arrived."""
         self.ended = False
-        """Nothing more will come: all was delivered, or an error ended the stream."""
+        """Whether no more reads will arrive: all were delivered, or an error ended the stream."""
 
     def start(self) -> None:
-        """Starts the stream's thread."""
-        # Ray Data tells of each execution; a run has many, and a view of its own.
+        """Start the stream's thread."""
+        # Ray Data logs each execution; a run has many, and its own progress view.
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         self._began = time.monotonic()
         self._thread.start()
 
     def take(self, number: int, timeout_s: float) -> pa.Table | None:
-        """The rows of read `number`, waiting for it while it may still come; None where it will not, or not in time."""
+        """Return the rows of read `number`, waiting while they may still arrive; None if they will not, or too late."""
         with self._news:
             self._reader_is_at(number)
             self._news.wait_for(lambda: self.delivered >= number or self.ended or self._closing, timeout_s)
@@ -142,18 +142,18 @@ class Stream:
             return table
 
     def pass_by(self, number: int) -> None:
-        """Says that the reader reads `number` itself: what arrives up to it is dropped."""
+        """Record that the reader reads `number` itself: arriving reads up to it are dropped."""
         with self._news:
             self._reader_is_at(number + 1)
 
     def take_units(self) -> dict[int, pa.Table]:
-        """The whole units that have arrived since the last call, by number."""
+        """Return the whole units that have arrived since the last call, by number."""
         with self._news:
             arrived, self._arrived = self._arrived, {}
             return arrived
 
     def close(self) -> None:
-        """Lets whoever waits in `take` go at once; the stream and its tasks end when the next rows arrive."""
+        """Release callers waiting in `take` at once; the stream and its tasks end when the next rows arrive."""
         with self._news:
             self._closing = True
             self._news.notify_all()
@@ -170,7 +170,7 @@ class Stream:
                 self._execute(groups)
         except Exception:
             if not self._closing:
-                # The reader goes on with direct reads, which meet the same fault, if it is one of the data.
+                # The reader continues with direct reads, which meet the same fault if the data has one.
                 logging.getLogger(__name__).warning("the data stream ended early; reading directly", exc_info=True)
         finally:
             with self._news:
@@ -178,14 +178,14 @@ class Stream:
                 self._news.notify_all()
 
     def _aim(self) -> int:
-        """The read that the reader will want when a new execution delivers its first: earlier ones come too late."""
+        """Return the read that the reader will need when a new execution delivers its first; earlier ones are late."""
         if self._whole_units or self._consumed_to == 0:
             return 0
         rate = (self._consumed_to - self._began_at) / max(time.monotonic() - self._began, 0.001)
         return self._consumed_to + round(rate * self._startup_s)
 
     def _skip_to(self, number: int) -> None:
-        """Nobody is to wait for what lies before `number`: the stream leaves it out."""
+        """Skip the reads before `number`, so that no caller waits for them."""
         with self._news:
             if self.delivered >= 0:
                 self.delivered = max(self.delivered, number - 1)
@@ -202,7 +202,7 @@ class Stream:
             num_cpus=0,
             label_selector={"ray.io/node-id": self._node},
         )
-        # The dataset's own context: the current one is the whole process's, where another stream may be ending.
+        # Use the dataset's own context: the current one belongs to the process, in which another stream may be ending.
         context = dataset.context
         context.enable_progress_bars = False
         context.print_on_execution_start = False
@@ -227,14 +227,13 @@ class Stream:
                     return
 
     def _put(self, read: Read, table: pa.Table) -> bool:
-        """Keeps what arrived, when there is room; False where the stream is closing."""
+        """Keep the rows of a read once there is room; return False if the stream is closing."""
         if self._whole_units:
-            # It stays for long: a copy of our own, not a view that would hold Ray's object store.
+            # The unit is kept for long, so copy it: a view would occupy Ray's object store.
             table = table.take(np.arange(table.num_rows))
         with self._news:
-            if (
-                not self._whole_units
-            ):  # kept units are bounded by the reader's cache, and it asks for them when it likes
+            # Whole units need no limit here: the reader's cache bounds them, and it takes them at any time.
+            if not self._whole_units:
                 self._news.wait_for(
                     lambda: self._closing or self._waiting_bytes < WAITING_BYTES or self._consumed_to >= read.number
                 )
@@ -249,7 +248,7 @@ class Stream:
             return True
 
     def _reader_is_at(self, number: int) -> None:
-        """The reader has passed what lies before `number`."""
+        """Record that the reader has passed the reads before `number`."""
         if self._consumed_to == 0:
             self._began_at = number
         self._consumed_to = max(self._consumed_to, number)
@@ -257,13 +256,13 @@ class Stream:
         self._news.notify_all()
 
     def _drop_passed(self) -> None:
-        """Forgets what the reader has passed by reading directly."""
+        """Drop the reads that the reader has passed by reading directly."""
         for number in [number for number in self._arrived if number < self._consumed_to]:
             self._waiting_bytes -= self._arrived.pop(number).nbytes
 
 
 def _split(batch: pa.Table) -> Iterator[tuple[int, pa.Table]]:
-    """A block, cut where its read changes."""
+    """Yield a block's rows by read: (number, rows)."""
     numbers = batch.column(_NUMBER).to_numpy()
     rows = batch.drop_columns([_NUMBER])
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist()] if len(numbers) else []

@@ -1,7 +1,8 @@
-"""Reading rows: one function, whether a stream's task or the worker itself calls it, so both get the same bytes.
+"""Read and transform rows. A stream's tasks and the worker itself call the same code, so both get the same bytes.
 
-`transform` sees granules: at most so many rows of one unit, cut at fixed places of the unit's order in that epoch, with
-a generator keyed by (seed, epoch, unit, granule). It is the same call whoever reads, and wherever a span begins.
+`transform` gets transform blocks (`granule` in settings): a fixed maximum number of rows of one unit, divided at fixed
+positions of the unit's row order in that epoch. Its generator is keyed by (seed, epoch, unit, block). So the call is
+the same for every reader, wherever a span begins.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _GRANULES = 3
 
 
 def without_ids(rows: pa.Table) -> pa.Table:
-    """The rows as their files have them."""
+    """Return the rows without the column of ids, as they are in their files."""
     return rows.drop_columns([ROW_ID])
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How the rows of a job are read."""
+    """Read the rows of a job. `granule`: the maximum rows of a transform block."""
 
     index: Index
     line: Line
@@ -38,11 +39,14 @@ class Rows:
     granule: int
 
     def read(self, piece: Piece) -> pa.Table:
-        """The rows of one piece, with their ids."""
+        """Return the rows of one piece, with their ids."""
         return self.cut(read_unit(self.index, piece.unit), piece)
 
     def cut(self, unit: pa.Table, piece: Piece) -> pa.Table:
-        """The rows of one piece, out of its whole unit in the file's order."""
+        """Return the rows of one piece, given its whole unit in the file's order.
+
+        Raises `TrainingError` if `transform` does not keep the number of rows.
+        """
         permutation = self.line.permutation(piece.epoch, piece.unit)
         if self.transform is None:
             if permutation is None:
@@ -67,7 +71,7 @@ class Rows:
         if not isinstance(made, pa.Table) or made.num_rows != rows.num_rows:
             got = f"{made.num_rows} rows" if isinstance(made, pa.Table) else type(made).__name__
             raise TrainingError(
-                f"data.transform returned {got} for {rows.num_rows} rows (granule {number} of "
-                f"{self.index.name(piece.unit)}); it must keep their number: filter in data.prepare instead"
+                f"data.transform returned {got} for {rows.num_rows} rows (transform block {number} of "
+                f"{self.index.name(piece.unit)}); it must keep the number of rows: filter in data.prepare instead"
             )
         return made.append_column(ROW_ID, rows.column(ROW_ID))

@@ -139,7 +139,7 @@ def test_what_changes_behind_a_runs_back_is_found(tmp_path: Path) -> None:
     (tmp_path / "data" / "9.parquet").write_bytes((tmp_path / "data" / "0.parquet").read_bytes())
     foreign = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
     assert foreign.returncode == 1
-    assert json.loads(foreign.stdout)["faults"] == ["9.parquet is foreign: the run did not begin with it"]
+    assert json.loads(foreign.stdout)["faults"] == ["9.parquet is new; the run began without it"]
     gone = subprocess.run([*command[:-3], "nobody"], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
     assert (gone.returncode, "there is no run 'nobody'" in gone.stderr) == (2, True)
 

@@ -126,12 +126,12 @@ def test_byte_gpt_trains_and_writes_json(tmp_path: Path) -> None:
         pytest.param({"steps": None}, ["neither `steps` nor `epochs`"], marks=pytest.mark.slow),
         pytest.param(
             {"data": {"path": "DATA", "batch_size": 996, "shards": 498}},
-            ["400 rows are fewer than data.shards = 498"],
+            ["the data has 400 rows, fewer than data.shards = 498"],
             marks=pytest.mark.slow,
         ),
         pytest.param(
             {"data": {"path": "DATA", "batch_size": 402, "shards": 201}, "evaluate": {"path": "FEW", "every_steps": 1}},
-            ["200 rows are fewer than data.shards = 201"],
+            ["the data has 200 rows, fewer than data.shards = 201"],
             marks=pytest.mark.slow,
         ),
         ({"workers": {"min": 1, "gpus": 1}}, ["the cluster has room for 0 workers of 1 CPU and 1 GPU each"]),
@@ -414,7 +414,7 @@ def test_a_corrupt_file_is_told_with_its_name(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     (tmp_path / "data" / "9.parquet").write_bytes(b"PAR1 and then nothing")
     code, _, err = raytrain("run", write_job(tmp_path))
-    assert (code, "9.parquet: is no readable Parquet file" in err) == (2, True), err
+    assert (code, "9.parquet: is not a readable Parquet file" in err) == (2, True), err
 
 
 def write_plain(file: Path, table: pa.Table) -> None:
@@ -461,7 +461,7 @@ def test_a_file_that_is_overwritten_while_a_run_reads_it_fails_the_run(
     # Nor does it resume with the other labels: no run whose data was found wrong ends well.
     folder = tmp_path / "runs" / "job"
     code, _, err = raytrain("resume", folder)
-    assert (code, f"{file}: the file changed while the run used it, and is not back as it was" in err) == (2, True), err
+    assert (code, f"{file}: the file changed while the run used it and has not been restored" in err) == (2, True), err
     write_plain(file, table)
     subprocess.run(shlex.split(re.findall("`(touch .*)`", err)[0]), check=True)
     code, _, err = raytrain("resume", folder)

@@ -108,7 +108,7 @@ def test_files_without_page_checksums_are_said(tmp_path: Path, monkeypatch: pyte
 def test_data_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
     write(tmp_path / "data", "x")
     for paths in ({"data": "y" * 300}, {"held_out": "y" * 300}):
-        with pytest.raises(DataError, match="y: cannot be looked at: File name too long"):
+        with pytest.raises(DataError, match="y: cannot be accessed: File name too long"):
             validate_job(job(tmp_path, "examples.digits:prepare", **paths), [])
 
 

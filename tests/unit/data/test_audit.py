@@ -1,4 +1,4 @@
-"""The audit finds what was planted, and nothing where nothing is wrong."""
+"""The audit finds every planted fault, and none in a clean run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def job_of(folder: Path, **changes: object) -> Job:
 
 
 def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
-    """What the run's own readers deliver, step by step."""
+    """Return the notes of what the run's own readers deliver, step by step."""
     seen = index(job.data.path)
     rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=None, granule=4)
     made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.line.steps)]
@@ -84,7 +84,7 @@ def job(tmp_path: Path) -> Job:
     return job_of(tmp_path)
 
 
-def test_a_run_in_which_nothing_went_wrong(job: Job) -> None:
+def test_a_clean_run(job: Job) -> None:
     found = audit(run_of(job, notes_of(job)))
     assert found.faults == ()
     assert found.epochs == (Epoch(0, 58, 0, 58, 0), Epoch(1, 58, 0, 58, 0))
@@ -117,11 +117,11 @@ def lost_step(notes: list[np.ndarray]) -> None:
 @pytest.mark.parametrize(
     ("plant", "words", "never"),
     [
-        (lost_row, "step 3, shard 1: 2 rows from 9 of its line were used, not 3 from 9 (", 3),
-        (doubled_row, "step 3, shard 1: 4 rows from 9 of its line were used, not 3 from 9 (", 3),
-        (other_rows, "step 3, shard 1: other rows were used than those of its line (", 3),
-        (swapped, "step 3, shard 2: other rows were used than those of its line (", 6),
-        (lost_step, "step 3, shard 0: 0 rows from 9 of its line were used, not 3 from 9 (", 12),
+        (lost_row, "step 3, shard 1: used 2 rows from position 9, expected 3 rows from position 9 (", 3),
+        (doubled_row, "step 3, shard 1: used 4 rows from position 9, expected 3 rows from position 9 (", 3),
+        (other_rows, "step 3, shard 1: rows outside the sample order were used (", 3),
+        (swapped, "step 3, shard 2: rows outside the sample order were used (", 6),
+        (lost_step, "step 3, shard 0: used 0 rows from position 9, expected 3 rows from position 9 (", 12),
     ],
 )
 def test_a_wrong_entry_is_named(job: Job, plant: Callable[[list[np.ndarray]], None], words: str, never: int) -> None:
@@ -134,7 +134,7 @@ def test_a_wrong_entry_is_named(job: Job, plant: Callable[[list[np.ndarray]], No
 
 
 def test_a_row_that_was_used_twice_is_counted(job: Job) -> None:
-    # The shard's next row comes twice: at the end of one step, with its own id, and again in the next.
+    # The shard's next row is used twice: at the end of one step, with its own id, and again in the next step.
     notes = notes_of(job)
     table = pa.concat_tables([pq.read_table(file) for file in sorted((run_of(job, notes) / "ledger").iterdir())])
     seen = index(job.data.path)
@@ -156,16 +156,14 @@ def many_shards(folder: Path, shards: int) -> Job:
 
 
 @pytest.mark.parametrize("shards", [8, 12, 196, 300])
-def test_a_row_that_the_shards_own_bits_do_not_tell_from_others_is_seen_in_the_steps_sum(
-    tmp_path: Path, shards: int
-) -> None:
+def test_the_step_sum_detects_a_row_that_the_shards_bits_miss(tmp_path: Path, shards: int) -> None:
     job = many_shards(tmp_path, shards)
     notes = notes_of(job)
     assert audit(run_of(replace(job, name="right"), notes)).clean
     notes[2][5]["ids"] ^= np.uint64(1 << 60)
     found = audit(run_of(job, notes))
     [fault] = found.faults
-    assert fault.startswith("step 2: other rows were used than those of its line")
+    assert fault.startswith("step 2: rows outside the sample order were used")
     assert sum(epoch.never for epoch in found.epochs) == 2 * shards
 
 
@@ -179,14 +177,14 @@ def test_shards_that_read_each_others_rows_are_seen(tmp_path: Path, shards: int)
     assert sum(epoch.never for epoch in found.epochs) == (4 if shards == 64 else 2 * shards)
 
 
-def test_a_step_without_a_sum_is_told(job: Job) -> None:
+def test_a_step_without_a_sum_is_reported(job: Job) -> None:
     run = run_of(job, notes_of(job))
     [part] = (run / "ledger").iterdir()
     table = pq.read_table(part)
     sums = [None if number % 10 == 4 else value for number, value in enumerate(table.column("step_ids").to_pylist())]
     pq.write_table(table.set_column(7, SCHEMA.field("step_ids"), pa.array(sums, pa.uint64())), part)
     found = audit(run)
-    assert found.faults == ("step 4: its sum does not stand there once",)
+    assert found.faults == ("step 4: expected exactly one step sum in the ledger",)
     assert not found.clean
 
 
@@ -198,7 +196,7 @@ def test_a_missing_shard_says_nothing_of_the_others(job: Job) -> None:
     pq.write_table(table.filter((pc.field("step") != 4) | (pc.field("shard") != 2)), part)
     found = audit(run)
     [fault] = found.faults
-    assert fault.startswith("step 4 of shard 2 is not entered")
+    assert fault.startswith("step 4 of shard 2 is missing from the ledger")
     assert sum(epoch.never for epoch in found.epochs) == 3
 
 
@@ -207,7 +205,7 @@ def test_a_step_that_was_entered_twice(job: Job) -> None:
     run = run_of(job, notes)
     pq.write_table(table_of([(1, 4, notes[4].tobytes())]), run / "ledger" / "00000001-000000000004.parquet")
     found = audit(run)
-    assert found.faults[0] == "step 4 of shard 0 is entered more than once (1.parquet)"
+    assert found.faults[0] == "step 4 of shard 0 is in the ledger more than once (1.parquet)"
     assert sum(epoch.more for epoch in found.epochs) == 12
 
 
@@ -218,7 +216,7 @@ def test_a_step_that_is_missing(job: Job) -> None:
     table = pq.read_table(part)
     pq.write_table(table.filter(pa.compute.not_equal(table.column("step"), 4)), part)
     found = audit(run)
-    assert found.faults[0] == "step 4 of shard 0 is not entered (1.parquet)"
+    assert found.faults[0] == "step 4 of shard 0 is missing from the ledger (1.parquet)"
     assert sum(epoch.never for epoch in found.epochs) == 12
 
 
@@ -231,24 +229,24 @@ def test_a_step_beyond_the_last(job: Job) -> None:
     assert found.clean
 
 
-def test_a_foreign_a_missing_and_a_changed_file(job: Job) -> None:
+def test_a_new_a_missing_and_a_changed_file(job: Job) -> None:
     run = run_of(job, notes_of(job))
     data = Path(job.data.path)
     (data / "0.parquet").rename(data / "new.parquet")
     write_data(data / "made", [20], 9)
     (data / "made" / "0.parquet").replace(data / "1.parquet")
     found = audit(run)
-    assert [fault.partition(" ")[0] for fault in found.faults] == ["0.parquet,", "new.parquet", "1.parquet"]
+    assert [fault.partition(" ")[0] for fault in found.faults] == ["0.parquet", "new.parquet", "1.parquet"]
     assert "is missing" in found.faults[0]
-    assert "is foreign" in found.faults[1]
+    assert "is new" in found.faults[1]
     assert "has changed" in found.faults[2]
 
 
-def test_a_dataset_that_cannot_be_looked_at(job: Job) -> None:
+def test_a_dataset_that_cannot_be_accessed(job: Job) -> None:
     run = run_of(job, notes_of(job))
     then = json.loads((run / "dataset.json").read_text())
     (run / "dataset.json").write_text(json.dumps({**then, "path": "/" + "x" * 300}))
-    assert "cannot be looked at: File name too long" in audit(run).faults[0]
+    assert "cannot be accessed: File name too long" in audit(run).faults[0]
 
 
 def test_a_file_that_has_changed_without_a_change_of_size(tmp_path: Path) -> None:
@@ -263,7 +261,7 @@ def test_a_file_that_has_changed_without_a_change_of_size(tmp_path: Path) -> Non
     size = (tmp_path / "data" / "0.parquet").stat().st_size
     write(7)
     assert (tmp_path / "data" / "0.parquet").stat().st_size == size
-    assert audit(run).faults == ("0.parquet has changed: its footer is another",)
+    assert audit(run).faults == ("0.parquet has changed: its footer differs",)
 
 
 def test_a_torn_part(job: Job) -> None:
@@ -288,7 +286,7 @@ def test_a_flipped_bit_in_a_part_is_found_and_names_it(job: Job) -> None:
     assert audit(run).faults[0].startswith(f"ledger/{part.name} cannot be read: could not verify page integrity")
 
 
-def test_what_cannot_be_is_told_and_not_looked_for(job: Job) -> None:
+def test_impossible_entries_are_reported(job: Job) -> None:
     notes = notes_of(job)
     notes[3][1]["start"], notes[4][2]["rows"], notes[5][3]["rows"] = 2**62, 2**62, -5
     run = run_of(job, notes)
@@ -312,22 +310,22 @@ def test_a_run_of_another_kind(job: Job, file: str, text: str) -> None:
         audit(run)
 
 
-def test_a_result_that_is_torn_and_a_ledger_that_is_gone(job: Job) -> None:
+def test_a_torn_result_and_a_missing_ledger(job: Job) -> None:
     run = run_of(job, notes_of(job))
     (run / "result.json").write_text("{")
     assert [fault.partition(":")[0] for fault in audit(run).faults] == ["result.json cannot be read"]
     (run / "result.json").unlink()
     assert audit(run).clean
     shutil.rmtree(run / "ledger")
-    assert audit(run).lines()[-1] == "  nothing is entered yet: there is nothing to judge"
+    assert audit(run).lines()[-1] == "  the ledger has no entries yet: nothing to audit"
     checkpoint = run / "checkpoints" / "000000000005-00000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "00000-of-00001.safetensors").touch()
     assert audit(run).clean
     checkpoint.with_suffix(".json").touch()
     found = audit(run)
-    assert found.faults[0] == "there is no ledger"
-    assert found.faults[1].startswith("every step from 0 to 5 of shard 0 is not entered (")
+    assert found.faults[0] == "the ledger is missing"
+    assert found.faults[1].startswith("every step from 0 to 5 of shard 0 is missing from the ledger (")
     assert sum(epoch.never for epoch in found.epochs) == 6 * 12
 
 
@@ -343,16 +341,16 @@ def test_a_lost_tail_of_a_run_that_was_killed(job: Job) -> None:
     tail.unlink()
     found = audit(run)
     assert [fault.partition(" (")[0] for fault in found.faults] == [
-        f"every step from 5 to 6 of shard {shard} is not entered" for shard in range(4)
+        f"every step from 5 to 6 of shard {shard} is missing from the ledger" for shard in range(4)
     ]
     assert (found.audited_to, sum(epoch.never for epoch in found.epochs)) == (6, 24)
-    # Where a later generation went on from an earlier step, it is void as the entries behind that step are.
+    # If a later generation resumes from an earlier step, the checkpoint is void, as are the entries after that step.
     event = {"time": 0.0, "generation": 2, "kind": "resumed", "step": 3, "checkpoint": "x", "voided_to": 6}
     (run / "events.ndjson").write_text(json.dumps(event) + "\n")
     assert (audit(run).clean, audit(run).audited_to) == (True, 3)
 
 
-def test_a_ledger_that_is_wrong_all_over_is_told_of_in_few_words(job: Job) -> None:
+def test_a_ledger_wrong_in_every_entry_gets_a_short_report(job: Job) -> None:
     job = replace(job, epochs=None, steps=500)
     notes = notes_of(job)
     for of_step in notes:
@@ -363,14 +361,14 @@ def test_a_ledger_that_is_wrong_all_over_is_told_of_in_few_words(job: Job) -> No
     pq.write_table(table_of(beyond), run / "ledger" / "x.parquet")
     found = audit(run)
     assert found.num_faults == 4 * 500 + 4 * 500
-    kinds = ("was never due", "rows from", "other rows were used")
+    kinds = ("was never due", "rows from", "rows outside the sample order")
     assert [sum(kind in fault for fault in found.faults) for kind in kinds] == [100, 100, 100]
-    assert found.lines()[-1] == "  and 3,980 more faults; --json tells 300 of them"
+    assert found.lines()[-1] == "  and 3,980 more faults; --json lists 300 of them"
     assert len(json.dumps(found.to_json())) < 100_000
     assert not found.clean
 
 
-def test_a_run_that_is_going_on_is_judged_on_what_is_due(job: Job) -> None:
+def test_a_live_run_is_audited_up_to_its_newest_step(job: Job) -> None:
     found = audit(run_of(job, notes_of(job)[:6], status=None))
     assert found.clean
     assert (found.audited_to, found.status) == (5, "unfinished")
@@ -378,21 +376,21 @@ def test_a_run_that_is_going_on_is_judged_on_what_is_due(job: Job) -> None:
     assert "(not finished)" in found.lines()[3]
 
 
-def test_a_finished_run_must_have_entered_every_step(job: Job) -> None:
+def test_a_finished_run_must_have_every_step_in_the_ledger(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes[:8])
     found = audit(run)
     assert found.faults[0] == "the run finished with 8 steps; the job has 10"
-    assert found.faults[1].startswith("every step from 8 to 9 of shard 0 is not entered (")
+    assert found.faults[1].startswith("every step from 8 to 9 of shard 0 is missing from the ledger (")
     assert not audit(run_of(replace(job, name="more", steps=8, epochs=None), notes[:9])).clean
 
 
-def test_what_a_total_loss_made_void_does_not_count(job: Job) -> None:
+def test_entries_made_void_by_a_total_loss_do_not_count(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes[:7], status=None)
     entries = [(5, step, notes[step].tobytes()) for step in range(4, 10)]
     pq.write_table(table_of(entries), run / "ledger" / "00000005-000000000004.parquet")
-    assert audit(run).faults[0] == "every step from 4 to 6 of shard 0 is entered more than once (1.parquet)"
+    assert audit(run).faults[0] == "every step from 4 to 6 of shard 0 is in the ledger more than once (1.parquet)"
     event = {"time": 0.0, "generation": 5, "kind": "resumed", "step": 3, "checkpoint": "x", "voided_to": 6}
     (run / "events.ndjson").write_text(json.dumps(event) + "\n")
     assert audit(run).clean
@@ -410,7 +408,8 @@ def test_a_run_on_an_object_store(job: Job, bucket: Folder, tmp_path: Path) -> N
         for step in steps:
             written.add(generation, step, notes[step].tobytes())
         written.close()
-    assert audit(run.address).faults[0] == "every step from 4 to 6 of shard 0 is entered more than once (1.parquet)"
+    [first, *_] = audit(run.address).faults
+    assert first == "every step from 4 to 6 of shard 0 is in the ledger more than once (1.parquet)"
     log = EventLog(run)
     log.write("resumed", generation=5, fields={"step": 3, "checkpoint": "x", "voided_to": 6})
     log.close()
@@ -423,12 +422,12 @@ def test_there_is_nothing_to_audit(tmp_path: Path) -> None:
         audit(tmp_path)
 
 
-def test_every_size_from_as_many_rows_as_shards_to_three_times_as_many_and_one(job: Job) -> None:
+def test_every_small_number_of_rows_and_files_is_clean(job: Job) -> None:
     job = replace(job, epochs=3)
     straddling = 0
     for rows, files in itertools.product(range(4, 14), range(1, 8)):
         shutil.rmtree(job.storage)
-        # Where there are more files than rows some are empty.
+        # With more files than rows, some files are empty.
         sizes = [len(part) for part in np.array_split(np.arange(rows), files)]
         write_data(Path(job.data.path), sizes, 1)
         notes = notes_of(job, cache_mb=1)
@@ -499,7 +498,7 @@ def test_ten_million_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ['{"kind": "resumed", "step', '{"kind": "resumed", "step": 3}'])
-def test_a_damaged_word_of_a_resumption_is_told_and_nothing_is_judged_without_it(tmp_path: Path, line: str) -> None:
+def test_a_damaged_resumed_event_is_refused(tmp_path: Path, line: str) -> None:
     write_data(tmp_path / "data", [40, 33], 8)
     job = job_of(tmp_path)
     run = run_of(job, notes_of(job))

@@ -1,4 +1,4 @@
-"""Columns are what `pa.array` would make of the same numbers, without pandas."""
+"""`column_of` returns the same columns as `pa.array`, without loading pandas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row's id is what the docstring says, on any machine and in any version."""
+"""A row's id matches the docstring, on any machine and in any version."""
 
 import hashlib
 
@@ -23,7 +23,7 @@ def test_ids_are_the_documented_ones(file: str, group: int) -> None:
     assert row_ids(file, group, 5).tolist() == expected
 
 
-def test_ids_of_other_rows_are_others() -> None:
+def test_ids_differ_between_rows() -> None:
     ids = [value for file in ("a", "b") for group in range(3) for value in row_ids(file, group, 500).tolist()]
     assert len(set(ids)) == len(ids)
 
@@ -33,7 +33,7 @@ def test_a_note_keeps_fewer_bits_the_more_shards_there_are() -> None:
     assert kept == {1: 64, 6: 64, 8: 47, 12: 31, 64: 5, 195: 1, 196: 0, 4096: 0}
 
 
-def test_a_steps_sum_is_the_documented_one_and_tells_who_had_which() -> None:
+def test_a_step_sum_is_the_documented_one_and_depends_on_the_shards() -> None:
     ids = [2**64 - 1, 5, 2**63]
     expected = sum(splitmix64((value + shard) % 2**64) for shard, value in enumerate(ids)) % 2**64
     assert int(step_sum(np.array(ids, np.uint64))) == expected

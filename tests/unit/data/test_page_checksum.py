@@ -1,4 +1,4 @@
-"""Which files carry page checksums, as the headers of their pages say."""
+"""The headers of pages show which files have page checksums."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_file_without_rows_has_no_pages_to_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("header", [b"", b"\x15", b"\x15\x00\x15\xff", b"\x00", b"PAR1", b"\x15\x00\x00", b"\x25\x00"])
-def test_what_is_no_header(header: bytes) -> None:
+def test_bytes_that_are_not_a_header(header: bytes) -> None:
     with pytest.raises(ValueError, match="not a page header"):
         has_checksum(header)
 
@@ -41,5 +41,5 @@ def test_a_damaged_header_names_its_file(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     data[4] = 0xFF
     (tmp_path / "a.parquet").write_bytes(data)
-    with pytest.raises(DataError, match=r"a\.parquet: the header of its first page cannot be read: not a page header"):
+    with pytest.raises(DataError, match=r"a\.parquet: cannot read the header of the first page: not a page header"):
         without_checksums([tmp_path / "a.parquet"])

@@ -1,4 +1,4 @@
-"""The ledger's files: complete up to some step at any moment, small, and loud where they cannot be written."""
+"""The ledger's files are complete up to some step at any moment, small, and report failed writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def notes(step: int, shards: int = 12, rows: int = 5, weights: str = "rows") -> 
     draw = np.random.default_rng(step)
     made = np.zeros(shards, NOTE)
     made["start"], made["rows"], made["weight"] = step * rows, rows, rows
-    # A sum modulo 2^64 of numbers that are drawn alike is drawn alike.
+    # A sum modulo 2^64 of uniform numbers is uniform.
     made["ids"] = draw.integers(0, 2**64, shards, np.uint64)
     if weights != "rows":
         tokens = draw.normal(150 * rows, (rows * 100**2 / 12) ** 0.5, shards).round()
@@ -111,7 +111,7 @@ def test_sums_of_ids_keep_all_of_their_bits(run: Folder) -> None:
     assert ledger(run).column("step_ids").to_pylist() == [int(step_sum(made["ids"])), None, None]
 
 
-def test_what_cannot_be_written_is_kept_until_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_are_kept_until_they_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PERIOD_S", 0.01)
     run = LocalFolder(tmp_path)
     written = Parts(run)
@@ -125,7 +125,7 @@ def test_what_cannot_be_written_is_kept_until_it_can(tmp_path: Path, monkeypatch
     assert sorted(set(ledger(run)["step"].to_pylist())) == [0, 1]
 
 
-def test_nothing_is_written_before_what_comes_first(tmp_path: Path) -> None:
+def test_nothing_is_written_if_before_raises(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path)
     seen: list[int] = []
 
@@ -141,15 +141,13 @@ def test_nothing_is_written_before_what_comes_first(tmp_path: Path) -> None:
     assert not run.files()
     written.add(0, 1, notes(1))
     written.flush()
-    # Where there is nothing to write, nothing is asked.
+    # Without anything to write, `before` is not called.
     written.close()
     assert seen == [0, 0]
     assert sorted(set(ledger(run)["step"].to_pylist())) == [0, 1]
 
 
-def test_where_nothing_may_be_written_any_more_who_enters_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_add_raises_once_writing_is_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PERIOD_S", 0.01)
 
     def overtaken() -> None:
@@ -168,7 +166,7 @@ def test_where_nothing_may_be_written_any_more_who_enters_is_told(
     assert not LocalFolder(tmp_path).files()
 
 
-def test_what_is_forgotten_is_never_written(run: Folder) -> None:
+def test_abandoned_entries_are_never_written(run: Folder) -> None:
     written = Parts(run)
     written.add(0, 0, notes(0))
     written.abandon()

@@ -1,4 +1,4 @@
-"""Batches: the line's rows, the same whether streamed or read directly; a transform is a function of the job."""
+"""Batches follow the sample order, streamed or read directly; a transform depends on the job alone."""
 
 import contextlib
 import os
@@ -65,7 +65,7 @@ def gather(rows: Rows, make_stream=None, cache_mb: int = 0, shards: tuple[int, .
 
 
 def noted(rows: Rows, step: int, shard: int) -> int:
-    """What the ids of the shard's rows in that step sum up to, modulo 2^64, by another way than the reader's."""
+    """Return the sum of the ids of the shard's rows in that step, modulo 2^64, computed independently of the reader."""
     total = 0
     for piece in rows.line.pieces(shard, step):
         unit = piece.unit
@@ -79,7 +79,7 @@ def noted(rows: Rows, step: int, shard: int) -> int:
 
 
 class ThreadStream:
-    """Stands where Ray Data stands: the same reads by a plain thread, in order."""
+    """Replace Ray Data's stream: the same reads by a plain thread, in order."""
 
     def __init__(
         self, rows: Rows, groups: Iterator[tuple[object, ...]], *, whole_units: bool, expected_rows: object
@@ -109,7 +109,7 @@ class ThreadStream:
     def close(self) -> None: ...
 
 
-def test_batches_are_the_lines_rows(folder: Path) -> None:
+def test_batches_follow_the_sample_order(folder: Path) -> None:
     rows = rows_of(folder)
     made, _ = gather(rows)
     for (step, shard), got in made.items():
@@ -130,7 +130,7 @@ def test_streamed_and_direct_rows_are_the_same(folder: Path, cache_mb: int, tran
 
 
 class WaryStream(ThreadStream):
-    """Leaves out what it cannot read, as Ray Data's tasks do."""
+    """Leave out reads that fail, as Ray Data's tasks do."""
 
     def start(self) -> None:
         for group in self.groups:
@@ -149,14 +149,14 @@ def test_a_file_that_changes_ends_the_batches(folder: Path, make_stream: object)
         gather(rows, make_stream)
 
 
-def test_a_shard_that_moves_in_mid_granule_sees_the_same_noise(folder: Path) -> None:
+def test_a_shard_that_moves_within_a_transform_block_sees_the_same_noise(folder: Path) -> None:
     rows = rows_of(folder, transform=augment)
     whole, _ = gather(rows)
     moved, _ = gather(rows, shards=(2,), first=5)
     assert moved == {key: value for key, value in whole.items() if key[0] >= 5 and key[1] == 2}
 
 
-def test_another_granule_or_epoch_gives_other_noise(folder: Path) -> None:
+def test_another_transform_block_or_epoch_gives_other_noise(folder: Path) -> None:
     made, _ = gather(rows_of(folder, transform=augment))
     noise = [row[1] for got in made.values() for row in got]
     assert len(set(noise)) == len(noise)
@@ -164,11 +164,11 @@ def test_another_granule_or_epoch_gives_other_noise(folder: Path) -> None:
 
 def test_a_transform_that_drops_rows_is_refused(folder: Path) -> None:
     rows = rows_of(folder, transform=lambda table, rng: table.slice(1))
-    with pytest.raises(TrainingError, match=r"returned 3 rows for 4 rows \(granule \d+ of .*must keep"):
+    with pytest.raises(TrainingError, match=r"returned 3 rows for 4 rows \(transform block \d+ of .*must keep"):
         gather(rows)
 
 
-def test_what_collate_raises_reaches_the_step(folder: Path) -> None:
+def test_an_error_in_collate_reaches_the_step(folder: Path) -> None:
     def collate(table: pa.Table) -> object:
         raise KeyError("label")
 
@@ -179,7 +179,7 @@ def test_what_collate_raises_reaches_the_step(folder: Path) -> None:
         feed.get(0, 10)
 
 
-def test_a_step_that_never_comes_says_what_was_waited_for(folder: Path) -> None:
+def test_a_step_that_never_arrives_names_the_missing_data(folder: Path) -> None:
     gate = threading.Event()
     feed = Batches(
         rows_of(folder),
@@ -191,7 +191,7 @@ def test_a_step_that_never_comes_says_what_was_waited_for(folder: Path) -> None:
         make_stream=None,
     )
     with feed:
-        with pytest.raises(WaitExpired, match="the data of step 0 did not come within"):
+        with pytest.raises(WaitExpired, match="the data of step 0 did not arrive within"):
             feed.get(0, 0.05)
         gate.set()
 
@@ -241,17 +241,17 @@ def test_a_type_error_in_collate_shows_the_users_frames() -> None:
     def collate(rows: pa.Table) -> object:
         return rows.num_rows + "1"
 
-    with pytest.raises(TrainingError, match="the rows cannot be made a batch: unsupported operand") as caught:
+    with pytest.raises(TrainingError, match="cannot collate the rows into a batch: unsupported operand") as caught:
         cut(table, 1, collate)
     assert 'rows.num_rows + "1"' in caught.value.user_traceback
-    # What the default says needs no place.
+    # The default collate's error needs no traceback.
     with pytest.raises(TrainingError, match="column 'x' has type string") as caught:
         cut(table, 1, Task().collate)
     assert caught.value.user_traceback == ""
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
-def test_who_reads_nothing_knows_how_many_rows_the_others_read(folder: Path, microbatches: int) -> None:
+def test_counts_know_how_many_rows_the_others_read(folder: Path, microbatches: int) -> None:
     rows = rows_of(folder, epochs=1)
     counts = Counts(rows.line, (2, 0, 1), microbatches)
     feed = Batches(
@@ -273,7 +273,7 @@ def test_who_reads_nothing_knows_how_many_rows_the_others_read(folder: Path, mic
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 100])
-def test_the_same_of_held_out_rows(folder: Path, size: int) -> None:
+def test_counts_of_held_out_rows(folder: Path, size: int) -> None:
     rows = rows_of(folder, epochs=1)
     for shard in range(4):
         read = [one.rows for one in held_out(rows, shard, size, to_rows)]

@@ -1,4 +1,4 @@
-"""The line: every row once an epoch, steps of one size, spans equal within one row, whatever the numbers."""
+"""The sample order uses every row once an epoch, in steps of one size and spans that differ by at most one row."""
 
 import pickle
 from collections import Counter
@@ -30,7 +30,7 @@ def lines(draw: st.DrawFn) -> Line:
 
 
 def rows_of(line: Line, shard: int, step: int) -> list[tuple[int, int, int]]:
-    """(epoch, unit, row in the file) of each row that the shard gives to the step."""
+    """Return (epoch, unit, row in the file) of each row that the shard contributes to the step."""
     found = []
     for piece in line.pieces(shard, step):
         permutation = line.permutation(piece.epoch, piece.unit)
@@ -97,8 +97,8 @@ def test_a_job_that_counts_steps_has_equal_ones_over_epochs() -> None:
     assert {piece.epoch for piece in line.pieces(0, 0)} == {0, 1}
 
 
-def test_order_is_written_out() -> None:
-    """Recomputed here by hand, so that another version or language could."""
+def test_order_follows_its_definition() -> None:
+    """The order can be recomputed from its definition, by another version or language."""
 
     def splitmix64(x: int) -> int:
         x = (x + 0x9E3779B97F4A7C15) % 2**64
@@ -163,13 +163,13 @@ def test_first_touches_ends_when_all_units_were_touched() -> None:
     assert sorted(read.piece.unit for read in first_touches(reads(line, [1], 0), {0, 2})) == [0, 2]
 
 
-def test_first_touches_ends_where_some_units_are_never_touched() -> None:
-    # Without shuffling, the second of two shards sees the second half alone, for ever.
+def test_first_touches_ends_if_some_units_are_never_touched() -> None:
+    # Without shuffling, the second of two shards only ever sees the second half.
     line = Line([4, 4, 4, 4], shards=2, batch_size=4, seed=0, shuffle="none", steps=10**9)
     assert [read.piece.unit for read in first_touches(reads(line, [1], 0), {0, 1, 2, 3})] == [2, 3]
 
 
-def test_a_line_is_pickled_without_its_tables() -> None:
+def test_a_sample_order_is_pickled_without_its_tables() -> None:
     line = Line([4, 4, 4], shards=2, batch_size=4, seed=0, steps=100)
     fresh = len(pickle.dumps(line))
     before = [line.pieces(1, step) for step in range(20)]

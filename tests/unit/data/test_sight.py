@@ -1,4 +1,4 @@
-"""What is told of a file that is not any more what it was when it was first seen."""
+"""The description of a file that has changed since it was first seen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AN_HOUR_NS = 3600 * 10**9
 
 
 def write(file: Path, labels: list[int], statistics: bool = False) -> None:
-    """Of other labels, size and footer are the same; with `statistics` the footer is another."""
+    """Write a file whose size and footer do not depend on the labels; with `statistics`, the footer does."""
     pq.write_table(pa.table({"y": labels}), file, compression="none", use_dictionary=False, write_statistics=statistics)
 
 
@@ -33,7 +33,7 @@ def seen(file: Path) -> tuple[Sight, str]:
     return sight_of(file), hashlib.sha256(footer_of(file)).hexdigest()
 
 
-def test_nothing_has_changed_and_one_stat_tells(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_file_costs_one_stat(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, footer = seen(file)
     looks: list[Path] = []
     looked = Path.stat
@@ -68,7 +68,7 @@ def test_another_footer(file: Path) -> None:
     assert change_of(file, first, footer).startswith("its footer changed: 20")
 
 
-def test_another_footer_is_found_though_the_modification_time_was_put_back(file: Path) -> None:
+def test_another_footer_is_found_though_the_modification_time_was_restored(file: Path) -> None:
     write(file, [1, 2, 3], statistics=True)
     first, footer = seen(file)
     write(file, [2, 3, 4], statistics=True)
@@ -83,7 +83,7 @@ def test_another_size(file: Path) -> None:
     assert change_of(file, first, footer) == f"its size changed: {first.size:,} -> {first.size + 1000:,} bytes"
 
 
-def test_a_file_that_is_gone(file: Path) -> None:
+def test_a_file_that_was_removed(file: Path) -> None:
     first, footer = seen(file)
     file.unlink()
     assert change_of(file, first, footer) == "it was removed"

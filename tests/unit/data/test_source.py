@@ -1,4 +1,4 @@
-"""What one pass over the footers finds, and what it refuses, with the place and the remedy."""
+"""Indexing reads units, columns and the fingerprint, and refuses bad data with the place and the remedy."""
 
 import os
 import pickle
@@ -25,7 +25,7 @@ def write(path: Path, rows: int, start: int = 0, group: int = 4, **columns: pa.A
 
 
 def write_checked(path: Path, rows: int, **how: Any) -> Path:
-    """Points and labels, in row groups of 10, with page checksums."""
+    """Write points and labels in row groups of 10, with page checksums."""
     rng = np.random.default_rng(0)
     points = pa.FixedSizeListArray.from_arrays(pa.array(rng.normal(size=6 * rows).astype("float32")), 6)
     table = pa.table({"x": points, "y": pa.array(rng.integers(0, 3, rows))})
@@ -72,7 +72,7 @@ def test_a_missing_folder(tmp_path: Path) -> None:
 
 def test_a_folder_without_parquet_says_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x")
-    assert "holds no Parquet file, but 1 .csv" in failure(tmp_path)
+    assert "contains no Parquet files; found 1 .csv" in failure(tmp_path)
 
 
 def test_an_empty_dataset(tmp_path: Path) -> None:
@@ -93,11 +93,11 @@ def test_columns_of_which_only_one_can_hold_nulls(tmp_path: Path) -> None:
     for name, nullable in (("a", True), ("b", False)):
         schema = pa.schema([pa.field("x", pa.int64(), nullable=nullable)])
         pq.write_table(pa.table({"x": [1]}, schema=schema), tmp_path / f"{name}.parquet")
-    with pytest.raises(DataError, match=r"b.parquet: column 'x' cannot hold nulls(.|\n)*one that can hold nulls"):
+    with pytest.raises(DataError, match=r"b.parquet: column 'x' cannot hold nulls(.|\n)*a column that can hold nulls"):
         index(tmp_path)
 
 
-def test_what_repeats_is_counted_as_it_is_decoded(tmp_path: Path) -> None:
+def test_repeated_values_count_with_their_decoded_size(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [7] * 100_000, "y": [[1.0, 2.0]] * 100_000}), tmp_path / "a.parquet")
     assert index(tmp_path).unit_bytes[0] >= 100_000 * 8
 
@@ -117,7 +117,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """As if `path` lay in a folder that may not be searched; tests may run as root, whom no mode stops."""
+    """Make `path` inaccessible, as in a folder without search permission; root would ignore a mode."""
     looked = Path.stat
 
     def stat(at: Path, **settings: Any) -> Any:
@@ -128,20 +128,20 @@ def forbid(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setattr(Path, "stat", stat)
 
 
-def test_a_path_that_cannot_be_looked_at_is_named_with_the_reason(
+def test_a_path_that_cannot_be_accessed_is_named_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = tmp_path / ("x" * 300)
-    assert failure(long) == f"{long}: cannot be looked at: File name too long"
-    assert "cannot be looked at: embedded null byte" in failure(tmp_path / "a\0b")
+    assert failure(long) == f"{long}: cannot be accessed: File name too long"
+    assert "cannot be accessed: embedded null byte" in failure(tmp_path / "a\0b")
     forbid(monkeypatch, tmp_path / "closed" / "data")
-    assert failure(tmp_path / "closed" / "data").endswith("closed/data: cannot be looked at: Permission denied")
+    assert failure(tmp_path / "closed" / "data").endswith("closed/data: cannot be accessed: Permission denied")
 
 
-def test_a_file_that_cannot_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_accessed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.parquet", 3)
     forbid(monkeypatch, tmp_path / "a.parquet")
-    assert failure(tmp_path).endswith("a.parquet: cannot be looked at: Permission denied")
+    assert failure(tmp_path).endswith("a.parquet: cannot be accessed: Permission denied")
 
 
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,11 +171,11 @@ def test_a_missing_column(tmp_path: Path) -> None:
 def test_a_corrupt_file_is_named_with_its_size(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 9)
     (tmp_path / "b.parquet").write_bytes(b"PAR1 is not enough")
-    assert "b.parquet: is no readable Parquet file (18 bytes)" in failure(tmp_path)
+    assert "b.parquet: is not a readable Parquet file (18 bytes)" in failure(tmp_path)
 
 
 def rot(file: Path, at: int, damage: bytes) -> None:
-    """Damages bytes as a disk does: nobody has written to the file."""
+    """Damage bytes as a failing disk does: `stat` stays the same."""
     before = file.stat()
     with file.open("r+b") as opened:
         opened.seek(at)
@@ -196,7 +196,7 @@ def flip(file: Path, at: int, bit: int) -> None:
 
 
 def pages(file: Path) -> list[tuple[int, int, int, str]]:
-    """Row group, where its header begins, where the page ends, and column, of each page of one-paged column chunks."""
+    """Return (row group, start of the header, end of the page, column) of each page; each chunk has one page."""
     found = []
     metadata = pq.read_metadata(file)
     for group in range(metadata.num_row_groups):
@@ -210,7 +210,7 @@ def pages(file: Path) -> list[tuple[int, int, int, str]]:
 
 
 def fault(seen: Index, unit: int) -> str:
-    """What is wrong with a unit; empty if it can be read."""
+    """Return the error of reading a unit; empty if it can be read."""
     try:
         read_unit(seen, unit)
     except DataChanged as error:
@@ -228,12 +228,12 @@ def test_a_flipped_bit_in_any_page_of_sixty_files_is_found(tmp_path: Path, how: 
     assert len(seen.unit_rows) == 120
     for number in range(len(seen.files)):
         group, _, end, column = rng.choice(pages(seen.file(number)))
-        # A header's statistics are no values, nor are they under the checksum.
+        # A header's statistics are not values, and the checksum does not cover them.
         flip(seen.file(number), end - 1 - rng.randrange(8), rng.randrange(8))
         found = fault(seen, 2 * number + group)
         if not re.search(f"{seen.file(number)}, {told.format(group, column)}", found):
             missed.append(f"{seen.name(2 * number + group)}: {found}")
-        # The other row group is whole.
+        # The other row group is undamaged.
         assert read_unit(seen, 2 * number + 1 - group).num_rows == 10
     assert not missed
 
@@ -251,7 +251,7 @@ def test_no_flipped_bit_in_a_pages_header_gives_other_rows(tmp_path: Path, bits:
                 file.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
                 os.utime(file, ns=(times, times))
                 try:
-                    # Statistics, say, which nobody reads.
+                    # For example statistics, which nothing reads.
                     assert read_unit(seen, 0).equals(whole)
                 except DataError as error:
                     found += "changed" not in str(error)
@@ -270,11 +270,11 @@ def test_a_file_that_changed_before_or_after_it_was_read_is_named(tmp_path: Path
         with pytest.raises(DataChanged, match=told):
             look()
     check_unchanged(seen, 0)
-    # Whoever looks now for the first time sees nothing amiss.
+    # A process that first sees the file now finds no change.
     check_unchanged(index(tmp_path))
 
 
-def test_a_file_that_changed_is_held_against_what_was_seen_of_it_until_it_is_back(tmp_path: Path) -> None:
+def test_a_changed_file_is_refused_until_it_is_restored(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     write(file, 4)
     seen, before = index(tmp_path), file.stat().st_mtime_ns
@@ -282,7 +282,7 @@ def test_a_file_that_changed_is_held_against_what_was_seen_of_it_until_it_is_bac
     with pytest.raises(DataChanged) as caught:
         check_unchanged(seen)
     first = pickle.loads(pickle.dumps(caught.value)).first
-    with pytest.raises(DataError, match="and is not back as it was: its modification time changed") as refused:
+    with pytest.raises(DataError, match="and has not been restored: its modification time changed") as refused:
         check_put_back(index(tmp_path), first)
     check_put_back(seen, {**first, "path": "/elsewhere"})
     [command] = re.findall("`(touch .*)`", refused.value.remedy)
@@ -291,7 +291,7 @@ def test_a_file_that_changed_is_held_against_what_was_seen_of_it_until_it_is_bac
     check_put_back(index(tmp_path), first)
 
 
-def test_a_change_is_told_rather_than_what_it_does_to_the_reading(tmp_path: Path) -> None:
+def test_a_change_is_reported_rather_than_the_read_error_that_it_causes(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 4)
     seen = index(tmp_path)
     (tmp_path / "a.parquet").write_bytes(b"no Parquet")
@@ -314,5 +314,5 @@ def test_data_that_each_node_wrote_for_itself_is_the_same_data(tmp_path: Path) -
 
 def test_fewer_rows_than_shards(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 5)
-    with pytest.raises(DataError, match=r"5 rows are fewer than data\.shards = 8"):
+    with pytest.raises(DataError, match=r"the data has 5 rows, fewer than data\.shards = 8"):
         check_enough(index(tmp_path), 8)

@@ -1,4 +1,4 @@
-"""What the stream promises to its reader, without a Ray."""
+"""The stream's guarantees to its reader, tested without Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def arrive(into: Stream, number: int) -> None:
     assert into._put(Read(number, 0, 0, Piece(0, number, 0, 1)), pa.table({"x": [number]}))
 
 
-def test_what_cannot_be_read_is_left_to_the_reader_which_names_the_fault(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_read_are_left_to_the_reader(tmp_path: Path) -> None:
     for name in "ab":
         write(tmp_path / f"{name}.parquet", 4)
     seen = index(tmp_path)
@@ -50,7 +50,7 @@ def test_a_read_that_arrived_is_taken_and_those_before_it_are_dropped() -> None:
     assert list(made._arrived) == [2]
 
 
-def test_nobody_waits_for_what_the_stream_leaves_out() -> None:
+def test_take_does_not_wait_for_skipped_reads() -> None:
     made = stream()
     arrive(made, 0)
     made._skip_to(5)
@@ -67,7 +67,7 @@ def test_a_stream_that_has_delivered_nothing_does_not_seem_to_be_ahead() -> None
     assert made.delivered == -1
 
 
-def test_who_waits_is_let_go_when_it_arrives_and_when_the_stream_closes() -> None:
+def test_take_returns_when_the_read_arrives_and_when_the_stream_closes() -> None:
     made = stream()
     got: list[Any] = []
     waiting = threading.Thread(target=lambda: got.extend([made.take(2, 5), made.take(3, 5)]))
@@ -79,7 +79,7 @@ def test_who_waits_is_let_go_when_it_arrives_and_when_the_stream_closes() -> Non
     assert [table and table.column("x").to_pylist() for table in got] == [[2], None]
 
 
-def test_a_block_is_cut_where_its_read_changes() -> None:
+def test_a_block_is_split_by_read() -> None:
     block = pa.table({"x": [1, 2, 3, 4], "_raytrain_read": [7, 7, 9, 9]})
     assert [(number, part.column("x").to_pylist()) for number, part in _split(block)] == [(7, [1, 2]), (9, [3, 4])]
     assert list(_split(block.slice(0, 0))) == []

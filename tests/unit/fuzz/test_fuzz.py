@@ -141,7 +141,7 @@ def test_a_column_whose_name_is_damaged(tmp_path: Path) -> None:
     pq.write_table(pa.table({"é": np.arange(4)}), file, store_schema=False)
     seen = index(tmp_path)
     file.write_bytes(file.read_bytes().replace("é".encode(), b"\xc3("))
-    with pytest.raises(DataError, match="is no readable Parquet file"):
+    with pytest.raises(DataError, match="is not a readable Parquet file"):
         index(tmp_path)
     with pytest.raises(DataChanged, match="its footer changed"):
         read_unit(seen, 0)
@@ -294,7 +294,7 @@ def test_a_job_that_became_longer_is_audited_in_no_time(length: str, run: Path) 
     job.write_text(longer.replace(f"{key}: null", length))
     code, _, err = raytrain("audit", run)
     assert code == 2
-    assert "is said to be due, and the ledger has only 32 entries" in err
+    assert "is due, but the ledger has only 32 entries" in err
 
 
 def test_a_dataset_whose_rows_are_no_number_has_no_length(run: Path) -> None:
