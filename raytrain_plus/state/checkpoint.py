@@ -1,7 +1,8 @@
-"""Checkpoints in a run's folder: shares are written, a manifest makes them one, and what is read is checked first.
+"""Write, commit, list, remove and read the checkpoints in a run's folder.
 
-The order of things is what makes a checkpoint whole or none: every share is durable before the manifest is created,
-and old ones go only after that. `state.manifest` says what lies where.
+Each writer writes a share; the manifest makes the shares a checkpoint. The order keeps checkpoints atomic: every share
+is durable before the manifest is created, and old checkpoints are removed only after that. Every byte read is verified.
+`state.manifest` describes the layout.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from raytrain_plus.storage.interface import Folder, Stat
 
 Array = npt.NDArray[Any]
 CHUNK = 8 << 20
-"""Bytes handed to the storage at once."""
+"""Maximum bytes handed to the storage at once."""
 MISSING = "the file is missing"
 READERS = 4
-"""Pieces read at the same time."""
+"""Maximum pieces read at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A piece of a tensor, its bytes apart from the live ones."""
+    """A piece of a tensor, copied from the live one."""
 
     piece: Piece
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     data: Array
-    """Bytes, in one dimension."""
+    """The piece's bytes, in one dimension."""
 
 
 def amiss(run: Folder, manifest: m.Manifest) -> str:
-    """What of a checkpoint's files is not there, or not whole, seen from here; empty where all are."""
+    """Describe the first file of a checkpoint that is missing or incomplete, as seen from here; empty if none is."""
     return _amiss(manifest, run.files(f"{m.FOLDER}/{manifest.name}"))
 
 
@@ -52,28 +53,28 @@ def _amiss(manifest: m.Manifest, files: Mapping[str, Stat]) -> str:
         if stat is None:
             return f"{file.name} is missing"
         if stat.bytes != file.bytes:
-            return f"{file.name} has {stat.bytes:,} bytes, not {file.bytes:,}"
+            return f"{file.name} has {stat.bytes:,} bytes, expected {file.bytes:,}"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint, or what is left of one."""
+    """A checkpoint, or the remains of one."""
 
     name: str
     step: int
     generation: int
     bytes: int
     time: float
-    """Of its newest file, in Unix seconds."""
+    """The time of its newest file, in Unix seconds."""
     manifest: m.Manifest | None
-    """Where it is complete and counts."""
+    """Its manifest if it is complete and valid, else None."""
     why: str
-    """Why it does not, otherwise."""
+    """The reason why it is not complete or valid; empty if it is."""
     error: CheckpointError | None = None
-    """What reading its manifest raised."""
+    """The error of reading its manifest, if any."""
     damaged: bool = False
-    """It was complete once."""
+    """Whether it was complete once and is damaged now."""
 
 
 def write_share(
@@ -84,9 +85,9 @@ def write_share(
     copies: Sequence[Copy],
     moved: Callable[[], None] = lambda: None,
 ) -> m.Share:
-    """Writes one writer's share of the checkpoint `name`, durable. Raises `OSError` where that is not possible.
+    """Write one writer's share of the checkpoint `name` durably, and return its description for the manifest.
 
-    `moved` is called whenever the storage asks for more.
+    `moved` is called whenever the storage asks for more bytes. Raises `OSError` if the share cannot be written.
     """
     head = header([(_label(copy), copy.dtype, _rows(copy), copy.piece.bytes) for copy in copies])
     total = xxhash.xxh3_128()
@@ -123,16 +124,22 @@ def _rows(copy: Copy) -> tuple[int, ...]:
 
 
 def commit(run: Folder, manifest: m.Manifest) -> None:
-    """Makes a checkpoint of what lies there. Raises `CheckpointError` where there is one of that name already."""
+    """Commit a checkpoint whose shares are written, by creating its manifest.
+
+    Raises `CheckpointError` if another controller has committed one of that name.
+    """
     file, document = f"{m.FOLDER}/{manifest.name}.json", m.to_bytes(manifest)
-    # A try that failed after the file had its name is one that succeeded.
+    # An attempt that failed after the file had its name did succeed: the content is then the same.
     if not run.create(file, document) and run.read(file) != document:
         raise CheckpointError("another controller has written this checkpoint", where=f"{run.where}/{file}")
 
 
 def survey(run: Folder, resumptions: Iterable[tuple[int, int]] = ()) -> list[Found]:
-    """Every checkpoint in a run's folder, newest first, with why it is none where it is none; nothing is hashed."""
-    # Of a writer that was killed nothing else may be there.
+    """List every checkpoint in a run's folder, newest first, with the reason if it is unusable. Hashes no files.
+
+    `resumptions`: (generation, step) of each resumption.
+    """
+    # A killed writer may have left nothing but unfinished files.
     files = {**run.files(m.FOLDER), **run.unfinished(m.FOLDER)}
     names = {name for file in files if (name := _name(file)) is not None}
     past = list(resumptions)
@@ -141,7 +148,7 @@ def survey(run: Folder, resumptions: Iterable[tuple[int, int]] = ()) -> list[Fou
 
 
 def _name(file: str) -> str | None:
-    """The checkpoint that a file belongs to."""
+    """Return the name of the checkpoint that a file belongs to, if any."""
     part = file.split("/")[1].removesuffix(".json")
     return part if m.parse_name(part) else None
 
@@ -162,7 +169,7 @@ def _found(run: Folder, name: str, files: Mapping[str, Stat], past: Iterable[tup
     if document not in files:
         return nothing("not finished: there is no manifest")
     if m.void(name, past):
-        return nothing("void: the run went on from an earlier one")
+        return nothing("void: the run resumed from an earlier checkpoint")
     try:
         manifest = m.from_bytes(run.read(document), name)
     except FileNotFoundError:
@@ -174,18 +181,19 @@ def _found(run: Folder, name: str, files: Mapping[str, Stat], past: Iterable[tup
 
 
 def discard(run: Folder, name: str) -> None:
-    """Removes what was written of a checkpoint that was never made; one that was is left alone.
+    """Remove the shares of a checkpoint that was never committed; a committed one is left alone.
 
-    Raises `OSError` where something cannot be removed.
+    Raises `OSError` if something cannot be removed.
     """
     if f"{m.FOLDER}/{name}.json" not in run.files(m.FOLDER):
         run.remove(f"{m.FOLDER}/{name}")
 
 
 def sweep(run: Folder, stay: Collection[str], before: tuple[int, int]) -> None:
-    """Removes every checkpoint, and what is left of one, that is older than `before` (generation, step), but `stay`.
+    """Remove every checkpoint, complete or not, that is older than `before` (generation, step), except those in `stay`.
 
-    The manifest goes first: what is half removed is none. Raises `OSError` where something cannot be removed.
+    The manifest is removed first, so that a half-removed checkpoint does not count. Raises `OSError` if something
+    cannot be removed.
     """
     begun = run.unfinished(m.FOLDER)
     names = {name for file in (*run.files(m.FOLDER), *begun) if (name := _name(file)) is not None}
@@ -195,7 +203,7 @@ def sweep(run: Folder, stay: Collection[str], before: tuple[int, int]) -> None:
             run.remove(f"{m.FOLDER}/{name}.json")
             run.remove(f"{m.FOLDER}/{name}")
     for file in begun:
-        # A manifest's, of a controller that was killed: who sweeps makes none at that moment.
+        # An unfinished manifest of a killed controller: the caller is not writing one at this moment.
         if file.count("/") == 1:
             run.remove(file)
 
@@ -203,10 +211,10 @@ def sweep(run: Folder, stay: Collection[str], before: tuple[int, int]) -> None:
 def read_tensors(
     run: Folder, manifest: m.Manifest, wanted: Mapping[str, tuple[int, int] | None]
 ) -> dict[str, tuple[str, tuple[int, ...], Array]]:
-    """Tensors (dtype, shape, bytes) by name, or their rows [first, last); only the pieces that hold these are read.
+    """Return tensors (dtype, shape, bytes) by name, whole (None) or their rows [first, last).
 
-    Every byte that is read is checked. Raises `DamagedError` where one is not what was written, `OSError` where the
-    storage fails.
+    Reads only the pieces that hold the wanted rows, and verifies every byte that it reads. Raises `DamagedError` if a
+    byte differs from what was written, `OSError` if the storage fails.
     """
     place = f"{m.FOLDER}/{manifest.name}"
     whole: dict[str, tuple[str, tuple[int, ...], Array]] = {}
@@ -255,9 +263,9 @@ def _read(run: Folder, file: str, start: int, into: Array, expected: str) -> Non
         stat = run.files(file.rpartition("/")[0]).get(file)
         if stat is None or stat.bytes >= start + into.nbytes:
             raise
-        raise DamagedError(f"the file has been cut to {stat.bytes:,} bytes", where=f"{run.where}/{file}") from None
+        raise DamagedError(f"the file is truncated to {stat.bytes:,} bytes", where=f"{run.where}/{file}") from None
     if xxhash.xxh3_128(into.data).hexdigest() != expected:
         raise DamagedError(
-            f"the file is damaged: bytes {start:,} to {start + into.nbytes:,} are not those that were written",
+            f"the file is damaged: bytes {start:,} to {start + into.nbytes:,} do not match their checksum",
             where=f"{run.where}/{file}",
         )

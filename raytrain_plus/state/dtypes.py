@@ -1,4 +1,4 @@
-"""The types of tensors that a checkpoint can hold. Pure."""
+"""The dtypes of tensors that a checkpoint can hold. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Dtype(NamedTuple):
-    """A type."""
+    """A dtype."""
 
     word: str
-    """Safetensors' name of it."""
+    """Its name in safetensors."""
     bytes: int
-    """Of one number."""
+    """Bytes of one element."""
 
 
 DTYPES = {
@@ -32,4 +32,4 @@ DTYPES = {
     "bool": Dtype("BOOL", 1),
     "complex64": Dtype("C64", 8),
 }
-"""By torch's names."""
+"""The dtypes by their torch names."""

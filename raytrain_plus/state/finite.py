@@ -13,9 +13,9 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def not_finite(tensors: Named, allowed: Collection[str] = ()) -> list[str]:
-    """Return the names of the floating or complex tensors that hold a value that is not finite, in order.
+    """Return the names of the floating or complex tensors that hold NaN or infinity, in order.
 
-    `allowed` names are left out, and an optimizer's scalars: some keep an infinity as the best value so far.
+    Skips the `allowed` names and an optimizer's scalars: some keep infinity as the best value so far.
     """
     found = [
         name
@@ -26,29 +26,29 @@ def not_finite(tensors: Named, allowed: Collection[str] = ()) -> list[str]:
 
 
 def check_finite(tensors: Named, allowed: Collection[str], step: int) -> None:
-    """Raise `TrainingError` if the state after `step` holds a value that is not finite."""
+    """Raise `TrainingError` if a tensor of the state after `step` holds NaN or infinity."""
     found = not_finite(tensors, allowed)
     if found:
         raise TrainingError(spell_not_finite(step, found))
 
 
 def spell_not_finite(step: int, names: Collection[str]) -> str:
-    """Return a sentence that says so."""
+    """Return the error message for these non-finite tensors of the state after `step`."""
     first, *others = names
     more = f" and {len(others)} more tensors hold" if len(others) > 1 else " and one more tensor hold" * len(others)
     return (
-        f"the state after step {step} is not finite: '{first}'{more or ' holds'} NaN or infinity, though each gradient "
-        "was finite; usual causes: a learning rate or an optimizer that overflows, a BatchNorm of one value"
+        f"the state after step {step} is not finite: '{first}'{more or ' holds'} NaN or infinity, though all gradients "
+        "were finite; usual causes: overflow due to the learning rate or the optimizer, BatchNorm over one value"
     )
 
 
 def as_tensors(packed: Mapping[str, Packed]) -> Named:
-    """Return tensors that share the memory of packed ones, which has to be writable."""
+    """Return tensors that share the memory of packed ones; it must be writable."""
     return ((name, tensor_of(dtype, data).reshape(shape)) for name, (dtype, shape, data) in packed.items())
 
 
 def tensor_of(dtype: str, data: Array) -> torch.Tensor:
-    """Return a flat tensor of these bytes, which it shares."""
+    """Return a flat tensor that shares these bytes."""
     return torch.from_numpy(data).view(getattr(torch, dtype))
 
 
@@ -56,5 +56,5 @@ def _finite(value: torch.Tensor) -> bool:
     if not (value.is_floating_point() or value.is_complex()):
         return True
     value = value.detach()
-    # Types of eight bits have no operations of their own.
+    # 8-bit floating dtypes do not support `isfinite`.
     return bool((value.float() if value.element_size() == 1 else value).isfinite().all())

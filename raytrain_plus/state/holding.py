@@ -1,7 +1,7 @@
-"""Where a worker keeps its training state: everything that a step changes, as named tensors and a JSON tree.
+"""A worker's training state: everything that a step changes, as named tensors and a JSON tree.
 
-Names: `param/<name>`, `buffer/<name>` (those that are not persistent, too), `optim/<parameter>/<key>`, and for tensors
-among settings `group/...` and `scheduler/...`. Tied parameters appear once.
+Names: `param/<name>`, `buffer/<name>` (non-persistent buffers too), `optim/<parameter>/<key>`, and for tensors among
+settings `group/...` and `scheduler/...`. Tied parameters appear once.
 """
 
 from __future__ import annotations
@@ -17,45 +17,46 @@ from raytrain_plus.errors import TaskError
 from raytrain_plus.state.tree import Json, from_json, to_json
 
 SKIPPED = "skipped"
-"""Among a state's counts: how many steps in a row, up to its own, were skipped because sums were not finite."""
+"""A key of `Holding.counts`: the consecutive steps, up to the state's own, skipped because sums were not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The live state."""
+    """The live training state."""
 
     buffers: Mapping[str, torch.Tensor]
-    """The committed ones."""
+    """The committed buffers."""
     parameters: Sequence[tuple[str, nn.Parameter]]
-    """Those that train."""
+    """The trained parameters."""
     frozen: Sequence[tuple[str, nn.Parameter]]
+    """The parameters that are not trained."""
     optimizer: torch.optim.Optimizer | None
-    """None where nothing trains."""
+    """None if nothing is trained."""
     scheduler: Any
     scales: dict[str, int]
-    """The grids of the next exact sums; empty where sums are not exact."""
+    """The grids of the next exact sums; empty if sums are not exact."""
     persistent: Sequence[str] = ()
-    """Buffers that the model's `state_dict` has."""
+    """The buffers in the model's `state_dict`."""
     counts: dict[str, int] = field(default_factory=dict)
     """Counts over steps that belong to the state: see `SKIPPED`."""
     allowed: frozenset[str] = frozenset()
-    """Tensors that may hold NaN or infinity, because they do from the beginning."""
+    """Tensors that may hold NaN or infinity, because they did when the run began."""
 
 
 def model_state(holding: Holding) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name: what is there before any step."""
+    """Return parameters and buffers by name: the state that exists before any step."""
     tensors = {f"param/{name}": value.detach() for name, value in (*holding.parameters, *holding.frozen)}
     return tensors | {f"buffer/{name}": value.detach() for name, value in holding.buffers.items()}
 
 
 def saved_model(holding: Holding) -> dict[str, torch.Tensor]:
-    """What the model's `state_dict` has, named as in the state. Stands also while a step computes."""
+    """Return the tensors of the model's `state_dict`, named as in the state. Also valid while a step computes."""
     unsaved = {f"buffer/{name}" for name in holding.buffers.keys() - set(holding.persistent)}
     return {name: value for name, value in model_state(holding).items() if name not in unsaved}
 
 
 def described(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
-    """The state as tensors, which are the live ones, and a tree. Raises `TaskError` for what cannot be written down."""
+    """Return the state as live tensors and a JSON tree. Raises `TaskError` for values that JSON cannot hold."""
     tensors = model_state(holding)
     rest = {
         "scales": dict(holding.scales),
@@ -90,15 +91,15 @@ def described(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
 
 
 def _classes(holding: Holding) -> dict[str, str | None]:
-    """Of what class optimizer and scheduler are; by name alone, since modules move."""
+    """Return the class names of optimizer and scheduler, without their modules, which may move."""
     scheduler = None if holding.scheduler is None else type(holding.scheduler).__qualname__
     return {"optimizer": type(holding.optimizer).__qualname__, "scheduler": scheduler}
 
 
 def other_classes(tree: Json, holding: Holding) -> list[str]:
-    """In which of optimizer and scheduler the task differs from a state, in words.
+    """Describe how the classes of the task's optimizer and scheduler differ from those of a state.
 
-    What one class keeps another may take without a word, and go on with it in its own way.
+    One class may silently accept the state of another and continue differently.
     """
     if holding.optimizer is None or tree.get("classes") is None:
         return []
@@ -111,27 +112,27 @@ def other_classes(tree: Json, holding: Holding) -> list[str]:
 
 
 def put_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device], torch.Tensor]) -> None:
-    """Puts optimizer, scheduler and grids in place; `tensor(name, device)` gives the tensors.
+    """Load optimizer, scheduler and grids from a tree; `tensor(name, device)` returns the tensors.
 
-    Raises `TaskError` where optimizer or scheduler are others, or have other groups: before anything is changed.
+    Raises `TaskError` if optimizer or scheduler are of other classes or have other groups, before changing anything.
     """
     if holding.optimizer is None:
         _put_rest(tree, holding)
         return
     others = other_classes(tree, holding)
     if others:
-        raise TaskError(f"the task built other things than the state that it takes is of: {'; '.join(others)}")
+        raise TaskError(f"the task does not match the state to load: {'; '.join(others)}")
     by_name = dict(holding.parameters)
     mine = [[id(value) for value in group["params"]] for group in holding.optimizer.param_groups]
     theirs = [[id(by_name.get(name)) for name in group["parameters"]] for group in tree["groups"]]
     if [set(group) & {id(value) for value in by_name.values()} for group in mine] != [set(group) for group in theirs]:
         raise TaskError(
-            f"the optimizer has other groups of parameters: {len(mine)} here, {len(theirs)} in the state that it takes"
+            f"the optimizer has other parameter groups than the state to load: {len(mine)} here, {len(theirs)} there"
         )
     any_device = next(iter(by_name.values())).device
 
     def at(device: torch.device) -> Callable[[str, bool], torch.Tensor]:
-        # A step count stays on the CPU where the optimizer keeps it there.
+        # A step count stays on the CPU if the optimizer keeps it there.
         return lambda name, on_cpu: tensor(name, torch.device("cpu") if on_cpu else device)
 
     holding.optimizer.state.clear()

@@ -1,4 +1,4 @@
-"""The state, or a share of it, copied into memory of its own: all of a checkpoint that a step waits for."""
+"""Copy the state, or a share of it, to separate host memory: the only part of a checkpoint that a step waits for."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from raytrain_plus.state.tree import Json
 
 
 class HostMemory:
-    """Memory for a copy, kept from one to the next: fresh pages cost as much as the copy itself."""
+    """Memory for copies, reused for the next one: fresh pages cost as much as the copy itself.
+
+    Each method's result is valid until the next call.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, holding: Holding, rank: int, size: int, speaks: bool = True) -> tuple[list[Copy], Json]:
-        """The pieces that this one, of so many who hold the same, writes, and the tree. They stand until the next call.
+        """Copy the pieces that writer `rank` of `size` writes; return them and the tree.
 
-        What belongs to no layer is written by who `speaks` for all stages.
+        All `size` writers hold the same state. `speaks`: whether this writer also writes the tensors of no layer, for
+        all stages.
         """
         tensors, tree = described(holding)
         if not speaks:
@@ -46,7 +50,7 @@ class HostMemory:
         ], tree
 
     def snapshot(self, step: int, holding: Holding) -> Snapshot:
-        """All of the state after `step`, its digest not yet made. It stands until the next call."""
+        """Copy the whole state after `step`; the digest is left empty."""
         tensors, tree = described(holding)
         copied = self._copied([bytes_of(value) for value in tensors.values()])
         packed = {
@@ -56,7 +60,7 @@ class HostMemory:
         return Snapshot(step, packed, json.dumps(tree).encode(), "")
 
     def keep(self, snapshot: Snapshot) -> Snapshot:
-        """The same one, in this memory. It stands until the next call."""
+        """Copy a snapshot into this memory."""
         rooms = self._rooms([data.nbytes for _, _, data in snapshot.tensors.values()], pinned=False)
         packed = {}
         for (name, (dtype, shape, data)), room in zip(snapshot.tensors.items(), rooms, strict=True):
@@ -65,7 +69,7 @@ class HostMemory:
         return replace(snapshot, tensors=packed)
 
     def _copied(self, sources: Sequence[torch.Tensor]) -> list[Array]:
-        """Copies of these bytes."""
+        """Return copies of these byte tensors."""
         on_gpu = any(source.is_cuda for source in sources)
         rooms = self._rooms([source.nbytes for source in sources], pinned=on_gpu)
         for room, source in zip(rooms, sources, strict=True):
@@ -75,7 +79,7 @@ class HostMemory:
         return [room.numpy() for room in rooms]
 
     def _rooms(self, sizes: Sequence[int], pinned: bool) -> list[torch.Tensor]:
-        """Memory of these sizes in bytes."""
+        """Return slices of the memory with these sizes in bytes."""
         if self._memory.nbytes < sum(sizes):
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         ends = list(itertools.accumulate(sizes))
@@ -83,11 +87,11 @@ class HostMemory:
 
 
 def check_storable(holding: Holding) -> None:
-    """Raises `TaskError` where a checkpoint could not hold the state."""
+    """Raise `TaskError` if a checkpoint cannot hold a tensor of the state."""
     for name, value in described(holding)[0].items():
         if dtype_name(value.dtype) not in DTYPES:
             raise TaskError(
-                f"'{name}' is {dtype_name(value.dtype)}, which a checkpoint cannot hold",
+                f"'{name}' has dtype {dtype_name(value.dtype)}, which a checkpoint cannot hold",
                 expected=f"one of {', '.join(DTYPES)}",
-                remedy="keep it as one of these (a complex128 as two float64, say)",
+                remedy="convert it to one of these (for example complex128 to two float64)",
             )

@@ -1,7 +1,7 @@
-"""What a complete checkpoint is: one JSON document that names every file, every piece, and all that is no tensor. Pure.
+"""Define a complete checkpoint: a JSON manifest of every file, every piece, and all values besides tensors. Pure.
 
-    checkpoints/<step>-<generation>/00000-of-00004.safetensors ...     written first, and made durable
-    checkpoints/<step>-<generation>.json                               its appearance is the commit
+    checkpoints/<step>-<generation>/00000-of-00004.safetensors ...     written first and made durable
+    checkpoints/<step>-<generation>.json                               creating it commits the checkpoint
 
 A checkpoint of step s holds the state after s. The document begins with the hash of the rest of it.
 """
@@ -63,10 +63,10 @@ _HEAD = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})", ')
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where rows [first, last) of a tensor lie."""
+    """The location of rows [first, last) of a tensor: `bytes` bytes from byte `start` of a file."""
 
     file: int
-    """In the manifest's list."""
+    """The file's index in the manifest's list."""
     start: int
     bytes: int
     first: int
@@ -84,13 +84,13 @@ class Tensor:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Its size in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].bytes
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A safetensors file; `head` is its header, which nothing of ours reads."""
+    """A safetensors file. `head`: the bytes of its header, which this package does not need."""
 
     name: str
     bytes: int
@@ -101,39 +101,39 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one writer has written: a file, and the pieces of tensors in it."""
+    """The share that one writer has written: a file, and the pieces of tensors in it."""
 
     file: File
     tensors: Mapping[str, Tensor]
-    """Its pieces say file 0."""
+    """The tensors' pieces; their `file` is 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A checkpoint."""
+    """The manifest of a complete checkpoint."""
 
     run: str
     step: int
     generation: int
     time: float
-    """Of the copy, in Unix seconds."""
+    """When the state was copied, in Unix seconds."""
     job: Mapping[str, Any]
-    """Every setting."""
+    """Every setting of the job."""
     task_sha256: str | None
-    """Of the source file of the task's class, where it has one."""
+    """SHA-256 of the source file of the task's class, if it has one."""
     versions: Mapping[str, str]
     data: Mapping[str, Any]
-    """Fingerprints, and the position: the rows that the run has used."""
+    """Fingerprints, and the position: the number of rows that the run has used."""
     layout: Sequence[Mapping[str, Any]]
-    """The members of the view: worker, cell, stage, shards."""
+    """The members of the view: `worker`, `cell` (the index of the model replica), `stage`, `shards`."""
     random: Mapping[str, Any]
-    """How random numbers are keyed; there is no other state of them."""
+    """How random numbers are keyed; they have no other state."""
     metrics: Mapping[str, float]
-    """Held-out figures of this very state, where it was evaluated."""
+    """Held-out metrics of this state, if it was evaluated."""
     stall_s: float
-    """For how long the copy held the training up."""
+    """Seconds for which the copy delayed the training."""
     tree: Any
-    """What is no tensor: see `state.holding`."""
+    """The values that are not tensors: see `state.holding`."""
     files: tuple[File, ...]
     tensors: Mapping[str, Tensor]
 
@@ -144,12 +144,12 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Of its files, together."""
+        """The total size of its files in bytes."""
         return sum(file.bytes for file in self.files)
 
 
 def name_of(step: int, generation: int) -> str:
-    """A checkpoint's name.
+    """Return a checkpoint's name.
 
     >>> name_of(199, 3)
     '000000000199-00000003'
@@ -158,13 +158,13 @@ def name_of(step: int, generation: int) -> str:
 
 
 def parse_name(name: str) -> tuple[int, int] | None:
-    """(step, generation) out of a name; None where it is none."""
+    """Return (step, generation) of a checkpoint's name; None if it is not one."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def joined(shares: Sequence[Share]) -> tuple[tuple[File, ...], dict[str, Tensor]]:
-    """The files and tensors of all shares together, pieces in order."""
+    """Merge shares: return all files, and all tensors with their pieces in order."""
     tensors: dict[str, Tensor] = {}
     for number, share in enumerate(shares):
         for name, part in share.tensors.items():
@@ -178,7 +178,7 @@ def joined(shares: Sequence[Share]) -> tuple[tuple[File, ...], dict[str, Tensor]
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """The document. Raises `ValueError` where it would not be read back."""
+    """Return the manifest's document. Raises `ValueError` or `CheckpointError` if it could not be read back."""
     rest = json.dumps({"format": FORMAT, **asdict(manifest)}, allow_nan=False)[1:].encode()
     document = f'{{"xxh3_128": "{xxhash.xxh3_128(rest).hexdigest()}", '.encode() + rest
     from_bytes(document, manifest.name)
@@ -186,12 +186,15 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def from_bytes(document: bytes, name: str) -> Manifest:
-    """A manifest out of its document. Raises `DamagedError`, and `CheckpointError` for another version's."""
+    """Parse a manifest's document.
+
+    Raises `DamagedError` if it is damaged or invalid, `CheckpointError` if another version wrote it.
+    """
     where = f"{FOLDER}/{name}.json"
     head = _HEAD.match(document)
     rest = document[head.end() :] if head else b""
     if head is None or xxhash.xxh3_128(rest).hexdigest() != head[1].decode():
-        raise DamagedError("the manifest is damaged: its bytes do not have the hash that it names", where=where)
+        raise DamagedError("the manifest is damaged: its content does not match its hash", where=where)
     try:
         values = json.loads(b"{" + rest)
         written = values.pop("format")
@@ -199,9 +202,9 @@ def from_bytes(document: bytes, name: str) -> Manifest:
         raise DamagedError(f"the manifest is not JSON: {type(error).__name__}: {error}", where=where) from None
     if written != FORMAT:
         raise CheckpointError(
-            f"this checkpoint is of format {written}, and this version reads format {FORMAT}",
+            f"the checkpoint has format {written}, but this version reads format {FORMAT}",
             where=where,
-            remedy=f"use the version that wrote it (raytrain-plus {_version(values)}), or a newer one",
+            remedy=f"use the version that wrote it (raytrain-plus {_version(values)}) or a newer one",
         )
     if wrong := _SHAPE(values):
         raise DamagedError(f"the manifest is invalid: {wrong}", where=where)
@@ -230,27 +233,27 @@ def _version(values: Mapping[str, Any]) -> str:
 
 
 def _fault(manifest: Manifest, name: str) -> str:
-    """What of a manifest does not hold together, if anything: it may come from anywhere."""
+    """Return the first inconsistency of a manifest, if any: its content is not trusted."""
     if manifest.name != name:
-        return f"it says that it is {manifest.name}"
+        return f"it belongs to checkpoint {manifest.name}"
     for file in manifest.files:
         if not _FILE.fullmatch(file.name):
-            return f"{file.name!r} is no name of a file of a checkpoint"
+            return f"{file.name!r} is not a valid name of a checkpoint's file"
         if not 0 <= file.head <= file.bytes:
-            return f"the header of {file.name} has {file.head} bytes"
+            return f"the header of {file.name} has {file.head} bytes, the file {file.bytes}"
     for tensor_name, tensor in manifest.tensors.items():
         if wrong := has.name(tensor_name):
             return wrong
         if tensor.dtype not in DTYPES:
-            return f"{tensor_name} is {tensor.dtype}"
+            return f"{tensor_name} has the unknown dtype {tensor.dtype}"
         rows = tensor.shape[0] if tensor.shape else 1
         at = 0
         for piece in tensor.pieces:
             inside = 0 <= piece.file < len(manifest.files)
             if not inside or piece.start < 0 or piece.start + piece.bytes > manifest.files[piece.file].bytes:
-                return f"a piece of {tensor_name} lies outside of its file"
+                return f"a piece of {tensor_name} is outside its file"
             if piece.first != at or piece.last < at or piece.bytes * max(rows, 1) != tensor.bytes * (piece.last - at):
-                return f"the pieces of {tensor_name} do not make it up"
+                return f"the pieces of {tensor_name} do not cover its rows in order"
             at = piece.last
         if at != rows:
             return f"the pieces of {tensor_name} end at row {at} of {rows}"
@@ -258,9 +261,10 @@ def _fault(manifest: Manifest, name: str) -> str:
 
 
 def kept(found: Iterable[Manifest], keep: int, best: tuple[str, str] | None) -> tuple[list[Manifest], list[Manifest]]:
-    """Which complete checkpoints stay, newest first, and which go: the `keep` newest stay, and the best one.
+    """Divide complete checkpoints into those to keep and those to remove, each newest first.
 
-    `best` is (metric, `min` or `max`). A checkpoint without that figure is never the best; of equals the older one is.
+    Keeps the `keep` newest and the best one. `best` is (metric, `min` or `max`). A checkpoint without a finite value of
+    that metric is never the best; of equal ones the older is.
     """
     ordered = sorted(found, key=newness, reverse=True)
     stay = ordered[: max(1, keep)]
@@ -277,19 +281,19 @@ def kept(found: Iterable[Manifest], keep: int, best: tuple[str, str] | None) -> 
 
 
 def newness(manifest: Manifest) -> tuple[int, int]:
-    """Sorts checkpoints: what a later generation wrote is newer, whatever its step."""
+    """Return the sort key of a checkpoint: one of a later generation is newer, whatever its step."""
     return manifest.generation, manifest.step
 
 
 def void(name: str, resumptions: Iterable[tuple[int, int]]) -> bool:
-    """Whether a later generation went on from an earlier step; `resumptions` are (generation, step)."""
+    """Return whether a later generation resumed from an earlier step; `resumptions` are (generation, step)."""
     at = parse_name(name)
     assert at is not None, name
     return any(at[1] < generation and at[0] > step for generation, step in resumptions)
 
 
 def mismatch(stored: Mapping[str, Tensor], built: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
-    """How a model's parameters and buffers (name -> dtype, shape) differ from a checkpoint's, in words."""
+    """Describe how a model's parameters and buffers (name -> dtype, shape) differ from a checkpoint's."""
     theirs = {name: tensor for name, tensor in stored.items() if name.startswith(("param/", "buffer/"))}
     said = [f"{_short(name)} is in the checkpoint, not in the task's model" for name in sorted(theirs.keys() - built)]
     said += [f"{_short(name)} is in the task's model, not in the checkpoint" for name in sorted(built.keys() - theirs)]

@@ -1,6 +1,6 @@
-"""The training state as named tensors, and its hash.
+"""Name the tensors of the training state, and hash them.
 
-Names: `param/<name>`, `buffer/<name>` (persistent ones), `optim/<parameter>/<key>`. Tied parameters appear once.
+Names: `param/<name>`, `buffer/<name>` (persistent buffers), `optim/<parameter>/<key>`. Tied parameters appear once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from raytrain_plus.state.entry import Entry
 def named_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of the state by name, on its own device; scalars as float64."""
+    """Return every tensor of the state by name, on its own device; Python numbers become float64 scalars."""
     return {**dict(_model_state(module)), **optimizer_state(optimizer, parameters)}
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer | None, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> dict[str, torch.Tensor]:
-    """The optimizer's part of it; nothing where there is none."""
+    """Return the optimizer's tensors by name; empty if there is no optimizer."""
     if optimizer is None:
         return {}
     state: dict[str, torch.Tensor] = {}
@@ -36,7 +36,7 @@ def optimizer_state(
 
 
 def optimizer_values(parameter: str, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What of an optimizer's figures for one parameter is part of the state."""
+    """Return the tensors and numbers of an optimizer's state for one parameter, as named tensors."""
     state = {}
     for key, value in values.items():
         if isinstance(value, torch.Tensor):
@@ -56,7 +56,7 @@ def _model_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def state_sha256(state: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over the sorted names: name NUL dtype NUL shape NUL little-endian bytes; scalars as float64."""
+    """Return SHA-256 over the sorted names: name NUL dtype NUL shape NUL little-endian bytes; scalars as float64."""
     digest = hashlib.sha256()
     for name in sorted(state):
         entry = entry_of(name, state[name])
@@ -66,16 +66,17 @@ def state_sha256(state: dict[str, torch.Tensor]) -> str:
 
 
 def entry_of(name: str, tensor: torch.Tensor) -> Entry:
+    """Return the entry of a tensor of the state."""
     scalar = b"" if tensor.dim() else bytes_of(tensor.cpu().to(torch.float64)).numpy().tobytes()
     size = tensor.numel() * tensor.element_size()
     return Entry(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), size=size, scalar=scalar)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, in one dimension; its own memory where it is contiguous."""
+    """Return a tensor's bytes, in one dimension; they share its memory if it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a type: `float32`."""
+    """Return the name of a dtype, for example `float32`."""
     return str(dtype).removeprefix("torch.")

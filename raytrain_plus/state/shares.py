@@ -1,7 +1,7 @@
-"""Who writes what of a state that several workers hold alike. Pure.
+"""Distribute the writing of a state that several workers hold alike. Pure.
 
-Tensors are cut along their first dimension into pieces that can be read one by one; the pieces, in name order, are
-dealt out in runs of about as many bytes each.
+Tensors are divided along their first dimension into pieces that can be read one by one. The pieces, in name order, are
+distributed in runs of about equal bytes.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 MOST_BYTES = 64 << 20
-"""A piece is no larger, unless one row is."""
+"""Maximum bytes of a piece, unless one row is larger."""
 LEAST_BYTES = 1 << 20
-"""A tensor below this is not cut."""
+"""A tensor of at most this many bytes is never divided."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [first, last) of a tensor's first dimension; a scalar's are [0, 1)."""
+    """Rows [first, last) of a tensor's first dimension; [0, 1) for a scalar."""
 
     tensor: str
     first: int
     last: int
     start: int
-    """In the tensor's bytes."""
+    """The offset of its first byte in the tensor's bytes."""
     bytes: int
 
 
 def share_out(tensors: Mapping[str, tuple[tuple[int, ...], int]], writers: int) -> list[list[Piece]]:
-    """The pieces that each of so many writers writes, out of tensor -> (shape, bytes).
+    """Return the pieces that each writer writes, given tensor -> (shape, bytes).
 
     >>> [[(piece.tensor, piece.bytes) for piece in share] for share in share_out({"a": ((3,), 12), "b": ((), 8)}, 2)]
     [[('a', 12)], [('b', 8)]]
@@ -40,7 +40,7 @@ def share_out(tensors: Mapping[str, tuple[tuple[int, ...], int]], writers: int) 
     before = 0
     for name in sorted(tensors):
         for piece in _cut(name, *tensors[name], most):
-            # Where its middle falls.
+            # The writer whose range of bytes contains the middle of the piece.
             middle = before + piece.bytes / 2
             shares[min(writers - 1, int(middle * writers / total)) if total else 0].append(piece)
             before += piece.bytes

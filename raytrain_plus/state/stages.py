@@ -1,7 +1,8 @@
-"""The state of a model in stages: put together out of its stages', or cut down to one of them. Pure.
+"""Merge the states of a model's stages, or restrict a state to one stage. Pure.
 
-A tensor's name says its layer (`param/<layer>.<rest>`, `optim/<layer>.<rest>/<key>`); what belongs to no layer, as the
-optimizer's groups and the scheduler do, is the same on every stage, and the first one that trains speaks for it.
+A tensor's name contains its layer (`param/<layer>.<rest>`, `optim/<layer>.<rest>/<key>`). Values that belong to no
+layer, such as the optimizer's groups and the scheduler, are the same on every stage; they are taken from the first
+stage that trains.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _OF_LAYERS = ("param/", "buffer/", "optim/")
 
 
 def layer_of(name: str) -> str | None:
-    """The layer that a tensor of the state is of; None where it is of none.
+    """Return the layer of a tensor of the state; None if it belongs to no layer.
 
     >>> layer_of("optim/block1.weight/exp_avg"), layer_of("scheduler/last"), layer_of("param/head.bias")
     ('block1', None, 'head')
@@ -29,12 +30,12 @@ def layer_of(name: str) -> str | None:
 
 
 def own_tensors(tensors: Mapping[str, Tensor], others: Collection[str]) -> dict[str, Tensor]:
-    """Without those of the layers `others`."""
+    """Return the tensors without those of the layers `others`."""
     return {name: value for name, value in tensors.items() if layer_of(name) not in others}
 
 
 def own_tree(tree: Tree, others: Collection[str]) -> Tree:
-    """Without what is of the layers `others`: see `state.holding` for what a tree has."""
+    """Return the tree without the values of the layers `others`; see `state.holding` for a tree's content."""
 
     def mine(names: Sequence[str]) -> list[str]:
         return [name for name in names if name.partition(".")[0] not in others]
@@ -50,16 +51,16 @@ def own_tree(tree: Tree, others: Collection[str]) -> Tree:
 
 
 def whole_tree(trees: Sequence[Tree]) -> Tree:
-    """One tree out of those of all stages, by stage. Raises `TaskError` where they are no parts of one."""
-    # A stage that trains nothing has no optimizer, and no say in what belongs to no layer.
+    """Merge the trees of all stages, in stage order. Raises `TaskError` if they have different numbers of groups."""
+    # A stage that trains nothing has no optimizer, so the values of no layer cannot come from it.
     training = [tree for tree in trees if tree["groups"] is not None]
     first = (training or trees)[0]
     counts = {len(tree["groups"]) for tree in training}
     if len(counts) > 1:
         raise TaskError(
-            f"the optimizer has {min(counts)} groups of parameters on one stage, {max(counts)} on another",
+            f"the optimizer has {min(counts)} parameter groups on one stage, {max(counts)} on another",
             where="parallel.pipeline",
-            expected="as many groups whatever parameters Task.optimizer gets, though some may be empty",
+            expected="the same number of groups for any parameters passed to Task.optimizer; some may be empty",
         )
     return {
         **first,

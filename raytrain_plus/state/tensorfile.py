@@ -1,7 +1,7 @@
-"""The header of a safetensors file, so that a large one can be written piece by piece, from where the bytes are. Pure.
+"""Build the header of a safetensors file, so that a large file can be written piece by piece without copies. Pure.
 
     8 bytes: length of the header, little-endian | header: JSON, padded with spaces to 8 bytes | the tensors' bytes
-(github.com/huggingface/safetensors, "Format"). Any reader of safetensors reads what this begins.
+(github.com/huggingface/safetensors, "Format"). Any safetensors reader can read the resulting files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from raytrain_plus.state.dtypes import DTYPES
 def header(
     tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The header of a file that holds these tensors - name, type in torch's words, shape, bytes - in this order."""
+    """Return the header of a file that holds these tensors, in this order: (name, torch dtype name, shape, bytes)."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, dtype, shape, size in tensors:

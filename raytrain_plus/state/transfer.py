@@ -1,6 +1,6 @@
-"""The training state on its way from one worker to another, or back from a checkpoint: checked, put in place whole.
+"""Transfer the training state from one worker to another, or back from a checkpoint.
 
-The receiver keeps it beside its own state until it is complete and its hash agrees, and only then swaps it in.
+The receiver keeps it beside its own state until it is complete and its hash matches, and only then swaps it in.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raytrain_plus.state.tree import from_json
 
 Array = npt.NDArray[Any]
 Packed = tuple[str, tuple[int, ...], Array]
-"""A tensor's dtype, shape and bytes."""
+"""A tensor's dtype (its torch name), shape and bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,13 @@ class Snapshot:
     step: int
     tensors: Mapping[str, Packed]
     values: bytes
-    """What is no tensor, as JSON: see `state.holding`."""
+    """The values that are not tensors, as JSON: see `state.holding`."""
     digest: str
+    """The result of `digest`; empty if not computed yet."""
 
 
 def take(step: int, holding: Holding) -> Snapshot:
-    """The state after `step`; on the CPU its tensors share memory with the live ones."""
+    """Return the state after `step`; on the CPU its tensors share memory with the live ones."""
     tensors, tree = described(holding)
     packed = {name: _pack(value) for name, value in tensors.items()}
     values = json.dumps(tree).encode()
@@ -46,7 +47,7 @@ def take(step: int, holding: Holding) -> Snapshot:
 
 
 def digest(step: int, tensors: Mapping[str, Packed], values: bytes) -> str:
-    """XXH3 (128 bits) over all of it, tensors by name: it guards against damage, not against malice."""
+    """Return XXH3 (128 bits) over step, values and tensors in name order: it detects damage, not manipulation."""
     total = xxhash.xxh3_128(f"{step}\0".encode() + values)
     for name in sorted(tensors):
         dtype, shape, data = tensors[name]
@@ -56,7 +57,10 @@ def digest(step: int, tensors: Mapping[str, Packed], values: bytes) -> str:
 
 
 def restricted(snapshots: Sequence[Snapshot], others: Collection[str]) -> Snapshot:
-    """One stage's state, without the layers `others`, out of the states of one or of all stages."""
+    """Return one stage's state, without the layers `others`, from the states of one or of all stages.
+
+    The digest is left empty unless nothing is to be changed.
+    """
     if len(snapshots) == 1 and not others:
         return snapshots[0]
     tensors = {name: packed for snapshot in snapshots for name, packed in snapshot.tensors.items()}
@@ -65,7 +69,7 @@ def restricted(snapshots: Sequence[Snapshot], others: Collection[str]) -> Snapsh
 
 
 def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:
-    """What the state's hash is of: see `state.named`."""
+    """Return the tensors over which the state's hash is computed: see `state.named`."""
     tree = json.loads(snapshot.values)
     persistent = {f"buffer/{name}" for name in tree["persistent"]}
     cpu = torch.device("cpu")
@@ -81,13 +85,13 @@ def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:
 
 
 def put(snapshot: Snapshot, holding: Holding) -> None:
-    """Swaps a snapshot in. Raises `TaskError` where it is another model's: before anything is changed."""
+    """Swap a snapshot in. Raises `TaskError` if it is of another model, before changing anything."""
     tree = json.loads(snapshot.values)
     targets = model_state(holding)
     given = {name for name in snapshot.tensors if name.startswith(("param/", "buffer/"))}
     differing = sorted((given ^ targets.keys()) | (set(tree["optimizer"]) - dict(holding.parameters).keys()))
     if differing:
-        raise TaskError(f"the task built another model than on other workers: {differing[:3]}")
+        raise TaskError(f"the task built another model than on other workers: it differs in {differing[:3]}")
     for name, target in targets.items():
         if tuple(target.shape) != snapshot.tensors[name][1]:
             raise TaskError(f"the task built another model than on other workers: {name} has another shape")
@@ -99,7 +103,7 @@ def put(snapshot: Snapshot, holding: Holding) -> None:
 
 
 def unpacked(packed: Packed, device: torch.device) -> torch.Tensor:
-    """A tensor of its own; made of the bytes themselves where nobody else has them, as of those of a checkpoint."""
+    """Return a separate tensor; it takes over the bytes if nothing else uses them, as for those of a checkpoint."""
     dtype, shape, data = packed
     if device.type == "cpu" and data.nbytes and data.flags.owndata and data.flags.writeable:
         return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
@@ -113,7 +117,7 @@ def _pack(tensor: torch.Tensor) -> Packed:
 
 
 def _fill(target: torch.Tensor, packed: Packed) -> None:
-    """Copies packed values into `target`; what came through Ray's object store is neither kept nor written to."""
+    """Copy packed values into `target`. Memory of Ray's object store is neither kept nor written to."""
     dtype, _, data = packed
     if target.device.type == "cpu" and target.is_contiguous() and dtype_name(target.dtype) == dtype:
         np.copyto(bytes_of(target).numpy(), data)

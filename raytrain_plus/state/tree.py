@@ -1,7 +1,7 @@
-"""What is no tensor - settings, counters, a scheduler's state - as JSON, with the tensors in it taken out by name.
+"""Convert settings, counters and a scheduler's state to JSON and back; their tensors are kept separately by name.
 
-JSON has no word for a tuple, an infinity, a key that is no text, or a tensor: these become {"~": kind, ...}. What has
-no such word either is refused by name: nothing is ever pickled.
+JSON cannot express a tuple, an infinity, a key that is not a string, or a tensor: these become {"~": kind, ...}. Any
+other value is refused by name: nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _KIND = "~"
 
 
 def to_json(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
-    """`value` as JSON. Its tensors go into `tensors`, under `name` and where they are in it.
+    """Return `value` as JSON. Its tensors go into `tensors`, named `name` followed by their path in `value`.
 
-    Raises `TaskError` for what cannot be written down.
+    Raises `TaskError` for a value that cannot be converted.
     """
     if isinstance(value, torch.Tensor):
         tensors[name] = value.detach()
@@ -40,9 +40,9 @@ def to_json(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
         items = [to_json(entry, f"{name}/{index}", tensors) for index, entry in enumerate(_in_order(value))]
         return items if isinstance(value, list) else {_KIND: _kind_of(value), "items": items}
     raise TaskError(
-        f"the training state holds a {type(value).__name__} in '{name}', which cannot be written down",
-        expected="tensors, numbers, text, None, and lists, tuples, sets and dicts of these",
-        remedy="keep it out of the optimizer's state and of the scheduler's state_dict(), or make it one of these",
+        f"the training state holds a {type(value).__name__} in '{name}', which cannot be saved",
+        expected="tensors, numbers, strings, None, and lists, tuples, sets and dicts of these",
+        remedy="keep it out of the optimizer's state and the scheduler's state_dict(), or convert it to one of these",
     )
 
 
@@ -62,7 +62,7 @@ def _kind_of(value: Any) -> str:
 
 
 def from_json(value: Json, tensor: Callable[[str, bool], torch.Tensor]) -> Any:
-    """What `to_json` made JSON of; `tensor(name, on_cpu)` gives the tensors back."""
+    """Return the value that `to_json` converted; `tensor(name, on_cpu)` returns its tensors."""
     if isinstance(value, list):
         return [from_json(entry, tensor) for entry in value]
     if not isinstance(value, dict):

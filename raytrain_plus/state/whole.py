@@ -1,6 +1,6 @@
-"""The whole state out of what those have that hold its stages: its hash, and a file of its model. Pure.
+"""Hash the whole state and write its model to a file, from the workers that hold its stages. Pure.
 
-A few tensors after the other: nobody has to hold the model, let alone the optimizer's figures.
+It fetches a few tensors at a time, so that no process has to hold the model, let alone the optimizer's state.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.tensorfile import header
 
 BATCH = 64 << 20
-"""Bytes that are asked for at once; a tensor that is larger comes alone."""
+"""Maximum bytes requested at once; a larger tensor is requested alone."""
 
 Begin = Callable[[int, tuple[str, ...]], Callable[[], Sequence[Any]]]
-"""Begins to get these tensors from the holder with this number; what it returns waits for their bytes."""
+"""Starts to fetch these tensors from the holder with this number; the returned function waits for their bytes."""
 
 
 class Digest(Protocol):
-    """As of `hashlib`."""
+    """A hash object, as in `hashlib`."""
 
     def update(self, data: Any, /) -> None: ...
 
 
 def model_file(inventories: Sequence[Sequence[Entry]], begin: Begin, digest: Digest) -> Iterator[Any]:
-    """The pieces of a safetensors file of the model, while `digest` gets what the hash of the state is of.
+    """Yield the pieces of a safetensors file of the model, and update `digest` with the whole state.
 
-    `inventories`: for each holder, what it has; where two have a tensor, it comes from the first. Raises `Interrupted`
-    where something else comes than a holder said that it had.
+    `inventories`: for each holder, the tensors that it has; a tensor that two holders have comes from the first. Raises
+    `Interrupted` if a holder delivers other sizes than its inventory lists.
     """
     entries = ordered(inventories)
     model = [entry for _, entry in entries if entry.of_model]
@@ -39,7 +39,7 @@ def model_file(inventories: Sequence[Sequence[Entry]], begin: Begin, digest: Dig
     )
     begun: deque[tuple[list[Entry], Callable[[], Sequence[Any]]]] = deque()
     for holder, batch in batches(entries, BATCH):
-        # While one is written the next one is on its way.
+        # Fetch the next batch while one is being written.
         begun.append((batch, begin(holder, tuple(entry.name for entry in batch))))
         if len(begun) > 1:
             yield from _taken(*begun.popleft(), digest)
@@ -48,7 +48,7 @@ def model_file(inventories: Sequence[Sequence[Entry]], begin: Begin, digest: Dig
 
 
 def ordered(inventories: Sequence[Sequence[Entry]]) -> list[tuple[int, Entry]]:
-    """Every tensor once, by name, with the number of who gives it."""
+    """Return every tensor once, by name, with the number of the holder that delivers it."""
     found: dict[str, tuple[int, Entry]] = {}
     for holder, entries in enumerate(inventories):
         for entry in entries:
@@ -57,7 +57,7 @@ def ordered(inventories: Sequence[Sequence[Entry]]) -> list[tuple[int, Entry]]:
 
 
 def batches(entries: Sequence[tuple[int, Entry]], most: int) -> Iterator[tuple[int, list[Entry]]]:
-    """Runs of tensors that one holder gives, of up to `most` bytes.
+    """Yield runs of tensors from one holder, of up to `most` bytes, as (holder, tensors).
 
     >>> state = [Entry(name=name, dtype="uint8", shape=(4,), size=4) for name in "abcd"]
     >>> [(holder, [entry.name for entry in batch]) for holder, batch in batches(list(zip((0, 0, 0, 1), state)), 8)]
@@ -79,7 +79,7 @@ def batches(entries: Sequence[tuple[int, Entry]], most: int) -> Iterator[tuple[i
 def _taken(batch: list[Entry], wait: Callable[[], Sequence[Any]], digest: Digest) -> Iterator[Any]:
     for entry, data in zip(batch, wait(), strict=True):
         if memoryview(data).nbytes != entry.size:
-            raise Interrupted(f"{entry.name} came with {memoryview(data).nbytes} bytes, not {entry.size}")
+            raise Interrupted(f"{entry.name} arrived with {memoryview(data).nbytes} bytes, expected {entry.size}")
         digest.update(entry.head)
         digest.update(entry.scalar or data)
         if entry.of_model:

@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path)
     rest = written.partition(b", ")[2].replace(b'"format": 1', b'"format": 7')
     document.write_bytes(b'{"xxh3_128": "' + xxhash.xxh3_128(rest).hexdigest().encode() + b'", ' + rest)
     before[document] = document.read_bytes()
-    refused("this checkpoint is of format 7, and this version reads format 1", "steps=80", kind=CheckpointError)
+    refused("the checkpoint has format 7, but this version reads format 1", "steps=80", kind=CheckpointError)
     document.write_bytes(written)
     # A finished run goes on to more steps, and says that it did.
     result = resume(folder, ["steps=70"], quiet=True, roots=[TASKS])

@@ -121,7 +121,7 @@ def test_what_a_newer_version_wrote_is_not_passed_over_in_silence(local: LocalFo
     rest = document.read_bytes().partition(b", ")[2].replace(b'"format": 1', b'"format": 2')
     document.write_bytes(b'{"xxh3_128": "' + xxhash.xxh3_128(rest).hexdigest().encode() + b'", ' + rest)
     for use in (lambda: load(local.path, model(0)), lambda: export_weights(local, tmp_path / "model.safetensors")):
-        with pytest.raises(CheckpointError, match="this checkpoint is of format 2, and this version reads format 1"):
+        with pytest.raises(CheckpointError, match="the checkpoint has format 2, but this version reads format 1"):
             use()
     assert not (tmp_path / "model.safetensors").exists()
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or none wherever the writer stops, and no byte is used that was not written."""
+"""Checkpoints are atomic wherever the writer stops, and every byte is verified before use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def state(step: int) -> Tensors:
-    """A small state that is another one after each step."""
+    """Return a small state that differs after each step."""
     draw = torch.Generator().manual_seed(step)
     return {
         "param/first.weight": torch.randn(40, 3, generator=draw),
@@ -84,7 +84,7 @@ def save(run: Folder, step: int, generation: int = 0, writers: int = 3, **change
 
 
 def load(run: Folder) -> tuple[int, Tensors]:
-    """The newest complete checkpoint, every byte checked; those that are damaged are passed over."""
+    """Load the newest complete checkpoint and verify every byte; skip damaged ones."""
     for found in survey(run):
         if found.manifest is not None:
             try:
@@ -103,7 +103,7 @@ def same(left: Tensors, right: Tensors) -> bool:
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 8])
-def test_what_any_number_of_writers_wrote_is_read_back(tmp_path: Path, writers: int) -> None:
+def test_a_checkpoint_of_any_number_of_writers_is_read_back(tmp_path: Path, writers: int) -> None:
     run = LocalFolder(tmp_path)
     save(run, 7, writers=writers)
     step, read = load(run)
@@ -117,7 +117,7 @@ def test_rows_of_a_tensor_are_read_alone(tmp_path: Path, monkeypatch: pytest.Mon
     made = save(run, 1, writers=2)
     tensor = made.tensors["param/first.weight"]
     assert [(piece.first, piece.last) for piece in tensor.pieces] == [(0, 15), (15, 30), (30, 40)]
-    # What lies elsewhere may be anything: it is not read.
+    # Bytes elsewhere may be anything: they are not read.
     untouched = tensor.pieces[0]
     file = tmp_path / m.FOLDER / made.name / made.files[untouched.file].name
     content = bytearray(file.read_bytes())
@@ -127,7 +127,7 @@ def test_rows_of_a_tensor_are_read_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert (dtype, shape) == ("float32", (21, 3))
     read = unpacked((dtype, shape, data), torch.device("cpu"))
     assert torch.equal(read, state(1)["param/first.weight"][16:37])
-    with pytest.raises(DamagedError, match="not those that were written"):
+    with pytest.raises(DamagedError, match="do not match their checksum"):
         read_tensors(run, made, {"param/first.weight": (0, 1)})
 
 
@@ -140,7 +140,7 @@ def test_the_files_are_safetensors_files(tmp_path: Path) -> None:
     assert same(found, state(3))
 
 
-def test_wherever_the_writer_stops_the_older_or_the_newer_one_is_there_whole(tmp_path: Path) -> None:
+def test_one_checkpoint_is_complete_wherever_the_writer_stops(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     save(LocalFolder(folder), 4)
     loaded: list[int] = []
@@ -159,12 +159,12 @@ def test_wherever_the_writer_stops_the_older_or_the_newer_one_is_there_whole(tmp
     calls = after_every_stop(folder, write, check)
     assert calls > 30
     assert set(loaded) == {4, 9}
-    # The newer one as soon as its manifest has its name, and from then on.
+    # The newer checkpoint counts as soon as its manifest has its name.
     assert loaded[-3:] == [9, 9, 9]
 
 
 @pytest.mark.parametrize("flips", [25, pytest.param(500, marks=pytest.mark.slow)])
-def test_every_damage_is_found_before_use_and_the_one_before_is_taken(tmp_path: Path, flips: int) -> None:
+def test_damage_is_found_before_use_and_the_previous_checkpoint_is_loaded(tmp_path: Path, flips: int) -> None:
     run = LocalFolder(tmp_path)
     save(run, 4)
     made = save(run, 9)
@@ -193,12 +193,12 @@ def test_every_damage_is_found_before_use_and_the_one_before_is_taken(tmp_path: 
     assert tried > 2 * flips
 
 
-def test_a_full_disk_is_told_with_the_file_that_it_does_not_take(tmp_path: Path) -> None:
+def test_the_error_of_a_full_disk_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/checkpoints/0.*4-0.*/00000-of-00002\.sa"):
         shares(LocalFolder(tmp_path, Full("write")), state(4), m.name_of(4, 0), 2)
 
 
-def test_what_is_damaged_is_named(tmp_path: Path) -> None:
+def test_damaged_files_are_named(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path)
     made = save(run, 4, writers=2)
     file = tmp_path / m.FOLDER / made.name / "00001-of-00002.safetensors"
@@ -209,7 +209,7 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
         load_of(run, made)
     file.write_bytes(content[:-1])
     [found] = survey(run)
-    assert found.why == f"00001-of-00002.safetensors has {len(content) - 1:,} bytes, not {len(content):,}"
+    assert found.why == f"00001-of-00002.safetensors has {len(content) - 1:,} bytes, expected {len(content):,}"
     file.unlink()
     [found] = survey(run)
     assert found.why == "00001-of-00002.safetensors is missing"
@@ -221,7 +221,7 @@ def load_of(run: Folder, made: m.Manifest) -> None:
     read_tensors(run, made, dict.fromkeys(made.tensors))
 
 
-def test_a_survey_says_what_is_no_checkpoint_and_why(tmp_path: Path) -> None:
+def test_a_survey_lists_unusable_checkpoints_with_the_reason(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path)
     save(run, 4)
     save(run, 9, generation=1)
@@ -235,13 +235,13 @@ def test_a_survey_says_what_is_no_checkpoint_and_why(tmp_path: Path) -> None:
     told = {found.step: (found.manifest is not None, found.why) for found in survey(run, [(2, 9)])}
     assert list(told) == [14, 13, 12, 9, 4]
     assert told[14] == (False, "not finished: there is no manifest")
-    assert told[13] == (False, "this checkpoint is of format 2, and this version reads format 1")
-    assert told[12] == (False, "void: the run went on from an earlier one")
+    assert told[13] == (False, "the checkpoint has format 2, but this version reads format 1")
+    assert told[12] == (False, "void: the run resumed from an earlier checkpoint")
     assert (told[9], told[4]) == ((True, ""), (True, ""))
     assert survey(LocalFolder(tmp_path / "nothing")) == []
 
 
-def test_old_ones_go_and_the_newest_never_does(tmp_path: Path) -> None:
+def test_old_checkpoints_are_removed_and_the_newest_never_is(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path)
     for step in (1, 2, 3, 4):
         save(run, step)
@@ -261,7 +261,7 @@ def test_old_ones_go_and_the_newest_never_does(tmp_path: Path) -> None:
     assert [one.step for one in m.kept([last], 0, None)[0]] == [5]
 
 
-def test_what_a_killed_writer_has_begun_is_told_of_and_goes_with_the_next(tmp_path: Path) -> None:
+def test_the_remains_of_a_killed_writer_are_listed_and_removed_with_the_next_checkpoint(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path)
     (tmp_path / m.FOLDER / m.name_of(2, 0)).mkdir(parents=True)
     for name in (f"{m.name_of(2, 0)}/.00000-of-00001.safetensors.ab.part", f".{m.name_of(2, 0)}.json.cd.part"):
@@ -287,7 +287,7 @@ def test_a_checkpoint_is_written_once(tmp_path: Path) -> None:
         commit(run, replace(made, time=2.5))
 
 
-def test_a_strangers_manifest_leads_nowhere(tmp_path: Path) -> None:
+def test_a_forged_manifest_is_refused(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path)
     made = save(run, 4, writers=1)
     document = m.to_bytes(made)
@@ -310,13 +310,13 @@ def test_a_strangers_manifest_leads_nowhere(tmp_path: Path) -> None:
         assert isinstance(found.error, DamagedError), after
 
 
-def test_a_share_is_read_where_a_folder_is_copied(tmp_path: Path) -> None:
+def test_a_copied_folder_is_readable(tmp_path: Path) -> None:
     save(LocalFolder(tmp_path / "here"), 4)
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     assert load(LocalFolder(tmp_path / "there"))[0] == 4
 
 
-def test_arrays_are_read_writable_and_of_their_own(tmp_path: Path) -> None:
+def test_arrays_that_are_read_are_writable_and_own_their_memory(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path)
     made = save(run, 4)
     (_, _, data) = read_tensors(run, made, {"param/first.weight": None})["param/first.weight"]

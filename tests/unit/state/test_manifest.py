@@ -1,4 +1,4 @@
-"""What a checkpoint says of the model that it is of."""
+"""A checkpoint's description of its model, and how other models differ from it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BUILT = {
     ],
     ids=["same", "layer less", "layer more", "shape", "type", "renamed"],
 )
-def test_another_model_is_told_by_name(
+def test_differences_between_models_are_described_by_name(
     lacks: list[str], has: dict[str, tuple[str, tuple[int, ...]]], said: list[str]
 ) -> None:
     built = {name: value for name, value in {**BUILT, **has}.items() if name not in lacks}

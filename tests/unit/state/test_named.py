@@ -1,4 +1,4 @@
-"""The state by name, and its hash as anybody would compute it from the contract."""
+"""The state's names, and its hash recomputed from the documented contract."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trained() -> tuple[Tied, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_names_are_those_of_the_contract_and_tied_ones_appear_once() -> None:
+def test_names_follow_the_contract_and_tied_parameters_appear_once() -> None:
     model, optimizer = trained()
     state = named_state(model, optimizer, list(model.named_parameters()))
     assert set(state) == {
@@ -43,7 +43,7 @@ def test_names_are_those_of_the_contract_and_tied_ones_appear_once() -> None:
     }
 
 
-def test_the_hash_is_that_of_names_kinds_shapes_and_bytes() -> None:
+def test_the_hash_covers_names_dtypes_shapes_and_bytes() -> None:
     state = {"param/b": torch.tensor([[1.0, 2.0]]), "param/a": torch.tensor(3)}
     expected = hashlib.sha256()
     expected.update(b"param/a\0float64\0\0" + torch.tensor(3.0, dtype=torch.float64).numpy().tobytes())

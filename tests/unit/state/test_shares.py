@@ -1,4 +1,4 @@
-"""Every byte of a state is written by one writer, and all write about as much."""
+"""Every byte of a state is written by exactly one writer, and all writers write about equally much."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_byte_is_written_once(shapes: dict[str, tuple[int, ...]], writers:
     assert len(dealt) == writers
     ends = dict.fromkeys(shapes, 0)
     rows = dict.fromkeys(shapes, 0)
-    # In name order, each tensor's pieces one after the other.
+    # Pieces are in name order, and in row order within each tensor.
     names = [piece.tensor for share in dealt for piece in share]
     assert names == sorted(names)
     for share in dealt:
@@ -38,8 +38,8 @@ def test_every_byte_is_written_once(shapes: dict[str, tuple[int, ...]], writers:
         assert rows[name] == (shape[0] if shape else 1)
 
 
-def test_writers_write_about_as_much_as_one_another() -> None:
-    # An embedding, and what comes with a transformer's blocks.
+def test_writers_write_about_equally_much() -> None:
+    # An embedding and the tensors of a transformer's blocks.
     sizes: dict[str, tuple[tuple[int, ...], int]] = {"embedding": ((50_257, 768), 50_257 * 768 * 4)}
     sizes |= {f"block.{number}": ((768, 3072), 768 * 3072 * 4) for number in range(24)}
     sizes |= {f"norm.{number}": ((768,), 768 * 4) for number in range(48)}

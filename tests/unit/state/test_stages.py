@@ -1,4 +1,4 @@
-"""The state of a model in stages: taken apart and put together it is the state of the whole model."""
+"""Dividing a state into stages and merging them returns the state of the whole model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = {"0", "1", "2", "hidden"}
 
 
 def part(snapshot: Snapshot, own: set[str]) -> Snapshot:
-    """What a worker of these layers would give out: with what is of no layer."""
+    """Return the state that a worker of these layers sends, including the values of no layer."""
     tree = own_tree(json.loads(snapshot.values), LAYERS - own)
     tensors = own_tensors(snapshot.tensors, LAYERS - own)
     return Snapshot(snapshot.step, tensors, json.dumps(tree).encode(), "")
@@ -39,7 +39,7 @@ def test_the_examples_hold() -> None:
     assert doctest.testmod(stages).failed == 0
 
 
-def test_the_stages_of_one_cut_make_the_whole() -> None:
+def test_the_stages_of_one_partition_make_the_whole() -> None:
     one, other = trained(1, 3), trained(2, 1)
     snapshot = take(2, one.holding())
     halves = [part(snapshot, {"0", "hidden"}), part(snapshot, {"1", "2"})]
@@ -47,11 +47,11 @@ def test_the_stages_of_one_cut_make_the_whole() -> None:
     assert not {name for name in halves[0].tensors if name.startswith(("param/1", "optim/2"))}
     put(restricted(halves, ()), other.holding())
     assert other.sha() == one.sha()
-    # What the two write of themselves is the same, but for the order in which it was built.
+    # The two serialize equally, except for the order in which they were built.
     assert described(other.holding())[1]["optimizer"].keys() == described(one.holding())[1]["optimizer"].keys()
 
 
-def test_another_cut_takes_what_is_its_own_out_of_all() -> None:
+def test_another_partition_takes_its_own_layers_from_all_stages() -> None:
     snapshot = take(2, trained(1, 3).holding())
     halves = [part(snapshot, {"0", "hidden"}), part(snapshot, {"1", "2"})]
     for own in ({"0", "1"}, {"2", "hidden"}):
@@ -77,11 +77,11 @@ def test_stages_whose_optimizers_have_other_groups_are_refused() -> None:
     def tree(groups: int) -> dict[str, Any]:
         return {"optimizer": {}, "groups": [{"parameters": []}] * groups, "scales": {}, "persistent": []}
 
-    with pytest.raises(TaskError, match=r"1 groups of parameters on one stage, 2 on another(.|\n)*some may be empty"):
+    with pytest.raises(TaskError, match=r"1 parameter groups on one stage, 2 on another(.|\n)*some may be empty"):
         whole_tree([tree(2), tree(1)])
 
 
-def test_a_stage_that_trains_nothing_has_no_say_in_what_belongs_to_no_layer() -> None:
+def test_values_of_no_layer_come_from_a_stage_that_trains() -> None:
     one, other = trained(1, 3), trained(2, 1)
     snapshot = take(2, one.holding())
     frozen = Holder(OPTIMIZERS[0], 3)
@@ -90,11 +90,11 @@ def test_a_stage_that_trains_nothing_has_no_say_in_what_belongs_to_no_layer() ->
     bare = replace(frozen.holding(), parameters=[], optimizer=None, scheduler=None, buffers={}, frozen=[])
     nothing = take(2, bare)
     assert not nothing.tensors
-    # First among the stages, and yet the others' learning rate is theirs.
+    # It is the first stage, but the learning rate comes from the others.
     put(restricted([nothing, snapshot], ()), other.holding())
     assert other.sha() == one.sha()
     assert other.optimizer.param_groups[0]["lr"] == one.optimizer.param_groups[0]["lr"] > 0
-    # It takes nothing of that itself, out of one stage's state or of all, of whatever class the optimizer is.
+    # It takes none of these values, from one stage's state or all, whatever the optimizer's class.
     put(restricted([nothing, snapshot], LAYERS), bare)
     put(nothing, bare)
     assert other_classes(json.loads(snapshot.values), bare) == []

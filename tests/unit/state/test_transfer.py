@@ -1,4 +1,4 @@
-"""A state that travels is the same state, whole, or it is refused."""
+"""A transferred state arrives complete and unchanged, or is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 
 
 class Holder:
-    """A model with everything that a step changes."""
+    """A model with every kind of state that a step changes."""
 
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer], seed: int, width: int = 5) -> None:
         torch.manual_seed(seed)
@@ -56,7 +56,7 @@ class Holder:
 
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=["adamw", "sgd", "adagrad", "nadam"])
 @pytest.mark.parametrize("receiver_steps", [0, 2])
-def test_the_copy_goes_on_as_the_original_does(
+def test_the_copy_continues_as_the_original_does(
     make: Callable[[Any], torch.optim.Optimizer], receiver_steps: int
 ) -> None:
     donor, receiver = Holder(make, seed=1), Holder(make, seed=2)
@@ -114,7 +114,7 @@ def test_another_optimizers_state_is_refused_before_anything_changes(
     assert (receiver.sha(), dict(receiver.optimizer.param_groups[0])) == (before, group)
 
 
-def test_another_scheduler_is_told_and_so_is_one_that_is_missing() -> None:
+def test_another_or_a_missing_scheduler_is_reported() -> None:
     donor, receiver = Holder(OPTIMIZERS[0], seed=1), Holder(OPTIMIZERS[0], seed=2)
     _, tree = described(donor.holding())
     tree = json.loads(json.dumps(tree))
@@ -124,12 +124,12 @@ def test_another_scheduler_is_told_and_so_is_one_that_is_missing() -> None:
     assert other_classes(tree, receiver.holding()) == [told]
     receiver.scheduler = None
     assert other_classes(tree, receiver.holding()) == [told.replace("StepLR", "none")]
-    # Written before this was kept.
+    # States of older versions do not have this key.
     del tree["classes"]
     assert other_classes(tree, receiver.holding()) == []
 
 
-def test_bytes_that_nobody_else_has_become_the_tensor_and_others_are_copied() -> None:
+def test_owned_bytes_become_the_tensor_and_shared_ones_are_copied() -> None:
     mine = np.arange(8, dtype=np.float32).view(np.uint8).copy()
     whole = unpacked(("float32", (2, 4), mine), torch.device("cpu"))
     assert whole.data_ptr() == mine.ctypes.data
@@ -141,7 +141,7 @@ def test_bytes_that_nobody_else_has_become_the_tensor_and_others_are_copied() ->
     assert unpacked(("float32", (0, 3), np.empty(0, np.uint8)), torch.device("cpu")).shape == (0, 3)
 
 
-def test_what_was_received_is_neither_kept_nor_written_to() -> None:
+def test_received_memory_is_neither_kept_nor_written_to() -> None:
     donor, receiver = Holder(OPTIMIZERS[0], seed=1), Holder(OPTIMIZERS[0], seed=2)
     donor.step()
     snapshot = pickle.loads(pickle.dumps(take(0, donor.holding()), protocol=5))

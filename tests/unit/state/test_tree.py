@@ -1,4 +1,4 @@
-"""What is no tensor goes into JSON and comes back the same, or is refused by name."""
+"""Values besides tensors survive conversion to JSON and back, or are refused by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def there_and_back(value: Any) -> Any:
 
 
 def alike(left: Any, right: Any) -> bool:
-    """Equal, types and order of keys and all, and NaN is itself."""
+    """Return whether two values are equal, with types and order of keys; NaN equals itself."""
     if type(left) is not type(right):
         return False
     if isinstance(left, float):
@@ -47,14 +47,14 @@ def test_plain_values_come_back_the_same(value: Any) -> None:
     assert alike(there_and_back(value), value)
 
 
-def test_what_schedulers_keep_comes_back() -> None:
+def test_the_values_of_schedulers_survive() -> None:
     state = {"milestones": Counter({30: 1, 80: 2}), "~": 3, "seen": {3, 1}, "base": (0.1, 0.2), "best": math.inf}
     assert there_and_back(state) == state
     assert there_and_back(np.float64(0.1)) == 0.1
     assert there_and_back(OrderedDict(a=1)) == {"a": 1}
 
 
-def test_tensors_are_taken_out_by_where_they_are() -> None:
+def test_tensors_are_named_by_their_path() -> None:
     tensors: dict[str, torch.Tensor] = {}
     tree = to_json({"exp_avg": torch.ones(2), "history": [torch.zeros(1), 3]}, "optim/w", tensors)
     assert sorted(tensors) == ["optim/w/exp_avg", "optim/w/history/0"]
@@ -63,13 +63,13 @@ def test_tensors_are_taken_out_by_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("value", [lambda: 0, 1j, object(), namedtuple("Point", "x")(1), b"bytes", torch.float32])
-def test_what_cannot_be_written_down_is_refused_by_name(value: Any) -> None:
+def test_unsupported_values_are_refused_by_name(value: Any) -> None:
     with pytest.raises(TaskError, match=f"holds a {type(value).__name__} in 'scheduler/deep/0'"):
         to_json({"deep": [value]}, "scheduler", {})
 
 
 class Rate:
-    """A schedule of its own, as a callable."""
+    """A custom schedule, as a callable."""
 
     def __call__(self, step: int) -> float:
         return 1 / (step + 1)
@@ -91,7 +91,7 @@ class Rate:
         ),
     ],
 )
-def test_torchs_schedulers_go_on_where_they_were(make: Any) -> None:
+def test_torch_schedulers_resume_where_they_were(make: Any) -> None:
     def begin() -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
         return optimizer, make(optimizer)

@@ -1,4 +1,4 @@
-"""The whole state out of its stages' tensors, a few at a time: the hash and the file that the whole one would give."""
+"""Hash and model file built from the stages, a few tensors at a time, match those of the whole state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_examples_hold() -> None:
 
 
 def written(stages: Sequence[State], given: Callable[[torch.Tensor], Any] = lambda value: value) -> tuple[bytes, str]:
-    """The file and the hash; and no more than two batches are on their way at once."""
+    """Return the file and the hash; assert that at most two batches are fetched at once."""
     coming = 0
 
     def begin(holder: int, names: tuple[str, ...]) -> Callable[[], Sequence[Any]]:
@@ -76,6 +76,6 @@ def test_file_and_hash_are_those_of_the_whole(stages: list[State], most: int, mo
     assert all(model[name].dtype == value.dtype and torch.equal(model[name], value) for name, value in expected.items())
 
 
-def test_what_is_no_longer_what_it_was_is_noticed() -> None:
-    with pytest.raises(Interrupted, match=r"buffer/0.count came with 7 bytes, not 8"):
+def test_a_tensor_of_another_size_than_listed_is_refused() -> None:
+    with pytest.raises(Interrupted, match=r"buffer/0.count arrived with 7 bytes, expected 8"):
         written(STAGES, lambda data: data[:-1])
