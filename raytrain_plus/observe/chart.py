@@ -1,7 +1,7 @@
-"""A run as a picture that stays small however long the run is: how far it is, its loss, its workers over time. Pure.
+"""Draw a run as an SVG chart of bounded size: its progress, its loss, and its workers over time. Pure.
 
-What is told of many steps is thinned while it comes: neighbours become one (mean, lowest, highest) wherever there are
-more than `ROOM`. The newest step stays exact.
+The points of many steps are thinned as they arrive: once there are more than `ROOM`, neighbours are joined into one
+(mean, lowest, highest). The newest step stays exact.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from raytrain_plus.observe.events import Event
 from raytrain_plus.observe.run_progress import after_step, plural, told
 
 ROOM = 240
-"""Points that are kept of one kind. A picture has two pixels for each."""
+"""Maximum points kept of one kind. The chart has two pixels for each."""
 TOLD = 4
-"""Incidents that lie together and are put into words; the rest is counted."""
+"""Maximum incidents close together that are described; the rest are counted."""
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 640, 312, 52, 616
 _BAR, _LOSS, _LEGEND, _SIGNS, _WORKERS = 26, (56, 178), 224, 237, (248, 287)
-"""Where things are: the bar, the loss (top, bottom), what signs mean, the signs, the workers (top, bottom)."""
+"""Vertical positions: the bar, the loss (top, bottom), the signs' legend, the signs, the workers (top, bottom)."""
 _CURVE, _DOTS, _LINE = "#4c8dca", "#f58518", "#54a24b"
 _NEAR = 10.0
-"""Pixels between two signs at which they are one."""
+"""Pixels between two signs below which they are joined."""
 
 SIGNS = {
     "lost": ("lost worker", "#e45756", "M-3.5-3.5L3.5 3.5M-3.5 3.5L3.5-3.5"),
-    "resumed": ("going back", "#b279a2", "M-3-3H3V3H-3Z"),
+    "resumed": ("resumption", "#b279a2", "M-3-3H3V3H-3Z"),
     "drain": ("drain", "#f58518", "M-4-3H4L0 4Z"),
     "rescaled": ("rescale", "#4c8dca", "M0-4.5L4.5 0L0 4.5L-4.5 0Z"),
 }
-"""For each kind of incident, the gravest first: what it is called, its colour, the path of its sign."""
+"""Kinds of incidents, the most severe first: name, colour, path of the sign."""
 
 _UNITS = ((1, "s"), (60, "min"), (3600, "h"), (86400, "d"))
 _TIMES = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
@@ -42,7 +42,7 @@ _TIMES = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800,
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Values that lie close together: where, on the average, and where the first is; how many, and what they are."""
+    """Values close together: mean position, first position, count, and the values' mean, minimum, maximum and last."""
 
     at: float
     first: float
@@ -72,7 +72,7 @@ def _one(at: float, value: float) -> _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Incidents that lie close together; `kind` is the gravest, `count` how much there is to tell."""
+    """Incidents close together; `kind`: the most severe kind, `told`: the first descriptions, `count`: of all."""
 
     at: float
     kind: str
@@ -92,10 +92,10 @@ _Thing = TypeVar("_Thing")
 
 
 class _Along(Generic[_Thing]):
-    """Things along an axis, in order: where there are more than `ROOM`, those that lie closest together are joined."""
+    """Things along an axis, in order. Once there are more than `ROOM`, those closest together are joined."""
 
     def __init__(self, join: Callable[[_Thing, _Thing], _Thing], apart: float) -> None:
-        """`apart`: how far from one another they are told apart at first."""
+        """`apart`: the initial distance from which things are kept separate."""
         self._join = join
         self._apart = apart
         self._held: dict[int, _Thing] = {}
@@ -115,7 +115,7 @@ class _Along(Generic[_Thing]):
                 self._put(place // 2, held)
 
     def cut(self, at: float) -> None:
-        """Forgets what lies behind; what was joined over this place stays, whole."""
+        """Drop the things after position `at`; a joined thing that spans it stays complete."""
         self._held = {place: held for place, held in self._held.items() if place <= at // self._apart}
 
     def _put(self, place: int, thing: _Thing) -> None:
@@ -124,10 +124,10 @@ class _Along(Generic[_Thing]):
 
 
 class Chart:
-    """What a run has told so far, as a picture of always the same size."""
+    """The chart of a run's events so far; its size is always the same."""
 
     def __init__(self, name: str, total: int) -> None:
-        """Of a run of `total` steps."""
+        """Prepare the chart of a run of `total` steps."""
         self.name = name
         self._total = total
         self._made = 0
@@ -141,13 +141,13 @@ class Chart:
         self._lost_at = 0.0
         self._members: set[str] = set()
         self._regroups = False
-        """Whether the next view is what a loss made of the group, and no rescale."""
+        """Whether the next view results from a loss rather than a rescale."""
         self._began: float | None = None
         self._now = 0.0
-        """Seconds for which the run has been going on."""
+        """Seconds for which the run has been running."""
 
     def add(self, event: Event) -> None:
-        """Takes one event; they come in order."""
+        """Add one event; events must come in order."""
         kind = event["kind"]
         self._pass(event["time"], kind)
         if kind == "step_committed":
@@ -167,7 +167,7 @@ class Chart:
                 self._regroups = True
                 self._have(len(self._members))
         elif kind == "recovered":
-            # Said where the loss is, and no incident of its own.
+            # Described at the loss; a recovery is not an incident of its own.
             self._marks.add(self._lost_at, _Mark(self._lost_at, "lost", (f"recovered in {event['stall_s']:.2f} s",)))
         elif kind == "drain_notice":
             self._mark("drain", told(event) or "")
@@ -181,9 +181,9 @@ class Chart:
         if self._began is None:
             self._began = time
         if kind == "run_started":
-            # Between two controllers nobody trained.
+            # No worker trained between two controllers.
             self._began = time - self._now
-        # Workers stamp steps, the controller everything else: they may differ a little.
+        # Workers stamp steps and the controller all other events: their clocks may differ a little.
         self._now = max(self._now, time - self._began)
 
     def _step(self, step: int, loss: float) -> None:
@@ -208,7 +208,7 @@ class Chart:
             along.cut(step + 1)
 
     def svg(self) -> str:
-        """An SVG document of 640 x 312, its words and lines in the colour of the text around it."""
+        """Return an SVG document of 640 x 312 pixels; its text and lines have the colour of the surrounding text."""
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
@@ -226,7 +226,7 @@ class Chart:
         share = self._made / total if total else 0.0
         name = self.name if len(self.name) <= 50 else f"{self.name[:49]}…"
         yield _text(_LEFT, 17, name, size=13)
-        # Down: it is complete when the last step is made.
+        # Rounded down, so that 100 % means that the last step is made.
         far = f"step {self._made:,} of {total:,}, {math.floor(100 * share)} %" if total else ""
         yield _text(_RIGHT, 17, far, anchor="end")
         wide = _RIGHT - _LEFT
@@ -251,7 +251,7 @@ class Chart:
         yield _text((_LEFT + _RIGHT) / 2, bottom + 27, "steps", anchor="middle", opacity=0.7)
         spans = list(self._losses)
         if any(span.count > 1 for span in spans):
-            # Within the frame: a single value far away must not flatten all others.
+            # Clipped to the frame: a single outlier must not flatten all other values.
             edge = [(x(span.at), y(min(span.high, high))) for span in spans]
             edge += [(x(span.at), y(max(span.low, low))) for span in reversed(spans)]
             yield f'<path d="{_path(edge)}Z" fill="{_CURVE}" fill-opacity="0.25"/>'
@@ -293,7 +293,7 @@ class Chart:
         if spans:
             points = [(x(spans[0].first), y(spans[0].high))]
             for span in spans:
-                # All that it went through here: a worker that was lost and replaced at once shows, too.
+                # Draw minimum and maximum too, so that a worker lost and replaced at once is visible.
                 here = x(span.first)
                 points += [(here, points[-1][1]), (here, y(span.low)), (here, y(span.high)), (here, y(span.last))]
             yield _stroke([*points, (x(self._now), points[-1][1])], _LINE)
@@ -302,7 +302,7 @@ class Chart:
 
 
 def _apart(marks: Sequence[_Mark], x: Callable[[float], float]) -> list[_Mark]:
-    """The same, those that would lie over one another as one."""
+    """Return the marks, with those that would overlap joined."""
     found: list[_Mark] = []
     for mark in marks:
         if found and x(mark.at) - x(found[-1].at) < _NEAR:
@@ -317,7 +317,7 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
 
 
 def _range(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """Where an axis begins and ends that holds all these, and its marks."""
+    """Return start, end and ticks of an axis that holds all values."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low == high:
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
@@ -326,7 +326,7 @@ def _range(values: Sequence[float]) -> tuple[float, float, list[float]]:
 
 
 def _nice(low: float, high: float, most: int, whole: bool = False) -> list[float]:
-    """At most about so many round numbers from `low` to `high`, as far apart as 1, 2 or 5 times a power of ten.
+    """Return at most about `most` round numbers from `low` to `high`, 1, 2 or 5 times a power of ten apart.
 
     >>> _nice(0, 1437, 6, whole=True)
     [0.0, 500.0, 1000.0]
@@ -340,7 +340,7 @@ def _nice(low: float, high: float, most: int, whole: bool = False) -> list[float
 
 
 def _short(number: float) -> str:
-    """A whole number that has room under an axis.
+    """Return an integer as text that fits under an axis.
 
     >>> _short(4000), _short(1_500_000)
     ('4,000', '1.5 M')
@@ -349,7 +349,7 @@ def _short(number: float) -> str:
 
 
 def _time_ticks(end: float) -> list[tuple[float, str]]:
-    """Marks of an axis of so many seconds.
+    """Return the ticks of a time axis of `end` seconds.
 
     >>> _time_ticks(150)
     [(0, '0'), (30, '30 s'), (60, '60 s'), (90, '90 s'), (120, '120 s'), (150, '150 s')]
@@ -382,7 +382,7 @@ def _sign(x: float, y: float, drawn: str, words: str) -> str:
 
 
 def _legend(entries: Sequence[tuple[str, str]], y: float) -> Iterator[str]:
-    """From the right end to the left."""
+    """Yield the legend's entries, from right to left."""
     x = float(_RIGHT)
     for drawn, words in reversed(entries):
         yield _text(x, y, words, anchor="end")
@@ -398,5 +398,5 @@ def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11, 
 
 
 def _clean(text: str) -> str:
-    """For a document: of control characters XML bears only the line end."""
+    """Escape text for XML, which supports no control characters except the line end."""
     return escape("".join(one if one.isprintable() or one == "\n" else " " for one in text))

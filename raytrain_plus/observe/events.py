@@ -1,7 +1,7 @@
-"""The run's events: one JSON object a line, appended, each of a known kind with known fields.
+"""Write and read a run's events: one JSON object per line, appended, each of a known kind with known fields.
 
 on a file system    events.ndjson
-elsewhere           events-00000001.ndjson, ...: parts (`storage.growing`), other ones for each controller
+elsewhere           events-00000001.ndjson, ...: parts (`storage.growing`), separate ones for each controller
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVENTS = "events.ndjson"
 """The file's name in a run's folder."""
 WRITER = "events"
 PERIOD_S = 2.0
-"""Seconds between two writings of a part."""
+"""Seconds between two writes of a part."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "run_started": ("job", "versions", "address"),
@@ -47,11 +47,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "storage_recovered": ("place", "error", "seconds"),
     "run_finished": ("status", "error", "steps", "samples", "state_sha256"),
 }
-"""The fields of each kind, beside `time` (Unix seconds), `generation` and `kind`."""
+"""The fields of each kind, besides `time` (Unix seconds), `generation` and `kind`."""
 _OPTIONAL: dict[str, frozenset[str]] = {"step_committed": frozenset({"skipped"})}
-"""Fields that a kind may have besides."""
+"""Optional fields of a kind."""
 _LATER = {"step_committed": frozenset({"grad_norm"})}
-"""Fields that the events of older versions lack."""
+"""Fields that are missing in the events of older versions."""
 
 _WHO = {"worker": has.text, "pid": has.whole(0), "node": has.text}
 _SECONDS = has.number(0, 1e12)
@@ -103,31 +103,31 @@ _SHAPES: dict[str, has.Shape] = {
     "steps": has.whole(0),
     "state_sha256": has.maybe(has.text),
 }
-"""What each field holds, whatever the kind: a reader meets what a disk or a person has made of a line."""
-_REMEDY = "mend the line if you have a copy; or start over with --fresh, which keeps this run's folder"
+"""The expected value of each field, in any kind. Readers check it: a disk or a person may have damaged a line."""
+_REMEDY = "repair the line from a copy, or start over with --fresh, which keeps this run's folder"
 _STEP = b'"kind": "step_committed"'
-"""What the line of a step has, and no other: in a text, quotes are written otherwise."""
+"""Occurs only in the lines of steps: inside a string, JSON escapes the quotes."""
 _GLANCED = 2000
-"""Steps that a glance looks at before it passes over every other one, and again after twice as many."""
+"""Steps after which a glance skips every other one; after twice as many it skips half of the rest, and so on."""
 _BLOCK = 65536
-"""Bytes looked at together in the search for the last line end."""
+"""Bytes read at a time in the search for the last line end."""
 
 
 class EventLog:
-    """Appends events to those that a run has. What the storage does not take is kept, and written later."""
+    """Append events to a run's log. Events that the storage does not accept are kept and written later."""
 
     def __init__(
         self, run: Folder, clock: Callable[[], float] = time_of_day.time, outages: Outages | None = None
     ) -> None:
-        """Behind what earlier controllers have told; a last line that was torn by a crash is cut off first.
+        """Open the log after the events of earlier controllers, and remove an incomplete last line left by a crash.
 
-        `outages` hears whether the storage takes the events.
+        `outages` records whether the storage accepts the events.
         """
         self._clock = clock
         self._run = run
-        # On a file system each line goes to the operating system as soon as it is written: what another process reads
-        # is then never behind what the driver was told. An event costs less than 10 us: batches of them would save
-        # nothing that a step could notice.
+        # On a file system each line goes to the operating system as soon as it is written, so that other processes
+        # read at least what the driver was told. An event costs less than 10 us: batching would save nothing
+        # noticeable in a step.
         self._lines: Appended | Growing
         outages = outages or Outages()
         path = run.path_of(EVENTS)
@@ -142,50 +142,52 @@ class EventLog:
             self._lines = Growing(run, lambda: _part(next(numbers)), PERIOD_S, writer=WRITER, outages=outages)
 
     def write(self, kind: str, *, generation: int, time: float | None = None, fields: Event) -> Event:
-        """Appends one event, stamped now unless `time` is given; the event, as handed in.
+        """Append one event and return it. Its time is now unless `time` (Unix seconds) is given.
 
-        Raises ValueError for an unknown kind and for other fields than the kind has: a fault of ours.
+        Raises `ValueError` for an unknown kind or wrong fields, which is a programming error.
         """
         if kind not in FIELDS:
-            raise ValueError(f"there is no event '{kind}'; the kinds are {tuple(FIELDS)}")
+            raise ValueError(f"unknown event kind '{kind}'; expected one of {tuple(FIELDS)}")
         if set(fields) - _OPTIONAL.get(kind, frozenset()) != set(FIELDS[kind]):
-            raise ValueError(f"the event '{kind}' has the fields {FIELDS[kind]}, not {tuple(fields)}")
+            raise ValueError(f"the event '{kind}' requires the fields {FIELDS[kind]}, got {tuple(fields)}")
         event = {"time": self._clock() if time is None else time, "generation": generation, "kind": kind, **fields}
         self._lines.append(json_text(event).encode() + b"\n")
         return event
 
     def sync(self) -> None:
-        """Makes all events durable. Raises `OSError` where the storage does not take them."""
+        """Make all events durable. Raises `OSError` if the storage does not accept them."""
         self._lines.sync()
 
     def close(self) -> None:
-        """Makes all events durable, and closes. Raises `OSError` where the storage does not take what is left."""
+        """Make all events durable and close the log. Raises `OSError` if the storage does not accept the rest."""
         self._lines.close()
 
     def abandon(self) -> None:
-        """Forgets what is not written yet."""
+        """Discard the events that are not written yet."""
         self._lines.abandon()
 
     def place(self) -> Path | None:
-        """Where the file lies now, if that is known: whoever moves its folder takes it along."""
+        """Return the file's current path, if known: it changes if the folder is moved."""
         return self._lines.place() if isinstance(self._lines, Appended) else None
 
     def read(self) -> Iterator[Event]:
-        """The events of this log alone, as far as they are written."""
+        """Yield the events that this log has written, without those of earlier controllers."""
         return _events(self._run, self._behind)
 
 
 def read_events(run: Folder) -> Iterator[Event]:
-    """The events of the run in a folder; a torn last line is passed over.
+    """Yield the events of the run in a folder; skip an incomplete last line.
 
-    Raises `InputError` where another line is damaged.
+    Raises `InputError` if another line is damaged.
     """
     return _events(run, 0)
 
 
 def glance(run: Folder) -> Iterator[Event]:
-    """The same of a run whose steps need not all be looked at: of many, some thousands, and the newest before whatever
-    else happened. A million steps take about a second."""
+    """Yield a run's events as `read_events`, but only some thousands of its steps.
+
+    The newest step before each other event is included. A million steps take about a second.
+    """
     every, seen = 1, 0
     newest: tuple[str, int, bytes] | None = None
     for line in _lines(run, 0):
@@ -206,19 +208,19 @@ def glance(run: Folder) -> Iterator[Event]:
 
 
 class Tail:
-    """Reads a run's events as they are written, each once."""
+    """Read a run's events as they are written, each once."""
 
     def __init__(self, run: Folder) -> None:
         self._run = run
         self._at = 0
-        """How much has been read: bytes of the file, or whole parts."""
+        """The amount that has been read: bytes of the file, or whole parts."""
         self._of_part = 0
-        """And events of the part that follows."""
+        """The events that have been read of the next part."""
 
     def read(self) -> Iterator[Event]:
-        """What has been written since the last call, one after the other: a long run's events fit into no memory.
+        """Yield the events written since the last call, one by one: those of a long run may not fit into memory.
 
-        Raises `OSError` where the storage fails, and as `read_events`.
+        Raises `OSError` if the storage fails, and `InputError` as `read_events`.
         """
         path = self._run.path_of(EVENTS)
         if path is None:
@@ -244,7 +246,7 @@ class Tail:
 
 
 def event_lines(run: Folder) -> Iterator[str]:
-    """The same as they are written, whatever is in them."""
+    """Yield the lines of a run's events as text, without checking them."""
     return (line.decode(errors="replace") for _, _, line in _lines(run, 0))
 
 
@@ -262,17 +264,17 @@ def _misfit(event: Event) -> str:
     kind = str(event.get("kind"))
     missing = {"time", "generation", "kind", *FIELDS.get(kind, ())} - _LATER.get(kind, frozenset()) - event.keys()
     if missing:
-        return f"the event has no {min(missing)!r}"
+        return f"the event has no field {min(missing)!r}"
     for name, value in event.items():
         if wrong := _SHAPES.get(name, has.anything)(value):
             return f"{name}: {wrong}"
     if event["kind"] == "view_formed" and not event["members"]:
-        return "members: there are none"
+        return "members: the list is empty"
     return ""
 
 
 def _lines(run: Folder, behind: int) -> Iterator[tuple[str, int, bytes]]:
-    """The lines behind so many bytes of the file, or parts: the file's name, their number from there, themselves."""
+    """Yield (file name, line number, line) after the first `behind` bytes of the file, or parts."""
     path = run.path_of(EVENTS)
     if path is None:
         for part in sorted(_parts(run)):
@@ -284,7 +286,7 @@ def _lines(run: Folder, behind: int) -> Iterator[tuple[str, int, bytes]]:
             file.seek(behind)
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
-                    # Its rest may be there when it is asked for, and is no line.
+                    # Still being written: a later read may return only its rest, which is not a line.
                     return
                 yield EVENTS, number, line[:-1]
 
@@ -294,18 +296,18 @@ def _part(number: int) -> str:
 
 
 def _parts(run: Folder) -> list[int]:
-    """Numbers of the parts that there are."""
+    """Return the numbers of the existing parts."""
     names = [name.removeprefix("events-").removesuffix(".ndjson") for name in run.files() if name.startswith("events-")]
     return [int(name) for name in names if name.isdecimal()]
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cuts what follows the last line end, if anything."""
+    """Truncate a file after its last line end."""
     if not path.exists():
         return
     with path.open("r+b") as file:
         end = at = file.seek(0, os.SEEK_END)
-        # Backwards in blocks: the file of a long run is large, and a line is short.
+        # Search backwards in blocks: the file of a long run is large, and a line is short.
         while at > 0:
             start = max(0, at - _BLOCK)
             file.seek(start)

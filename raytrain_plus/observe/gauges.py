@@ -1,7 +1,7 @@
-"""What a run shows to monitoring while it goes on: its figures, by gauge and tags. Pure.
+"""Compute the metrics that a live run exports for monitoring, by gauge and tags. Pure.
 
-Sums are gauges, too: Ray keeps a counter for as long as its node lives, and would show runs that are long over; a gauge
-goes when nobody sets it any more. Those of workers only rise while they are shown, so `rate()` is right on them.
+Sums are gauges too: Ray keeps a counter while its node lives and would show runs that ended long ago, whereas a gauge
+disappears when it is no longer set. The sums of workers only rise while they are exported, so `rate()` works on them.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from raytrain_plus.observe.run_progress import Standing
 
 OF_RUN: dict[str, str] = {
     "raytrain_steps": "Committed steps",
-    "raytrain_samples_per_second": "Rows a second in the latest steps, those of about 10 s; 0 while the run waits",
+    "raytrain_samples_per_second": "Rows per second over the steps of the last 10 s or so; 0 while the run waits",
     "raytrain_loss": "Loss of the newest committed step",
     "raytrain_grad_norm": "Global norm of the newest committed step's gradient, before clipping",
-    "raytrain_steps_skipped": "Steps whose sums were not finite, since the run began or was last resumed",
+    "raytrain_steps_skipped": "Steps skipped because sums were not finite, since the run began or was last resumed",
     "raytrain_generation": "Number of the view; rises with each change of the group",
     "raytrain_workers": "Workers in the group",
-    "raytrain_spares": "Warm workers that stand by",
-    "raytrain_waiting": "1 while the run waits for something, or for a loss to be recovered from; 0 while it steps",
-    "raytrain_recoveries": "Losses that were recovered from, since the run began or was last resumed",
-    "raytrain_stall_seconds": "What these cost, each from the last commit before it to the first after it",
-    "raytrain_goodput": "1 - (stalled + made again) / time after the first step: the same as in the run's summary",
+    "raytrain_spares": "Ready workers on standby",
+    "raytrain_waiting": "1 while the run waits, also for the recovery from a loss; 0 while it trains",
+    "raytrain_recoveries": "Recoveries from losses, since the run began or was last resumed",
+    "raytrain_stall_seconds": "Total time of recoveries, each from the last commit before it to the first after it",
+    "raytrain_goodput": "1 - (stalled + recomputed) / time after the first step, as in the run's summary",
     "raytrain_checkpoint_timestamp_seconds": "Unix time of the state in the newest complete checkpoint",
-    "raytrain_checkpoint_seconds": "From the state of the newest checkpoint to its completion",
-    "raytrain_checkpoint_stall_seconds": "For how long the newest checkpoint held the training up",
-    "raytrain_checkpoints_failed": "Checkpoints that came to nothing, since the run began or was last resumed",
+    "raytrain_checkpoint_seconds": "Time from copying the state of the newest checkpoint to its completion",
+    "raytrain_checkpoint_stall_seconds": "Time for which the newest checkpoint delayed the training",
+    "raytrain_checkpoints_failed": "Failed checkpoints, since the run began or was last resumed",
 }
-"""Gauges of a run, and what each says."""
+"""Gauges of a run with their descriptions."""
 
 OF_WORKER: dict[str, str] = {
     "raytrain_step_seconds": "Time in steps",
-    "raytrain_data_wait_seconds": "Of the time in steps, what data was waited for",
-    "raytrain_reduce_seconds": "Of the time in steps, what the others' parts of the sums were waited for",
+    "raytrain_data_wait_seconds": "Part of the time in steps spent waiting for data",
+    "raytrain_reduce_seconds": "Part of the time in steps spent waiting for other workers' parts of the sums",
 }
 """Gauges of each member of the group: sums over the steps that it has made. All have the tags worker and stage."""
 
 Figures = Mapping[tuple[str, tuple[str, ...]], float]
-"""By gauge, and the worker and stage of one in `OF_WORKER`."""
+"""Values by (gauge, tag values); the tag values are worker and stage for `OF_WORKER`, else none."""
 
 
 class _Totals(Protocol):
@@ -72,7 +72,7 @@ class _Record(Protocol):
 
 @dataclass(slots=True)
 class _Worked:
-    """What a member's steps took."""
+    """The time that a member spent in steps, in seconds."""
 
     stage: str
     step_s: float = 0.0
@@ -81,19 +81,19 @@ class _Worked:
 
 
 class Gauges:
-    """Listens to a run, and says where its gauges stand."""
+    """Follow a run's events and compute the values of its gauges."""
 
     def __init__(self, totals: _Totals) -> None:
-        """`totals`: what the run adds up to, which somebody else keeps."""
+        """`totals`: the run's totals, which the caller keeps up to date."""
         self._totals = totals
         self._standing = Standing(total=0)
         self._generation = self._spares = self._failed = 0
         self._saved: tuple[float, float] | None = None
-        """What the newest checkpoint took, and for how long it held the training up."""
+        """Duration and stall of the newest checkpoint, in seconds."""
         self._members: dict[str, _Worked] = {}
 
     def add(self, event: Event) -> None:
-        """Takes one event."""
+        """Add one event."""
         self._standing.add(event)
         self._generation = event["generation"]
         if event["kind"] == "view_formed":
@@ -109,7 +109,7 @@ class Gauges:
             self._failed += 1
 
     def worked(self, worker: str, record: _Record) -> None:
-        """Takes what a member tells of a step, committed or not: its time has gone in any case."""
+        """Add a member's record of a step, committed or not: its time is spent in any case."""
         worked = self._members.get(worker)
         if worked is not None:
             worked.step_s += record.seconds
@@ -117,10 +117,10 @@ class Gauges:
             worked.reduce_s += record.reduce_s
 
     def figures(self, checkpoint: float | None) -> Figures:
-        """Where the gauges stand; one that is not among them has nothing to say yet, or not any more.
+        """Return the values of the gauges, without those that have no value now.
 
-        `checkpoint`: the Unix time of the state in the newest complete checkpoint, if there is one. Its age is left to
-        who looks at it: one that is told stands still until it is told anew, and is wrong by as much.
+        `checkpoint`: the Unix time of the state in the newest complete checkpoint, if there is one. The viewer computes
+        the age: an exported age would stand still until the next export.
         """
         totals, standing = self._totals, self._standing
         speed = 0.0 if standing.waiting else standing.samples_per_s

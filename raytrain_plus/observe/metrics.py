@@ -1,4 +1,4 @@
-"""Which figures an event has: what TensorBoard, and every other tracker, shows of a run. Pure."""
+"""Extract the metrics of a run's events, for TensorBoard and every other tracker. Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from raytrain_plus.observe.events import Event
 
 @dataclass(frozen=True, slots=True)
 class Figure:
+    """One value of a metric."""
+
     name: str
     value: float
     step: int
@@ -17,17 +19,16 @@ class Figure:
 
 
 class Figures:
-    """Those of a run's events, one after the other."""
+    """Extract metrics from a run's events, which must come in order."""
 
     def __init__(self) -> None:
         self._step = 0
 
     def of(self, event: Event) -> list[Figure]:
-        """The figures of the next event; most kinds have none.
+        """Return the metrics of the next event; most kinds have none.
 
-        Loss and gradient norm of step s are those of the weights after s steps; figures evaluated after step s are
-        those of the weights after s + 1.
-        Steps that are made again after a total loss come again: what comes later counts.
+        Loss and gradient norm of step s belong to the weights after s steps; metrics evaluated after step s belong to
+        the weights after s + 1. Steps recomputed after a total loss appear again; the later values count.
         """
         kind = event["kind"]
         found: dict[str, float] = {}

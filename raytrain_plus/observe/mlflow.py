@@ -1,4 +1,7 @@
-"""MLflow: the one place that loads it. Where it is, and which experiment, its own environment variables say."""
+"""Track a run in MLflow; the only module that imports it.
+
+MLflow's own environment variables set its address and the experiment.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ from raytrain_plus.observe.metrics import Figure
 
 MOST_METRICS = 1000
 MOST_PARAMS = 100
-"""In one request."""
+"""Maximum metrics and params in one request."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class Mlflow:
-    """A `Tracker`."""
+    """A `Tracker` that writes to MLflow."""
 
     def __init__(self, client: MlflowClient, run: str, params: Sequence[Param]) -> None:
-        """`params`: those that the run does not have yet."""
+        """`run`: the id of MLflow's run; `params`: the parameters that it does not have yet."""
         self._client = client
         self._run = run
         self._params = list(params)
@@ -50,7 +53,7 @@ class Mlflow:
 
 
 def begin(run: str | None, title: str, settings: Mapping[str, Any]) -> tuple[str, Mlflow]:
-    """Goes on with MLflow's run of this id, where it is there, or begins one; its id, and the tracker.
+    """Continue MLflow's run of this id if it exists, else begin one; return its id and the tracker.
 
     Raises what MLflow raises.
     """
@@ -60,13 +63,13 @@ def begin(run: str | None, title: str, settings: Mapping[str, Any]) -> tuple[str
         found = client.create_run(_experiment(client), run_name=title)
     else:
         client.update_run(found.info.run_id, status="RUNNING")
-    # MLflow lets no parameter change: of a run that goes on, those count with which it began.
+    # MLflow does not allow changing parameters: a resumed run keeps those that it began with.
     params = [Param(name, value) for name, value in params_of(settings) if name not in found.data.params]
     return found.info.run_id, Mlflow(client, found.info.run_id, params)
 
 
 def params_of(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every setting by its dotted key, as text."""
+    """Yield every setting as (dotted key, value as text)."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
             yield from params_of(value, f"{prefix}{key}.")
@@ -85,7 +88,7 @@ def _found(client: MlflowClient, run: str) -> Any:
 
 
 def _experiment(client: MlflowClient) -> str:
-    """The one that the environment names; else MLflow's default."""
+    """Return the id of the experiment that the environment names, else of MLflow's default."""
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
     if name is None:
         return os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
@@ -94,5 +97,5 @@ def _experiment(client: MlflowClient) -> str:
 
 
 def _name(name: str) -> str:
-    """A name as MLflow takes it."""
+    """Return a name with the characters that MLflow rejects replaced by `_`."""
     return re.sub(r"[^/\w.\- :]", "_", name)

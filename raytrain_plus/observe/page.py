@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: the chart, and below it what happened, in lines; or lines alone. Pure."""
+"""Render a run for a notebook: the chart with lines of text below it, or the lines alone. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raytrain_plus.observe.summary import summary
 from raytrain_plus.result import Result
 
 LINES = 40
-"""Of what happened, the newest so many are shown: a cell is drawn anew for each step."""
+"""The number of newest lines that are shown: the notebook's cell is redrawn for each step."""
 
 
 class Page:
-    """One run."""
+    """The rendering of one run."""
 
     def __init__(self, name: str, steps: int) -> None:
         self._head = f"{name}: {plural(steps, 'step')}"
@@ -27,7 +27,7 @@ class Page:
         self._end: list[str] | None = None
 
     def add(self, event: Event) -> bool:
-        """Takes one event; whether it deserved a line."""
+        """Add one event; return whether it added a line."""
         self._chart.add(event)
         line = self._standing.add(event)
         if line:
@@ -36,16 +36,16 @@ class Page:
         return bool(line)
 
     def finish(self, result: Result) -> None:
-        """The run has ended."""
+        """Show the summary: the run has ended."""
         self._end = [*summary(result, self._standing), *(result.error or "").splitlines()]
 
     def text(self) -> str:
-        """In lines."""
+        """Return the run as lines of text."""
         more = self._count - len(self._lines)
         earlier = [f"({plural(more, 'line')} before these)"] if more else []
         last = [self._standing.line()] if self._end is None else self._end
         return "\n".join([self._head, *earlier, *self._lines, *last])
 
     def html(self) -> str:
-        """As HTML: the chart, and the lines, which stay where a frontend trusts no pictures."""
+        """Return the run as HTML: the chart and the lines, which remain visible in frontends that block images."""
         return f"<div>{self._chart.svg()}<pre>{escape(self.text())}</pre></div>"

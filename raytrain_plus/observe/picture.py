@@ -1,4 +1,4 @@
-"""One step of a pipeline as a picture, and for trace viewers. Pure."""
+"""Draw one step of a pipeline as SVG, and export it for trace viewers. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class _Bar(Protocol):
 
 
 Bars = Mapping[tuple[int, int], Sequence[_Bar]]
-"""For each cell and stage, what it did when, in seconds since the first of them began."""
+"""The passes of each model replica and stage, with times in seconds since the first one began.
+
+Keys: (`cell`: the index of the model replica, stage).
+"""
 
 KINDS = {
     "F": ("forward", "#4c78a8"),
@@ -39,13 +42,13 @@ _TICKS = 8
 
 
 def svg(bars: Bars, title: str) -> str:
-    """The step as an SVG document: a row for each stage, time from left to right, microbatches by their numbers."""
+    """Return the step as an SVG document: a row for each stage, time from left to right, numbered microbatches."""
     whole = max((bar.end for row in bars.values() for bar in row), default=0.0) or 1.0
     rows, at, cell_before = [], _TOP, -1
     for (cell, stage), row in sorted(bars.items()):
         at += _GAP * (cell_before not in (-1, cell))
         cell_before = cell
-        rows.append(_text(_LEFT - 8, at + 15, f"cell {cell}, stage {stage}", anchor="end"))
+        rows.append(_text(_LEFT - 8, at + 15, f"replica {cell}, stage {stage}", anchor="end"))
         for bar in row:
             rows.append(_box(bar, at, whole))
         at += _ROW
@@ -103,11 +106,14 @@ def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11, 
 
 
 def trace(bars: Bars) -> dict[str, Any]:
-    """The step in the Trace Event Format of chrome://tracing and Perfetto: a cell is a process, a stage a thread."""
+    """Return the step in the Trace Event Format of chrome://tracing and Perfetto.
+
+    A model replica is a process, a stage a thread.
+    """
     events: list[dict[str, Any]] = []
     for (cell, stage), row in sorted(bars.items()):
         where = {"pid": cell, "tid": stage}
-        events.append({"name": "process_name", "ph": "M", **where, "args": {"name": f"cell {cell}"}})
+        events.append({"name": "process_name", "ph": "M", **where, "args": {"name": f"replica {cell}"}})
         events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": f"stage {stage}"}})
         events += [
             {

@@ -1,4 +1,4 @@
-"""Views that follow a run: a live line in a terminal, a cell in a notebook, plain lines elsewhere."""
+"""Show a run's progress: a live line in a terminal, a cell's output in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ PLAIN_S = 5.0
 LIVE_S = 0.2
 """Seconds between two redraws."""
 BAR = range(8, 41)
-"""Widths that a bar may have; where there is no room for the shortest there is none."""
+"""Possible widths of the bar in characters; it is left out if there is no room for the shortest."""
 
 Clock = Callable[[], float]
 
 
 class View(Protocol):
-    """Somebody who watches a run."""
+    """A display of a run's progress."""
 
     def start(self, name: str, steps: int) -> None:
-        """A run of so many steps begins."""
+        """Show that a run of `steps` steps begins."""
 
     def event(self, event: Event) -> None:
-        """Something happened; events come in order."""
+        """Show an event; events come in order."""
 
     def finish(self, result: Result) -> None:
-        """The run has ended, or had ended before."""
+        """Show the result: the run has ended, or had already ended."""
 
     def close(self) -> None:
-        """Nothing more comes, whatever happened."""
+        """End the display, whether or not the run has ended."""
 
 
 class PlainView:
@@ -74,14 +74,14 @@ class PlainView:
         _say_error(result)
 
     def close(self) -> None:
-        """Every line has been flushed already."""
+        """Do nothing: every line has been flushed already."""
 
     def _say(self, text: str) -> None:
         say(text, self._stream)
 
 
 class TerminalView:
-    """A bar and a line that are redrawn in place; what deserves a line of its own scrolls above them."""
+    """A bar and a line that are redrawn in place; lines for incidents scroll above them."""
 
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         self._console = console
@@ -116,13 +116,13 @@ class TerminalView:
             self._live = None
 
     def _say(self, line: str) -> None:
-        # The terminal wraps, not rich: paths and commands can then be copied whole.
+        # Let the terminal wrap instead of rich, so that paths and commands can be copied in one piece.
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _picture(self) -> Group:
-        """One line, never more: a second one would leave traces when it is redrawn."""
+        """Return the bar and the text as exactly one line: a second one would leave remains when it is redrawn."""
         line = self._standing.line()
-        # Two columns stay free for the ^C that a terminal echoes: wrapped, it would push the line out of place.
+        # Two columns stay free for the ^C that a terminal echoes: if it wrapped, the line would move.
         room = self._console.width - cell_len(line) - 4
         text = Text(line, no_wrap=True, overflow="ellipsis")
         if room < BAR.start:
@@ -139,7 +139,7 @@ class NotebookView:
     """One output of a cell, updated in place: the chart with lines below it, or lines alone."""
 
     def __init__(self, draw: Callable[[str, str], None], clock: Clock = time.monotonic) -> None:
-        """`draw` replaces the output: its text, and the same as HTML."""
+        """`draw(text, html)` replaces the output by text and its HTML equivalent."""
         self._draw = draw
         self._clock = clock
         self._page: Page | None = None
@@ -156,7 +156,7 @@ class NotebookView:
 
     def finish(self, result: Result) -> None:
         if self._page is None:
-            # It had ended before, and nothing of it was told.
+            # The run had already ended, so no event was shown.
             text = "\n".join([*summary(result, None), *(result.error or "").splitlines()])
             self._draw(text, f"<pre>{escape(text)}</pre>")
             return
@@ -164,7 +164,7 @@ class NotebookView:
         self._show(self._page)
 
     def close(self) -> None:
-        """The last picture shows all that was told."""
+        """Draw all events a last time."""
         if self._page is not None:
             self._show(self._page)
 
@@ -179,14 +179,14 @@ def _say_error(result: Result) -> None:
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Prints a line. A stream that does not take it loses it: the run is worth more than its report."""
+    """Print a line. If the stream fails, the line is lost: the run matters more than its report."""
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
-        # Whoever read along (`head`, say) has left: what follows goes nowhere.
+        # The reader (for example `head`) has exited: discard this and all later output.
         _forget(stream)
     except OSError:
-        # The disk that the output goes to is full, say: later lines may find room.
+        # For example a full disk: later lines may succeed.
         kept = os.dup(stream.fileno())
         try:
             _forget(stream)
@@ -197,26 +197,26 @@ def say(text: str, stream: TextIO) -> None:
 
 
 def _forget(stream: TextIO) -> None:
-    """Has what `stream` holds, and what follows, go nowhere."""
+    """Redirect the buffered and later output of `stream` to the null device."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def view_for(stream: TextIO) -> View:
-    """The view that fits where this runs: a notebook's cell, a terminal, or anything else."""
+    """Return the view for the current environment: a notebook's cell, a terminal, or any other output."""
     draw = _cell()
     if draw is not None:
         return NotebookView(draw)
     console = Console(file=stream)
-    # Asked of the stream, not of rich: FORCE_COLOR makes rich take a pipe for a terminal.
+    # Ask the stream rather than rich: FORCE_COLOR makes rich treat a pipe as a terminal.
     if stream.isatty() and not console.is_dumb_terminal:
         return TerminalView(console)
     return PlainView(stream)
 
 
 def _cell() -> Callable[[str, str], None] | None:
-    """What replaces text and HTML of a new output in the notebook's present cell; None where there is no notebook."""
+    """Create an output in the notebook's cell and return the function that replaces it; None outside a notebook."""
     if "IPython" not in sys.modules:
         return None
     from IPython import get_ipython

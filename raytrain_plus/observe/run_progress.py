@@ -1,4 +1,4 @@
-"""What a run's events add up to while it goes on: step, loss, speed, time left. Pure."""
+"""Accumulate a run's events into its current progress: step, loss, speed, time left. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from raytrain_plus.observe.events import Event
 from raytrain_plus.storage.outage import outage_text
 
 WINDOW_S = 10.0
-"""Speed is taken over the steps of about the last so many seconds."""
+"""Approximate seconds of steps over which the speed is averaged."""
 
 
 @dataclass(slots=True)
 class Standing:
-    """Where a run stands. `total` is its number of steps."""
+    """The current progress of a run. `total`: the number of its steps."""
 
     total: int
     step: int = 0
@@ -25,24 +25,24 @@ class Standing:
     workers: int = 0
     collective: str = ""
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """(step after which, figures), in order."""
+    """(step after which, metrics), in order."""
     waiting: str = ""
-    """What the run waits for; empty while it steps."""
+    """The condition that the run waits for; empty while it trains."""
     _recent: deque[tuple[int, float]] = field(default_factory=deque)
-    """(rows, seconds) of the latest steps. By the steps' own seconds: evaluations between them slow none down."""
+    """(rows, seconds) of the latest steps. Seconds are the steps' own, so evaluations between them do not count."""
     _recent_s: float = 0.0
     _first_of_view: bool = True
     _members: list[str] = field(default_factory=list)
     _lost: list[str] = field(default_factory=list)
-    """Losses of members that have not been told yet."""
+    """Losses of members that have not been reported yet."""
     _recovering: bool = False
     _outages: set[tuple[str, str]] = field(default_factory=set)
-    """(place, error) of each storage that takes no more."""
+    """(place, error) of each storage that does not accept writes now."""
 
     def add(self, event: Event) -> str | None:
-        """Takes one event; the line that it deserves, if it does.
+        """Add one event; return the line to show for it, if any.
 
-        A loss gets one line, when it is recovered from or has to wait; a planned change gets one, too.
+        A loss gets one line, once it is recovered from or has to wait. A planned change gets one line too.
         """
         kind = event["kind"]
         if kind == "step_committed":
@@ -59,7 +59,7 @@ class Standing:
                 return what
             self._lost.append(what)
             self._recovering = True
-            self.waiting = "the others to go on"
+            self.waiting = "the recovery from a lost worker"
             return None
         if kind == "waiting":
             self.waiting = event["for"]
@@ -69,11 +69,11 @@ class Standing:
             causes = self._untold() or [event["cause"]]
             steps = f"{plural(event['steps_lost'], 'step')} lost"
             if event["steps_recomputed"]:
-                steps += f", {plural(event['steps_recomputed'], 'step')} made again"
+                steps += f", {plural(event['steps_recomputed'], 'step')} recomputed"
             who = f"{len(event['kept'])} kept, {len(event['replaced'])} replaced"
             return f"recovered in {event['stall_s']:.2f} s: {'; '.join(causes)}; {steps}; {who}"
         if kind == "run_finished":
-            # Of a loss from which nothing recovered.
+            # Losses without a recovery are still unreported.
             return "; ".join(self._untold()) or None
         if kind == "evaluated":
             self.evaluations.append((event["step"], event["metrics"]))
@@ -82,7 +82,7 @@ class Standing:
         elif kind == "storage_recovered":
             self._outages.discard((event["place"], event["error"]))
         elif kind == "checkpoint_failed" and any(error in event["error"] for _, error in self._outages):
-            # Its cause has its line.
+            # The outage that caused it already has a line.
             return None
         return told(event)
 
@@ -99,7 +99,7 @@ class Standing:
         if not before:
             return _ready(event)
         if self._recovering or set(before) == set(self._members):
-            # Of this, what is told of the loss tells.
+            # The line of the recovery covers this change.
             return None
         came = [f"{name} joined" for name in self._members if name not in before]
         went = [f"{name} left" for name in before if name not in self._members]
@@ -107,7 +107,7 @@ class Standing:
 
     def _time(self, rows: int, seconds: float) -> None:
         if self._first_of_view:
-            # Files open and caches fill in the first step of a group: it says nothing about those that follow.
+            # The first step of a group opens files and fills caches, so its speed is not representative.
             self._first_of_view = False
             return
         self._recent.append((rows, seconds))
@@ -117,25 +117,25 @@ class Standing:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Rows a second, lately; None before the second step of a group."""
+        """Rows per second over the latest steps; None before the second step of a group."""
         if self._recent_s <= 0:
             return None
         return sum(rows for rows, _ in self._recent) / self._recent_s
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the last step at the present speed; None before the second step of a group."""
+        """Seconds to the last step at the current speed; None before the second step of a group."""
         if self._recent_s <= 0:
             return None
         return self._recent_s / len(self._recent) * max(0, self.total - self.step)
 
     def line(self) -> str:
-        """All of it in one line of text."""
+        """Return the progress as one line of text."""
         parts = [f"step {self.step}/{self.total}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
         if self.waiting:
-            # Before anything that a narrow screen may cut; the last speed would be a lie now.
+            # Placed first, so that a narrow screen does not truncate it. The last speed no longer applies.
             return "  ".join([*parts, f"waiting for {self.waiting}"])
         if not self.workers:
             return "  ".join([*parts, "starting workers"])
@@ -148,7 +148,7 @@ class Standing:
 
 
 def spell_speed(per_s: float) -> str:
-    """A speed with the digits that matter.
+    """Return a speed with its significant digits.
 
     >>> spell_speed(0.25), spell_speed(117.3), spell_speed(12345.6)
     ('0.25', '117', '12,346')
@@ -157,7 +157,7 @@ def spell_speed(per_s: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """A number of things.
+    """Return a count with its noun.
 
     >>> plural(1, "worker"), plural(2, "worker")
     ('1 worker', '2 workers')
@@ -166,7 +166,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """Minutes and seconds, or hours and minutes.
+    """Return a duration as minutes and seconds, or as hours and minutes.
 
     >>> clock_text(75), clock_text(7260)
     ('1:15', '2:01 h')
@@ -178,7 +178,7 @@ def clock_text(seconds: float) -> str:
 
 
 def told(event: Event) -> str | None:
-    """A line for an event that deserves one whatever was before, or None."""
+    """Return the line for an event that is shown independent of earlier events, or None."""
     kind = event["kind"]
     if kind == "evaluated":
         return f"held out, {after_step(event['step'])}: {figures(event['metrics'])}"
@@ -199,10 +199,10 @@ def told(event: Event) -> str | None:
 def _ready(event: Event) -> str:
     members = event["members"]
     hosted = sorted({len(member["shards"]) for member in members}, reverse=True)
-    # Cells hold copies of one model and stages parts of it: one cell's members together hold it once.
+    # The members of one replica (`cell`) together hold the model once; its stages hold parts of it.
     parameters = sum(member["params"] for member in members if member["cell"] == members[0]["cell"])
     stages = 1 + max(member["stage"] for member in members)
-    cells = f" in {plural(len(members) // stages, 'cell')} of {stages} stages" * (stages > 1)
+    cells = f" in {plural(len(members) // stages, 'replica')} of {stages} stages" * (stages > 1)
     return (
         f"{plural(len(members), 'worker')} ready{cells}, {' or '.join(map(str, hosted))} shards each; "
         f"{parameters:,} parameters; collective: {event['collective']}"
@@ -210,7 +210,7 @@ def _ready(event: Event) -> str:
 
 
 def after_step(step: int) -> str:
-    """When figures were taken.
+    """Return after which step metrics were evaluated, as text.
 
     >>> after_step(-1), after_step(99)
     ('untrained', 'after step 100')
@@ -219,5 +219,5 @@ def after_step(step: int) -> str:
 
 
 def figures(metrics: Mapping[str, Any]) -> str:
-    """Named figures in one line."""
+    """Return metrics as one line of text."""
     return ", ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())

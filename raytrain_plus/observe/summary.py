@@ -1,4 +1,4 @@
-"""What a run says at its end. Pure."""
+"""Build the summary shown at the end of a run. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from raytrain_plus.storage.address import is_address, within
 
 
 def summary(result: Result, standing: Standing | None) -> list[str]:
-    """The last lines of a run: how it ended, what it reached, where everything lies, and what to do next.
+    """Return the last lines of a run: how it ended, its metrics, its files, and the next command.
 
-    `standing` is what its events added up to; None, or an empty one, where it had ended before. What went wrong is no
-    part of it: a view puts that where errors go.
+    `standing`: the progress that its events added up to; None or an empty one if the run had already ended. The error
+    of a failed run is not included: a view shows it where errors belong.
     """
     lines = [_head(result), *_held_out(result, standing), *_time(result)]
     if result.show and result.show.strip():
@@ -28,9 +28,9 @@ def summary(result: Result, standing: Standing | None) -> list[str]:
     going_on = f"raytrain resume {shlex.quote(folder)}"
     if result.status == "failed":
         anew = "or start over: raytrain run JOB --fresh"
-        return [*lines, f"  next     mend what is said above, then go on: {going_on}; {anew}"]
+        return [*lines, f"  next     fix the error above, then resume: {going_on}; {anew}"]
     if result.status == "stopped":
-        return [*lines, f"  next     to go on: {going_on}, or raytrain run JOB as before"]
+        return [*lines, f"  next     to resume: {going_on}, or repeat raytrain run JOB"]
     if is_address(folder):
         return [*lines, f"  next     raytrain export '{folder}' --to model.safetensors"]
     return [*lines, f"  next     pip install tensorboard && tensorboard --logdir {within(folder, 'tensorboard')}"]
@@ -67,12 +67,12 @@ def _time(result: Result) -> list[str]:
     lines = [f"  time     {'' if result.setup_s is None else f'{result.setup_s:.1f} s of setup; '}{waited}"]
     if result.bubble is not None:
         lines.append(
-            f"  stages   waited {100 * result.bubble:.0f} % of their time for one another; one step is drawn in "
+            f"  stages   spent {100 * result.bubble:.0f} % of their time waiting for one another; diagram of one step: "
             f"{within(str(result.path), 'pipeline.svg')}"
         )
     if result.copies:
         share = 100 * result.copy_s / result.seconds if result.seconds > 0 else 0.0
-        lines.append(f"  copies   {result.copies:,} of the state in other workers' memory, {share:.1f} % of the time")
+        lines.append(f"  copies   {result.copies:,} of the state to other workers' memory, {share:.1f} % of the time")
     if result.skipped:
         lines.append(f"  skipped  {plural(result.skipped, 'step')}, whose loss or gradient was not finite")
     if result.recoveries:

@@ -1,14 +1,14 @@
-"""TensorBoard scalars.
+"""Write TensorBoard scalars.
 
-The format is written here, not by tensorboardX: that loads torch wherever torch is installed, 0.8 s and 180 MB in a
-controller that otherwise needs none of it, in the middle of a run's setup. A file is a row of records,
+This module writes the format itself instead of using tensorboardX, which loads torch if it is installed: 0.8 s and
+180 MB during a run's setup, in a controller that otherwise does not need it. A file is a sequence of records,
 
     length (8 bytes) | checksum of the length (4) | payload | checksum of the payload (4)
 
 numbers little-endian, checksums CRC-32C, rotated and shifted; a payload is a protocol buffer `Event` {1: wall time,
 2: step, 3: the format's name (first record) or 5: summary {1: value {1: tag, 2: figure}}}.
 
-On a file system a run's controller appends to one file; elsewhere it writes parts (`storage.growing`), each of them
+On a file system a run's controller appends to one file; elsewhere it writes parts (`storage.growing`), each of which is
 such a file.
 """
 
@@ -29,9 +29,9 @@ from raytrain_plus.storage.outage import Outages
 
 WRITER = "TensorBoard"
 FLUSH_S = 5.0
-"""Seconds for which figures may be held back before they are written to a file."""
+"""Maximum seconds for which metrics are buffered before they are written to a file."""
 PERIOD_S = 30.0
-"""Seconds between two writings of a part."""
+"""Seconds between two writes of a part."""
 
 
 def _crc_entry(byte: int) -> int:
@@ -44,10 +44,10 @@ _CRC_TABLE = tuple(map(_crc_entry, range(256)))
 
 
 class Scalars:
-    """A `Tracker` that writes files which TensorBoard reads."""
+    """A `Tracker` that writes TensorBoard's files."""
 
     def __init__(self, folder: Folder, clock: Callable[[], float] = time.time, outages: Outages | None = None) -> None:
-        """`outages` hears whether the storage takes the figures; they are kept until it does."""
+        """`outages` records whether the storage accepts the metrics; they are kept until it does."""
         self._folder = folder
         self._clock = clock
         self._outages = outages or Outages()
@@ -71,12 +71,12 @@ class Scalars:
                 self._file.flush()
 
     def end(self, status: str) -> None:
-        """See `Tracker`; the files say nothing of how a run ended."""
+        """See `Tracker`; the files do not record how a run ended."""
         if self._file is not None:
             self._file.close()
 
     def abandon(self) -> None:
-        """Forgets what is not written yet, where that would take long to write."""
+        """Discard the metrics that are not written yet."""
         if self._file is not None:
             self._file.abandon()
 
@@ -85,7 +85,7 @@ class Scalars:
         path = self._folder.path
         if path is None:
             return Growing(self._folder, self._name, PERIOD_S, head, writer=WRITER, outages=self._outages)
-        # Only this folder: the one above it is the run's, which may be gone.
+        # Create only this folder: its parent is the run's folder, which may have been removed.
         file = Appended(
             self._folder, path / self._name(), WRITER, self._outages, before=lambda: path.mkdir(exist_ok=True)
         )
@@ -94,24 +94,24 @@ class Scalars:
         return file
 
     def _name(self) -> str:
-        """One that TensorBoard looks for; later ones of the same folder sort behind it."""
+        """Return a file name that TensorBoard recognises; later files of the same folder sort after it."""
         return f"events.out.tfevents.{self._clock():017.6f}.{socket.gethostname()}.{os.getpid()}"
 
 
 def scalar_event(time_s: float, step: int, name: str, value: float) -> bytes:
-    """One figure as a protocol buffer `Event`."""
+    """Return one metric as a protocol buffer `Event`; `time_s`: Unix seconds."""
     figure = _bytes(1, name.encode()) + _key(2, 5) + struct.pack("<f", _single(value))
     return _double(1, time_s) + _key(2, 0) + _varint(step) + _bytes(5, _bytes(1, figure))
 
 
 def record(payload: bytes) -> bytes:
-    """A payload, framed and with its checksums."""
+    """Return a payload framed with its length and checksums."""
     length = struct.pack("<Q", len(payload))
     return length + struct.pack("<I", _masked(length)) + payload + struct.pack("<I", _masked(payload))
 
 
 def crc32c(data: bytes) -> int:
-    """The Castagnoli checksum of `data`.
+    """Return the Castagnoli checksum of `data`.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -128,7 +128,7 @@ def _masked(data: bytes) -> int:
 
 
 def _single(value: float) -> float:
-    """`value` in the reach of 32 bits; what lies beyond it becomes infinite, as a cast would make it."""
+    """Return `value`, or infinity if it exceeds the range of 32-bit floats, as a cast would."""
     try:
         struct.pack("<f", value)
     except OverflowError:

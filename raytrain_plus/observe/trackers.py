@@ -1,12 +1,12 @@
-"""Where a run's figures go: TensorBoard's files in its folder, and the trackers that the job names.
+"""Send a run's metrics to TensorBoard's files in its folder and to the trackers that the job names.
 
-    controller   events -> figures -> Scalars                              tensorboard/
-                                   -> Relay, a pipe, never waited for
+    controller   events -> metrics -> Scalars                              tensorboard/
+                                   -> Relay, a non-blocking pipe
                                         |
-    `tracking`, a process for each      +-> its queue -> mlflow, wandb     wherever their own settings say
+    `tracking`, a process for each      +-> its queue -> mlflow, wandb     as configured by their own settings
 
-Their libraries take seconds to load, and change the environment of the process that they are in, which Ray's threads
-read at the same time: before glibc 2.41 that crashes. So neither the controller nor the driver loads them.
+The trackers' libraries take seconds to load, and change the environment of their process while Ray's threads read it:
+before glibc 2.41 that crashes. So neither the controller nor the driver loads them.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ log = logging.getLogger(__name__)
 
 MODULE = "raytrain_plus.observe.tracking"
 FOLDER = "trackers"
-"""In a run's folder: for each tracker a file that says which of its runs this one is."""
+"""The folder in a run's folder that holds, for each tracker, a file with the id of the tracker's run."""
 LOAD_S = 20.0
-"""Seconds that loading a tracker's library may take."""
+"""Maximum seconds for loading a tracker's library."""
 END_S = 5.0
-"""Seconds that a tracker has, when a run has ended, for what it has not taken by then."""
+"""Maximum seconds for a tracker to take the remaining metrics after the run has ended."""
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""Unless the user says otherwise: MLflow's own would be minutes, and what failed is tried again in any case."""
+"""Defaults for MLflow, which the user can override. Its own would take minutes, and failures are retried anyway."""
 GOING_S = 2.0
-"""Seconds that its process has to go after that."""
+"""Maximum seconds for a tracker's process to exit after that."""
 MOST_BYTES = 1 << 20
-"""Of figures that the process has not read; what comes when there are more is dropped."""
+"""Maximum bytes of metrics that the process has not read yet; further metrics are dropped."""
 
 
 class Tracker(Protocol):
-    """Takes the figures of a run."""
+    """A receiver of a run's metrics."""
 
     def add(self, figures: Sequence[Figure]) -> None:
-        """Takes the next ones."""
+        """Take the next metrics."""
 
     def end(self, status: str) -> None:
-        """The run has `finished`, `stopped` or `failed`; what is left goes to where it belongs. Nothing comes after."""
+        """Deliver the remaining metrics and end: the run has `finished`, `stopped` or `failed`."""
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raises `InputError` where a tracker's package is not installed here. Loads none."""
+    """Raise `InputError` if a tracker's package is not installed here. Does not import the packages."""
     for name in names:
         spec = find_spec(name)
-        # W&B keeps its files in a folder `wandb`, which Python takes for a package without code.
+        # W&B keeps its files in a folder `wandb`, which Python treats as a namespace package.
         if spec is None or spec.origin is None:
             raise InputError(
                 f"{name} is not installed on {socket.gethostname()}",
@@ -77,13 +77,13 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def settings_for(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """What an environment says to these trackers' libraries: all that begins with their names. May hold secrets."""
+    """Return the environment variables of these trackers: those that begin with their names. May contain secrets."""
     prefixes = tuple(f"{name.upper()}_" for name in names)
     return {name: value for name, value in environment.items() if prefixes and name.startswith(prefixes)}
 
 
 def begun(names: Sequence[str], run: Folder, job_yaml: str, environment: Mapping[str, str], where: str) -> list[Relay]:
-    """These trackers, begun, for the run of a resolved job; see `Relay.begin`."""
+    """Start these trackers for the run of a resolved job; see `Relay.begin`."""
     relays = [Relay(name, run) for name in names]
     for relay in relays:
         relay.begin(yaml.safe_load(job_yaml), environment, where)
@@ -91,17 +91,17 @@ def begun(names: Sequence[str], run: Folder, job_yaml: str, environment: Mapping
 
 
 class Trackers:
-    """All of a run's. What goes wrong with them is said once, and costs figures."""
+    """All trackers of a run. A failing tracker is reported once and loses metrics; it never fails the run."""
 
     def __init__(self, run: Folder, relays: Sequence[Relay] = (), outages: Outages | None = None) -> None:
-        """`relays`: the trackers that the job names, begun. `outages` hears whether TensorBoard's files grow."""
+        """`relays`: the started trackers that the job names. `outages` records failed writes of TensorBoard's files."""
         self._scalars = Scalars(run.inside("tensorboard"), outages=outages)
         self._relays = relays
         self._figures = Figures()
         self._status = "failed"
 
     def add(self, event: Event) -> None:
-        """Takes one event."""
+        """Send the metrics of one event to all trackers."""
         if event["kind"] == "run_finished":
             self._status = event["status"]
         figures = self._figures.of(event)
@@ -112,7 +112,7 @@ class Trackers:
         self._scalars.add(figures)
 
     def close(self) -> None:
-        """Ends all, within seconds. Raises `OSError` where TensorBoard's files cannot be written."""
+        """End all trackers within seconds. Raises `OSError` if TensorBoard's files cannot be written."""
         for relay in self._relays:
             relay.end(self._status)
         for relay in self._relays:
@@ -120,36 +120,36 @@ class Trackers:
         self._scalars.end(self._status)
 
     def abandon(self) -> None:
-        """The run is another controller's: what has not been taken yet is forgotten."""
+        """Discard the metrics that have not been taken yet: the run belongs to another controller."""
         for relay in self._relays:
             relay.abandon()
         self._scalars.abandon()
 
 
 class Relay:
-    """A `Tracker` in a process of its own. Only `close` waits for it, and not for long."""
+    """A `Tracker` in a separate process. Only `close` waits for that process, for a limited time."""
 
     def __init__(self, name: str, run: Folder) -> None:
-        """`name`: of its package. `run`: where it is kept which of its runs this one is."""
+        """`name`: the tracker's package. `run`: the run's folder, which stores the id of the tracker's run."""
         self._name = name
         self._run = run
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: IO[bytes] | None = None
         self._listener = threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True)
-        # Another thread may find that the run is somebody else's by now.
+        # Another thread may call `abandon` when the run belongs to another controller.
         self._writing = threading.RLock()
         self._owed = bytearray()
         self._dropped = 0
         self._over = False
 
     def begin(self, settings: Mapping[str, Any], environment: Mapping[str, str], where: str) -> None:
-        """Starts its process, in the folder `where` if that is here; where a run goes on, its tracker's run does.
+        """Start the process, in the folder `where` if it exists here; a resumed run continues its tracker's run.
 
         `settings`: the resolved job; `environment`: see `settings_for`.
         """
         search = os.pathsep.join(filter(None, sys.path))
         known = {**PATIENCE, **os.environ, **environment, "PYTHONPATH": search}
-        # One of W&B's own processes, on the machine of whoever started it.
+        # It refers to one of W&B's own processes, on the machine where the run was started.
         known.pop("WANDB_SERVICE", None)
         try:
             self._process = subprocess.Popen(
@@ -158,7 +158,7 @@ class Relay:
                 stdout=subprocess.PIPE,
                 cwd=where if Path(where).is_dir() else None,
                 env=known,
-                # A Ctrl-C is not for it: it goes when this process does.
+                # Ctrl-C must not end it: it exits when this process does.
                 start_new_session=True,
             )
         except OSError as error:
@@ -185,7 +185,7 @@ class Relay:
         self._shut_if_written()
 
     def close(self) -> None:
-        """Returns when its process is gone."""
+        """Wait until the process has exited, with a time limit, then kill it."""
         deadline = time.monotonic() + END_S
         while (pipe := self._pipe) is not None and (left := deadline - time.monotonic()) > 0:
             room = select.poll()
@@ -197,14 +197,14 @@ class Relay:
             try:
                 self._process.wait(LOAD_S + END_S + GOING_S)
             except subprocess.TimeoutExpired:
-                log.warning("%s did not end in time; the run's last figures may be missing there", self._name)
+                log.warning("%s did not end in time; it may lack the run's last metrics", self._name)
         self.abandon()
 
     def abandon(self) -> None:
-        """Ends its process at once."""
+        """Kill the process at once."""
         self._over = True
         if self._process is not None:
-            # Before its input ends, which it would take for the run's end.
+            # Kill it before its input ends: it would treat that as the end of the run.
             self._process.kill()
             self._process.wait()
             self._listener.join(GOING_S)
@@ -217,7 +217,7 @@ class Relay:
                 self._write()
 
     def _write(self) -> None:
-        """Hands on what the pipe takes without waiting."""
+        """Write what the pipe accepts without waiting."""
         with self._writing:
             try:
                 while self._pipe is not None and self._owed:
@@ -225,7 +225,7 @@ class Relay:
             except BlockingIOError:
                 return
             except BrokenPipeError:
-                # That its process has gone is told by the listener.
+                # The listener reports that the process has exited.
                 self._shut()
 
     def _shut_if_written(self) -> None:
@@ -240,7 +240,7 @@ class Relay:
             self._owed.clear()
 
     def _listen(self) -> None:
-        """Keeps what the process says of its run, and hands on what it warns of."""
+        """Store the id of the tracker's run that the process reports, and log its warnings."""
         process = self._process
         assert process is not None
         assert process.stdout is not None
@@ -253,23 +253,23 @@ class Relay:
                     log.warning("%s: %s", self._name, told["warning"])
         code = process.wait()
         if code and not self._over:
-            log.warning("%s has ended with code %d; the run's further figures are missing there", self._name, code)
+            log.warning("%s exited with code %d; it receives no further metrics of the run", self._name, code)
 
     def _kept(self) -> str | None:
-        """The tracker's run that this one goes on with; None where it begins one."""
+        """Return the id of the tracker's run to continue; None to begin one."""
         try:
             return str(read_object(self._run, self._file, "")["run"])
         except FileNotFoundError:
             return None
         except (OSError, InputError, KeyError):
-            log.warning("it cannot be read which of %s's runs this one is; it begins another", self._name)
+            log.warning("cannot read the id of this run in %s; starting a new run there", self._name)
             return None
 
     def _keep(self, run: str) -> None:
         try:
             self._run.write(self._file, [json.dumps({"run": run}).encode() + b"\n"])
         except (OSError, FolderGone) as error:
-            log.warning("it cannot be kept which of %s's runs this one is: %s", self._name, error)
+            log.warning("cannot store the id of this run in %s: %s", self._name, error)
 
     @property
     def _file(self) -> str:

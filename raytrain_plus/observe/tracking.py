@@ -1,8 +1,8 @@
-"""The process that one tracker's library lives in. Figures come on standard input; it may be away for a while, or slow.
+"""The process that runs one tracker's library, which may be slow, unreachable or broken.
 
-Lines of JSON come: {run, title, settings} first, then lists of figures, at last {end, dropped}. Where the input ends
-without, the controller is gone, and the run has failed. Lines of JSON go: {run} when the tracker's run is known, and
-{warning} where something is wrong, in words.
+Metrics arrive on standard input as lines of JSON: {run, title, settings} first, then lists of metrics, at last
+{end, dropped}. If the input ends without the last one, the controller is dead and the run has failed. The output is
+lines of JSON: {run} once the tracker's run is known, and {warning} with a message.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from raytrain_plus.observe.metrics import Figure
 from raytrain_plus.observe.trackers import END_S, LOAD_S, Tracker
 
 PERIOD_S = 1.0
-"""Seconds in which figures are gathered."""
+"""Seconds for which metrics are collected before they are delivered."""
 AGAIN_S = 15.0
-"""Seconds after which a tracker that failed is tried again."""
+"""Seconds before a failed tracker is retried."""
 MOST = 1000
-"""Figures handed over together."""
+"""Maximum metrics delivered together."""
 KEPT = 100_000
-"""Figures kept while they cannot be handed over; then the oldest go."""
+"""Maximum metrics kept while they cannot be delivered; beyond that the oldest are dropped."""
 
 Tell = Callable[[Mapping[str, str]], None]
 
 
 class Queue:
-    """Figures between the thread that reads them and the one that hands them over."""
+    """Metrics between the thread that reads them and the one that delivers them."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
@@ -44,48 +44,48 @@ class Queue:
         self._taken: list[Figure] = []
         self.dropped = 0
         self.status = ""
-        """How the run has ended; empty while it goes on."""
+        """The status with which the run has ended; empty while it runs."""
 
     def put(self, figures: Sequence[Figure]) -> None:
-        """Takes figures; never waits."""
+        """Add metrics; never waits."""
         with self._news:
             self.dropped += max(0, len(self._figures) + len(figures) - KEPT)
             self._figures.extend(figures)
 
     def end(self, status: str) -> None:
-        """Nothing comes after."""
+        """Record that the run has ended with `status`; no more metrics will come."""
         with self._news:
             self.status = status
             self._news.notify_all()
 
     def pause(self, seconds: float) -> None:
-        """Waits, unless the run has ended."""
+        """Wait for `seconds`, or until the run has ended."""
         with self._news:
             self._news.wait_for(lambda: self.status, seconds)
 
     def first(self) -> list[Figure]:
-        """The next ones to hand over: the same until they are `done`."""
+        """Return the next metrics to deliver: the same ones until `done` is called."""
         with self._news:
             while self._figures and len(self._taken) < MOST:
                 self._taken.append(self._figures.popleft())
             return self._taken
 
     def done(self) -> None:
-        """The `first` are handed over."""
+        """Record that the metrics of `first` are delivered."""
         with self._news:
             self._taken = []
 
     @property
     def missing(self) -> int:
-        """How many were not handed over, or will not be where nothing more is."""
+        """The number of metrics that were dropped or are not delivered yet."""
         with self._news:
             return self.dropped + len(self._taken) + len(self._figures)
 
 
 def deliver(queue: Queue, begin: Callable[[], tuple[str, Tracker]], tell: Tell) -> None:
-    """Hands figures over until the run has ended. A failure is told once; it is tried again while the run goes on.
+    """Deliver metrics until the run has ended. A failure is reported once and retried while the run continues.
 
-    `begin`: the tracker's run, new or gone on with, and the tracker.
+    `begin` begins or continues the tracker's run; it returns its id and the tracker.
     """
     tracker: Tracker | None = None
     warned = False
@@ -104,10 +104,10 @@ def deliver(queue: Queue, begin: Callable[[], tuple[str, Tracker]], tell: Tell) 
                 tracker.end(status)
                 return
             pause_s = PERIOD_S
-        # Whatever a library raises, figures come again.
+        # A library may raise anything; the metrics are delivered at the next attempt.
         except Exception as error:
             if not warned:
-                tell({"warning": f"it takes no figures; trying again: {in_short(error, os.environ)}"})
+                tell({"warning": f"it does not accept metrics; retrying: {in_short(error, os.environ)}"})
             warned = True
             pause_s = AGAIN_S
             if status:
@@ -115,7 +115,7 @@ def deliver(queue: Queue, begin: Callable[[], tuple[str, Tracker]], tell: Tell) 
 
 
 def in_short(error: Exception, environment: Mapping[str, str]) -> str:
-    """The first line of an error, without the secrets that this environment holds."""
+    """Return the first line of an error without the secrets of this environment and without credentials."""
     text = next(iter(str(error).splitlines()), "")
     for name, value in environment.items():
         if value and re.search("KEY|TOKEN|PASSWORD|SECRET", name):
@@ -124,9 +124,9 @@ def in_short(error: Exception, environment: Mapping[str, str]) -> str:
 
 
 def read(lines: BinaryIO, queue: Queue) -> None:
-    """Takes what comes, to its end."""
+    """Put the metrics of all input lines into the queue, until the input ends."""
     for line in lines:
-        # The end of one may be missing, where the controller was killed.
+        # A line may be incomplete if the controller was killed.
         with contextlib.suppress(ValueError):
             came = json.loads(line)
             if isinstance(came, dict):
@@ -139,11 +139,11 @@ def read(lines: BinaryIO, queue: Queue) -> None:
 
 
 def main() -> None:
-    """Runs the tracker of this name."""
+    """Run the tracker whose name is the first argument."""
     name = sys.argv[1]
     lines = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    # What a library reads or prints is not ours.
+    # Keep the library's own input and output away from the protocol.
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -168,14 +168,14 @@ def main() -> None:
     thread = threading.Thread(target=deliver, args=(queue, begin, tell), daemon=True)
     thread.start()
     read(lines, queue)
-    # A short run may be over before its library is there.
+    # A short run may end before its library is loaded.
     loaded.wait(LOAD_S)
     thread.join(END_S)
     if queue.missing:
-        tell({"warning": f"{queue.missing} figures are missing there; the run's events have them all"})
+        tell({"warning": f"{queue.missing} metric values were not delivered; the run's events contain them"})
     elif thread.is_alive():
-        tell({"warning": "it was not told in time that the run has ended"})
-    # A library may have threads of its own, which would wait.
+        tell({"warning": "it could not be notified in time that the run has ended"})
+    # A normal exit would wait for threads that the library may have.
     os._exit(0)
 
 

@@ -1,4 +1,7 @@
-"""Weights & Biases: the one place that loads it. Project and mode are what its own environment variables say."""
+"""Track a run in Weights & Biases; the only module that imports it.
+
+W&B's own environment variables set the project and the mode.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ import wandb
 from raytrain_plus.observe.metrics import Figure
 
 STEP = "trainer/step"
-"""W&B's own step only rises; of a run that goes on, or figures that come late, ours does not."""
+"""The metric used as step: W&B's own step must rise, but ours does not in a resumed run or for late metrics."""
 
 
 class Wandb:
-    """A `Tracker`."""
+    """A `Tracker` that writes to Weights & Biases."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -35,7 +38,7 @@ class Wandb:
 
 
 def begin(run: str | None, title: str, settings: Mapping[str, Any]) -> tuple[str, Wandb]:
-    """Goes on with W&B's run of this id, or begins one; its id, and the tracker. Raises what W&B raises."""
+    """Continue W&B's run of this id, or begin one; return its id and the tracker. Raises what W&B raises."""
     begun = wandb.init(
         id=run or secrets.token_hex(4),
         name=os.environ.get("WANDB_NAME", title),

@@ -262,7 +262,7 @@ DEEP, LONG = b"[" * 100_000, b"1" * 5000
         ),
         (told("drain_notice", node=7), "logs", 2, "node: 7 is no text"),
         (told("view_formed", members=[{"worker": "w"}]), "logs", 2, "members: entry 0: there is no 'cell'"),
-        (told("view_formed", members=[]), "logs", 2, "members: there are none"),
+        (told("view_formed", members=[]), "logs", 2, "members: the list is empty"),
         (told("worker_lost", time=1e300), "logs", 2, "time: 1e+300 is out of range"),
         (told("rescaled", to=True), "logs", 2, "to: True is no whole number from 0"),
         (

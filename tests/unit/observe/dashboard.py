@@ -1,4 +1,4 @@
-"""The Grafana dashboard, and what its queries ask for."""
+"""Read the Grafana dashboard and the metrics that its queries use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def queries() -> Iterator[tuple[str, set[str], set[str]]]:
-    """For each query of a panel or a variable: its text, the metrics in it, and the labels that it needs."""
+    """Return for each query of a panel or a variable: its text, its metrics, and the labels that it needs."""
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", []):
             expr = target["expr"]

@@ -1,4 +1,4 @@
-"""Events as a run tells them, written by hand."""
+"""Build events as a run writes them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def step(number: int, *, samples: int = 48, seconds: float = 0.5, loss: float | 
 
 
 def view(*shards: int, collective: str = "horovod") -> Event:
-    """A view of one worker per number, hosting so many shards."""
+    """Return a view with one worker per number, which hosts that many shards."""
     members = [
         {
             "worker": f"worker-{i}",

@@ -1,4 +1,4 @@
-"""A run as a picture: well-formed, of one size, thinned, with what happened marked."""
+"""The chart of a run is well-formed SVG of bounded size, thinned, with marked incidents."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rescaled(time: float, before: int, now: int) -> Event:
 
 
 def strokes(root: ElementTree.Element) -> list[list[tuple[float, float]]]:
-    """The points of each curve."""
+    """Return the points of each curve."""
     return [
         [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path.get("d") or "")]
         for path in root.iter(f"{SVG}path")
@@ -61,12 +61,12 @@ def strokes(root: ElementTree.Element) -> list[list[tuple[float, float]]]:
     ]
 
 
-def test_a_run_that_has_told_nothing_has_a_picture() -> None:
+def test_a_run_without_events_has_a_chart() -> None:
     assert titles(drawn(Chart("gpt", 0))) == []
     assert texts(drawn(Chart("gpt", 100)))[:2] == ["gpt", "step 0 of 100, 0 %"]
 
 
-def test_it_says_how_far_the_run_is_and_its_newest_loss() -> None:
+def test_it_shows_the_progress_and_the_newest_loss() -> None:
     root = drawn(fed(view(6, 6), evaluated(-1, loss=2.5), step(0, loss=2.0), step(1, loss=1.5), evaluated(1, loss=1.6)))
     assert "step 2 of 100, 2 %" in texts(root)
     assert titles(root) == [
@@ -77,7 +77,7 @@ def test_it_says_how_far_the_run_is_and_its_newest_loss() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, ROOM, 50_000])
-def test_however_many_steps_the_picture_stays_small_and_the_newest_is_exact(steps: int) -> None:
+def test_the_chart_stays_small_and_the_newest_step_is_exact(steps: int) -> None:
     chart = fed(view(6), total=steps)
     for number in range(steps):
         chart.add(step(number, loss=math.cos(number), time=0.01 * number))
@@ -90,7 +90,7 @@ def test_however_many_steps_the_picture_stays_small_and_the_newest_is_exact(step
     assert f"after step {steps}: loss {math.cos(steps - 1):.4f}" in titles(root)
 
 
-def test_what_is_thinned_keeps_mean_lowest_and_highest() -> None:
+def test_thinned_points_keep_mean_minimum_and_maximum() -> None:
     chart = Chart("gpt", 1000)
     for number in range(1000):
         chart.add(step(number, loss=5.0 if number == 500 else float(number % 2)))
@@ -122,7 +122,7 @@ def test_incidents_are_marked_with_what_they_were() -> None:
             rescaled(30, 1, 2),
             at(30, view(6, 6)),
             lost(60),
-            # What the loss makes of the group is no rescale.
+            # The smaller group after a loss is not a rescale.
             rescaled(61, 2, 1),
             at(61, view(12)),
             recovered(61),
@@ -147,7 +147,7 @@ def test_a_worker_that_is_replaced_at_once_leaves_a_notch_in_the_line() -> None:
     assert line == sorted(line, key=lambda point: point[0])
 
 
-def test_incidents_that_lie_together_are_one_sign_that_tells_of_all() -> None:
+def test_incidents_close_together_share_one_sign() -> None:
     root = drawn(
         fed(view(*[1] * 9), *(lost(5 + number / 100, f"worker-{number}") for number in range(7)), at(900, step(1)))
     )
@@ -156,7 +156,7 @@ def test_incidents_that_lie_together_are_one_sign_that_tells_of_all() -> None:
     assert "7 lost workers" in texts(root)
 
 
-def test_words_of_users_are_words_alone() -> None:
+def test_text_of_users_is_escaped() -> None:
     evil = "</title><script>&\x1b[31m\x00"
     root = drawn(fed(view(6), lost(1, cause=evil), name=evil))
     assert not list(root.iter(f"{SVG}script"))
@@ -164,7 +164,7 @@ def test_words_of_users_are_words_alone() -> None:
     assert any("</title><script>&" in title for title in titles(root))
 
 
-def test_a_run_that_goes_back_forgets_what_is_void() -> None:
+def test_a_resumed_run_drops_void_steps() -> None:
     events = [view(6), *(step(number, loss=9.0 if number > 4 else 1.0) for number in range(8)), evaluated(7, loss=9.0)]
     root = drawn(fed(*events, event("resumed", step=3, checkpoint="step-3", voided_to=7), step(4, loss=1.5)))
     assert "step 5 of 100, 5 %" in texts(root)
@@ -173,7 +173,7 @@ def test_a_run_that_goes_back_forgets_what_is_void() -> None:
     assert len(strokes(root)[0]) == 5
 
 
-def test_what_passes_between_two_controllers_is_no_time_of_the_run() -> None:
+def test_time_between_two_controllers_does_not_count() -> None:
     started = event("run_started", job={}, versions={}, address="")
     root = drawn(fed(at(0, started), view(6), at(10, step(0)), at(100_000, started), at(100_010, step(1))))
     assert [text for text in texts(root) if text.endswith((" s", " h", " d"))][-1] == "20 s"

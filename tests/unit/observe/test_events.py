@@ -1,4 +1,4 @@
-"""The event log: what is written can be read, whatever crashed before and whatever the figures are."""
+"""Events that are written can be read, after any crash and with any values."""
 
 import errno
 import json
@@ -44,7 +44,7 @@ def test_each_event_can_be_read_as_soon_as_it_is_written(local: Folder) -> None:
     log.close()
 
 
-def test_where_files_cannot_grow_events_come_in_parts(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_appending_events_are_written_in_parts(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     if run.path is not None:
         pytest.skip("where they can")
     monkeypatch.setattr(growing, "PART_BYTES", 100)
@@ -70,7 +70,7 @@ def test_a_log_knows_its_own_events(local: Folder) -> None:
     assert [event["generation"] for event in read_events(local)] == [0, 1]
 
 
-def test_what_a_full_disk_does_not_take_is_written_later(local: Folder) -> None:
+def test_events_that_a_full_disk_rejects_are_written_later(local: Folder) -> None:
     log = EventLog(local, clock=lambda: 1.0)
 
     class Full:
@@ -110,7 +110,7 @@ def test_a_long_outage_costs_no_more_than_a_short_one_per_event(local: Folder) -
     start = time.monotonic()
     for _ in range(40_000):
         log.write("waiting", generation=0, fields={"for": "x" * 60})
-    # Copied each time, these would be 100 GB.
+    # If each event copied the earlier ones, this would copy 100 GB.
     assert time.monotonic() - start < 10
     lines._file = file
     log.close()
@@ -120,14 +120,12 @@ def test_a_long_outage_costs_no_more_than_a_short_one_per_event(local: Folder) -
 @pytest.mark.parametrize(
     ("kind", "fields", "match"),
     [
-        ("step_done", {}, "there is no event 'step_done'"),
-        ("waiting", {}, "has the fields"),
-        ("waiting", {"for": "x", "since": 1}, "has the fields"),
+        ("step_done", {}, "unknown event kind 'step_done'"),
+        ("waiting", {}, "requires the fields"),
+        ("waiting", {"for": "x", "since": 1}, "requires the fields"),
     ],
 )
-def test_an_event_that_the_table_does_not_know_is_a_fault(
-    tmp_path: Path, kind: str, fields: dict[str, Any], match: str
-) -> None:
+def test_unknown_events_are_refused(tmp_path: Path, kind: str, fields: dict[str, Any], match: str) -> None:
     log = EventLog(LocalFolder(tmp_path))
     with pytest.raises(ValueError, match=match):
         log.write(kind, generation=0, fields=fields)
@@ -135,7 +133,7 @@ def test_an_event_that_the_table_does_not_know_is_a_fault(
     assert (tmp_path / "events.ndjson").read_bytes() == b""
 
 
-def test_figures_that_json_has_no_word_for_become_text(tmp_path: Path) -> None:
+def test_numbers_that_json_cannot_express_become_text(tmp_path: Path) -> None:
     log = EventLog(LocalFolder(tmp_path))
     told = log.write("evaluated", generation=0, fields={"step": 1, "metrics": {"a": math.nan, "b": [-math.inf]}})
     log.close()
@@ -168,19 +166,19 @@ def test_a_torn_last_line_is_cut_before_appending(tmp_path: Path, whole: bytes, 
         (b"\xff\xfe\xfd", "UnicodeDecodeError"),
         (b"[]", "it is no object"),
         (b"", "Expecting value"),
-        (b'{"time": 1.0, "kind": "waiting", "for": "x"}', "the event has no 'generation'"),
-        (b'{"time": 1.0, "generation": 0, "kind": "resumed", "step": 3}', "the event has no 'checkpoint'"),
+        (b'{"time": 1.0, "kind": "waiting", "for": "x"}', "the event has no field 'generation'"),
+        (b'{"time": 1.0, "generation": 0, "kind": "resumed", "step": 3}', "the event has no field 'checkpoint'"),
         (b'{"time": 1.0, "generation": "0", "kind": "waiting", "for": "x"}', "generation: '0' is no whole number"),
     ],
 )
-def test_a_damaged_line_is_told_by_its_place(run: Folder, damaged: bytes, match: str) -> None:
+def test_the_error_of_a_damaged_line_names_its_place(run: Folder, damaged: bytes, match: str) -> None:
     file = "events.ndjson" if run.path is not None else "events-00000001.ndjson"
     run.write(file, [WHOLE, damaged, b"\n", WHOLE])
     events = read_events(run)
     assert next(events)["kind"] == "of a later version"
     with pytest.raises(InputError, match=rf"run/{file}, line 2: the file is damaged: .*{match}"):
         next(events)
-    # Who looks for one kind among the lines sees them all.
+    # `event_lines` returns damaged lines too.
     assert len(list(event_lines(run))) == 3
 
 
@@ -195,12 +193,12 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path) -> 
     assert foreign.read_bytes() == b"a line\nand what looks torn"
 
 
-def test_a_file_that_is_not_there_has_no_torn_line(tmp_path: Path) -> None:
+def test_a_missing_file_has_no_torn_line(tmp_path: Path) -> None:
     cut_torn_line(tmp_path / "events.ndjson")
     assert not (tmp_path / "events.ndjson").exists()
 
 
-def test_a_step_says_that_it_was_skipped_and_older_versions_lack_its_norm(tmp_path: Path) -> None:
+def test_optional_fields_of_a_step_and_those_older_versions_lack(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path)
     fields = {"step": 0, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": float("nan"), "seconds": 0.1}
     log = EventLog(run, clock=lambda: 0.0)
@@ -220,7 +218,7 @@ def test_no_kind_has_a_field_that_every_event_has() -> None:
     assert not [kind for kind, fields in FIELDS.items() if {"time", "generation", "kind"} & set(fields)]
 
 
-def test_who_reads_along_gets_each_event_once(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tail_yields_each_event_once(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growing, "PART_BYTES", 250)
     if run.path is not None:
         run.path.mkdir()
@@ -251,7 +249,7 @@ def test_a_line_that_is_still_being_written_is_left_for_later(local: Folder) -> 
     assert len(list(tail.read())) == 1
 
 
-def test_what_is_written_while_events_are_read_is_read_once(local: Folder) -> None:
+def test_events_written_during_a_read_are_read_once(local: Folder) -> None:
     assert local.path is not None
     tail, file = Tail(local), local.path / "events.ndjson"
     file.write_bytes(WHOLE + WHOLE[:20])
@@ -263,7 +261,7 @@ def test_what_is_written_while_events_are_read_is_read_once(local: Folder) -> No
     assert not list(tail.read())
 
 
-def test_a_glance_sees_all_but_many_steps_and_each_thing_behind_the_step_before_it(run: Folder) -> None:
+def test_a_glance_skips_only_steps_and_keeps_the_step_before_each_other_event(run: Folder) -> None:
     if run.path is not None:
         run.path.mkdir()
     log = EventLog(run, clock=lambda: 0.0)

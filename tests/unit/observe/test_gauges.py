@@ -1,4 +1,4 @@
-"""What monitoring is shown of a run, and whether the dashboard asks for that."""
+"""The metrics that a run exports, and the dashboard's queries for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.observe.feed import event, step, view
 
 @dataclass
 class Run:
-    """Its gauges and totals, told as the journal tells them."""
+    """A run's gauges and totals, updated as the journal updates them."""
 
     totals: Totals
     gauges: Gauges
@@ -57,7 +57,7 @@ def lost(worker: str) -> dict[str, object]:
     return event("worker_lost", worker=worker, pid=1, node="n", cause="killed")
 
 
-def test_a_run_that_begins_says_only_what_it_knows(run: Run) -> None:
+def test_a_new_run_exports_only_known_values(run: Run) -> None:
     run.gauges.add(event("waiting", **{"for": "2 more workers"}))
     assert run.of_run() == {
         "steps": 0,
@@ -100,7 +100,7 @@ def test_figures_follow_the_run(run: Run) -> None:
     }
 
 
-def test_while_a_loss_is_recovered_from_nothing_flows_and_goodput_is_the_summarys(run: Run) -> None:
+def test_during_a_recovery_the_speed_is_zero_and_goodput_matches_the_summary(run: Run) -> None:
     run.gauges.add(view(4, 4))
     for number in range(3):
         run.step(number, float(number))
@@ -126,7 +126,7 @@ def test_while_a_loss_is_recovered_from_nothing_flows_and_goodput_is_the_summary
     assert after["goodput"] == result.goodput == 0.25
 
 
-def test_who_goes_back_has_fewer_steps(run: Run) -> None:
+def test_a_resumed_run_has_fewer_steps(run: Run) -> None:
     run.gauges.add(view(4, 4))
     for number in range(3):
         run.step(number, float(number))
@@ -152,7 +152,7 @@ def test_each_members_time_adds_up_and_ends_with_it(run: Run) -> None:
         ("raytrain_data_wait_seconds", ("worker-1", "0")): 0.0,
         ("raytrain_reduce_seconds", ("worker-1", "0")): 0.5,
     }
-    # The next view has the first alone, on another stage; its sums stay.
+    # The next view has only the first worker, on another stage; its sums are kept.
     alone = view(8)
     alone["members"][0]["stage"] = 1
     run.gauges.add(alone)
@@ -163,7 +163,7 @@ def test_each_members_time_adds_up_and_ends_with_it(run: Run) -> None:
     }
 
 
-def test_every_gauge_has_a_panel_and_every_query_gauges_with_its_labels() -> None:
+def test_every_gauge_has_a_panel_and_every_query_uses_existing_gauges() -> None:
     asked = list(queries())
     assert set().union(*(metrics for _, metrics, _ in asked)) == {f"ray_{name}" for name in {**OF_RUN, **OF_WORKER}}
     for text, metrics, labels in asked:

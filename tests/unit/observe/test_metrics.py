@@ -1,4 +1,4 @@
-"""Which figures an event has, as a table."""
+"""The metrics of each kind of event."""
 
 import math
 
@@ -12,7 +12,7 @@ def told(*events: Event) -> list[tuple[str, int, float, float]]:
     return [(figure.name, figure.step, figure.value, figure.time_s) for figure in found]
 
 
-def test_each_kind_has_its_own() -> None:
+def test_each_kind_has_its_metrics() -> None:
     assert told(
         event("run_started", job="", versions={}, address=""),
         view(6, 6),
@@ -36,7 +36,7 @@ def test_each_kind_has_its_own() -> None:
     ]
 
 
-def test_who_goes_on_says_where() -> None:
+def test_a_resumed_run_has_the_step_at_which_it_resumed() -> None:
     resumed = event("resumed", step=19, checkpoint="a", voided_to=25)
     assert told(resumed, view(6)) == [("run/workers", 19, 1.0, 0.0)]
     assert told(step(25, seconds=0.0), event("resumed", step=-1, checkpoint=None, voided_to=25), view(6))[1:] == [
@@ -44,6 +44,6 @@ def test_who_goes_on_says_where() -> None:
     ]
 
 
-def test_a_loss_that_is_no_number_is_one_all_the_same() -> None:
-    """Events write what JSON has no word for as text."""
+def test_a_loss_that_is_not_finite_is_kept() -> None:
+    """Events write numbers that JSON cannot express as text."""
     assert all(math.isnan(told(step(0, seconds=0.0, loss=loss))[0][2]) for loss in (math.nan, "nan"))

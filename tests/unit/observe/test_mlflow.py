@@ -1,4 +1,4 @@
-"""MLflow's own client, on a file store."""
+"""The MLflow tracker, with MLflow's own client on a file store."""
 
 import warnings
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from raytrain_plus.observe.metrics import Figure
 
 with warnings.catch_warnings():
-    # What it says of others' packages.
+    # MLflow warns about other packages.
     warnings.simplefilter("ignore")
     from mlflow import MlflowClient
 
@@ -45,7 +45,7 @@ def test_a_run_is_there_with_its_settings_figures_and_end(client: Any, monkeypat
     assert [(one.step, one.timestamp) for one in history] == [(step, 1000 * step + 250) for step in range(1500)]
 
 
-def test_a_run_is_gone_on_with(client: Any) -> None:
+def test_a_run_is_continued(client: Any) -> None:
     run, _ = module.begin(None, "digits", SETTINGS)
     client.set_terminated(run, "KILLED")
     again, tracker = module.begin(run, "digits", {**SETTINGS, "name": "another"})
@@ -56,12 +56,12 @@ def test_a_run_is_gone_on_with(client: Any) -> None:
     third, tracker = module.begin(run, "digits", SETTINGS)
     tracker.end("finished")
     found = client.get_run(run)
-    # MLflow lets no parameter change.
+    # MLflow does not allow changing parameters.
     assert (third, found.info.status, found.data.params["name"]) == (run, "FINISHED", "another")
 
 
 @pytest.mark.parametrize("removed", [True, False])
-def test_where_the_run_is_gone_another_begins(client: Any, removed: bool) -> None:
+def test_a_removed_run_is_replaced_by_a_new_one(client: Any, removed: bool) -> None:
     run, _ = module.begin(None, "digits", SETTINGS)
     if removed:
         client.delete_run(run)

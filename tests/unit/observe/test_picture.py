@@ -1,4 +1,4 @@
-"""A step as a picture: well-formed, a row for each stage, a box for each pass; and for trace viewers."""
+"""The diagram of a step is well-formed SVG: a row for each stage, a box for each pass; and its trace."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_every_pass_has_its_box() -> None:
     assert len(titles) == 2 * 2 * 8
     assert titles.count("forward of microbatch 0, chunk 0: 20.00 ms") == 2
     texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert {"step 4 <1>", "cell 1, stage 0", "forward", "backward"} <= set(texts)
+    assert {"step 4 <1>", "replica 1, stage 0", "forward", "backward"} <= set(texts)
     assert "backward, for the weights" not in texts
     boxes = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
     width = float(root.get("width") or 0)
     assert all(float(box.get("x") or 0) + float(box.get("width") or 0) <= width for box in boxes)
-    # No two of a row lie over one another.
+    # The boxes of a row do not overlap.
     for row in {box.get("y") for box in boxes}:
         spans = sorted(
             (float(box.get("x") or 0), float(box.get("x") or 0) + float(box.get("width") or 0))
@@ -38,7 +38,7 @@ def test_every_pass_has_its_box() -> None:
         assert all(end <= start + 0.02 for (_, end), (start, _) in itertools.pairwise(spans))
 
 
-def test_a_trace_has_a_process_a_cell_and_a_thread_a_stage() -> None:
+def test_a_trace_has_a_process_per_replica_and_a_thread_per_stage() -> None:
     events = json.loads(json.dumps(trace(drawing())))["traceEvents"]
     passes = [event for event in events if event["ph"] == "X"]
     assert len(passes) == 2 * 2 * 8

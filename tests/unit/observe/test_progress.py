@@ -1,4 +1,4 @@
-"""The three views, fed by hand and by a clock of ours."""
+"""The three views, with hand-written events and a manual clock."""
 
 import io
 import os
@@ -20,7 +20,7 @@ RESULT = Result(name="gpt", status="finished", exit_code=0, path=Path("runs/gpt"
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """A clock that stands still until it is advanced."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -38,7 +38,7 @@ def written(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_the_plain_view_speaks_every_few_seconds() -> None:
+def test_the_plain_view_prints_a_line_every_few_seconds() -> None:
     stream, clock = io.StringIO(), Clock()
     plain = PlainView(stream, clock)
     plain.start("gpt", 9)
@@ -56,7 +56,7 @@ def test_the_plain_view_speaks_every_few_seconds() -> None:
     ]
 
 
-def test_the_plain_view_tells_at_once_what_deserves_a_line_and_ends_with_the_summary() -> None:
+def test_the_plain_view_prints_incidents_at_once_and_ends_with_the_summary() -> None:
     stream = io.StringIO()
     plain = PlainView(stream, Clock())
     plain.start("gpt", 9)
@@ -100,8 +100,8 @@ def feed(there: View) -> None:
     there.event(evaluated(8, loss=1.5))
 
 
-def test_output_that_the_disk_does_not_take_is_lost_and_the_run_is_not(tmp_path: Path) -> None:
-    """`raytrain run > log.txt` on a full disk: the run ended with a traceback of its own report."""
+def test_output_to_a_full_disk_is_lost_but_not_the_run(tmp_path: Path) -> None:
+    """`raytrain run > log.txt` on a full disk must not end the run; it once did, with a traceback of its report."""
     with (tmp_path / "log.txt").open("w") as stream:
         said = PlainView(stream)
         said.start("first", 10)
@@ -130,7 +130,7 @@ def test_the_terminal_view_redraws_no_faster_than_it_can_be_read() -> None:
     live.close()
 
 
-def test_the_terminal_view_takes_nothing_for_markup_and_breaks_no_line_itself() -> None:
+def test_the_terminal_view_prints_text_without_markup_or_wrapping() -> None:
     console = terminal()
     live = TerminalView(console, Clock())
     feed(live)
@@ -152,7 +152,7 @@ def test_the_live_line_is_one_line_at_every_width(width: int) -> None:
     assert ("━" in shown) == (width >= 70)
 
 
-def test_the_terminal_view_gives_the_cursor_back_when_a_run_breaks() -> None:
+def test_the_terminal_view_restores_the_cursor_after_an_error() -> None:
     console = terminal()
     live = TerminalView(console, Clock())
     live.start("gpt", 9)
@@ -190,7 +190,7 @@ def test_the_notebook_view_keeps_one_text_and_replaces_it() -> None:
     assert page.find("{http://www.w3.org/2000/svg}svg") is not None
 
 
-def test_the_notebook_view_stays_small_and_escapes_what_it_is_told() -> None:
+def test_the_notebook_view_stays_small_and_escapes_text() -> None:
     drawn: list[str] = []
     pages: list[str] = []
     notebook = NotebookView(lambda text, html: (drawn.append(text), pages.append(html)), Clock())
@@ -203,7 +203,7 @@ def test_the_notebook_view_stays_small_and_escapes_what_it_is_told() -> None:
     assert ElementTree.fromstring(pages[-1]).findtext("pre") == drawn[-1]
 
 
-def test_a_run_that_had_ended_before_is_told_in_lines() -> None:
+def test_a_run_that_had_already_ended_is_shown_as_lines() -> None:
     drawn: list[tuple[str, str]] = []
     NotebookView(lambda text, html: drawn.append((text, html)), Clock()).finish(RESULT)
     assert drawn[0][0].startswith("gpt finished: 9 steps")
@@ -220,7 +220,7 @@ class Screen(io.StringIO):
     [(io.StringIO(), "xterm", PlainView), (Screen(), "xterm", TerminalView), (Screen(), "dumb", PlainView)],
     ids=["pipe", "terminal", "dumb terminal"],
 )
-def test_where_it_runs_picks_the_view(
+def test_the_environment_selects_the_view(
     stream: TextIO, term: str, kind: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", term)

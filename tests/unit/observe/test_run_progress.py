@@ -1,4 +1,4 @@
-"""What events add up to, and how they read."""
+"""The progress that events add up to, and the lines shown for them."""
 
 import doctest
 from typing import Any
@@ -33,7 +33,7 @@ def test_the_examples_in_the_docstrings_hold() -> None:
         ([view(12), step(0, loss="nan")], "step 1/10  loss nan  1 worker"),
     ],
 )
-def test_the_line_says_what_is_known(events: list[dict[str, Any]], line: str) -> None:
+def test_the_line_shows_the_known_values(events: list[dict[str, Any]], line: str) -> None:
     assert after(*events).line() == line
 
 
@@ -46,7 +46,7 @@ def test_speed_leaves_out_a_groups_first_step_and_follows_the_last_ten_seconds()
     assert whole.seconds_left == 20 * 0.5
 
 
-def test_an_evaluation_between_steps_slows_none_down() -> None:
+def test_an_evaluation_between_steps_does_not_lower_the_speed() -> None:
     there = after(view(6), step(0), step(1, time=1.0), evaluated(1, loss=2.0), step(2, time=60.0))
     assert there.samples_per_s == 96
     assert there.evaluations == [(1, {"loss": 2.0})]
@@ -81,7 +81,7 @@ def lost(number: int) -> dict[str, Any]:
         (evaluated(-1, loss=5.5, accuracy=0.1), "held out, untrained: loss 5.5000, accuracy 0.1000"),
         (evaluated(99, loss=5.5), "held out, after step 100: loss 5.5000"),
         (lost(2), "worker-2 (pid 7) was lost: killed"),
-        (recovered(1), "recovered in 0.31 s: a collective broke; 0 steps lost, 1 step made again; 2 kept, 1 replaced"),
+        (recovered(1), "recovered in 0.31 s: a collective broke; 0 steps lost, 1 step recomputed; 2 kept, 1 replaced"),
         (event("waiting", **{"for": "2 CPUs"}), "waiting for 2 CPUs"),
         (event("drain_notice", node="ab12" * 10, deadline=1.0), "node ab12ab12ab12 will leave"),
         (event("checkpoint_failed", step=9, error="disk full"), "the checkpoint after step 10 failed: disk full"),
@@ -94,7 +94,7 @@ def lost(number: int) -> dict[str, Any]:
     ],
     ids=lambda value: value["kind"] if isinstance(value, dict) else "",
 )
-def test_events_that_deserve_a_line_get_one(one: dict[str, Any], line: str | None) -> None:
+def test_lines_of_single_events(one: dict[str, Any], line: str | None) -> None:
     assert Standing(total=10).add(one) == line
 
 
@@ -119,13 +119,13 @@ def test_events_that_deserve_a_line_get_one(one: dict[str, Any], line: str | Non
     ],
     ids=["loss", "long loss", "join", "leave", "spare", "last loss"],
 )
-def test_a_change_of_the_group_is_told_in_one_line(events: list[dict[str, Any]], lines: list[str]) -> None:
+def test_a_change_of_the_group_has_one_line(events: list[dict[str, Any]], lines: list[str]) -> None:
     standing = after(view(4, 4, 4), step(0))
     told = [standing.add(one) for one in events]
     assert [line for line in told if line] == lines
 
 
-def test_stages_of_one_cell_hold_the_model_together_and_cells_hold_copies() -> None:
+def test_parameters_are_counted_over_the_stages_of_one_replica() -> None:
     formed = view(6, 6, 6, 6)
     for index, member in enumerate(formed["members"]):
         member.update(cell=index // 2, stage=index % 2, params=[700, 300][index % 2])

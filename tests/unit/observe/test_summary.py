@@ -1,4 +1,4 @@
-"""A run's last lines."""
+"""The summary at the end of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def standing(*evaluations: tuple[int, dict[str, float]]) -> Standing:
     return Standing(total=300, evaluations=list(evaluations))
 
 
-def test_a_finished_run_says_all_of_it() -> None:
+def test_the_summary_of_a_finished_run() -> None:
     figures = [(-1, {"bits_per_byte": 8.0, "loss": 5.5}), (299, {"bits_per_byte": 2.2, "loss": 1.5})]
     assert summary(result(show="def f():\n    pass"), standing(*figures)) == [
         "gpt finished: 300 steps, 14,400 samples in 2:00, 120 samples/s",
@@ -52,13 +52,13 @@ def test_a_finished_run_says_all_of_it() -> None:
     ]
 
 
-def test_blank_ends_of_what_the_model_says_are_left_out() -> None:
+def test_blank_lines_around_the_models_text_are_left_out() -> None:
     lines = summary(result(show="a\n\nb\n \n\n"), standing())
     assert lines[3:9] == ["", "  the model says:", "    a", "", "    b", ""]
     assert "  the model says:" not in summary(result(show="\n  "), standing())
 
 
-def test_a_run_at_an_address_says_how_to_get_its_model() -> None:
+def test_a_run_at_an_address_names_the_command_that_exports_its_model() -> None:
     assert summary(result(path="s3://bucket/runs/gpt?region=x"), None)[-3:] == [
         "  folder   s3://bucket/runs/gpt?region=x",
         "  model    s3://bucket/runs/gpt/model.safetensors?region=x",
@@ -66,7 +66,7 @@ def test_a_run_at_an_address_says_how_to_get_its_model() -> None:
     ]
 
 
-def test_a_run_that_had_ended_before_says_what_it_had_reached() -> None:
+def test_a_run_that_had_already_ended_shows_its_metrics() -> None:
     lines = summary(result(), standing())
     assert lines[1] == "  reached  loss 1.5000, train_loss 1.4000"
     assert summary(result(), None) == lines
@@ -84,11 +84,11 @@ def test_a_resumed_run_compares_with_where_it_resumed() -> None:
     ]
 
 
-def test_a_failed_run_names_its_model_where_there_is_one_and_leaves_its_error_to_the_view() -> None:
+def test_a_failed_run_names_its_model_if_any_and_leaves_its_error_to_the_view() -> None:
     saved = summary(result(status="failed", exit_code=1, error="loss is nan\n  at step 3"), standing())
     assert f"  model    {FOLDER / 'model.safetensors'}" in saved
     assert saved[-1] == (
-        f"  next     mend what is said above, then go on: raytrain resume {FOLDER}; "
+        f"  next     fix the error above, then resume: raytrain resume {FOLDER}; "
         "or start over: raytrain run JOB --fresh"
     )
     failed = result(status="failed", exit_code=1, error="loss is nan\n  at step 3", state_sha256=None)
@@ -106,12 +106,12 @@ def test_a_failed_run_names_its_model_where_there_is_one_and_leaves_its_error_to
         ("s3://bucket/runs/gpt?region=x", "raytrain resume 's3://bucket/runs/gpt?region=x',"),
     ],
 )
-def test_a_stopped_run_says_how_to_go_on(path: Path | str, words: str) -> None:
+def test_a_stopped_run_names_the_command_that_resumes_it(path: Path | str, words: str) -> None:
     last = summary(result(status="stopped", exit_code=130, path=path), standing())[-1]
-    assert last == f"  next     to go on: {words} or raytrain run JOB as before"
+    assert last == f"  next     to resume: {words} or repeat raytrain run JOB"
 
 
-def test_a_run_without_a_step_claims_no_times() -> None:
+def test_a_run_without_a_step_shows_no_times() -> None:
     lines = summary(result(steps=0, samples=0, seconds=0.0, setup_s=None, metrics={}, error="x"), standing())
     assert lines[:2] == ["gpt finished: 0 steps, 0 samples", f"  folder   {FOLDER}"]
 
@@ -120,9 +120,9 @@ def test_a_setup_that_was_not_measured_is_left_out() -> None:
     assert "  time     1.2 % of step time was spent waiting for data" in summary(result(setup_s=None), None)
 
 
-def test_what_copies_in_memory_have_cost_is_said() -> None:
+def test_the_cost_of_copies_in_memory_is_shown() -> None:
     lines = summary(result(copies=1200, copy_s=0.6), standing())
-    assert "  copies   1,200 of the state in other workers' memory, 0.5 % of the time" in lines
+    assert "  copies   1,200 of the state to other workers' memory, 0.5 % of the time" in lines
     assert not [line for line in summary(result(), standing()) if "copies" in line]
 
 

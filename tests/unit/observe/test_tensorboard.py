@@ -1,4 +1,4 @@
-"""TensorBoard's files, read back by the format's other implementation."""
+"""TensorBoard's files, read back by another implementation of the format."""
 
 import doctest
 import math
@@ -21,7 +21,7 @@ from raytrain_plus.storage.local import LocalFolder
 
 
 def payloads(data: bytes) -> list[Any]:
-    """A file's records, each checksum verified by code that is not ours."""
+    """Return a file's records; foreign code verifies each checksum."""
     found = []
     while data:
         (length,) = struct.unpack("<Q", data[:8])
@@ -68,21 +68,21 @@ def test_figures_come_back_under_their_names_and_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("value", "read"), [(math.inf, math.inf), (1e300, math.inf), (-1e300, -math.inf)])
-def test_a_figure_out_of_reach_is_infinite(tmp_path: Path, value: float, read: float) -> None:
+def test_a_value_out_of_range_is_infinite(tmp_path: Path, value: float, read: float) -> None:
     scalars = Scalars(LocalFolder(tmp_path))
     scalars.add([loss(0, value)])
     scalars.end("finished")
     assert figures(tmp_path)[0][2] == read
 
 
-def test_a_loss_that_is_no_number_is_written_as_such(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_written_as_such(tmp_path: Path) -> None:
     scalars = Scalars(LocalFolder(tmp_path))
     scalars.add([loss(0, math.nan)])
     scalars.end("finished")
     assert math.isnan(figures(tmp_path)[0][2])
 
 
-def test_figures_are_seen_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_values_are_visible_while_the_run_continues(tmp_path: Path) -> None:
     now = 100.0
     scalars = Scalars(LocalFolder(tmp_path), clock=lambda: now)
     scalars.add([loss(0, 1.5)])
@@ -92,7 +92,7 @@ def test_figures_are_seen_while_the_run_goes_on(tmp_path: Path) -> None:
     scalars.end("finished")
 
 
-def test_where_files_cannot_grow_each_part_is_a_file_of_its_own(
+def test_without_appending_each_part_is_a_separate_file(
     bucket: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(growing, "PART_BYTES", 130)
@@ -108,7 +108,7 @@ def test_where_files_cannot_grow_each_part_is_a_file_of_its_own(
     assert [one.summary.value[0].simple_value for _, *rest in files for one in rest] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_run_that_tells_nothing_leaves_no_file(tmp_path: Path) -> None:
+def test_a_run_without_metrics_leaves_no_file(tmp_path: Path) -> None:
     Scalars(LocalFolder(tmp_path / "tensorboard")).end("failed")
     assert not (tmp_path / "tensorboard").exists()
 

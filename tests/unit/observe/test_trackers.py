@@ -1,4 +1,4 @@
-"""Trackers: one run across restarts, whatever the library does; W&B's library is a stand-in that records its calls."""
+"""Trackers continue one run across restarts and survive failing libraries; a fake W&B library records its calls."""
 
 import json
 import os
@@ -47,13 +47,13 @@ def init(**settings):
         eval(os.environ["WANDB_MODE"])
     return Run(settings["id"])
 """
-"""The part of its API that is used."""
+"""The part of W&B's API that is used."""
 JOB = "name: digits\ndata: {path: x}\ntrackers: [wandb]\n"
 
 
 @pytest.fixture
 def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The stand-in comes before any other; the folder in which it keeps its calls."""
+    """Install the fake library before any other; return the folder in which it records its calls."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "wandb.py").write_text(WANDB)
     monkeypatch.syspath_prepend(tmp_path / "lib")
@@ -63,7 +63,7 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The warnings."""
+    """Collect the warnings."""
     told: list[str] = []
     monkeypatch.setattr(module.log, "warning", lambda text, *values: told.append(text % values))
     return told
@@ -90,7 +90,7 @@ def relay(folder: Path, **environment: str) -> Relay:
 def test_one_run_across_restarts(wandb: Path, said: list[str]) -> None:
     for status, number in (("stopped", 7), ("finished", 3)):
         one = relay(wandb)
-        # The last ones within less than it gathers them in.
+        # The last metrics arrive within less than the collection period.
         until(lambda: (wandb / "run" / "trackers" / "wandb.json").exists())
         trackers = Trackers(LocalFolder(wandb / "run"), [one])
         trackers.add(step(number, loss=2.5, time=9.5))
@@ -116,32 +116,30 @@ def test_one_run_across_restarts(wandb: Path, said: list[str]) -> None:
     assert said == []
 
 
-def test_a_library_that_fails_is_said_once(wandb: Path, said: list[str]) -> None:
+def test_a_failing_library_is_reported_once(wandb: Path, said: list[str]) -> None:
     one = relay(wandb, WANDB_MODE="1/0", WANDB_API_KEY="division")
     one.add([Figure("train/loss", 1.0, 0, 0.0)])
     until(lambda: said)
     one.end("failed")
     one.close()
     assert said == [
-        "wandb: it takes no figures; trying again: ZeroDivisionError: *** by zero",
-        "wandb: 1 figures are missing there; the run's events have them all",
+        "wandb: it does not accept metrics; retrying: ZeroDivisionError: *** by zero",
+        "wandb: 1 metric values were not delivered; the run's events contain them",
     ]
     assert not (wandb / "run" / "trackers").exists()
 
 
-def test_a_process_that_dies_is_said_once(wandb: Path, said: list[str]) -> None:
+def test_a_dying_process_is_reported_once(wandb: Path, said: list[str]) -> None:
     one = relay(wandb, WANDB_MODE="os._exit(3)")
     until(lambda: said)
     for number in range(3):
         one.add([Figure("train/loss", 1.0, number, 0.0)])
     one.end("finished")
     one.close()
-    assert said == ["wandb has ended with code 3; the run's further figures are missing there"]
+    assert said == ["wandb exited with code 3; it receives no further metrics of the run"]
 
 
-def test_nobody_waits_for_a_process_that_stands_still(
-    wandb: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_process_delays_nothing(wandb: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOAD_S", "END_S", "GOING_S"):
         monkeypatch.setattr(module, name, 0.1)
     monkeypatch.setattr(module, "MOST_BYTES", 100_000)
@@ -159,10 +157,10 @@ def test_nobody_waits_for_a_process_that_stands_still(
     one.end("finished")
     one.close()
     assert one._process.returncode == -signal.SIGKILL
-    assert said == ["wandb did not end in time; the run's last figures may be missing there"]
+    assert said == ["wandb did not end in time; it may lack the run's last metrics"]
 
 
-def test_a_run_that_is_anothers_is_not_ended_there(wandb: Path, said: list[str]) -> None:
+def test_a_run_of_another_controller_is_not_ended(wandb: Path, said: list[str]) -> None:
     one = relay(wandb)
     until(lambda: calls(wandb))
     trackers = Trackers(LocalFolder(wandb / "run"), [one])
@@ -190,19 +188,19 @@ def test_a_file_that_is_damaged_costs_no_step(wandb: Path, said: list[str]) -> N
     run = LocalFolder(wandb / "run")
     run.write("trackers/wandb.json", [b"{"])
     assert Relay("wandb", run)._kept() is None
-    assert said == ["it cannot be read which of wandb's runs this one is; it begins another"]
+    assert said == ["cannot read the id of this run in wandb; starting a new run there"]
 
 
-def test_what_is_not_installed_is_said_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), os.path.dirname(os.__file__)])
-    # As W&B leaves one where it has run.
+    # W&B leaves such a folder behind.
     (tmp_path / "wandb").mkdir()
     with pytest.raises(InputError, match=r"trackers: wandb: wandb is not installed on (.|\n)*raytrain-plus\[wandb\]"):
         check_installed(["wandb"])
     check_installed([])
 
 
-def test_of_the_environment_what_a_named_library_reads_is_handed_on() -> None:
+def test_only_variables_of_the_named_trackers_are_passed_on() -> None:
     environment = {"MLFLOW_TRACKING_URI": "a", "WANDB_API_KEY": "b", "HOME": "c"}
     assert settings_for(["wandb"], environment) == {"WANDB_API_KEY": "b"}
     assert settings_for(["mlflow", "wandb"], environment) == {"MLFLOW_TRACKING_URI": "a", "WANDB_API_KEY": "b"}

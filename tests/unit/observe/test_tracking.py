@@ -1,4 +1,4 @@
-"""The process of a tracker: a library that fails or hangs costs figures, and says so once."""
+"""A tracker's process: a library that fails or hangs loses metrics and is reported once."""
 
 import io
 import json
@@ -22,7 +22,7 @@ def losses(*steps: int) -> list[Figure]:
 
 
 class Failing:
-    """A tracker that fails so often."""
+    """A tracker that fails a given number of times."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -40,7 +40,7 @@ class Failing:
 
 
 def delivered(tracker: Failing, act: Callable[[Queue], None]) -> tuple[Queue, list[Mapping[str, str]]]:
-    """What was told while `act` filled the queue, up to its end."""
+    """Return the queue and the messages sent while `act` filled it, up to its end."""
     queue = Queue()
     told: list[Mapping[str, str]] = []
     thread = threading.Thread(target=deliver, args=(queue, lambda: ("its run", tracker), told.append))
@@ -51,7 +51,7 @@ def delivered(tracker: Failing, act: Callable[[Queue], None]) -> tuple[Queue, li
     return queue, told
 
 
-def test_what_failed_is_tried_again_and_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_metrics_are_retried_and_arrive_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PERIOD_S", 0.001)
     monkeypatch.setattr(module, "AGAIN_S", 0.001)
     monkeypatch.setattr(module, "MOST", 2)
@@ -69,11 +69,11 @@ def test_what_failed_is_tried_again_and_comes_once(monkeypatch: pytest.MonkeyPat
     assert (tracker.got, tracker.ended, queue.missing) == ([0, 1, 2, 3], ["stopped"], 0)
     assert told == [
         {"run": "its run"},
-        {"warning": "it takes no figures; trying again: ConnectionError: https://***@host is away"},
+        {"warning": "it does not accept metrics; retrying: ConnectionError: https://***@host is away"},
     ]
 
 
-def test_at_the_end_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_end_there_is_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     def act(queue: Queue) -> None:
         queue.put(losses(0, 1))
         queue.end("finished")
@@ -83,7 +83,7 @@ def test_at_the_end_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (queue.missing, tracker.times, tracker.ended) == (2, 8, [])
 
 
-def test_of_more_than_are_kept_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_of_too_many_metrics_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT", 5)
     queue = Queue()
     queue.put(losses(*range(4)))
@@ -102,7 +102,7 @@ def test_an_input_that_ends_without_an_end_is_a_failed_run() -> None:
     assert (queue.status, queue.missing) == ("finished", 4)
 
 
-def test_no_secret_is_told() -> None:
+def test_messages_contain_no_secrets() -> None:
     error = ValueError("401 for hunter2 at https://me:pw@host/x?a=b@c\nmore")
     assert (
         in_short(error, {"WANDB_API_KEY": "hunter2", "WANDB_MODE": "401"})
@@ -110,7 +110,7 @@ def test_no_secret_is_told() -> None:
     )
 
 
-def test_a_library_that_hangs_is_left_in_time(tmp_path: Path) -> None:
+def test_a_hanging_library_is_abandoned_in_time(tmp_path: Path) -> None:
     (tmp_path / "wandb.py").write_text("import time\n\nSettings = dict\n\ndef init(**settings):\n    time.sleep(100)\n")
     search = os.pathsep.join([str(tmp_path), *sys.path])
     began = time.monotonic()
@@ -123,5 +123,5 @@ def test_a_library_that_hangs_is_left_in_time(tmp_path: Path) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == {"warning": "1 figures are missing there; the run's events have them all"}
+    assert json.loads(done.stdout) == {"warning": "1 metric values were not delivered; the run's events contain them"}
     assert time.monotonic() - began >= module.END_S
