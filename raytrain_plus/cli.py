@@ -1,4 +1,7 @@
-"""The verbs of `raytrain`. Each loads what it needs itself, so that `raytrain --help` is quick."""
+"""The commands of `raytrain`.
+
+Each command imports what it needs itself, so that `raytrain --help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -28,29 +31,29 @@ from raytrain_plus.storage.open import open_folder
 if TYPE_CHECKING:
     from raytrain_plus.launch.ray_jobs import Jobs
 
-_EPILOG = "Exit codes: 0 done, 1 failed (or a fault was found), 2 the input is wrong, 130 and 143 stopped by a signal."
+_EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid input, 130 and 143 stopped by a signal."
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG)
 @click.version_option(VERSION, prog_name="raytrain")
 def cli() -> None:
-    """Elastic PyTorch training on Ray: machines come and go, the training does not notice."""
+    """Elastic PyTorch training on Ray: training continues while machines join and leave."""
 
 
 _job = click.argument("job")
 _set = click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override a setting of the job file.")
-_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else there.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout.")
 
 
 @cli.command()
 @_job
 @_set
-@click.option("--address", help="Ray cluster to join; else RAY_ADDRESS, else one is started here for this run.")
+@click.option("--address", help="Ray cluster to join. Default: RAY_ADDRESS, else a local Ray for this run.")
 @click.option("--fresh", is_flag=True, help="Move an earlier run of this name aside and start over.")
-@click.option("--detach", is_flag=True, help="Return when it trains; it goes on by itself.")
+@click.option("--detach", is_flag=True, help="Return once training has started; the run continues in the background.")
 @_json
 def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, detach: bool, as_json: bool) -> int:
-    """Run the job in the file JOB to its end."""
+    """Run a job until it ends. JOB: path of the job file."""
     from raytrain_plus.job.yaml import load_job
 
     loaded, roots = load_job(job, overrides)
@@ -63,13 +66,13 @@ def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, de
         if as_json:
             click.echo(json_text({"name": handle.name, "path": str(handle.path)}))
         elif ended is not None:
-            # Before this, or as soon as it had begun.
+            # The run had finished earlier, or ended right after it started.
             from raytrain_plus.observe.progress import view_for
 
             view_for(sys.stdout).finish(ended)
             return ended.exit_code
         else:
-            click.echo(f"{handle.name} goes on by itself; follow it with: raytrain attach '{handle.path}'")
+            click.echo(f"{handle.name} runs detached; follow it with: raytrain attach '{handle.path}'")
         return 0
     result = run_job(loaded, address=address, fresh=fresh, quiet=as_json, roots=roots)
     return _ended(result, as_json)
@@ -78,14 +81,17 @@ def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, de
 @cli.command()
 @_job
 @_set
-@click.option("--address", help="Of the cluster's dashboard: http://HOST:8265; else RAY_ADDRESS, else this machine's.")
+@click.option("--address", help="Dashboard URL (http://HOST:8265). Default: RAY_ADDRESS, else this machine's.")
 @click.option("--fresh", is_flag=True, help="Move an earlier run of this name aside and start over.")
-@click.option("-f", "--follow", is_flag=True, help="Show what it prints until it has ended, and end as it does.")
+@click.option("-f", "--follow", is_flag=True, help="Print the run's output until it ends; exit with its exit code.")
 @_json
 def submit(job: str, overrides: Sequence[str], address: str | None, fresh: bool, follow: bool, as_json: bool) -> int:
-    """Have a cluster run the job in the file JOB, on a copy of this folder; it goes on by itself."""
+    """Submit a job to a Ray cluster. JOB: path of the job file.
+
+    The cluster works on a copy of the working directory, and the run continues in the background.
+    """
     if follow and as_json:
-        raise click.UsageError("--json tells that it was sent, and --follow what it prints: say one of them")
+        raise click.UsageError("--json and --follow cannot be combined.")
     from raytrain_plus.job.yaml import load_job
 
     loaded, _ = load_job(job, overrides)
@@ -103,7 +109,7 @@ _storage = click.option(
     "--storage",
     default="runs",
     show_default=True,
-    help="Where a run that is given by its name lies: a path or an address.",
+    help="Folder of runs that are given by name: a path or an address.",
 )
 
 
@@ -111,16 +117,20 @@ _storage = click.option(
 @_run
 @_storage
 @_set
-@click.option("--address", help="Ray cluster to join; else RAY_ADDRESS, else one is started here. http://: it is sent.")
+@click.option(
+    "--address",
+    help="Ray cluster to join, or dashboard URL (http://HOST:8265) to submit to. Default: RAY_ADDRESS, else a local "
+    "Ray for this run.",
+)
 @_json
 def resume(run: str, storage: str, overrides: Sequence[str], address: str | None, as_json: bool) -> int:
-    """Go on with the run RUN (a folder, an address, or a name) from its newest complete checkpoint."""
+    """Resume a run from its newest complete checkpoint. RUN: a folder, an address, or a name."""
     if is_dashboard(address):
         if not any(is_address(place) or Path(place).is_absolute() for place in (run, storage)):
             raise InputError(
-                "runs are not sent along",
+                "the run's folder is not sent to the cluster",
                 where=f"storage: {storage}",
-                expected="where the cluster's machines see it: --storage with an absolute path, or an address",
+                expected="a place that the cluster's machines see: --storage with an absolute path, or an address",
             )
         settings = [word for override in overrides for word in ("--set", override)]
         name = split(run)[1] if is_address(run) else Path(run).name
@@ -140,8 +150,8 @@ def resume(run: str, storage: str, overrides: Sequence[str], address: str | None
 
 _dashboard = click.option(
     "--address",
-    help="Ask the cluster with this dashboard (http://HOST:8265), not the storage; else RAY_ADDRESS's, where the "
-    "storage has no such run.",
+    help="Dashboard URL (http://HOST:8265): ask this cluster, not the storage. Default: the storage, or RAY_ADDRESS's "
+    "dashboard if the storage has no such run.",
 )
 
 
@@ -151,11 +161,14 @@ _dashboard = click.option(
 @_dashboard
 @_json
 def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
-    """Follow the run RUN (a folder, an address, or a name) to its end. Ctrl-C ends the watching, SIGTERM the run."""
+    """Follow a run until it ends. RUN: a folder, an address, or a name.
+
+    Ctrl-C stops following; SIGTERM stops the run.
+    """
     address = _asked(run, storage, address)
     if address is not None:
         if as_json:
-            raise click.UsageError("of a cluster it is shown what the run prints: leave out --json")
+            raise click.UsageError("--json is not supported when attaching through a dashboard.")
         jobs = _jobs(address)
         return _watched(jobs, str(jobs.find(run).submission_id), run, address)
     from raytrain_plus.observe.progress import view_for
@@ -165,7 +178,7 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
     folder = find_run(run, storage)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    # A shell has what it runs in the background ignore it.
+    # A shell makes its background processes ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def hand_on() -> None:
@@ -176,13 +189,13 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
             try:
                 stop(folder)
             except RaytrainError as error:
-                # It may just have ended by itself.
+                # The run may just have ended.
                 click.echo(str(error), err=True)
 
     try:
         result = watch(folder, None if as_json else view_for(sys.stdout), hand_on)
     except KeyboardInterrupt:
-        return _say(f"the run goes on; stop it with: raytrain stop '{folder.where}'", 130)
+        return _say(f"the run continues; stop it with: raytrain stop '{folder.where}'", 130)
     return _ended(result, as_json)
 
 
@@ -190,9 +203,9 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
 @_run
 @_storage
 @_dashboard
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing until the run has ended.")
 def logs(run: str, storage: str, address: str | None, follow: bool) -> int:
-    """Tell what has happened in the run RUN (a folder, an address, or a name)."""
+    """Print the events of a run. RUN: a folder, an address, or a name."""
     address = _asked(run, storage, address)
     if address is not None:
         _jobs(address).tell(run, sys.stdout, follow)
@@ -207,10 +220,10 @@ def logs(run: str, storage: str, address: str | None, follow: bool) -> int:
 @cli.command()
 @_run
 @_storage
-@click.option("--address", help="Its Ray cluster, where the one that the run knows cannot be reached from here.")
-@click.option("--no-wait", is_flag=True, help="Return when the run has heard.")
+@click.option("--address", help="Ray cluster or dashboard URL, if the run's own address cannot be reached from here.")
+@click.option("--no-wait", is_flag=True, help="Return once the run has received the request.")
 def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
-    """Stop the run RUN (a folder, an address, or a name) at the next step boundary; its state is saved."""
+    """Stop a run at the next step boundary and save its state. RUN: a folder, an address, or a name."""
     address = _asked(run, storage, address)
     if is_dashboard(address):
         click.echo(_jobs(address).stop(run, wait=not no_wait))
@@ -232,16 +245,16 @@ def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
 @cli.command()
 @_run
 @_storage
-@click.option("--min", "minimum", type=click.IntRange(1), help="The fewest workers.")
-@click.option("--max", "maximum", type=click.IntRange(1), help="The most workers.")
-@click.option("--spares", type=click.IntRange(0), help="Workers that stand by.")
-@click.option("--address", help="Its Ray cluster, where the one that the run knows cannot be reached from here.")
+@click.option("--min", "minimum", type=click.IntRange(1), help="Minimum number of workers.")
+@click.option("--max", "maximum", type=click.IntRange(1), help="Maximum number of workers.")
+@click.option("--spares", type=click.IntRange(0), help="Number of spare workers.")
+@click.option("--address", help="Ray cluster of the run, if the run's own address cannot be reached from here.")
 def rescale(
     run: str, storage: str, minimum: int | None, maximum: int | None, spares: int | None, address: str | None
 ) -> int:
-    """Have the run RUN (a folder, an address, or a name) go on with other numbers of workers."""
+    """Change the number of workers of a run. RUN: a folder, an address, or a name."""
     if minimum is maximum is spares is None:
-        raise click.UsageError("say at least one of --min, --max and --spares")
+        raise click.UsageError("Set at least one of --min, --max and --spares.")
     from raytrain_plus.launch.control import rescale as rescale_run
     from raytrain_plus.runs.folder import find_run
 
@@ -255,7 +268,7 @@ def rescale(
 @_dashboard
 @_json
 def status(run: str, storage: str, address: str | None, as_json: bool) -> int:
-    """Say how far the run RUN (a folder, an address, or a name) has come, and what checkpoints it has."""
+    """Show the state, steps and checkpoints of a run. RUN: a folder, an address, or a name."""
     address = _asked(run, storage, address)
     if address is not None:
         told = _jobs(address).status(run)
@@ -277,7 +290,7 @@ def status(run: str, storage: str, address: str | None, as_json: bool) -> int:
     "--format", "kind", type=click.Choice(["safetensors", "torch-export"]), default="safetensors", show_default=True
 )
 def export(run: str, storage: str, to: Path, kind: str) -> int:
-    """Write the newest model of the run RUN (a folder, an address, or a name) to a file."""
+    """Write the newest model of a run to a file. RUN: a folder, an address, or a name."""
     from raytrain_plus.runs.export import export_program, export_weights
     from raytrain_plus.runs.folder import find_run
 
@@ -290,10 +303,10 @@ def export(run: str, storage: str, to: Path, kind: str) -> int:
 @cli.command()
 @_job
 @_set
-@click.option("--cluster", help="A file for `ray up`, or KubeRay's: whether the job's workers fit its machines.")
+@click.option("--cluster", help="File for `ray up` or KubeRay: check that the job's workers fit on its machines.")
 @_json
 def validate(job: str, overrides: Sequence[str], cluster: str | None, as_json: bool) -> int:
-    """Check the job in the file JOB, its task and its data, without running it."""
+    """Check a job, its task and its data without running it. JOB: path of the job file."""
     from raytrain_plus.job.yaml import load_job
 
     loaded, roots = load_job(job, overrides)
@@ -313,20 +326,25 @@ def validate(job: str, overrides: Sequence[str], cluster: str | None, as_json: b
 @_job
 @_set
 @click.option("--workers", default="1,2,4", show_default=True, help="Numbers of workers to compare.")
-@click.option("--kill", "kills", default=0, help="Workers to kill in each run that has more than one.")
-@click.option("--steps", default=20, show_default=True, help="Steps to make.")
-@click.option("--address", help="Ray cluster to join; else RAY_ADDRESS, else one is started here.")
+@click.option("--kill", "kills", default=0, help="Workers to kill in each run with more than one worker.")
+@click.option("--steps", default=20, show_default=True, help="Steps to run.")
+@click.option("--address", help="Ray cluster to join. Default: RAY_ADDRESS, else a local Ray.")
 @_json
 def verify(
     job: str, overrides: Sequence[str], workers: str, kills: int, steps: int, address: str | None, as_json: bool
 ) -> int:
-    """Run the first steps of the job in the file JOB on several numbers of workers and compare every bit."""
+    """Compare the bits of runs on several numbers of workers. JOB: path of the job file.
+
+    Each run makes the first steps of the job.
+    """
     from raytrain_plus.job.yaml import load_job
 
     loaded, roots = load_job(job, overrides)
     sizes = [int(size) for size in workers.split(",") if size.strip().isdecimal()]
     if not sizes or len(sizes) != len(workers.split(",")) or kills < 0 or steps < 1:
-        raise click.UsageError("--workers takes numbers with commas between them, --kill and --steps whole numbers")
+        raise click.UsageError(
+            "--workers takes integers separated by commas, --kill an integer of at least 0, --steps one of at least 1."
+        )
     from raytrain_plus.launch.verify import verify as verify_job
 
     verdict = verify_job(
@@ -347,7 +365,7 @@ def verify(
 @_storage
 @_json
 def audit(run: str, storage: str, as_json: bool) -> int:
-    """Check which rows the run RUN (a folder, an address, or a name) used never, once, or more than once."""
+    """Check which rows a run used never, once, or repeatedly. RUN: a folder, an address, or a name."""
     from raytrain_plus.data.audit import audit
     from raytrain_plus.runs.folder import find_run
 
@@ -359,7 +377,7 @@ def audit(run: str, storage: str, as_json: bool) -> int:
 @cli.command()
 @_json
 def doctor(as_json: bool) -> int:
-    """Say what is here, what is missing, and the command that mends it."""
+    """Check the environment and suggest fixes."""
     from raytrain_plus.install.doctor import checks
 
     found = checks()
@@ -369,14 +387,14 @@ def doctor(as_json: bool) -> int:
         for check in found:
             click.echo(f"{check.status}  {check.name}: {check.detail}")
             if check.remedy:
-                click.echo(f"      mend it with: {check.remedy}")
+                click.echo(f"      fix: {check.remedy}")
     return int(any(check.status == "FAIL" for check in found))
 
 
 @cli.command("install-horovod")
-@click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="Leave its wheel in this folder, too.")
+@click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="Also copy the wheel to this folder.")
 def install_horovod(to: Path | None) -> int:
-    """Build Horovod against the torch that is installed, install it, and prove that it works."""
+    """Build Horovod for the installed torch, install and test it."""
     from raytrain_plus.install.horovod import install_horovod
 
     wheel = install_horovod(lambda line: click.echo(line))
@@ -387,18 +405,18 @@ def install_horovod(to: Path | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command `raytrain`; ends the process with one of the exit codes that the help names."""
+    """Run the command `raytrain` and end the process with one of the exit codes listed in its help."""
     for stream in (sys.stdout, sys.stderr):
-        # A run's words may hold characters that this terminal has not, or that are half of one.
+        # A run's messages may hold characters that this terminal lacks, or lone surrogates.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # Until a run takes it, and afterwards.
+    # Effective until a run installs its own handler, and again afterwards.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(_guarded(lambda: cli.main(args=arguments and list(arguments), standalone_mode=False)))
 
 
 def _guarded(call: Callable[[], Any]) -> int:
-    """Runs a verb; errors become words on stderr and an exit code."""
+    """Run a command; print errors on stderr and turn them into exit codes."""
     try:
         code = call()
     except InputError as error:
@@ -419,7 +437,7 @@ def _guarded(call: Callable[[], Any]) -> int:
 
 
 def _ended(result: Result, as_json: bool) -> int:
-    """The exit code of a run that has ended. A view has told its result already, unless JSON is wanted."""
+    """Return the exit code of a run that has ended. A view has shown its result already, unless JSON is requested."""
     if as_json:
         click.echo(json_text(result.to_json()))
         if result.error:
@@ -428,8 +446,11 @@ def _ended(result: Result, as_json: bool) -> int:
 
 
 def _asked(run: str, storage: str, address: str | None) -> str | None:
-    """The cluster to ask of a run: the one that is wanted; or, where the run is not in the storage as seen from here,
-    the one whose dashboard the environment names. None where the run's folder is asked."""
+    """Return the cluster to ask about a run; None if its folder is read instead.
+
+    An explicit `address` wins. If the run is not in the storage as seen from here, it is the cluster whose dashboard
+    the environment names.
+    """
     there = named_dashboard()
     if address is not None or there is None:
         return address
@@ -438,31 +459,31 @@ def _asked(run: str, storage: str, address: str | None) -> str | None:
     try:
         find_run(run, storage)
     except InputError:
-        click.echo(f"no run '{run}' is in {storage}: asking {there}", err=True)
+        click.echo(f"run '{run}' not found in {storage}: asking {there}", err=True)
         return there
     return None
 
 
 def _jobs(address: str | None) -> Jobs:
-    """The jobs of the cluster with this dashboard."""
+    """Return the jobs of the cluster with this dashboard."""
     from raytrain_plus.launch.ray_jobs import Jobs
 
     return Jobs(dashboard_of(address))
 
 
 def _send(address: str, run: str, words: Sequence[str], unneeded: Sequence[str], follow: bool, as_json: bool) -> int:
-    """Has a cluster do what the words say of a run, on a copy of this folder; the exit code."""
+    """Submit the command `words` for a run to a cluster, with a copy of this folder; return the exit code."""
     jobs = _jobs(address)
     job = jobs.submit(run, words, Path.cwd(), unneeded)
     if as_json:
         click.echo(json_text({"name": run, "job": job, "address": address}))
     else:
-        click.echo(f"{run} was sent (job {job}); follow it with: raytrain attach {run} --address {address}")
+        click.echo(f"{run} was submitted (job {job}); follow it with: raytrain attach {run} --address {address}")
     return _watched(jobs, job, run, address) if follow else 0
 
 
 def _watched(jobs: Jobs, job: str, run: str, address: str) -> int:
-    """Shows what a job prints, until it has ended; its exit code. SIGTERM stops it."""
+    """Print a job's output until it ends; return its exit code. SIGTERM stops the job."""
 
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -472,7 +493,7 @@ def _watched(jobs: Jobs, job: str, run: str, address: str) -> int:
     try:
         return jobs.watch(job, sys.stdout)
     except KeyboardInterrupt:
-        return _say(f"the run goes on; stop it with: raytrain stop {run} --address {address}", 130)
+        return _say(f"the run continues; stop it with: raytrain stop {run} --address {address}", 130)
     except SystemExit as error:
         click.echo(jobs.stop(job, wait=False), err=True)
         return int(str(error.code))
@@ -487,6 +508,6 @@ def _report_request() -> str:
     names = ("ray", "torch", "pyarrow")
     versions = ", ".join([f"raytrain-plus {VERSION}", *(f"{name} {version(name)}" for name in names)])
     return (
-        "This is a fault of raytrain_plus, not of your job. Please report it with the lines above and these:\n"
+        "This is a bug in raytrain_plus, not in your job. Please report it with the lines above and these:\n"
         f"  Python {platform.python_version()} on {platform.platform()}; {versions}"
     )

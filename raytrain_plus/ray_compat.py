@@ -1,4 +1,7 @@
-"""The one place that uses what Ray does not promise to keep. Where it is not there any more, less is known."""
+"""The only module that uses Ray's private interfaces.
+
+If a version of Ray lacks one, the function logs a warning and returns less: None, False or an empty value.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,30 @@ from typing import Any, TypeVar
 import ray
 
 SEEN = "2.60"
-"""The newest Ray in which this was seen working."""
+"""The newest version of Ray with which this module was tested."""
 
 DEATH = "A worker died or was killed while executing a task"
-"""How Ray begins ten lines about a worker's death on the driver's screen."""
+"""Start of the ten lines that Ray prints on the driver's terminal when a worker dies."""
 
 HEAD = "node:__internal_head__"
-"""A resource that a cluster's head alone has."""
+"""A resource that only a cluster's head node has."""
 
 WATCHER_S = 10.0
-"""Limit of the end of a process that was killed."""
+"""Maximum seconds for a killed process to end."""
 
 WITHOUT_GCS_S = 7 * 24 * 3600
-"""Seconds for which a process lives on without Ray's GCS: longer than any wait of ours."""
+"""Seconds for which a process survives without Ray's GCS: longer than any wait of this package."""
 
 DRAIN_S = 10.0
-"""Limit of telling Ray that a node goes."""
+"""Maximum seconds to report to Ray that a node is leaving."""
 
 T = TypeVar("T")
 
 
 def draining_nodes() -> dict[str, float | None] | None:
-    """Nodes that will leave: node id -> Unix seconds of the deadline, None where it has none.
+    """Return the draining nodes: node id -> deadline in Unix seconds, or None if it has no deadline.
 
-    None where this Ray does not tell: a node's going is met as a loss then, when it goes.
+    Returns None if this Ray does not report them: a node's departure is then handled as a loss.
     """
 
     def ask() -> dict[str, float | None] | None:
@@ -45,14 +48,14 @@ def draining_nodes() -> dict[str, float | None] | None:
 
         return {node: ms / 1000 if ms else None for node, ms in state.get_draining_nodes().items()}
 
-    return _or_nothing(ask, "a node that will leave is noticed when it is gone")
+    return _or_nothing(ask, "a draining node is noticed only when it is gone")
 
 
 def drain_node(address: str, node: str, why: str, deadline: float) -> bool | None:
-    """Tells the Ray at `address` that the node with that id is taken away at `deadline`, in Unix seconds: who follows
-    `draining_nodes` leaves it, and nobody comes.
+    """Report to the Ray at `address` that a node will be preempted at `deadline`, in Unix seconds.
 
-    Whether Ray took that; None where this Ray cannot be told.
+    Runs that follow `draining_nodes` then leave the node, and Ray schedules nothing more on it. Returns whether Ray
+    accepted this; None if this Ray does not support it.
     """
 
     def tell() -> bool:
@@ -60,18 +63,18 @@ def drain_node(address: str, node: str, why: str, deadline: float) -> bool | Non
         from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
 
         preempted = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        # A deadline of none has a meaning of its own, and one that is over none.
+        # To Ray, 0 means no deadline, and a deadline in the past is invalid.
         deadline_ms = math.ceil(max(deadline, time.time() + 0.001) * 1000)
         taken, refusal = GcsClient(address).drain_node(node, preempted, why, deadline_ms, timeout=DRAIN_S)
         if not taken:
-            logging.getLogger(__name__).warning("Ray does not drain node %s: %s", node, refusal)
+            logging.getLogger(__name__).warning("Ray refused to drain node %s: %s", node, refusal)
         return bool(taken)
 
-    return _or_nothing(tell, "a node that will leave is noticed when it is gone")
+    return _or_nothing(tell, "a draining node is noticed only when it is gone")
 
 
 def drain_this_node(why: str, deadline: float) -> bool | None:
-    """The same of the node where this process is; and one that goes no later already is left alone."""
+    """Drain the node of this process; do nothing if it already drains with the same or an earlier deadline."""
     context = ray.get_runtime_context()
     known = (draining_nodes() or {}).get(context.get_node_id())
     if known is not None and known <= deadline:
@@ -80,7 +83,7 @@ def drain_this_node(why: str, deadline: float) -> bool | None:
 
 
 def most_there_can_be() -> dict[str, float] | None:
-    """The most of each resource that an autoscaler may bring the cluster to; None where none is known."""
+    """Return the maximum of each resource that the autoscaler may reach; None if unknown."""
 
     def ask() -> dict[str, float] | None:
         from ray._private.state import state
@@ -88,29 +91,29 @@ def most_there_can_be() -> dict[str, float] | None:
         most = state.get_max_resources_from_cluster_config()
         return None if most is None else {name: float(amount) for name, amount in most.items()}
 
-    return _or_nothing(ask, "a cluster counts as one that cannot grow, before a run starts")
+    return _or_nothing(ask, "before a run starts, the cluster counts as unable to grow")
 
 
 def has_autoscaler() -> bool:
-    """Whether an autoscaler, of the second version, which `ray up` and KubeRay start, looks after the cluster.
+    """Return whether the cluster has an autoscaler v2, which `ray up` and KubeRay start.
 
-    It may bring more than is there; how much, Ray's own does not tell.
+    It may add resources; Ray does not report how much.
     """
 
     def ask() -> bool:
         from ray.autoscaler.v2.sdk import get_cluster_status
 
-        # The number of its newest report; 0 where there was none yet.
+        # The number of its newest report; 0 if there was none yet.
         return (get_cluster_status(ray.get_runtime_context().gcs_address).stats.autoscaler_version or "0") != "0"
 
-    return _or_nothing(ask, "a cluster counts as one that cannot grow, before a run starts") or False
+    return _or_nothing(ask, "before a run starts, the cluster counts as unable to grow") or False
 
 
 def ray_data_on_the_head() -> None:
-    """Has the actors that Ray Data keeps for a whole cluster started on its head, where they are not there yet.
+    """Start Ray Data's cluster-wide actors on the head node, unless they already exist.
 
-    By itself Ray Data starts them on the node where it is first used. They outlive the run, and an autoscaler never
-    lets a node go on which there is an actor, though it takes no CPU.
+    Ray Data itself would start them on the node that first uses it. They outlive the run, and an autoscaler never
+    removes a node that has an actor, even one that takes no CPU.
     """
 
     def start() -> None:
@@ -129,7 +132,7 @@ def ray_data_on_the_head() -> None:
         }
         keeper: Any = stats._StatsActor
         keeper.options(name=stats.STATS_ACTOR_NAME, namespace=stats.STATS_ACTOR_NAMESPACE, **kept).remote()
-        # Ray starts no actor of one name from two threads at once; where that can be, Ray Data has these locks.
+        # Two threads must not create an actor of the same name at once; Ray Data uses these locks for that.
         with usage._get_or_create_lock:
             name = "DataUsageCollectionActor"
             ray.remote(usage._UsageCollectionActor).options(name=name, namespace=name, **kept).remote()
@@ -138,12 +141,14 @@ def ray_data_on_the_head() -> None:
             again: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1, **kept}
             ray.remote(coordinator._AutoscalingCoordinatorActor).options(name=name, namespace=name, **again).remote()
 
-    _or_nothing(start, "an autoscaler cannot let a node go on which a run first used Ray Data")
+    _or_nothing(start, "an autoscaler cannot remove the node on which a run first used Ray Data")
 
 
 def settings_of_our_own_ray() -> dict[str, Any]:
-    """Internal settings of a Ray that is started for one run: its workers are what it is there for, and Ray would let
-    everything else on the machine go first. None for a Ray that is newer than what was seen: an unknown one ends it.
+    """Return the internal settings of a Ray that is started for one run.
+
+    They give its workers normal priority: by default Ray lets everything else on the machine run first. Empty for a Ray
+    newer than `SEEN`: an unknown setting ends Ray.
     """
     newest = tuple(int(part) for part in ray.__version__.split(".")[:2])
     known = newest <= tuple(int(part) for part in SEEN.split("."))
@@ -152,8 +157,10 @@ def settings_of_our_own_ray() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_its_gcs() -> Iterator[None]:
-    """Have a connection to Ray that is made while this is open outlive the cluster's GCS: after a minute without one
-    Ray ends the process. One that the user has configured is left as it is."""
+    """Let a connection to Ray that is made in this context survive the cluster's GCS.
+
+    By default Ray ends the process after a minute without a GCS. A limit that the user has set is kept.
+    """
     name = "RAY_gcs_rpc_server_reconnect_timeout_s"
     if name in os.environ:
         yield
@@ -166,10 +173,10 @@ def without_its_gcs() -> Iterator[None]:
 
 
 def show_token() -> None:
-    """Has Ray show a token that is there to the cluster that is joined next, unless RAY_AUTH_MODE says otherwise. By
-    itself it does so only for a cluster that it finds on this machine.
+    """Make Ray send its stored token to the cluster that is joined next, unless RAY_AUTH_MODE says otherwise.
 
-    The cluster must ask for one: else it calls us without, and we, who ask for one now, refuse it.
+    By default Ray does so only for a cluster that it finds on this machine. Use this only if the cluster requires a
+    token: otherwise it calls this process without one, and this process then refuses the call.
     """
 
     def show() -> None:
@@ -178,13 +185,13 @@ def show_token() -> None:
         if "RAY_AUTH_MODE" not in os.environ:
             _enable_token_auth()
 
-    _or_nothing(show, "a cluster that asks for a token needs RAY_AUTH_MODE=token in the environment")
+    _or_nothing(show, "a cluster that requires a token needs RAY_AUTH_MODE=token in the environment")
 
 
 def show_token_if_any() -> bool:
-    """Have Ray's clients show a token, if there is one and RAY_AUTH_MODE is not set; return whether they now do.
+    """Make Ray's clients send the stored token, if there is one and RAY_AUTH_MODE is not set; return whether they do.
 
-    Not where actors live on a cluster that asks for none: it could not call them any more.
+    Do not use this with actors on a cluster that requires no token: they could no longer be called.
     """
 
     def show() -> bool:
@@ -196,51 +203,56 @@ def show_token_if_any() -> bool:
         _enable_token_auth()
         return True
 
-    return bool(_or_nothing(show, "a cluster that asks for a token needs RAY_AUTH_MODE=token in the environment"))
+    return bool(_or_nothing(show, "a cluster that requires a token needs RAY_AUTH_MODE=token in the environment"))
 
 
 def hide_token() -> None:
-    """Have Ray's clients show no token to the clusters that this process joins later, unless one is asked for again."""
+    """Make Ray's clients send no token to clusters that this process joins later, until `show_token` is called."""
 
     def hide() -> None:
         from ray._raylet import Config  # type: ignore[attr-defined]
 
         os.environ.pop("RAY_AUTH_MODE", None)
-        # Ray holds what it has read from the environment.
+        # Ray caches what it has read from the environment.
         Config.initialize("")
 
-    _or_nothing(hide, "a cluster that asks for no token needs RAY_AUTH_MODE=disabled in the environment")
+    _or_nothing(hide, "a cluster that requires no token needs RAY_AUTH_MODE=disabled in the environment")
 
 
 def check_let_in(address: str) -> None:
-    """Raises Ray's `AuthenticationError` where the cluster at `host:port` asks for a token and is shown none, or a
-    wrong one: `ray.init` tries for 20 s, and says then that none answers. `RpcError` after 40 s where none does."""
+    """Raise Ray's `AuthenticationError` if the cluster at `host:port` requires a token and gets none or a wrong one.
+
+    `ray.init` would retry for 20 s and then report that no cluster answers. Raises `RpcError` after 40 s if none
+    answers.
+    """
 
     def ask() -> None:
         from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
         from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
-        # It ends the process where one is to be shown and none is there.
+        # Otherwise `GcsClient` ends the process if a token must be sent and there is none.
         ensure_token_if_auth_enabled(create_token_if_missing=False)
         GcsClient(address=address)
 
-    _or_nothing(ask, "a cluster that asks for a token, and is not content with what it got, is said not to answer")
+    _or_nothing(ask, "a failed authentication is reported as a cluster that does not answer")
 
 
 def is_submitted() -> bool:
-    """Whether this process is the driver of a job that was submitted to a cluster."""
+    """Return whether this process is the driver of a job that was submitted to a cluster."""
 
     def ask() -> bool:
         from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
         return "job_submission_id" in os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "")
 
-    return bool(_or_nothing(ask, "a submitted run ends with its driver"))
+    return bool(_or_nothing(ask, "a submitted run ends when its driver does"))
 
 
 def socket_of_our_own_ray() -> str:
-    """Return the socket of the raylet that was started for one run, which its workers have in their command; empty if
-    it did not start."""
+    """Return the raylet socket of the local Ray of one run; empty if that did not start.
+
+    The command of each of its workers names this socket.
+    """
 
     def ask() -> str:
         from ray._private import worker
@@ -248,12 +260,15 @@ def socket_of_our_own_ray() -> str:
         node = worker._global_node
         return "" if node is None else str(node.raylet_socket_name or "")
 
-    return _or_nothing(ask, "a worker that just starts outlives a driver that is killed") or ""
+    return _or_nothing(ask, "a worker that is just starting outlives a killed driver") or ""
 
 
 def end_our_own_ray() -> None:
-    """Ends the Ray that was started for one run. The watcher over its autoscaler, which it does not have, is ended
-    first: it does not hear when it is asked to go, and Ray waits a second for it."""
+    """End the local Ray of one run.
+
+    The monitor process of its (absent) autoscaler is killed first: it ignores the request to end, and Ray would wait a
+    second for it.
+    """
 
     def watcher() -> Any:
         from ray._private import worker
@@ -271,8 +286,11 @@ def end_our_own_ray() -> None:
 
 @contextlib.contextmanager
 def our_own_signals() -> Iterator[None]:
-    """While it is open, Ray leaves SIGTERM to whoever has it: its own handler raises, and what is raised in a callback
-    of the interpreter's, or of the logging module's, is lost, and the signal with it."""
+    """Keep Ray from replacing the SIGTERM handler in this context.
+
+    Ray's handler raises an exception. In a callback of the interpreter or of the logging module the exception is lost,
+    and the signal with it.
+    """
 
     def theirs() -> Any:
         from ray._private import utils
@@ -291,8 +309,10 @@ def our_own_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent_about_deaths() -> Iterator[None]:
-    """While it is open, Ray prints nothing of its own on this process's screen when a worker dies: we say it in one
-    line. What workers print is shown as before."""
+    """Suppress Ray's own messages about worker deaths in this context: this package reports each in one line.
+
+    What workers print is still shown.
+    """
 
     def filters() -> list[Any]:
         from ray._private import ray_logging
@@ -315,6 +335,6 @@ def _or_nothing(ask: Callable[[], T | None], consequence: str) -> T | None:
         return ask()
     except (ImportError, AttributeError, TypeError) as error:
         logging.getLogger(__name__).warning(
-            "Ray %s lacks what was there in %s (%s): %s", ray.__version__, SEEN, error, consequence
+            "Ray %s lacks an interface of Ray %s (%s); as a result, %s", ray.__version__, SEEN, error, consequence
         )
         return None

@@ -1,4 +1,4 @@
-"""What a cluster file says of room for workers: one for `ray up`, or KubeRay's. Pure but for the reading."""
+"""Read a cluster file, for `ray up` or KubeRay, and compute how many workers fit. Pure except for reading the file."""
 
 from __future__ import annotations
 
@@ -20,49 +20,52 @@ _UNITS = {"m": 1e-3, "": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class NodeType:
-    """Machines that are alike."""
+    """A group of identical machines."""
 
     name: str
     fewest: int
     most: int
-    """How many of them there can be."""
+    """Minimum and maximum number of machines."""
     resources: Mapping[str, float]
-    """What Ray takes one to have: CPU, GPU."""
+    """Resources of one machine as Ray counts them: CPU, GPU."""
     head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a job fits a cluster."""
+    """How a job's workers fit on a cluster."""
 
     file: str
     need: str
-    """Of one worker."""
+    """Resources of one worker, in words."""
     first: int
-    """Workers for which there is room before the autoscaler adds machines."""
+    """Workers that fit before the autoscaler adds machines."""
     most: int
+    """Workers that fit on the largest cluster."""
     wanted: int
-    """The job's most workers, and its spares."""
+    """The job's maximum number of workers plus its spares."""
     roomy: tuple[str, ...]
-    """The node types on which workers fit, with how many on one."""
+    """The node types on which workers fit, with the number per machine."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return plain values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return lines of text for a person."""
         said = f"  {self.file}: room for {self.first} to {self.most} workers of {self.need}"
         lines = [said + f" ({'; '.join(self.roomy)})"]
         if self.most < self.wanted:
-            lines.append(f"  warning: workers.max and workers.spares make {self.wanted}, more than the {self.most}")
+            lines.append(
+                f"  warning: workers.max + workers.spares = {self.wanted}, but at most {self.most} workers fit"
+            )
         return lines
 
 
 def fit(job: Job, file: str | Path) -> Fit:
-    """Whether the cluster in this file can have the workers that the job asks for.
+    """Return how many workers of the job the cluster in this file has room for.
 
-    Raises `InputError` where it is no cluster file, does not say what its machines have, or can never have enough.
+    Raises `InputError` if it is not a cluster file, does not give its machines' resources, or can never have enough.
     """
     types, together = node_types(file)
     need = {"CPU": job.workers.cpus, "GPU": job.workers.gpus}
@@ -81,7 +84,7 @@ def fit(job: Job, file: str | Path) -> Fit:
             f"the cluster has room for {plural(most, 'worker')} of {spelled} each, at most",
             where=str(file),
             expected=f"room for workers.min + workers.spares = {fewest}; its node types: {has}",
-            remedy="raise the most machines of a type, choose larger ones, or lower what the job asks for",
+            remedy="raise the maximum number of machines of a type, use larger machines, or lower the job's needs",
         )
     roomy = tuple(
         f"{one.name}: up to {plural(one.most, 'machine')}, {each[one.name]} on each" for one in types if each[one.name]
@@ -94,8 +97,10 @@ Types = tuple[tuple[NodeType, ...], int]
 
 
 def node_types(file: str | Path) -> Types:
-    """The node types that a cluster file names, its head among them, and how many machines there can be beside the
-    head. Raises `InputError` where it is none."""
+    """Return the node types of a cluster file, with the head, and the maximum number of machines besides the head.
+
+    Raises `InputError` if it is not a cluster file.
+    """
     try:
         found = yaml.safe_load(Path(file).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -107,16 +112,16 @@ def node_types(file: str | Path) -> Types:
             return _launcher(found)
         known = "cluster_name" in found
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        what = f"is no cluster file: {type(error).__name__}: {error}"
+        what = f"not a valid cluster file: {type(error).__name__}: {error}"
         raise InputError(what, where=str(file), expected=_EXPECTED) from None
     if known:
         raise InputError(
-            "does not say what its machines have",
+            "the file does not give the resources of its machines",
             where=str(file),
             expected="available_node_types, with resources",
-            remedy="run the job: it says at once what the cluster lacks",
+            remedy="run the job without this check: it reports at once what the cluster lacks",
         )
-    raise InputError("is no cluster file", where=str(file), expected=_EXPECTED)
+    raise InputError("not a cluster file", where=str(file), expected=_EXPECTED)
 
 
 def _launcher(found: Mapping[str, Any]) -> Types:
@@ -139,11 +144,11 @@ def _kuberay(spec: Mapping[str, Any]) -> Types:
 
 
 def _of_pod(group: Mapping[str, Any]) -> dict[str, float]:
-    """What Ray takes a pod to have: its first container's limits, unless it is told otherwise."""
+    """Return a pod's resources as Ray counts them: its first container's limits, unless `rayStartParams` sets them."""
     resources = group["template"]["spec"]["containers"][0].get("resources", {})
     asked = {**resources.get("requests", {}), **resources.get("limits", {})}
     told = group.get("rayStartParams") or {}
-    # Ray counts whole processors.
+    # Ray rounds CPUs up to whole numbers.
     cpus = float(-(-_number(asked.get("cpu", 0)) // 1)) if "num-cpus" not in told else float(told["num-cpus"])
     gpus = float(told.get("num-gpus", asked.get("nvidia.com/gpu", 0)))
     return {"CPU": cpus, "GPU": gpus}
@@ -156,4 +161,4 @@ def _number(quantity: object) -> float:
 
 
 def _spelled(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if amount) or "nothing to work on"
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if amount) or "no CPU or GPU"

@@ -1,4 +1,4 @@
-"""What can be said of a job without running it: its sizes, its data, whether its task can be imported and built."""
+"""Check a job without running it: its sizes, its data, and whether its task can be imported and built."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from raytrain_plus.task import Task
 
 NAMED = 3
-"""Files that are named when there are many."""
+"""Maximum number of file names in a message."""
 FACTOR_WARNING = 2.0
-"""Above it, row groups are much longer than a shard's span, and most of what is read is read in vain."""
+"""Read factor above which to warn: row groups are much longer than a shard's span, and most reads are wasted."""
 STORAGE_S = 8.0
-"""Maximum seconds for a storage that is an address to answer; its client would try again for minutes."""
+"""Maximum seconds for a storage that is an address to answer; its client would retry for minutes."""
 ASK = """
 import sys
 from raytrain_plus.errors import InputError
@@ -54,55 +54,56 @@ except (OSError, InputError) as error:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One number of workers."""
+    """What one number of workers means for a job."""
 
     workers: int
     shards: int
-    """Shards of the cell that hosts most; a step takes as long as they take."""
+    """Shards of the replica that hosts the most; they determine the duration of a step."""
     efficiency: float
-    """Share of the workers' time that is used: shards / (cells x shards of the fullest), of those that are formed."""
+    """Used share of the workers' time: shards / (replicas x `shards`), times the share of workers that have a place."""
     cells: int = 1
+    """Model replicas."""
     stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `raytrain validate` says."""
+    """The report of `raytrain validate`."""
 
     name: str
     sizes: tuple[Size, ...]
     rows: int | None
-    """None where the data is still to be prepared."""
+    """None if the data has yet to be prepared; so are `units`, `steps` and `read_factor`."""
     units: int | None
     steps: int | None
     read_factor: float | None
-    """How many times over a row group is read in an epoch."""
+    """Mean number of times that a row group is read in an epoch."""
     left_out: str = ""
-    """Which of the workers that the job allows are never formed, and why; empty where all can be."""
+    """Which numbers of workers the job allows but never uses, and why; empty if it can use all."""
     cut: Forecast | None = None
-    """Where the model is in stages: those of the largest number of workers."""
+    """The partition into stages at the largest number of workers; None for a model in one stage."""
     misfits: tuple[str, ...] = ()
-    """Of the numbers of stages that it may be cut into, those that this machine's memory is too small for, and why."""
+    """The possible numbers of stages for which this machine's memory is too small, each with the reason."""
     files: int = 0
-    """Data files, held-out ones too, in which page checksums were looked for."""
+    """Data files, including held-out ones, that were checked for page checksums."""
     files_in_all: int = 0
     without_checksums: tuple[str, ...] = ()
-    """Those of `files` that carry no page checksums."""
+    """The checked files without page checksums."""
     storage: str = ""
     """Why a storage that is an address cannot be read from here; empty if it can."""
 
     @property
     def most_stages(self) -> int:
-        """Of any size."""
+        """The largest number of stages at any number of workers."""
         return max(size.stages for size in self.sizes)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return plain values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For a person."""
-        said = [f"{self.name}: the job is sound"]
+        """Return lines of text for a person."""
+        said = [f"{self.name}: OK"]
         if self.storage:
             said.append(f"  warning: {self.storage}")
         if self.rows is None:
@@ -110,14 +111,14 @@ class Report:
         else:
             said.append(f"  data: {self.rows:,} rows in {self.units:,} row groups, {self.steps:,} steps")
             assert self.read_factor is not None
-            said.append(f"  a row group is read by {self.read_factor:.2f} shards in an epoch, on average")
+            said.append(f"  on average, {self.read_factor:.2f} shards read each row group in an epoch")
             if self.read_factor > FACTOR_WARNING:
-                said.append("  warning: that is much; write smaller row groups, or use fewer data.shards")
+                said.append("  warning: most reads are wasted; write smaller row groups, or use fewer data.shards")
             said += self._checksum_lines()
         for size in self.sizes:
-            cells = f"{plural(size.cells, 'cell')} of {plural(size.stages, 'stage')}, " * (self.most_stages > 1)
+            replicas = f"{plural(size.cells, 'replica')} of {plural(size.stages, 'stage')}, " * (self.most_stages > 1)
             said.append(
-                f"  {plural(size.workers, 'worker')}: {cells}{size.shards} shards on the fullest, "
+                f"  {plural(size.workers, 'worker')}: {replicas}{size.shards} shards on the fullest, "
                 f"{100 * size.efficiency:.0f} % efficiency"
             )
         if self.left_out:
@@ -125,9 +126,9 @@ class Report:
         if self.cut is not None:
             said += _cut_lines(self.cut)
         elif self.rows is None and self.most_stages > 1:
-            said.append("  its cut is shown when the data is there: layers are timed on its rows")
+            said.append("  the partition into stages needs the data: layers are timed on its rows")
         return said + [
-            f"  warning: on workers with this machine's memory it does not fit: {why}" for why in self.misfits
+            f"  warning: the model does not fit on workers with this machine's memory: {why}" for why in self.misfits
         ]
 
     def _checksum_lines(self) -> list[str]:
@@ -137,17 +138,18 @@ class Report:
         looked = f"the first {self.files:,}" if self.files < self.files_in_all else f"{self.files:,}"
         names = ", ".join([*missing[:NAMED], *["..."] * (len(missing) > NAMED)])
         return [
-            f"  {len(missing):,} of {looked} files carry no page checksums ({names}); damaged values in them "
-            f"cannot be found: write them with {HOW}"
+            f"  {len(missing):,} of {looked} files have no page checksums ({names}), so damaged values in them "
+            f"cannot be detected; write them with {HOW}"
         ]
 
 
 def sizes_of(job: Job, cuts: Sequence[int] = (1,)) -> tuple[Size, ...]:
-    """Each number of workers from min to max; with more of them than can have anything to do, none."""
+    """Return the size at each number of workers from min to max, except those with more workers than can be used."""
     shards = job.data.shards
     found = []
     for workers, shape in shapes_of(job, cuts).items():
-        # Of one stage each, all are formed: a further cell that makes no step faster is only left out above the least.
+        # With one stage all workers form replicas; a replica that makes no step faster is left out only above the
+        # minimum.
         cells = workers if shape.stages == 1 else shape.cells
         fullest = math.ceil(shards / cells)
         found.append(Size(workers, fullest, shards * shape.stages / (workers * fullest), cells, shape.stages))
@@ -155,10 +157,9 @@ def sizes_of(job: Job, cuts: Sequence[int] = (1,)) -> tuple[Size, ...]:
 
 
 def validate_job(job: Job, roots: Sequence[Path]) -> Report:
-    """Imports what the job names, builds its task, though no model, and looks at its data, if it is there; asks a
-    storage that is an address whether it answers.
+    """Check a job: import what it names, build its task but not its model, and read its data's metadata if present.
 
-    Raises `InputError` for what is wrong.
+    A storage that is an address is asked whether it answers. Raises `InputError` if anything is wrong.
     """
     if not is_address(job.storage):
         return _looked_at(job, roots)
@@ -167,7 +168,7 @@ def validate_job(job: Job, roots: Sequence[Path]) -> Report:
 
 
 class _Asked:
-    """A storage that is asked whether it answers, by a process of its own: a client that waits cannot be ended else."""
+    """Ask in a separate process whether a storage answers: only so can a waiting client be ended."""
 
     def __init__(self, storage: str) -> None:
         self._where = f"storage: {without_credentials(storage, whole=True).partition('?')[0]}"
@@ -175,7 +176,7 @@ class _Asked:
         command = [sys.executable, "-c", ASK]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
-        # Not in the command, which everybody on the machine can read: it may hold secrets.
+        # Not as an argument, which everybody on the machine can read: the address may hold secrets.
         assert self.process.stdin is not None
         self.process.stdin.write(storage)
         self.process.stdin.close()
@@ -184,10 +185,10 @@ class _Asked:
     def answer(self) -> str:
         """Return why the storage cannot be read from here; empty if it can.
 
-        Raises `InputError` if it is no address of a storage.
+        Raises `InputError` if the address is invalid.
         """
         try:
-            # Its few words fit into the pipe, whoever reads them when.
+            # The output is short and fits into the pipe, so waiting before reading cannot block the process.
             self.process.wait(timeout=max(0.0, self._until - time.monotonic()))
         except subprocess.TimeoutExpired:
             return f"{self._where} does not answer this machine within {STORAGE_S:g} s"
@@ -251,9 +252,11 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
 def _forecast(
     job: Job, task: Task, roots: Sequence[Path], size: Size, cuts: Sequence[int], seen: Index
 ) -> tuple[Forecast, tuple[str, ...]]:
-    """Runs each layer of the model once, here, and cuts it as the job wishes; and into which of `cuts` it would not fit
-    here. Raises `TaskError` where a layer fails."""
-    # Here, because they load torch.
+    """Run each layer of the model once on this machine and partition the model into the job's stages.
+
+    Also return for which numbers of stages in `cuts` the model would not fit here. Raises `TaskError` if a layer fails.
+    """
+    # Imported here because these modules load torch.
     from raytrain_plus.parallel.pipeline.forecast import forecast
     from raytrain_plus.parallel.pipeline.memory import Misfit, within
     from raytrain_plus.training.measure import measured_here, room_of
@@ -263,7 +266,7 @@ def _forecast(
     layers = measured_here(job, task, rows)
     microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together
     schedule = job.parallel.schedule
-    # What a GPU has is known where there is one.
+    # A GPU's memory is known only on a machine with one.
     room = room_of() if not job.workers.gpus else None
     tried = [
         within(layers, schedule, stages, most_shards(job, stages) * job.parallel.microbatches, room)
@@ -276,8 +279,8 @@ def _forecast(
 
 def _cut_lines(cut: Forecast) -> list[str]:
     said = [
-        f"  cut into {len(cut.stages)} stages, by the time of each layer on this machine; {cut.schedule} with "
-        f"{cut.microbatches} microbatches in the fullest cell:"
+        f"  partitioned into {len(cut.stages)} stages, by the time of each layer on this machine; {cut.schedule} with "
+        f"{cut.microbatches} microbatches in the fullest replica:"
     ]
     for number, stage in enumerate(cut.stages):
         chunks = " and ".join(
@@ -288,10 +291,10 @@ def _cut_lines(cut: Forecast) -> list[str]:
             f"    stage {number}: {chunks}; {stage.parameters:,} parameters, {stage.bytes / 1e6:,.1f} MB, "
             f"{1000 * stage.seconds:.1f} ms a microbatch"
         )
-    # Two of its own and two of another's, at most.
+    # At most two copies of its own state and two of another worker's.
     copied = 4 * max(stage.state_bytes for stage in cut.stages)
     return [
         *said,
-        f"    bubble to expect: {100 * cut.bubble:.0f} %",
-        f"    where there is one cell, copies in memory: up to {copied / 1e6:,.1f} MB more on each worker",
+        f"    expected bubble: {100 * cut.bubble:.0f} %",
+        f"    with a single replica, copies in memory: up to {copied / 1e6:,.1f} MB more on each worker",
     ]

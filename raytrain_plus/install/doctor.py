@@ -1,4 +1,4 @@
-"""What is there, what is missing, and the command that mends it."""
+"""Check the environment: what is installed, what is missing, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _NEEDED = {"ray": (2, 55), "torch": (2, 10), "pyarrow": (17, 0), "numpy": (1, 26
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at."""
+    """The result of one check."""
 
     name: str
     status: Status
     detail: str
     remedy: str = ""
-    """The command that mends it; empty where nothing is wrong."""
+    """The command that fixes it; empty if nothing is wrong."""
 
 
 def checks() -> list[Check]:
-    """Looks at everything; takes a few seconds, changes nothing."""
+    """Run all checks; takes a few seconds and changes nothing."""
     return [Check("Python", "PASS", platform.python_version()), *_packages(), *_horovod(), *_machine()]
 
 
@@ -47,7 +47,7 @@ def _packages() -> Iterator[Check]:
             continue
         digits = tuple(int(part) for part in text.split("+")[0].split(".")[:2])
         if digits < floor:
-            yield Check(name, "FAIL", f"{text}; {wanted} or newer is needed", f"pip install '{name}>={wanted}'")
+            yield Check(name, "FAIL", f"{text}; {wanted} or newer is required", f"pip install '{name}>={wanted}'")
         else:
             yield Check(name, "PASS", text)
 
@@ -57,7 +57,7 @@ def _horovod() -> Iterator[Check]:
     if state.usable:
         yield Check("Horovod", "PASS", state.reason)
         return
-    yield Check("Horovod", "WARN", f"{state.reason}; `collective: auto` takes torch.distributed instead", state.remedy)
+    yield Check("Horovod", "WARN", f"{state.reason}; `collective: auto` uses torch.distributed instead", state.remedy)
     for problem in missing_tools():
         yield Check("to build Horovod", "WARN", problem.what, problem.remedy)
 
@@ -78,13 +78,13 @@ def _machine() -> Iterator[Check]:
             Check("shared memory", "PASS", f"{size:.1f} GiB")
             if size > 1
             else Check(
-                "shared memory", "WARN", f"{size:.2f} GiB; Ray's object store goes to disk", "docker run --shm-size=2g"
+                "shared memory", "WARN", f"{size:.2f} GiB; Ray's object store will use disk", "docker run --shm-size=2g"
             )
         )
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield (
         Check("open files", "PASS", f"{soft}")
         if soft >= 4096
-        else Check("open files", "WARN", f"limit {soft}; Ray wants more", "ulimit -n 65536")
+        else Check("open files", "WARN", f"limit {soft}; Ray needs more", "ulimit -n 65536")
     )
     yield Check("processors", "PASS", f"{os.cpu_count()} on {socket.gethostname()}")

@@ -1,4 +1,7 @@
-"""What must change in Horovod 0.28.1's source: small named edits, each with its reason, each checked to still apply."""
+"""The fixes to Horovod 0.28.1's source: small named edits, each with its reason, each checked to still apply.
+
+The text of an edit's `old` and `new` is part of the wheel's version (`digest`), comments in it included.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _CONTEXT = "horovod/common/gloo/gloo_context.cc"
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Replaces `old`, which must stand exactly once in `file`, by `new`."""
+    """Replace `old`, which must occur exactly once in `file`, by `new`."""
 
     name: str
     file: str
@@ -30,26 +33,26 @@ class Edit:
     new: str
 
     def apply(self, source: Path) -> None:
-        """Edits the file under `source`. Raises `RunError` where `old` is not there exactly once."""
+        """Edit the file under `source`. Raises `RunError` if `old` does not occur exactly once."""
         path = source / self.file
         text = path.read_text() if path.exists() else ""
         count = text.count(self.old)
         if count != 1:
             raise RunError(
                 f"the fix '{self.name}' does not apply to Horovod's {self.file}: "
-                f"what it replaces stands there {count} times instead of once"
+                f"the text to replace occurs {count} times instead of once"
             )
         path.write_text(text.replace(self.old, self.new))
 
 
 def apply_all(source: Path, edits: Sequence[Edit]) -> None:
-    """Applies `edits` to an unpacked source package."""
+    """Apply `edits` to an unpacked source package."""
     for edit in edits:
         edit.apply(source)
 
 
 def digest(edits: Sequence[Edit]) -> str:
-    """Eight hex digits that change with any edit: the fix version of a wheel."""
+    """Return eight hex digits that change with any edit: the version of the fixes in a wheel."""
     text = "\0".join(f"{edit.file}\0{edit.old}\0{edit.new}" for edit in edits)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -72,8 +75,8 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="device-thread-does-not-throw",
         file=_PAIR,
-        reason="a message that is out of step (the peer died, or another world reused its port) throws on the device "
-        "thread, where nobody catches it, and the process aborts; make it an error of this connection",
+        reason="an out-of-step message (the peer died, or another world reused its port) throws on the device thread, "
+        "where nothing catches it, and the process aborts; make it an error of this connection",
         old="""  if (state_ == CONNECTED) {
     handleReadWrite(events);
     return;
@@ -118,8 +121,8 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="tell-sends-and-the-receive-in-progress",
         file=_PAIR,
-        reason="an error on a connection is told to pending operations, but not to a queued send of an unbound buffer "
-        "nor to the receive in progress, which is pending no more: their waiters wait for the timeout",
+        reason="an error on a connection is reported to pending operations, but not to a queued send of an unbound "
+        "buffer, nor to the receive in progress, which is no longer pending: their waiters wait for the timeout",
         old="""  for (auto& op : tx_) {
     if (op.buf != nullptr) {
       op.buf->signalException(ex);
@@ -150,7 +153,8 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="tell-a-send-that-failed-at-once",
         file=_PAIR,
-        reason="a send that the device thread starts and that fails before it is queued is in no list any more",
+        reason="a send that the device thread starts and that fails before it is queued is in no list, so its failure "
+        "is not reported",
         old="""  // Write may have resulted in an error.
   throwIfException();
 """,
@@ -167,8 +171,8 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="catch-a-failed-formation",
         file=_OPERATIONS,
-        reason="a peer that never comes, or dies while the world forms, throws on the background thread and the "
-        "process aborts; fail the initialisation instead",
+        reason="if a peer never comes, or dies while the world forms, the background thread throws and the process "
+        "aborts; fail the initialisation instead",
         old="""    global_gloo_context.Initialize(ParseGlooIface());
   }
   if (state.control_operation == LibType::GLOO) {
@@ -195,7 +199,7 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="forget-a-failed-formation",
         file=_OPERATIONS,
-        reason="the flag of a failed initialisation stays set, so that the next one in the process fails as well",
+        reason="the flag of a failed initialisation stays set, so the next one in the process fails as well",
         old="""    horovod_global.shut_down = false;
     horovod_global.initialization_done = false;
 """,
@@ -207,9 +211,9 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="enqueue-without-the-interpreter-lock",
         file=_TORCH,
-        reason="when a peer dies, the background thread gives up every tensor under the lock of its process sets, and "
-        "giving one up takes the interpreter's lock (torch counts references from Python there); whoever enqueues in "
-        "that moment takes the two locks the other way round, and the process stands still for good",
+        reason="when a peer dies, the background thread releases every tensor under the lock of its process sets, and "
+        "releasing one takes the interpreter's lock (torch counts references from Python there); a thread that "
+        "enqueues at that moment takes the two locks in the opposite order, and the process deadlocks",
         old="""int DoAllreduce(::torch::Tensor tensor, ::torch::Tensor output, int divisor,
                 const std::string& name, int reduce_op_int,
                 double prescale_factor, double postscale_factor,
@@ -225,8 +229,8 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="give-up-what-came-too-late",
         file=_OPERATIONS,
-        reason="who enqueues looks first whether the background thread has ended; when that ends between the look and "
-        "the enqueuing, it has given up all that was there, and nobody will ever complete what came after",
+        reason="a thread that enqueues first checks whether the background thread has ended; if that ends between the "
+        "check and the enqueuing, it has failed all earlier entries, and nothing ever completes the later one",
         old="""  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);
 """,
         new="""  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);
@@ -238,9 +242,9 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="nothing-more-after-a-failure",
         file=_OPERATIONS,
-        reason="when an operation fails on one member, because a peer died, it goes on to the next round of agreement, "
-        "and its first message is taken by another member, still inside that operation, for the data that it waits "
-        "for: all of Gloo's reductions share one tag, so a sum comes out wrong and is called a success",
+        reason="when an operation fails on one member because a peer died, that member continues with the next round "
+        "of negotiation; another member, still inside the operation, takes its first message for the data that it "
+        "awaits: all of Gloo's reductions share one tag, so a sum is wrong and is reported as a success",
         old="""        << "ExecuteOperation Failed";
     status = Status::UnknownError(ex.what());
   }
@@ -275,8 +279,8 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="one-interface-for-all-meshes",
         file=_CONTEXT,
-        reason="the mesh of the global process set forgets the interface that was asked for, and listens where the "
-        "machine's own name points to: on many machines that is 127.0.0.1, and members on two machines never meet",
+        reason="the mesh of the global process set ignores the requested interface and listens on the address that the "
+        "host name resolves to: often 127.0.0.1, so members on two machines never connect",
         old="""  device_attr.iface = gloo_iface_;
   device_attr.ai_family = AF_UNSPEC;
   auto dev = CreateDevice(device_attr);
@@ -293,7 +297,7 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="gone-ends-the-wait",
         file=_STORE,
-        reason="a missing key is polled until the timeout; status 410 says that the world will not form, at once",
+        reason="a missing key is polled until the timeout; status 410 reports at once that the world will not form",
         old="""  for (int retry_cnt = 0; retry_cnt < MAX_RETRY_TIMES; ++retry_cnt) {
     try {
       http::Response response = request.send(method, body);
@@ -308,7 +312,7 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="gone-throws",
         file=_STORE,
-        reason="the other half of 'gone-ends-the-wait': outside the block that catches and retries",
+        reason="the second part of 'gone-ends-the-wait': throw outside the block that catches and retries",
         old="""    // sleep for 500ms before another try.
 """,
         new="""    if (gone) {
@@ -321,7 +325,7 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="token-in-every-request",
         file=_STORE,
-        reason="the rendezvous answers members only, and each member may publish its own keys only: every request "
+        reason="the rendezvous answers only members, and each member may publish only its own keys: every request "
         "carries the member's token",
         old="""      http::Response response = request.send(method, body);
       gone =""",
@@ -336,7 +340,7 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="link-key-kept",
         file=_PAIR_HEADER,
-        reason="the first part of 'link-key': a connection keeps what its two members know",
+        reason="the first part of 'link-key': a connection stores the key that only its two members know",
         old="""  bool is_client_;
 """,
         new="""  bool is_client_;
@@ -346,8 +350,8 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         name="link-key-read",
         file=_PAIR,
-        reason="the first process that connects to a member's port is taken for its peer; with 'link-key', it must "
-        "first say the key that only these two members know",
+        reason="Gloo takes the first process that connects to a member's port for its peer; with 'link-key', that "
+        "process must first send the key that only these two members know",
         old="""} // namespace
 
 Pair::Pair(
@@ -396,8 +400,8 @@ Pair::Pair(
     Edit(
         name="link-key-awaited",
         file=_PAIR,
-        reason="part of 'link-key': the kernel shows a connection only when the key has arrived, so that a process "
-        "that connects and says nothing holds nobody up",
+        reason="part of 'link-key': the kernel reports a connection only when the key has arrived, so that a process "
+        "that connects and sends nothing does not block the member",
         old="""  // listen(2) on socket
 """,
         new="""  if (!linkKey_.empty()) {
@@ -415,7 +419,8 @@ Pair::Pair(
     Edit(
         name="link-key-checked",
         file=_PAIR,
-        reason="part of 'link-key': a process that does not say it is dropped, and the port goes on listening",
+        reason="part of 'link-key': the connection of a process without the key is closed, and the port keeps "
+        "listening",
         old="""  rv = accept(fd_, (struct sockaddr*)&addr, &addrlen);
 """,
         new="""  rv = accept(fd_, (struct sockaddr*)&addr, &addrlen);
@@ -428,7 +433,7 @@ Pair::Pair(
     Edit(
         name="link-key-said",
         file=_PAIR,
-        reason="part of 'link-key': the member that connects says it, in one piece, before anything else",
+        reason="part of 'link-key': the member that connects sends the key, in one piece, before anything else",
         old="""        GLOO_ERROR_MSG("connect ", peer_.str(), ": ", strerror(optval)));
     return;
   }

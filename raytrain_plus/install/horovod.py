@@ -1,6 +1,6 @@
-"""Builds Horovod against the torch that is installed, and keeps the wheel.
+"""Build Horovod for the installed torch, and cache the wheel.
 
-check the tools -> fetch the source package with pip -> apply `fixes` -> build one wheel -> install -> prove
+check the tools -> fetch the source package with pip -> apply `fixes` -> build one wheel -> install -> test
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from raytrain_plus.install.prove import prove
 from raytrain_plus.install.state import fixed_version
 
 BUILD_S = 3600.0
-"""Limit of the build."""
+"""Maximum seconds for the build."""
 FETCH_S = 600.0
-"""Limit of a download."""
+"""Maximum seconds for a download."""
 
 BUILD_PACKAGES = ("setuptools", "wheel", "packaging", "cffi")
 
 
 def install_horovod(say: Callable[[str], None]) -> Path:
-    """Installs a Horovod that works, from the cache or newly built; where its wheel is kept.
+    """Install a working Horovod, from the cache or newly built; return the path of its wheel in the cache.
 
-    `say` is told each stage in a line. Raises `InputError` where a tool is missing, `RunError` where a stage fails.
+    `say` receives a line for each stage. Raises `InputError` if a build tool is missing, `RunError` if a stage fails.
     """
     torch = _torch_version()
     cuda = _torch_has_cuda()
     nccl = cuda and shutil.which("nvcc") is not None
     if cuda and not nccl:
         say(
-            "torch has CUDA, but there is no nvcc: this Horovod gets no NCCL, and jobs with workers.gpus take "
-            "torch.distributed; to have it, install the CUDA toolkit and run this again"
+            "torch has CUDA, but nvcc is missing: this Horovod is built without NCCL, and jobs with workers.gpus use "
+            "torch.distributed; to get NCCL, install the CUDA toolkit and run this again"
         )
     kept = wheel_folder(torch, nccl)
     wheel = next(iter(sorted(kept.glob(f"horovod-{fixed_version(torch, nccl)}-*.whl"))), None)
@@ -57,42 +57,40 @@ def install_horovod(say: Callable[[str], None]) -> Path:
         )
         start = time.monotonic()
         wheel = _build(kept, torch, nccl, say)
-        say(f"built in {time.monotonic() - start:.0f} s; kept in {wheel}")
+        say(f"built in {time.monotonic() - start:.0f} s; cached in {wheel}")
     else:
-        say(f"taking {wheel}")
+        say(f"using {wheel}")
     _pip(["install", "--no-deps", "--force-reinstall", str(wheel)], FETCH_S, "installing the wheel")
-    # What Horovod's Python part imports; the wheel is installed without its wider, older requirements.
-    _pip(["install", "cloudpickle", "psutil", "pyyaml", "packaging", "cffi"], FETCH_S, "installing what it imports")
+    # The packages that Horovod imports; the wheel is installed without its wider, outdated requirements.
+    _pip(["install", "cloudpickle", "psutil", "pyyaml", "packaging", "cffi"], FETCH_S, "installing its dependencies")
     try:
         prove()
     except RunError:
-        # Else it would be installed again and again; and `collective: auto` would take it.
+        # Otherwise the cached wheel would be installed again each time, and `collective: auto` would use it.
         wheel.unlink(missing_ok=True)
-        say("it failed its proof: removing it, from the cache too; the next time builds it anew")
+        say("the test failed: uninstalling Horovod and removing the cached wheel; the next call builds it again")
         _pip(["uninstall", "--yes", "horovod"], FETCH_S, "removing the wheel")
         raise
-    say("two processes summed a tensor through it: it works")
+    say("Horovod works: two processes summed a tensor through it")
     return wheel
 
 
 def wheel_folder(torch: str, nccl: bool) -> Path:
-    """Where the wheel for this Python, machine, torch and set of fixes is kept, with NCCL or without."""
+    """Return the cache folder of the wheel for this Python, machine, torch and set of fixes, with NCCL or without."""
     tag = f"{sys.implementation.cache_tag}-{platform.machine()}-torch{torch}-{digest(EDITS)}{'-nccl' * nccl}"
     return platformdirs.user_cache_path("raytrain_plus") / "horovod" / tag
 
 
 def missing_tools() -> list[InputError]:
-    """What the build needs and this machine lacks, each with the package that brings it."""
+    """Return an error for each tool that the build needs and this machine lacks, with the package to install."""
     compilers = [os.environ.get("CXX", ""), "g++", "c++", "clang++"]
     missing = []
     if not any(name and shutil.which(name) for name in compilers):
-        missing.append(
-            InputError("there is no C++ compiler", remedy="apt-get install g++ (Fedora: dnf install gcc-c++)")
-        )
+        missing.append(InputError("no C++ compiler found", remedy="apt-get install g++ (Fedora: dnf install gcc-c++)"))
     if not shutil.which("cmake"):
-        missing.append(InputError("there is no cmake", remedy="apt-get install cmake (Fedora: dnf install cmake)"))
+        missing.append(InputError("cmake not found", remedy="apt-get install cmake (Fedora: dnf install cmake)"))
     if not shutil.which("make"):
-        missing.append(InputError("there is no make", remedy="apt-get install make"))
+        missing.append(InputError("make not found", remedy="apt-get install make"))
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         missing.append(InputError("Python's headers are missing", remedy="apt-get install python3-dev"))
     for name in BUILD_PACKAGES:
@@ -100,7 +98,7 @@ def missing_tools() -> list[InputError]:
             version(name)
         except PackageNotFoundError:
             missing.append(
-                InputError(f"the Python package {name} is missing", remedy="pip install 'raytrain-plus[horovod]'")
+                InputError(f"the Python package {name} is not installed", remedy="pip install 'raytrain-plus[horovod]'")
             )
     return missing
 
@@ -109,9 +107,7 @@ def _torch_version() -> str:
     try:
         return version("torch")
     except PackageNotFoundError:
-        raise InputError(
-            "torch is not installed, and Horovod is built against it", remedy="pip install torch"
-        ) from None
+        raise InputError("torch is not installed; Horovod is built against it", remedy="pip install torch") from None
 
 
 def _build(kept: Path, torch: str, nccl: bool, say: Callable[[str], None]) -> Path:
@@ -151,7 +147,7 @@ def _build(kept: Path, torch: str, nccl: bool, say: Callable[[str], None]) -> Pa
         )
         made = next((work / "wheel").glob("horovod-*.whl"))
         kept.mkdir(parents=True, exist_ok=True)
-        # Renamed into place, so that a build that is killed here leaves no half wheel in the cache.
+        # Renamed into place, so that a build that is killed here leaves no partial wheel in the cache.
         part = kept / f".{made.name}.{os.getpid()}"
         shutil.copyfile(made, part)
         return part.rename(kept / made.name)
@@ -166,7 +162,7 @@ def _build_environment(nccl: bool) -> dict[str, str]:
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITHOUT_MPI": "1",
         "MAKEFLAGS": f"-j{os.cpu_count() or 1}",
-        # Headers that newer compilers no longer include by themselves; and a floor that cmake 4 insists on.
+        # Newer compilers no longer include cstdint implicitly, and cmake 4 requires a minimum policy version.
         "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} -include cstdint".strip(),
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
@@ -199,4 +195,4 @@ def _pip(arguments: Sequence[str], timeout_s: float, what: str, environment: dic
     if done.returncode:
         errors = [line for line in done.stdout.splitlines() if "error" in line.lower()]
         tail = "\n".join((errors or done.stdout.splitlines())[-15:])
-        raise RunError(f"{what} failed (pip exited with {done.returncode}); the last it said:\n{tail}")
+        raise RunError(f"{what} failed (pip exited with {done.returncode}); the end of its output:\n{tail}")

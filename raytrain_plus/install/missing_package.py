@@ -1,4 +1,4 @@
-"""What is said where the Python that runs this package lacks another that it needs. Pure."""
+"""Build the error for a missing package that raytrain_plus itself imports. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from raytrain_plus.errors import InputError
 
 
 def lacking(error: ModuleNotFoundError) -> InputError | None:
-    """None where it was not one of this package's own imports that failed, or this package lacks a part of itself."""
+    """Return the error for a failed import of this package.
+
+    None if another package's import failed, or the missing module is part of this package.
+    """
     *_, last = traceback.extract_tb(error.__traceback__)
     package = Path(__file__).parents[1]
     if error.name is None or error.name.split(".")[0] == package.name or package not in Path(last.filename).parents:
         return None
     return InputError(
-        f"there is no package '{error.name}'",
+        f"the Python package '{error.name}' is not installed",
         where=sys.executable,
-        expected="a Python with what raytrain-plus needs",
-        remedy="activate the environment in which it is installed; for a job that is sent to a cluster, before "
-        "`ray start`, on each machine",
+        expected="a Python with the packages that raytrain-plus requires",
+        remedy="activate the environment in which it is installed; for submitted jobs do so on each machine of the "
+        "cluster, before `ray start`",
     )

@@ -1,4 +1,4 @@
-"""Two processes sum a tensor through Horovod: the proof that a build works."""
+"""Test a Horovod build: two processes sum a tensor through it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ world.close()
 
 
 def prove() -> None:
-    """Raises `RunError`, with what the processes said, where the sum does not come out."""
+    """Sum a tensor in two processes. Raises `RunError`, with their output, if the sum is wrong or times out."""
     server = RendezvousServer("127.0.0.1", size=2, peers=["127.0.0.1"])
     port = server.start()
     members = [
@@ -45,7 +45,7 @@ def prove() -> None:
     ]
     try:
         for rank, member in enumerate(members):
-            # Not as an argument, which every user of this machine can read.
+            # Not as an argument: every user of this machine can read those.
             assert member.stdin is not None
             member.stdin.write(json.dumps(asdict(_formation(server, rank, port))))
             member.stdin.close()
@@ -60,7 +60,7 @@ def prove() -> None:
         server.close()
     for member, text in zip(members, said, strict=True):
         if member.returncode:
-            raise RunError(f"Horovod was built but does not work; a process that used it said:\n{text.rstrip()}")
+            raise RunError(f"Horovod was built but does not work; output of a test process:\n{text.rstrip()}")
 
 
 def _formation(server: RendezvousServer, rank: int, port: int) -> Formation:

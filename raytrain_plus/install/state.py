@@ -1,4 +1,4 @@
-"""Whether Horovod can be used here, found out without loading it into this process."""
+"""Find out whether Horovod can be used here, without loading it into this process."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class HorovodState:
 
     usable: bool
     reason: str
-    """Why not; or what is there."""
+    """Why it is not usable; or the installed version."""
     remedy: str
-    """The command that mends it; empty where nothing is wrong."""
+    """The command that fixes it; empty if nothing is wrong."""
     nccl: bool = False
-    """Whether it sums on GPUs."""
+    """Whether it has NCCL, which sums on GPUs."""
     installed: bool = True
-    """Whether there is one at all."""
+    """Whether any Horovod is installed."""
 
 
 def fixed_version(torch: str, nccl: bool = False) -> str:
-    """The version of a Horovod that carries this package's fixes, is built against that torch, and with NCCL or not."""
+    """Return the version of a Horovod with this package's fixes, built for a version of torch, with NCCL or not."""
     built_for = re.sub(r"[^a-z0-9]+", ".", torch.lower())
     return f"{HOROVOD_VERSION}+raytrain.{digest(EDITS)}.torch.{built_for}{'.nccl' * nccl}"
 
 
 def horovod_state() -> HorovodState:
-    """Looks at what is cheap: the build's version, that of torch, and whether the compiled part is there."""
+    """Return the state from cheap checks only: the versions of Horovod and torch, and the compiled part's file."""
     try:
         installed, torch = version("horovod"), version("torch")
     except PackageNotFoundError as error:
@@ -56,20 +56,20 @@ def horovod_state() -> HorovodState:
     nccl = installed == fixed_version(torch, nccl=True)
     if installed == wanted or nccl:
         if not _compiled_part_is_there():
-            return HorovodState(False, f"the installed build {installed} lacks its compiled part", REMEDY)
+            return HorovodState(False, f"the installed build {installed} lacks its compiled extension", REMEDY)
         return HorovodState(True, installed, "", nccl)
     if installed.partition(".torch.")[0] == wanted.partition(".torch.")[0]:
-        return HorovodState(False, f"the installed build {installed} is for another torch than {torch}", REMEDY)
+        return HorovodState(False, f"the installed build {installed} is for a torch other than {torch}", REMEDY)
     return HorovodState(
         False,
-        f"the installed build {installed} lacks fixes of this version, without which a lost worker takes the others "
-        "along, or another process of the machine can join a run",
+        f"the installed build {installed} lacks fixes of this version; without them a lost worker can abort the "
+        "others, or another process on the machine can join a run",
         REMEDY,
     )
 
 
 def _compiled_part_is_there() -> bool:
-    """Whether `import horovod.torch` would find it; finding out imports neither."""
+    """Return whether the compiled extension of `horovod.torch` exists, without importing it."""
     found = find_spec("horovod")
     folders = (found.submodule_search_locations if found else None) or ()
     return any(
@@ -80,9 +80,9 @@ def _compiled_part_is_there() -> bool:
 
 
 def choose_collective(wanted: str, gpus: float) -> str:
-    """`horovod` or `torch`, for workers that have `gpus` each.
+    """Return `horovod` or `torch`, for workers with `gpus` GPUs each.
 
-    Raises `InputError` where Horovod was named and is not really built, or not for GPUs where the job asks for them.
+    Raises `InputError` if Horovod is requested explicitly and is not usable, or lacks NCCL although the job uses GPUs.
     """
     if wanted == "torch":
         return "torch"
@@ -99,15 +99,15 @@ def choose_collective(wanted: str, gpus: float) -> str:
 
 
 def passed_over(wanted: str) -> str:
-    """Return why `collective: auto` does not take the Horovod that is installed here; empty if it does, or none is."""
+    """Return why `collective: auto` does not use the installed Horovod; empty if it does, or none is installed."""
     state = horovod_state()
     if wanted != "auto" or state.usable or not state.installed:
         return ""
-    return f"Horovod is not used: {state.reason}; this run takes torch.distributed (to have Horovod: {state.remedy})"
+    return f"Horovod is not used: {state.reason}; this run uses torch.distributed (to use Horovod: {state.remedy})"
 
 
 def probe() -> HorovodState:
-    """Loads Horovod in a process of its own: certain, takes seconds."""
+    """Return the state after loading Horovod in a separate process; reliable, takes seconds."""
     state = horovod_state()
     if not state.usable:
         return state

@@ -1,7 +1,7 @@
-"""A run on a Ray of its own, in a process of its own: it goes on when whoever began it has gone.
+"""Start a detached run on a local Ray in its own process; it survives the process that launched it.
 
-As a module: that process. It takes the order from standard input, and answers on standard output, pickled, when the run
-has begun, or with the error that kept it from that; whatever it prints goes to a file.
+Run as a module, this is the detached process. It reads the pickled order from standard input. On standard output it
+answers None, pickled, once the run has started, or the error that prevented it. Everything it prints goes to a file.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MODULE = "raytrain_plus.launch.background"
 
 
 def begin_in_background(order: Order) -> None:
-    """Has what is ordered run on a Ray of its own, whatever becomes of this process; returns when it trains.
+    """Start a run on a local Ray of its own, detached from this process; return once it trains.
 
-    Raises what kept it from that. What the run prints goes to a file in the folder for temporary files.
+    What the run prints goes to a file in the system's temporary folder. Raises the error that prevented the start.
     """
     log = Path(tempfile.mkdtemp(prefix=f"raytrain-{order.plan.job.name}-")) / "output.txt"
     with log.open("wb") as output:
@@ -46,7 +46,7 @@ def begin_in_background(order: Order) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        # One that has ended already does not take it, and says nothing.
+        # A process that has ended already closes the pipe and does not answer.
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(cloudpickle.dumps(order))
         with process.stdout:
@@ -54,17 +54,17 @@ def begin_in_background(order: Order) -> None:
     except BaseException:
         process.terminate()
         raise
-    # So that nothing of it stays in the table of processes when it has ended.
+    # Reap the process when it ends, so that it does not stay a zombie.
     threading.Thread(target=process.wait, daemon=True).start()
     if not answer:
-        raise RunError(f"the run's process has ended (exit code {process.wait()}); what it printed is in {log}")
+        raise RunError(f"the run's process has ended (exit code {process.wait()}); its output is in {log}")
     error = pickle.loads(answer)
     if error is not None:
         raise error
 
 
 class _Beginning(PlainView):
-    """Tells who waits for it that the run has begun."""
+    """A plain view that also reports to the launching process that the run has started."""
 
     def __init__(self, stream: TextIO, tell: Callable[[RaytrainError | None], None]) -> None:
         super().__init__(stream)
@@ -77,17 +77,17 @@ class _Beginning(PlainView):
 
 
 def main() -> None:
-    """Runs what comes on standard input to its end."""
+    """Run the order from standard input until it ends."""
     from raytrain_plus.launch.cluster import connected
     from raytrain_plus.launch.driver import Signals, drive
 
     order: Order = pickle.load(sys.stdin.buffer)
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # What is printed from here on goes where errors go.
+    # From here on, standard output goes to the same file as standard error.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def tell(error: RaytrainError | None) -> None:
-        # Nobody may be there any more to hear it.
+        # The launching process may be gone, or may have its answer already.
         with contextlib.suppress(BrokenPipeError, ValueError):
             answer.write(pickle.dumps(error))
             answer.close()
@@ -95,7 +95,7 @@ def main() -> None:
     with Signals() as signals:
         try:
             with connected(order.plan.job, None) as began:
-                # Ray's own code in C++ has put something in their place.
+                # Ray's C++ code has replaced our signal handlers.
                 signals.listen()
                 result = drive(order, began, _Beginning(sys.stdout, tell), signals)
         except RaytrainError as error:

@@ -1,4 +1,4 @@
-"""The Ray cluster that a run is on: found or started, what it has room for, and the controllers that live there."""
+"""Join or start the Ray cluster of a run, check its capacity, and start or find controllers on it."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ from raytrain_plus.storage.probe import left
 from raytrain_plus.storage.size_text import size_text
 
 NAMESPACE = "raytrain_plus"
-"""Where the controllers of a cluster have their names: the run's name, a slash, and what tells one from the others."""
+"""Ray namespace of the controllers. A controller's name is the run's name, a slash, and a unique suffix."""
 ANSWER_S = 2.0
-"""A controller that does not answer within so many seconds is none that lives."""
+"""Maximum seconds for a controller's answer; one that takes longer counts as dead."""
 CALLS = 32
-"""Calls that a controller answers at the same time: of its workers, and of those that follow it."""
+"""Calls that a controller serves concurrently, from its workers and its followers."""
 LOOK_S = 60.0
-"""Limit of what a machine sees: its first process may have to be started, and the code to be brought there."""
+"""Maximum seconds for the check of a machine: its first process may have to start and receive the code."""
 KNOCK_S = 5.0
-"""Limit of finding out whether anybody listens at a cluster's address."""
-SENT = "have the job sent there: raytrain submit JOB --address http://HOST:8265"
-"""What is left to who is no machine of the cluster."""
+"""Maximum seconds to find out whether anything listens at a cluster's address."""
+SENT = "submit the job to the cluster: raytrain submit JOB --address http://HOST:8265"
+"""The remedy for a machine that is not part of the cluster."""
 
 
 @contextlib.contextmanager
 def connected(job: Job, address: str | None) -> Iterator[float]:
-    """A Ray to run on; yields the moment at which it was there. One that we start ends with the run."""
+    """Connect to Ray and yield the Unix seconds at which it was ready. A Ray that this starts ends with the run."""
     if ray.is_initialized():
         _check_no_client()
         _warn_of_an_open_cluster()
@@ -96,7 +96,7 @@ def _others_ray(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _our_own_ray(job: Job) -> Iterator[None]:
-    """Start a Ray for this run alone; nothing of it outlives this, nor this process, whoever ends it."""
+    """Start a Ray for this run only; none of its processes outlives this context or this process, however it ends."""
     before = set(psutil.Process().children())
     with reaper() as over_it:
         try:
@@ -109,7 +109,7 @@ def _our_own_ray(job: Job) -> Iterator[None]:
                     _system_config=settings_of_our_own_ray(),
                 )
         finally:
-            # Those of a start that failed, too.
+            # Includes the processes of a start that failed.
             over_it.mind(_rays_own(set(psutil.Process().children()) - before), socket_of_our_own_ray())
         try:
             yield
@@ -130,14 +130,14 @@ def _rays_own(processes: set[psutil.Process]) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def _starting() -> Iterator[None]:
-    """Raise `RunError` if Ray does not start here in time; the machine is busy, most often, and nothing is wrong."""
+    """Raise `RunError` if Ray does not start here in time; most often the machine is only busy."""
     try:
         yield
     except AuthenticationError:
         raise
     except Exception as error:
         if isinstance(error, (OSError, ValueError)) and not isinstance(error, TimeoutError):
-            # A folder that cannot be written, say: time does not mend it.
+            # For example a folder that cannot be written: a retry would not help.
             raise
         # Ray raises a plain `Exception` after half a minute.
         raise RunError(
@@ -148,7 +148,7 @@ def _starting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ray_errors_told() -> Iterator[None]:
-    """Raise `RunError` for what goes wrong in Ray itself; most often something is too slow, or its head is gone."""
+    """Turn Ray's own errors into `RunError`; most often something is too slow, or the head node is gone."""
     try:
         yield
     except RayError as error:
@@ -156,7 +156,7 @@ def _ray_errors_told() -> Iterator[None]:
 
 
 def _load() -> str:
-    """Say how busy this machine is."""
+    """Return this machine's load and free memory, in words."""
     memory, (load, _, _) = psutil.virtual_memory(), os.getloadavg()
     room = f"{size_text(memory.available)} of {size_text(memory.total)} memory free"
     return f"this machine now: load average {load:.1f} on {os.cpu_count()} cores, {room}"
@@ -168,15 +168,16 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def joined(address: str, *, token: bool) -> Iterator[None]:
-    """The cluster at an address, for a short talk with who is there. Raises `InputError` where none answers.
+    """Join the cluster at an address for a short exchange with its actors.
 
-    `token`: whether it asks for one; Ray's own is shown to it then, unless RAY_AUTH_MODE says otherwise.
+    `token`: whether the cluster requires one; Ray's stored token is then sent, unless RAY_AUTH_MODE says otherwise.
+    Raises `InputError` if no cluster answers.
     """
-    seen = "go to a machine that sees the cluster, and has its token where it asks for one"
+    seen = "use a machine that can reach the cluster and, if the cluster requires one, has its token"
     with _answering(address, f"{seen}; or name another of its addresses with --address"):
         if token:
             show_token()
-        _join(address, "or have the same command run there, by ray job submit")
+        _join(address, "or run the same command there with ray job submit")
     try:
         yield
     finally:
@@ -185,7 +186,7 @@ def joined(address: str, *, token: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _answering(address: str, remedy: str) -> Iterator[None]:
-    """While a Ray is begun or joined: signals stay ours, and that none answers is raised as `InputError`."""
+    """Keep our signal handlers while Ray is started or joined; raise `InputError` if it does not answer."""
     check_cluster(address)
     try:
         with our_own_signals():
@@ -198,7 +199,7 @@ def _answering(address: str, remedy: str) -> Iterator[None]:
             raise InputError(
                 " ".join(why.split()),
                 where=f"address: {address}",
-                remedy="install here the Ray and the Python that the cluster has",
+                remedy="install the cluster's versions of Ray and Python here",
             ) from None
         raise InputError(
             f"no Ray cluster answers: {why.splitlines()[0]}", where=f"address: {address}", remedy=remedy
@@ -208,7 +209,7 @@ def _answering(address: str, remedy: str) -> Iterator[None]:
 def _join(address: str, elsewhere: str) -> None:
     if not is_join(address):
         raise InputError(
-            "a cluster is joined from one of its machines, and this is the address for those who are none",
+            "this is an address for machines outside the cluster; only a machine of the cluster can join it",
             where=f"address: {address}",
             expected="the address of the cluster's head, HOST:6379, from a machine of the cluster",
             remedy=elsewhere,
@@ -224,36 +225,35 @@ def _join(address: str, elsewhere: str) -> None:
 
 
 def _check_no_client() -> None:
-    """Raises `InputError` where this process is connected as one that is no machine of the cluster."""
+    """Raise `InputError` if this process is connected through Ray Client, from outside the cluster."""
     if client.is_connected():
         raise InputError(
-            "it goes through Ray Client (ray://), and a run begins on a machine of the cluster",
-            where="the connection to Ray that is already there",
+            "a run cannot start through Ray Client (ray://); it must start on a machine of the cluster",
+            where="the existing connection to Ray",
             expected="a connection from a machine of the cluster: ray.init(address='HOST:6379')",
-            remedy=f"disconnect (ray.shutdown()), and go to such a machine, or {SENT}",
+            remedy=f"disconnect (ray.shutdown()) and start the run on a machine of the cluster, or {SENT}",
         )
 
 
 def _warn_of_an_open_cluster() -> None:
-    """Says that anybody may have the cluster that we are connected to run what they like, where it asks for no token
-    and is not this machine's alone."""
-    # One that asks for a token does not let in who shows none.
+    """Warn if the connected cluster spans other machines and requires no token: anyone can run code on it."""
+    # A cluster that requires a token would have refused us without one.
     if os.environ.get("RAY_AUTH_MODE") != "token":
         seen = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
         beyond = sorted(one for one in seen if not one.startswith(("127.", "::1", "localhost")))
         if beyond:
             print(
-                f"warning: the cluster asks for no token: whoever reaches {beyond[0]} can run anything on it "
-                "(ray get-auth-token --generate, and start it again)",
+                f"warning: the cluster requires no token: anyone who can reach {beyond[0]} can run any code on it "
+                "(fix: ray get-auth-token --generate, then restart the cluster)",
                 file=sys.stderr,
             )
 
 
 def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
-    """Starts the controller of a run on this node: its actor, and the reference of its end.
+    """Start the controller of a run on this node; return its actor and the reference that is ready when it ends.
 
-    `began`: Unix seconds at which Ray was there. If `detached` it outlives this process, and ends by itself. Raises
-    `InputError` where the cluster cannot have what the job asks for, or has a run of this name.
+    `began`: Unix seconds at which Ray was ready. If `detached`, the controller outlives this process and ends by
+    itself. Raises `InputError` if the cluster cannot provide what the job asks for, or already has a run of this name.
     """
     job = order.plan.job
     limits = limits_of(job, order.plan.steps, order.cuts)
@@ -262,9 +262,9 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
             folder = ray.get(other.folder.remote(), timeout=ANSWER_S)
             if folder is not None:
                 raise InputError(
-                    f"a run of this name is going on on this cluster (in {folder})",
+                    f"a run with this name is already running on this cluster (in {folder})",
                     where=f"name: {job.name}",
-                    remedy=f"stop it (raytrain stop '{folder}'), or give this one another name (--set name=...)",
+                    remedy=f"stop it (raytrain stop '{folder}'), or choose another name (--set name=...)",
                 )
     here = ray.get_runtime_context().get_node_id()
     _ask_machines(order, here)
@@ -276,7 +276,7 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
             lifetime="detached" if detached else None,
             num_cpus=0,
             max_concurrency=CALLS,
-            # As in `workers.pool`: Ray's head needs no record of each report.
+            # As in `workers.pool`: Ray's head need not record each report.
             enable_task_events=False,
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
         )
@@ -285,16 +285,16 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
     try:
         return controller, controller.run.remote(detached)
     except BaseException:
-        # Nobody else would end one that is detached.
+        # Nothing else would end a detached controller.
         ray.kill(controller)
         raise
 
 
 def _ask_machines(order: Order, here: str) -> None:
-    """Asks each machine that has room for a worker what it sees of what the run needs; `here` is this one's node.
+    """Check that each machine with room for a worker sees what the run needs; `here` is this machine's node id.
 
-    Raises `InputError` where one lacks something. One that does not answer in time is told of: what it lacks its worker
-    will say.
+    Raises `InputError` if a machine lacks something. Warns about a machine that does not answer in time: its worker
+    will report what it lacks.
     """
     need = {"CPU": order.plan.job.workers.cpus, "GPU": order.plan.job.workers.gpus}
     leaving = draining_nodes() or {}
@@ -312,8 +312,8 @@ def _ask_machines(order: Order, here: str) -> None:
         for node, name in machines.items():
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             asked[asking.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(needs)] = name
-        # None is ever cancelled: Ray ends a process that cancels a task which ends just then (2.60; "Tried to complete
-        # task that was not pending").
+        # Never cancel these tasks: Ray 2.60 ends a process that cancels a task at the moment it ends ("Tried to
+        # complete task that was not pending").
         answered, silent = ray.wait([*asked], num_returns=len(asked), timeout=LOOK_S)
         for ref in answered:
             try:
@@ -323,30 +323,32 @@ def _ask_machines(order: Order, here: str) -> None:
                 raise InputError(
                     f"the machine {asked[ref]} cannot take part: {(lines or [type(error).__name__])[-1]}",
                     where="the cluster",
-                    remedy="install there what is installed here (raytrain doctor lists it)",
+                    remedy="install the same packages there as here (raytrain doctor lists them)",
                 ) from None
             except RayError:
-                # It has gone meanwhile.
+                # The machine has left in the meantime.
                 continue
             check_seen(order, asked[ref], seen)
     for ref in silent:
-        print(f"warning: {asked[ref]} did not say within {LOOK_S:g} s what it sees there", file=sys.stderr)
+        print(f"warning: the check of the machine {asked[ref]} did not finish within {LOOK_S:g} s", file=sys.stderr)
 
 
 def controllers_of(run: str) -> list[Any]:
-    """The controllers of runs of this name on the cluster; one that has just died may be among them."""
+    """Return the controllers of runs of this name on the cluster; one that has just died may be among them."""
     found = []
     for one in ray.util.list_named_actors(all_namespaces=True):
         if one["namespace"] == NAMESPACE and one["name"].rpartition("/")[0] == run:
-            # It may have gone meanwhile.
+            # The actor may have ended in the meantime.
             with contextlib.suppress(ValueError):
                 found.append(ray.get_actor(one["name"], namespace=NAMESPACE))
     return found
 
 
 def _knock(address: str) -> None:
-    """Raises `OSError` where nobody listens at `host:port`, for whom Ray itself would try for minutes, and
-    `AuthenticationError` where we are not let in."""
+    """Raise `OSError` if nothing listens at `host:port`, and `AuthenticationError` if authentication fails.
+
+    Ray itself would retry an address where nothing listens for minutes.
+    """
     host, _, port = address.rpartition(":")
     if port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
@@ -354,8 +356,10 @@ def _knock(address: str) -> None:
 
 
 def limits_of(job: Job, steps: int, cuts: tuple[int, ...]) -> Limits:
-    """What the group's machine goes by. Raises `InputError` where the cluster can never have
-    `workers.min` and `workers.spares`."""
+    """Return the limits that the group's state machine applies.
+
+    Raises `InputError` if the cluster can never have room for `workers.min` and `workers.spares`.
+    """
     need = {"CPU": job.workers.cpus, "GPU": job.workers.gpus}
     shards = job.data.shards
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -364,7 +368,7 @@ def limits_of(job: Job, steps: int, cuts: tuple[int, ...]) -> Limits:
     most = most_there_can_be()
     wanted = minimum + spares
     if most is None:
-        # Where nobody knows how far it grows, elastic.wait_s is the limit.
+        # If it is not known how far the cluster can grow, `elastic.wait_s` bounds the wait.
         grows = room < wanted and has_autoscaler()
     else:
         grows = all(most.get(name, 0.0) >= amount * wanted for name, amount in need.items())
@@ -373,8 +377,8 @@ def limits_of(job: Job, steps: int, cuts: tuple[int, ...]) -> Limits:
         raise InputError(
             f"the cluster has room for {room} workers of {need['CPU']:g} CPU and {need['GPU']:g} GPU each",
             where=f"workers.min: {minimum}" if room < minimum else f"workers.spares: {spares}",
-            expected=f"room for {wanted}, now or by an autoscaler; its {len(nodes)} nodes have: {has}",
-            remedy="lower workers.min, workers.spares or what a worker needs, or add nodes",
+            expected=f"room for {wanted}, now or after autoscaling; its {len(nodes)} nodes have: {has}",
+            remedy="lower workers.min, workers.spares or the resources of a worker, or add nodes",
         )
     shape = useful_shape(max(room - spares, minimum), minimum, maximum, shards, cuts)
     return Limits(

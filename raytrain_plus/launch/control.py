@@ -1,4 +1,4 @@
-"""Wishes to a run that goes on by itself, brought to its controller."""
+"""Send stop and rescale requests to the controller of a running run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from raytrain_plus.runs.folder import held_at
 from raytrain_plus.storage.interface import Folder
 
 ANSWER_S = 10.0
-"""Limit of a controller's answer."""
+"""Maximum seconds for a controller's answer."""
 
 
 def stop(run: Folder, address: str | None = None) -> None:
-    """Asks the run in this folder to stop at the next step boundary; returns when its controller has heard.
+    """Ask the run in this folder to stop at the next step boundary; return once its controller has the request.
 
-    `address`: of its Ray cluster, where the one that the run knows is not to be reached from here. Raises `InputError`
-    where the run is not going on, and `RunError` where its controller does not answer.
+    `address`: the run's Ray cluster, if the address that the run recorded cannot be reached from here. Raises
+    `InputError` if the run is not running, and `RunError` if its controller does not answer.
     """
     _wish(run, address, "stop")
 
@@ -32,9 +32,10 @@ def rescale(
     spares: int | None = None,
     address: str | None = None,
 ) -> None:
-    """The same for other numbers of workers; what is None stays. Raises `InputError` where its job does not bear them.
+    """Ask the run in this folder for other numbers of workers; None leaves a number unchanged.
 
-    A run that goes on later, from its folder, has those of its job again.
+    A run that is later resumed from its folder uses the numbers of its job again. Raises as `stop` does, and
+    `InputError` if the job does not support these numbers.
     """
     _wish(run, address, "rescale", minimum, maximum, spares)
 
@@ -42,7 +43,7 @@ def rescale(
 def _wish(run: Folder, address: str | None, what: str, *arguments: Any) -> None:
     holder = held_at(run)
     if holder is None:
-        raise InputError("the run is not going on", where=run.where, remedy="see how it ended: raytrain status RUN")
+        raise InputError("the run is not running", where=run.where, remedy="see how it ended: raytrain status RUN")
     address = address or holder.address
     with joined(address, token=holder.token):
         try:

@@ -1,4 +1,4 @@
-"""The process that a user started, while it follows a run: it shows what happens, and hands signals on."""
+"""Drive a run from the process that a user started: show its events and forward signals."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from raytrain_plus.storage.open import open_folder
 from raytrain_plus.workers.pool import cause_of_death
 
 FOLLOW_S = 0.25
-"""Longest wait for news of the run: bounds how soon a signal is heard, too."""
+"""Maximum seconds to wait for new events; it also bounds how long a signal waits to be handled."""
 ANSWER_S = 10.0
-"""Seconds without an answer from the controller after which its process is looked for."""
+"""Seconds without an answer after which the driver checks whether the controller's process still exists."""
 CLOSING_S = 10.0
-"""Maximum seconds from a run's last event to the controller's own end; after that the result in the folder decides."""
+"""Maximum seconds from a run's last event to the end of its controller; then the result in the folder is used."""
 
 
 def drive(order: Order, began: float, view: View | None, signals: Signals, *, detached: bool = False) -> Result:
-    """Runs what is ordered to its end, on the Ray that is there; the run ends with this process, unless `detached`.
+    """Run an order until it ends, on the connected Ray; the run ends with this process, unless `detached`.
 
     Raises `RunError` if the controller died and left no result.
     """
@@ -47,7 +47,7 @@ def drive(order: Order, began: float, view: View | None, signals: Signals, *, de
     except RayTaskError as error:
         raise error.cause from None
     except SystemExit:
-        # A second SIGTERM, which Ray hands on with a code of its own.
+        # A second SIGTERM: Ray raises `SystemExit` with an exit code of its own.
         raise SystemExit(signals.exit_code) from None
     except RayActorError as error:
         ended = followed.result()
@@ -58,7 +58,7 @@ def drive(order: Order, began: float, view: View | None, signals: Signals, *, de
         if not detached:
             ray.kill(controller)
         elif signals.new():
-            # Two came at once: it is not killed with us, and has not heard.
+            # Two signals came at once: the controller survives this process and has not received the request.
             ray.wait([controller.stop.remote()], timeout=FOLLOW_S)
         if view is not None:
             view.close()
@@ -70,10 +70,10 @@ def drive(order: Order, began: float, view: View | None, signals: Signals, *, de
 
 
 def _follow(followed: _Followed, closing_ref: Any, view: View | None, signals: Signals) -> Result:
-    """Shows a run's events until it has ended, and hands signals on; its result."""
+    """Show a run's events until it ends, and forward signals; return its result."""
     ended = False
     while not ended:
-        # Nothing is told after the last event: it is the end that is waited for then.
+        # No event follows the last one, so wait for the end of the controller then.
         ended = bool(ray.wait([closing_ref], timeout=FOLLOW_S if followed.over else 0)[0])
         for event in followed.news(0.0 if ended or followed.over else FOLLOW_S):
             if view is not None:
@@ -81,7 +81,7 @@ def _follow(followed: _Followed, closing_ref: Any, view: View | None, signals: S
         if signals.new():
             followed.controller.stop.remote()
         if followed.late and not ended:
-            # It frees what the run held, which a Ray without its GCS never confirms.
+            # The controller still releases the run's resources, which a Ray without its GCS never confirms.
             result = followed.result()
             if result is not None:
                 return result
@@ -90,7 +90,7 @@ def _follow(followed: _Followed, closing_ref: Any, view: View | None, signals: S
 
 
 class _Followed:
-    """A controller's events, by a long poll; and its run's folder, which decides when the controller is gone."""
+    """Follow a controller's events by long polling; its run's folder decides once the controller is gone."""
 
     def __init__(self, controller: Any, run: Folder) -> None:
         self.controller = controller
@@ -99,7 +99,7 @@ class _Followed:
         self._kinds: set[str] = set()
         self._over_since = 0.0
         self._gone = False
-        """Whether it has ended, and its result is there."""
+        """Whether the controller has ended and left a result."""
 
     def news(self, timeout_s: float) -> list[Event]:
         """Return the events since the last call; wait up to `timeout_s` for the first of them.
@@ -109,7 +109,7 @@ class _Followed:
         try:
             events: list[Event] = ray.get(self.controller.follow.remote(self._cursor, timeout_s), timeout=ANSWER_S)
         except GetTimeoutError:
-            # Before that, the lease is an earlier controller's.
+            # Until this controller has taken the folder, the lease is an earlier controller's.
             if self._begun and holder_lives(lease_document(self._run)) is False:
                 if self.result() is None:
                     raise _died("its process has ended", self._run) from None
@@ -123,22 +123,22 @@ class _Followed:
 
     @property
     def over(self) -> bool:
-        """Whether the last event was there."""
+        """Whether the last event has arrived."""
         return "run_finished" in self._kinds
 
     @property
     def late(self) -> bool:
-        """Whether the controller has ended unheard, or should have ended long ago."""
+        """Whether the controller ended without answering, or should have ended long ago."""
         return self._gone or (self.over and time.monotonic() - self._over_since > CLOSING_S)
 
     @property
     def trains(self) -> bool:
-        """Whether a group was formed."""
+        """Whether a group of workers has formed."""
         return "view_formed" in self._kinds
 
     def result(self) -> Result | None:
-        """Return what the run's folder says of its end; None before the end."""
-        # The result of an earlier controller goes when the folder is taken, before anything is told.
+        """Return the run's result from its folder; None before the end."""
+        # An earlier controller's result is removed when the folder is taken, before the first event.
         return Result.load(self._run) if self._begun else None
 
     @property
@@ -152,15 +152,15 @@ def _died(why: str, run: Folder) -> RunError:
 
 
 def launch(order: Order, began: float) -> None:
-    """Has what is ordered run on the Ray that is there, whatever becomes of this process; returns when it trains.
+    """Start a detached run on the connected Ray; return once it trains.
 
-    Raises what kept it from that.
+    The run survives this process. Raises the error that prevented the start.
     """
     run = open_folder(order.plan.folder)
     controller, run_ref = begin(order, began, detached=True)
     followed = _Followed(controller, run)
     try:
-        # The controller itself waits for nothing without a limit.
+        # No limit is needed here: every wait of the controller has one.
         while not followed.trains:
             followed.news(FOLLOW_S)
             if ray.wait([run_ref], timeout=0)[0]:
@@ -176,7 +176,7 @@ def launch(order: Order, began: float) -> None:
 
 
 class Signals:
-    """SIGINT and SIGTERM become wishes to stop, while this is open; the second one interrupts at once."""
+    """Turn SIGINT and SIGTERM into stop requests while this is open; a second signal interrupts at once."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -185,17 +185,17 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def new(self) -> bool:
-        """Whether a signal came since the last call."""
+        """Return whether a signal came since the last call."""
         told, self._told = self._told, self._count
         return told != self._count
 
     @property
     def heard(self) -> bool:
-        """Whether there was one."""
+        """Whether any signal came."""
         return self._count > 0
 
     def listen(self) -> None:
-        """Takes the signals, from whoever had them."""
+        """Install our handlers; the previous ones are restored on exit. Does nothing outside the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 had = signal.signal(number, self._heard)

@@ -1,4 +1,4 @@
-"""A fault on purpose: what verification does to a run that is to survive it."""
+"""Inject faults into a run: verification kills worker processes that the run must survive."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 END_S = 30.0
-"""Limit of reaching a process's node."""
+"""Maximum seconds to reach the node of a process."""
 
 
 def kill_process(node: str, pid: int) -> None:
-    """Kills a process on the node with that Ray node id, without a word to it; one that is gone is gone."""
+    """Send SIGKILL to a process on the node with this Ray node id; do nothing if the process is gone."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     ray.get(ray.remote(_kill).options(num_cpus=0, scheduling_strategy=there).remote(pid), timeout=END_S)
 

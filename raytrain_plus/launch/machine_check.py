@@ -1,4 +1,4 @@
-"""Whether the machines of a cluster see what a run needs there: its storage, its data, Horovod."""
+"""Check that the machines of a cluster see what a run needs there: its storage, its data, Horovod."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from raytrain_plus.storage.probe import Probe, amiss_with, refusal
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a machine is asked about."""
+    """What a machine must see."""
 
     probe: Probe
-    """What whoever asks has left in the storage."""
+    """The probe that the driver has left in the storage."""
     data: Mapping[str, int]
-    """Files and their sizes in bytes; empty where each machine makes its own."""
+    """Data files and their sizes in bytes; empty if each machine makes its own data."""
     horovod: bool
+    """Whether the run needs Horovod."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a machine found; what is as it should be is empty."""
+    """The problems that a machine found; a field is empty if there is none."""
 
     storage: str
     data: str
@@ -35,7 +36,7 @@ class Seen:
 
 
 def needs_of(order: Order, probe: Probe) -> Needs:
-    """What the machines have to see for this run."""
+    """Return what each machine must see for this run."""
     files: dict[str, int] = {}
     for index in (order.plan.index, order.plan.held_out):
         if order.plan.job.data.prepare is None and index is not None and not is_address(index.path):
@@ -47,7 +48,7 @@ def needs_of(order: Order, probe: Probe) -> Needs:
 
 
 def look(needs: Needs) -> Seen:
-    """What this machine sees of it."""
+    """Check this machine and return the problems found."""
     return Seen(amiss_with(needs.probe), _look_at_data(needs), _look_at_horovod(needs))
 
 
@@ -55,7 +56,7 @@ def _look_at_data(needs: Needs) -> str:
     for file, size in needs.data.items():
         try:
             if os.stat(file).st_size != size:
-                return f"has another file {file}"
+                return f"sees a file of another size at {file}"
         except OSError as error:
             return f"cannot read {file}: {error.strerror}"
     return ""
@@ -67,7 +68,7 @@ def _look_at_horovod(needs: Needs) -> str:
 
 
 def check_seen(order: Order, machine: str, seen: Seen) -> None:
-    """Raises `InputError` where a machine, whose name is `machine`, does not see what the run needs."""
+    """Raise `InputError` if the machine named `machine` does not see what the run needs."""
     job = order.plan.job
     if seen.storage:
         raise refusal(machine, seen.storage, job.storage)
@@ -76,11 +77,11 @@ def check_seen(order: Order, machine: str, seen: Seen) -> None:
             f"the machine {machine} {seen.data}",
             where="data.path" if job.evaluate is None else "data.path, evaluate.path",
             expected="the same files on all machines of the cluster",
-            remedy="put the data on a share that all see, or name with data.prepare what makes it on each",
+            remedy="put the data on a shared file system, or set data.prepare to a function that makes it on each",
         )
     if seen.horovod:
         raise InputError(
             f"Horovod cannot be used on the machine {machine}: {seen.horovod}",
             where=f"collective: {job.collective}",
-            remedy="run there: raytrain install-horovod; or --set collective=torch",
+            remedy="run raytrain install-horovod there; or --set collective=torch",
         )

@@ -1,4 +1,4 @@
-"""From a job to an order: all that can be found out on this machine, and needs no Ray."""
+"""Turn a job into an order: every check that this machine can make without Ray."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _CHANGED = has.object_of(
 def order_of(
     job: Job, *, fresh: bool = False, roots: Sequence[Path] = (), may_change: Collection[str] = ()
 ) -> Order | Result:
-    """What is asked of the controller; where the same job has finished already, its result.
+    """Return the order for the controller, or the result if the same job has finished already.
 
-    `roots` are folders to import the task from, beside the working directory. A run of this name that has not finished
-    goes on from its newest complete checkpoint, or is moved aside if `fresh`; `may_change`: settings in which the job
-    may differ from the one that began, beside those that no result depends on. Raises `InputError` where the job, its
-    data or its task is wrong: before a folder is made. Warnings go to stderr.
+    `roots` are folders to import the task from, besides the working directory. An unfinished run of this name resumes
+    from its newest complete checkpoint, or is moved aside if `fresh`. `may_change`: settings in which the job may
+    differ from the one that started the run, besides those that do not affect results. Raises `InputError` if the job,
+    its data or its task is wrong, before any folder is made. Warnings go to stderr.
     """
     folder = check_writable(job.storage).inside(job.name)
     done = earlier_result(folder, job, fresh, may_change)
@@ -104,8 +104,10 @@ def order_of(
 
 
 def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
-    """Raises `InputError` where the job cannot go on from what is in `folder`: other data, another job's checkpoints, a
-    newer version, the end."""
+    """Raise `InputError` if the job cannot resume from `folder`.
+
+    Reasons: other data, another job's checkpoints, a newer version, or a run past the job's last step.
+    """
     _check_data(folder, job, seen)
     for manifest in (found.manifest for found in past.found if found.manifest is not None):
         _check_ours(manifest, folder, job, seen)
@@ -118,7 +120,9 @@ def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
             made, steps = found.manifest.step + 1, line_of(job, seen).steps
             if steps < made:
                 raise InputError(
-                    f"{steps} steps are fewer than the run has made ({made})", where="steps", expected=f"{made} or more"
+                    f"{steps} steps are fewer than the run has already made ({made})",
+                    where="steps",
+                    expected=f"{made} or more",
                 )
             return
     lost = [found for found in past.found if found.damaged]
@@ -126,41 +130,41 @@ def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
         raise CheckpointError(
             f"no checkpoint can be used; the newest: {lost[0].why}",
             where=f"{folder.where}/{CHECKPOINTS}/{lost[0].name}",
-            remedy="mend the files if you have a copy; or start over with --fresh, which keeps this run's folder",
+            remedy="restore the files if you have a copy; or start over with --fresh, which keeps this run's folder",
         )
     result = Result.load(folder)
     if result is not None and result.status == "finished":
-        raise InputError("the finished run has no checkpoint to go on from", where=f"run folder {folder.where}")
+        raise InputError("the finished run has no checkpoint to resume from", where=f"run folder {folder.where}")
 
 
 def _check_data(folder: Folder, job: Job, seen: Index) -> None:
-    """Holds the data against what the run's folder says of it, where it says anything."""
-    remedy = "move the file away; the data is then held against what the checkpoints say"
+    """Raise `DataError` if the data differs from the description in the run's folder, if there is one."""
+    remedy = "move the file away; the data is then compared with what the checkpoints record"
     try:
         then = read_object(folder, DATASET, remedy, _DATASET)
     except FileNotFoundError:
         return
     if then["fingerprint"] != seen.fingerprint:
         differing = differences(seen.to_json(), then)
-        raise _other_data(job, seen, then["fingerprint"], f"the run began: {'; '.join(differing[:3])}")
+        raise _other_data(job, seen, then["fingerprint"], f"the run started: {'; '.join(differing[:3])}")
 
 
 def _check_put_back(folder: Folder, *data: Index | None) -> None:
     """Raise `DataError` if the run ended because a data file changed, and the file is not as it was before."""
     with contextlib.suppress(FileNotFoundError):
-        first = read_object(folder, CHANGED, "mend the file, or start over with --fresh", _CHANGED)
+        first = read_object(folder, CHANGED, "restore the file, or start over with --fresh", _CHANGED)
         for seen in filter(None, data):
             check_put_back(seen, first)
 
 
 def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> None:
-    """Refuses the checkpoint of another job, or of other data, which somebody has put there."""
+    """Refuse a checkpoint of another job or of other data that was copied into the folder."""
     where = f"{folder.where}/{CHECKPOINTS}/{manifest.name}.json"
-    # Of a run that is resumed these may change.
+    # These settings may change when a run resumes.
     differing = [key for key in job.same_as(yaml.safe_dump(manifest.job)) if key not in ("args", "steps")]
     if differing:
         raise CheckpointError(
-            f"the checkpoint is another job's ({manifest.run}); they differ in {', '.join(differing)}",
+            f"the checkpoint belongs to another job ({manifest.run}); they differ in {', '.join(differing)}",
             where=where,
             remedy="move it away; or start over with --fresh, which keeps this run's folder",
         )
@@ -170,15 +174,15 @@ def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> No
 
 def _other_data(job: Job, seen: Index, fingerprint: str, when: str) -> DataError:
     return DataError(
-        f"the data is other than when {when}",
+        f"the data has changed since {when}",
         where=job.data.path,
         expected=f"the data with the fingerprint {fingerprint[:12]}, not {seen.fingerprint[:12]}",
-        remedy="put the files back; or start over with --fresh",
+        remedy="restore the original files; or start over with --fresh",
     )
 
 
 def source_sha256(task: str | type, roots: Sequence[Path]) -> str | None:
-    """The hash of the file that a task's class comes from; None where it comes from none."""
+    """Return the SHA-256 of the source file of a task's class; None if it has no file."""
     cls = load_task(task, roots)
     try:
         file = inspect.getsourcefile(cls)
@@ -191,7 +195,7 @@ def _warn_of_another_task(past: Past, source: str | None) -> None:
     newest = next((found.manifest for found in past.found if found.manifest is not None), None)
     if newest is not None and source is not None and newest.task_sha256 not in (None, source):
         print(
-            "warning: the task's source file has changed since the checkpoint that the run goes on from "
+            "warning: the task's source file has changed since the checkpoint that the run resumes from "
             f"(step {newest.step}) was written",
             file=sys.stderr,
         )
@@ -202,7 +206,7 @@ def _spelled(task: str | type) -> str:
 
 
 def _task_to_send(job: Job, roots: Sequence[Path]) -> bytes | None:
-    """None for a task that workers import by name; the class by value where Python code handed it over."""
+    """Return the pickled task class if the job holds the class itself; None if workers import it by name."""
     load_task(job.task, roots)
     if isinstance(job.task, str):
         return None

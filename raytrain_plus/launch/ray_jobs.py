@@ -1,4 +1,4 @@
-"""Runs as jobs of a cluster: sent, followed and stopped through its jobs API, from wherever its dashboard is seen."""
+"""Submit, follow and stop runs as Ray jobs, from any machine that can reach the cluster's dashboard."""
 
 from __future__ import annotations
 
@@ -29,35 +29,38 @@ from raytrain_plus.storage.address import is_address, refuse_credentials
 from raytrain_plus.storage.size_text import size_text
 
 RUN = "raytrain_run"
-"""The key of a run's name among what is noted with its job."""
+"""The key of the run's name in the metadata of a Ray job."""
 NEVER_SENT = (".git", ".venv", "venv", "__pycache__")
 STOP_S = 300
-"""Seconds that a job has to stop in before Ray kills its driver, which does the run no harm."""
+"""Seconds that a job has to stop before Ray kills its driver; the run survives that."""
 LOOK_S = 0.5
-"""Seconds between two looks at a job that is to stop."""
+"""Seconds between two checks of a job that is stopping."""
 LARGEST = 5
-"""How many of the largest things are named where there is too much to send."""
+"""How many of the largest files and folders an error names when the upload is too large."""
 
 
 class Jobs:
-    """The jobs of a cluster that are runs."""
+    """The Ray jobs of a cluster that are runs."""
 
     def __init__(self, address: str) -> None:
-        """Raises `InputError` where no cluster answers at the `http://` address, or refuses who asks."""
+        """Connect to the dashboard at the `http://` address.
+
+        Raises `InputError` if no cluster answers there, or authentication fails.
+        """
         self._address = address
-        # Ray would prefer RAY_ADDRESS to what it is told.
+        # Otherwise Ray prefers RAY_ADDRESS to its argument.
         os.environ["RAY_API_SERVER_ADDRESS"] = address
         show_token_if_any()
-        # Which tells of each package that it makes and sends.
+        # At a lower level Ray logs each package that it builds and uploads.
         logging.getLogger("ray").setLevel(logging.WARNING)
         with self._answering():
             self._client = JobSubmissionClient(address)
 
     def submit(self, run: str, words: Sequence[str], folder: Path, unneeded: Sequence[str] = ()) -> str:
-        """Has the cluster run `python -m raytrain_plus` with these words on a copy of `folder`; the job's id.
+        """Submit a job that runs `python -m raytrain_plus` with these words on a copy of `folder`; return its id.
 
-        Left out of the copy: `.git`, environments, and what .gitignore, .rayignore, or `unneeded` in their manner say.
-        This package goes along where it is not in the folder. Raises `InputError`.
+        The copy excludes `.git`, environments, and what .gitignore, .rayignore and the patterns in `unneeded` match.
+        This package is uploaded too if it is not in the folder. Raises `InputError` if the cluster refuses the job.
         """
         environment: dict[str, Any] = {
             "working_dir": str(folder),
@@ -76,32 +79,32 @@ class Jobs:
             )
 
     def find(self, run: str) -> JobDetails:
-        """The job that is a run of this name, the newest of those that go on, or of all; or the one with this id.
+        """Return the job of the run with this name, or the job with this id.
 
-        Raises `InputError` where there is none.
+        Of several jobs it prefers the newest unfinished one, else the newest. Raises `InputError` if there is none.
         """
         with self._answering():
             jobs = [job for job in self._client.list_jobs() if job.submission_id]
         found = [job for job in jobs if run in (job.submission_id, (job.metadata or {}).get(RUN))]
         if found:
-            # One that was refused because another goes on came later.
+            # Prefer an unfinished job: a newer one may have been refused because that one was running.
             return max(found, key=lambda job: (not job.status.is_terminal(), job.start_time or 0))
         names = {str((job.metadata or {}).get(RUN) or job.submission_id) for job in jobs}
         near = difflib.get_close_matches(run, names, 3)
         raise InputError(
-            f"no job of the cluster is a run '{run}'",
+            f"the cluster has no job for a run '{run}'",
             where=f"address: {self._address}",
-            remedy=f"did you mean {' or '.join(near)}?" if near else "name a run that was submitted, or a job's id",
+            remedy=f"did you mean {' or '.join(near)}?" if near else "give the name of a submitted run, or a job's id",
         )
 
     def status(self, run: str) -> dict[str, Any]:
-        """What is known of a run's job: `state`, `job` (its id), `newest` (the last line that it printed)."""
+        """Return the status of a run's job: `state`, `job` (its id), `newest` (the last line that it printed)."""
         job = self.find(run)
         lines = self._printed(job).strip().splitlines()
         return {"state": job.status.value.lower(), "job": job.submission_id, "newest": lines[-1] if lines else ""}
 
     def tell(self, run: str, stream: TextIO, follow: bool) -> None:
-        """Writes what a run's job has printed; and what it prints, until it has ended, if `follow`."""
+        """Write what a run's job has printed to `stream`; if `follow`, continue until the job ends."""
         job = self.find(run)
         if follow:
             self._tail(str(job.submission_id), stream)
@@ -109,7 +112,10 @@ class Jobs:
             stream.write(self._printed(job))
 
     def watch(self, job: str, stream: TextIO) -> int:
-        """Writes what the job with this id prints until it has ended; its exit code."""
+        """Write what the job with this id prints until it ends; return its exit code.
+
+        Raises `RunError` if the job failed without an exit code, or can no longer be followed.
+        """
         self._tail(job, stream)
         with self._answering():
             ended = self._client.get_job_info(job)
@@ -122,15 +128,17 @@ class Jobs:
         return ended.driver_exit_code or 0
 
     def stop(self, run: str, wait: bool) -> str:
-        """Asks a run's job to stop, its state saved; what became of it. Raises `RunError` where it does not stop."""
+        """Ask a run's job to save its state and stop; return what happened, in words.
+
+        Raises `InputError` if the job has ended already, and `RunError` if it does not stop in time.
+        """
         job = str(self.find(run).submission_id)
         with self._answering():
             if not self._client.stop_job(job):
                 raise InputError(
                     f"the job {job} has ended ({self._client.get_job_status(job).value.lower()})",
                     where=f"address: {self._address}",
-                    remedy="a run whose driver was killed goes on without it: from a machine of the cluster, raytrain "
-                    "stop FOLDER",
+                    remedy="a run can outlive a killed driver; on a machine of the cluster: raytrain stop FOLDER",
                 )
         until = time.monotonic() + STOP_S + 30
         while wait:
@@ -139,9 +147,9 @@ class Jobs:
             if status.is_terminal():
                 return f"{run}: {status.value.lower()} (job {job})"
             if time.monotonic() > until:
-                raise RunError(f"the job {job} has not stopped within {STOP_S + 30} s")
+                raise RunError(f"the job {job} did not stop within {STOP_S + 30} s")
             time.sleep(LOOK_S)
-        return f"{run}: told to stop (job {job})"
+        return f"{run}: stop requested (job {job})"
 
     def _printed(self, job: JobDetails) -> str:
         with self._answering():
@@ -160,7 +168,7 @@ class Jobs:
 
     def _out_of_sight(self, job: str) -> RunError:
         return RunError(
-            f"the job {job} cannot be followed any more, and goes on, perhaps; look again: "
+            f"lost the connection to the job {job}, which may still be running; follow it again with: "
             f"raytrain attach {job} --address {self._address}"
         )
 
@@ -174,67 +182,68 @@ class Jobs:
             raise InputError(
                 f"the jobs API of a Ray cluster does not answer: {' '.join(str(error).split())[:200]}",
                 where=f"address: {self._address}",
-                remedy="give the address of its dashboard (--address http://HOST:8265), as `ray start` or "
-                "`ray dashboard` prints it",
+                remedy="give the URL of its dashboard (--address http://HOST:8265), as `ray start` or `ray dashboard` "
+                "prints it",
             ) from error
         except (RuntimeError, ValueError, KeyError) as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             if any("exceeds the maximum size" in line for line in lines):
                 raise InputError(
-                    f"there is more in the working directory than Ray sends (512 MiB): {largest(Path.cwd())}",
+                    f"the directory exceeds Ray's upload limit of 512 MiB; largest entries: {largest(Path.cwd())}",
                     where=f"working directory {Path.cwd()}",
-                    remedy="name in .rayignore what the run does not need",
+                    remedy="list what the run does not need in .rayignore",
                 ) from None
             raise InputError(
-                f"the cluster refused: {lines[-1][:300]}",
+                f"the cluster refused the request: {lines[-1][:300]}",
                 where=f"address: {self._address}",
-                remedy="see that it is a Ray cluster's dashboard, of about this version of Ray",
+                remedy="check that this is a Ray dashboard, and that its version of Ray is close to the one here",
             ) from error
 
 
 def left_out(folder: Path, unneeded: Sequence[str] = ()) -> list[str]:
-    """Patterns, as in .gitignore, of what is not sent of a folder, whatever its own ignore files say."""
-    # Ray goes by these in this package, too, where it goes along: an environment may be named like a folder of it, but
-    # has other things inside.
+    """Return .gitignore patterns of what is never sent of a folder, in addition to its own ignore files."""
+    # Ray applies these patterns also to this package if it is uploaded: an environment may have the name of one of its
+    # folders, so exclude the environment's entries rather than its name.
     inside = [path.relative_to(folder).as_posix() for one in environments(folder) for path in sorted(one.iterdir())]
     return [*NEVER_SENT, *(f"/{glob.escape(path)}" for path in inside), *unneeded]
 
 
 def environments(folder: Path) -> list[Path]:
-    """The environments of venv and conda at the top of a folder, whatever their names."""
+    """Return the venv and conda environments at the top of a folder, under any name."""
     tops = sorted(path for path in folder.iterdir() if path.is_dir())
     return [path for path in tops if (path / "pyvenv.cfg").is_file() or (path / "conda-meta").is_dir()]
 
 
 def unneeded_by(job: Job, folder: Path) -> list[str]:
-    """Patterns, as in .gitignore, of what a job has no need of where it is sent: earlier runs, and data, which the
-    machines see where it is, or make.
+    """Return .gitignore patterns of what a submitted job does not need: earlier runs and data files.
+
+    The machines read the data where it is, or make it.
 
     >>> from raytrain_plus.job.settings import Data
     >>> data = Data(path="data/x", batch_size=8, prepare="t:p")
     >>> unneeded_by(Job(name="n", task="t:T", steps=1, data=data), Path.cwd())
     ['/runs/*/', '/data/x/**/*.parquet']
     """
-    # One folder may hold them all.
+    # If the storage is the folder itself, a pattern would exclude everything.
     runs = [place for place in _inside(job.storage, folder) if place != "."]
     paths = [job.data.path, *([] if job.evaluate is None else [job.evaluate.path])]
     data = [place for path in paths for place in _inside(path, folder)]
-    # This package has a folder `data`, too, but no such files.
+    # Restrict to Parquet files: this package has a folder `data`, too, but no such files.
     parts = [(place,) if place.endswith(".parquet") else (place, "**", "*.parquet") for place in data]
     return [*(f"/{place}/*/" for place in runs), *(str(PurePosixPath("/", *names)) for names in parts)]
 
 
 def unneeded_to_resume(run: str, storage: str, folder: Path) -> list[str]:
-    """The same of a run that goes on, as far as its own folder is seen from here."""
+    """Return the same patterns for a run to resume; only `/runs/*/` if its folder cannot be read from here."""
     runs = "/runs/*/"
-    # The cluster sees it, which may be another's eyes.
+    # The cluster may see the run's folder even if this machine does not.
     with contextlib.suppress(RaytrainError, OSError):
         return list(dict.fromkeys([runs, *unneeded_by(job_of(find_run(run, storage)), folder)]))
     return [runs]
 
 
 def _inside(place: str, folder: Path) -> list[str]:
-    """What a path is called in a folder that it is inside of: by its own name, and by that of what it links to."""
+    """Return a path relative to the folder that contains it: as given, and with links resolved; empty if outside."""
     found = []
     if not is_address(place):
         for real in (os.path.abspath, os.path.realpath):
@@ -244,7 +253,7 @@ def _inside(place: str, folder: Path) -> list[str]:
 
 
 def largest(folder: Path) -> str:
-    """The largest things in a folder, with their sizes, in words."""
+    """Return the largest entries of a folder with their sizes, in words."""
 
     def size(path: Path) -> int:
         total = 0
@@ -260,29 +269,32 @@ def largest(folder: Path) -> str:
 
 
 def check_sendable(job: Job, file: Path, folder: Path) -> str:
-    """The job file's path inside `folder`, of which a copy is sent. Raises `InputError` where the run could not go
-    by that copy."""
+    """Return the job file's path relative to `folder`, a copy of which is sent.
+
+    Raises `InputError` if the job file is outside it, or the job needs data that is not sent.
+    """
     try:
         inside = file.resolve().relative_to(folder.resolve())
     except ValueError:
         raise InputError(
             "the job file is not inside the working directory, a copy of which is sent to the cluster",
             where=f"{file}, working directory {folder}",
-            remedy="go to the folder that holds the job file and the task's module, and submit from there",
+            remedy="submit from the folder that contains the job file and the task's module",
         ) from None
     held_out = {} if job.evaluate is None else {"evaluate.path": job.evaluate.path}
     for key, path in {"data.path": job.data.path, **held_out}.items():
         if not is_address(path) and not Path(path).is_absolute() and not job.data.prepare:
             raise InputError(
-                "it is relative, and data is not to be sent along",
+                "the path is relative, and data is not sent to the cluster",
                 where=f"{key}: {path}",
-                expected="a path that all machines of the cluster see, or a `data.prepare` that makes the data there",
+                expected="an absolute path that all machines of the cluster see, or a `data.prepare` that makes the "
+                "data there",
             )
     return inside.as_posix()
 
 
 def check_shown(words: Sequence[str]) -> None:
-    """Raise `InputError` if a word contains a credential: a cluster shows the words of its jobs to everybody."""
+    """Raise `InputError` if a word contains a credential: a cluster shows the commands of its jobs to everybody."""
     for word in words:
         key, equals, value = word.partition("=")
         if re.fullmatch(r"[\w.-]+", key) and equals:

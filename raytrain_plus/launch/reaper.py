@@ -1,10 +1,10 @@
 """End the processes of a local Ray that its driver could not end: Ray's agents outlive a killed driver by a minute.
 
-A worker that just starts and finds no raylet outlives it, too, and nobody knows its process id: its command names the
-raylet's socket, which no other Ray has.
+A worker that is just starting and finds no raylet outlives the driver, too, and its process id is unknown. It is found
+by its command, which names the raylet's socket; no other Ray has the same one.
 
-As a module: the reaper's own process. Its standard input holds lines of JSON, and closes when the driver ends, however
-it ends; the argument is the driver's process id.
+Run as a module, this is the reaper process. Its argument is the driver's process id. Its standard input holds lines of
+JSON and closes when the driver ends, however it ends.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ import psutil
 
 MODULE = "raytrain_plus.launch.reaper"
 LOOK_S = 1.0
-"""Seconds between two looks at the driver: a child that it forked may keep its end of the pipe open."""
+"""Seconds between two checks of the driver: a child that it forked may keep its end of the pipe open."""
 LATE_S = 1.0
-"""Seconds for which workers are looked for that the raylet was just starting when it ended."""
+"""Seconds after which to look again for workers that the raylet was just starting when it was killed."""
 END_S = 10.0
-"""Maximum seconds that the reaper takes to end."""
+"""Maximum seconds for the reaper to end."""
 
 
 class Reaper:
-    """The driver's side: names the processes that are to end with it."""
+    """The driver's side: name the processes that must end with the driver."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        """`process`: the reaper's, which has just been started."""
+        """Use the reaper process `process`, which has just been started."""
         self._process = process
 
     def mind(self, processes: Iterable[psutil.Process], socket: str = "") -> None:
-        """Have these processes and all their children of this moment killed when the driver ends or lets go.
+        """Register these processes and their current descendants to be killed when the driver ends or lets go.
 
-        `socket`: the raylet's, by which its workers are known that start later.
+        `socket`: the raylet's socket, which identifies workers that start later.
         """
         family = {one.pid for process in processes for one in _family(process)}
         told = {"processes": sorted(family), "socket": socket}
-        # One that has ended is missed when the driver lets go, and no reason to stop a run.
+        # A reaper that has ended is no reason to stop a run.
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(told).encode() + b"\n")
             self._process.stdin.flush()
 
     def let_go(self) -> None:
-        """Have what is left of them killed, and wait until the reaper has ended."""
+        """Have the remaining processes killed, and wait until the reaper has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(b"\n")
@@ -61,7 +61,7 @@ class Reaper:
 
 @contextlib.contextmanager
 def reaper() -> Iterator[Reaper]:
-    """Start a reaper in a session of its own, which no signal to the driver's terminal or group reaches."""
+    """Start a reaper in its own session, so that signals to the driver's terminal or group do not reach it."""
     made = Reaper(
         subprocess.Popen(
             [sys.executable, "-m", MODULE, str(os.getpid())],
@@ -85,7 +85,7 @@ def _family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _named(pids: Iterable[int]) -> list[psutil.Process]:
-    """Return processes by their ids; `psutil` holds their start times, too, so that no other is meant."""
+    """Return processes by their ids; `psutil` also keeps their start times, so that a reused id is not killed."""
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -94,7 +94,7 @@ def _named(pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def _workers(sockets: Iterable[str]) -> list[psutil.Process]:
-    """Return the workers that look for a raylet at one of these sockets: one that has found it has another command."""
+    """Return the workers still looking for a raylet at one of these sockets; a connected one has another command."""
     wanted = {f"--raylet-name={socket}" for socket in sockets}
     found = psutil.process_iter(["cmdline"]) if wanted else ()
     return [process for process in found if wanted & set(process.info["cmdline"] or ())]
@@ -122,13 +122,13 @@ def main() -> None:
                 minded += _named(what["processes"])
                 sockets |= {what["socket"]} - {""}
             elif os.getppid() != driver:
-                # Asked only when nothing is left to read: it may have ended before this process listened.
+                # Checked only when nothing is left to read: the driver may end before this process starts to read.
                 alive = False
                 break
     _kill(minded)
     _kill(_workers(sockets))
     if not alive:
-        # The raylet was killed, and may have begun one just then.
+        # The raylet may have started a worker just before it was killed.
         time.sleep(LATE_S)
         _kill(_workers(sockets))
 

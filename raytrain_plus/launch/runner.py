@@ -1,4 +1,4 @@
-"""Running a job: to its end, with the caller; or on its own, with a handle for the caller."""
+"""Run a job: attached to the caller until it ends, or detached with a handle for the caller."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def run(
     roots: Sequence[Path] = (),
     may_change: Collection[str] = (),
 ) -> Result:
-    """Runs `job` to its end and returns its result; a run that failed is a result too, with its error in words.
+    """Run `job` until it ends and return its result; a failed run is a result too, with its error in words.
 
-    A run of this name that has not finished goes on from its newest complete checkpoint. `may_change`: settings in
-    which the job may then differ from the one that began, beside those that no result depends on.
+    An unfinished run of this name resumes from its newest complete checkpoint. `may_change`: settings in which the job
+    may then differ from the one that started the run, besides those that do not affect results.
 
-    `address` names a Ray cluster to join (else RAY_ADDRESS, else a connection that is already there, else one of our
-    own is started for this run); in a job that was submitted to it, the run goes on when this process ends. `fresh`
-    moves an earlier run of this name aside. `view` is told of everything, unless `quiet`. `roots` are folders to import
-    the task from, beside the working directory. Raises `InputError` where the job, its data or its task is wrong:
-    before a folder is made.
+    `address`: the Ray cluster to join. An existing connection to Ray comes first; without `address` and RAY_ADDRESS a
+    local Ray is started for this run. In a job that was submitted to a cluster, the run survives the end of this
+    process. `fresh` moves an earlier run of this name aside. `view` receives all events, unless `quiet`. `roots` are
+    folders to import the task from, besides the working directory. Raises `InputError` if the job, its data or its
+    task is wrong, before any folder is made.
     """
     view = None if quiet else view or view_for(sys.stdout)
     order = order_of(job, fresh=fresh, roots=roots, may_change=may_change)
@@ -56,14 +56,14 @@ def run(
     if submitted:
         _warn_of_a_copy(job)
     with Signals() as signals, connected(job, address) as began:
-        # Ray's own code in C++ has put something in their place.
+        # Ray's C++ code has replaced our signal handlers.
         signals.listen()
-        # Whose driver Ray ends a few seconds after it was told to stop, saved or not.
+        # Detached if submitted: Ray ends the driver a few seconds after a stop request, even if the state is not saved.
         return drive(order, began, view, signals, detached=submitted)
 
 
 def _warn_of_a_copy(job: Job) -> None:
-    """A submitted job works in a copy of the folder that was sent, which Ray keeps for no longer than it likes."""
+    """Warn about a relative storage in a submitted job: Ray may remove its copy of the folder at any time."""
     if not is_address(job.storage) and not Path(job.storage).is_absolute():
         print(
             f"warning: storage: {job.storage} is relative to Ray's copy of the working directory, {Path.cwd()}; "
@@ -73,10 +73,10 @@ def _warn_of_a_copy(job: Job) -> None:
 
 
 def start(job: Job, *, address: str | None = None, fresh: bool = False, roots: Sequence[Path] = ()) -> Handle:
-    """Begins what `run` would do, and returns when it trains: it goes on whatever becomes of this process.
+    """Start `job` as `run` does, but detached; return once it trains. The run survives this process.
 
-    On the cluster that is named or connected; else on a Ray of its own, in processes of its own on this machine. A job
-    that has finished already is not run again. Raises what keeps the run from beginning.
+    It uses the named or connected cluster, else a local Ray in separate processes on this machine. A job that has
+    finished already is not run again. Raises the error that prevented the start.
     """
     order = order_of(job, fresh=fresh, roots=roots)
     if not isinstance(order, Result):
@@ -97,18 +97,19 @@ def resume(
     quiet: bool = False,
     roots: Sequence[Path] = (),
 ) -> Result:
-    """Goes on with the run in this folder, a path or an address, from its newest complete checkpoint; its result.
+    """Resume the run in this folder, a path or an address, from its newest complete checkpoint; return its result.
 
-    `overrides` are `a.b=c`: what no result depends on may change, and on purpose `args.…`, and `steps`, which lets a
-    finished run go on. Its task and relative paths are looked up from the working directory, as when it began.
+    `overrides` have the form `a.b=c`. They may change settings that do not affect results, and also `args.…` and
+    `steps`; more `steps` continue a finished run. The task and relative paths are resolved from the working directory,
+    as when the run started. Raises `InputError` if the run cannot be resumed like this.
     """
     storage, name = split(run_folder)
     folder = open_folder(run_folder)
     if job_of(folder).epochs is not None and any(override.split("=")[0] == "steps" for override in overrides):
         raise InputError(
-            "the length of this run is given in epochs, and its last step is of a size of its own",
+            "the length of this run is set in epochs, and its last step can be smaller than the others",
             where="--set steps",
-            expected="a run whose job says `steps`",
+            expected="a run whose job sets `steps`",
         )
     own = [f"name={json.dumps(name)}", f"storage={json.dumps(storage)}"]
     job = job_of(folder, [*overrides, *own])

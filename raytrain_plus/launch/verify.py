@@ -1,4 +1,4 @@
-"""Runs a job's first steps on several numbers of workers, with real deaths, and says whether the bits agree."""
+"""Run a job's first steps on several numbers of workers, killing some, and compare the results bit by bit."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
 
 LOOK_S = 0.01
-"""Seconds between two looks at what a run has told."""
+"""Seconds between two reads of a run's events."""
 TRIES = 3
-"""How often a run is made until all die that are to: where steps are short, a death can come too late."""
+"""Attempts per trial until all planned kills happen: if steps are short, a kill can come too late."""
 CULPRITS = (
-    "random numbers from a generator of its own, which no key seeds (use torch's, NumPy's or Python's global ones), or "
-    "drawn in `collate` (use data.transform, which is given a generator)",
-    "a buffer or an attribute that the loss changes in place, and that is not registered",
-    "an operation whose result depends on timing (a nondeterministic kernel, a set's order, the clock)",
+    "random numbers from the task's own generator, which is not seeded (use the global ones of torch, NumPy or "
+    "Python), or drawn in `collate` (use data.transform, which receives a generator)",
+    "an unregistered buffer or attribute that the loss changes in place",
+    "an operation whose result depends on timing (a nondeterministic kernel, the order of a set, the clock)",
 )
-"""What makes a task give other bits, most frequent first."""
+"""Common reasons why a task is not reproducible, most frequent first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Trial:
     workers: int
     """Members of its largest view."""
     to_form: int
-    """Members that it was to have."""
+    """Members that it should have had."""
     to_kill: int
-    """Workers that were to be killed while it ran."""
+    """Workers that should be killed during the run."""
     killed: int
-    """Those that were, before it ended."""
+    """Workers that were killed before it ended."""
     state_sha256: str
     losses: tuple[float, ...]
     metrics: dict[str, float]
@@ -60,31 +60,31 @@ class Trial:
 
     @property
     def as_asked(self) -> bool:
-        """Whether it was the run that was to be made: of that many workers, with all the deaths."""
+        """Whether it had the planned number of workers and all planned kills."""
         return self.workers == self.to_form and self.killed == self.to_kill
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the trials say together."""
+    """The combined result of all trials."""
 
     name: str
     steps: int
     trials: tuple[Trial, ...]
     differs: str
-    """Where the first difference lies, in words; empty where there is none."""
+    """The first difference, in words; empty if there is none."""
 
     @property
     def agree(self) -> bool:
-        """Whether all were made as asked, gave the same bits, and used the same rows."""
+        """Whether all trials ran as planned, gave the same bits, and used every row once."""
         return not self.differs and all(trial.as_asked and trial.audit_clean for trial in self.trials)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return the verdict as plain values."""
         return {"agree": self.agree, **asdict(self), "culprits": CULPRITS if self.differs else ()}
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the verdict as lines of text."""
         said = [f"{self.name}: its first {self.steps} steps, reduction: exact"]
         for trial in self.trials:
             who = f"{_of(trial.workers, trial.to_form)} worker{'s' * (trial.to_form != 1)}"
@@ -96,14 +96,14 @@ class Verdict:
                 f"{trial.seconds:.1f} s"
             )
         if self.differs:
-            said += [f"  they differ: {self.differs}", "  the usual culprits:"]
+            said += [f"  the runs differ: {self.differs}", "  common causes:"]
             said += [f"    - {culprit}" for culprit in CULPRITS]
         elif self.agree:
-            said.append("  every run gave the same bits, and used every row once")
+            said.append("  all runs gave the same bits and used every row once")
         if any(trial.workers != trial.to_form for trial in self.trials):
-            said.append("  a run never had the workers that it was to have: name sizes that the cluster has room for")
+            said.append("  a run never had all its workers: choose sizes that fit on the cluster")
         if any(trial.killed != trial.to_kill for trial in self.trials):
-            said.append("  a run ended before all were killed that were to be: give it more --steps")
+            said.append("  a run ended before all planned kills: use more --steps")
         return said
 
 
@@ -121,11 +121,10 @@ def verify(
     roots: Sequence[Path] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> Verdict:
-    """Runs the first `steps` steps of `job` on each number of workers in `sizes`; where there is more than one worker,
-    `kills` of them are killed.
+    """Run the first `steps` steps of `job` on each number of workers in `sizes` and compare the results.
 
-    `tell` is told what is being done. Raises `InputError` where the job cannot be verified, `RunError` where a run
-    fails.
+    In each run with more than one worker, `kills` workers are killed. `tell` receives progress messages. Raises
+    `InputError` if the job cannot be verified, `RunError` if a run fails.
     """
     _check(job, sizes)
     largest = max(sizes)
@@ -141,8 +140,8 @@ def verify(
                 trial = _trial(short, Path(folder), f"{number}-{again}", size, kills if size > 1 else 0, roots)
                 if trial.killed == trial.to_kill:
                     break
-                more = "; once more" if again < TRIES - 1 else ""
-                tell(f"it ended when {trial.killed} of {trial.to_kill} were killed{more}")
+                more = "; retrying" if again < TRIES - 1 else ""
+                tell(f"the run ended after {trial.killed} of {trial.to_kill} kills{more}")
             trials.append(trial)
         differs = ""
         for number, trial in enumerate(trials):
@@ -156,13 +155,13 @@ def verify(
 def _check(job: Job, sizes: Sequence[int]) -> None:
     if job.reduction != "exact":
         raise InputError(
-            "only an exact sum has the same bits on any number of workers",
+            "only reduction: exact gives the same bits on any number of workers",
             where=f"reduction: {job.reduction}",
             remedy="--set reduction=exact",
         )
     if len(sizes) < 2:
         raise InputError(
-            "there is nothing to compare a single run with", where="--workers", remedy="name two sizes: --workers 1,2"
+            "one run has nothing to compare with", where="--workers", remedy="give at least two sizes: --workers 1,2"
         )
     for size in sizes:
         most = job.data.shards * job.parallel.pipeline
@@ -175,7 +174,7 @@ def _check(job: Job, sizes: Sequence[int]) -> None:
 
 
 def _shortened(job: Job, steps: int, roots: Sequence[Path]) -> Job:
-    """The job with that many steps, or its own where it has fewer."""
+    """Return the job with that many steps, or unchanged if it has fewer."""
     prepare(job.data.prepare, job.data.path, [Path.cwd(), *roots])
     whole = line_of(job, index(job.data.path)).steps
     return job if steps >= whole else replace(job, steps=steps, epochs=None)
@@ -186,7 +185,7 @@ def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequ
         job,
         name=name,
         workers=replace(job.workers, min=1 if kills else size, max=size, spares=0),
-        # Fewer workers than a cell has hold the model in fewer stages.
+        # With fewer workers than a model replica has stages, use fewer stages.
         parallel=replace(job.parallel, pipeline=min(job.parallel.pipeline, size)),
         storage=str(folder),
         trackers=(),
@@ -212,7 +211,7 @@ def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequ
 
 
 def _same(one: Trial, other: Trial) -> bool:
-    # As text: what is not a number is the same as itself.
+    # Compare as text, so that NaN equals NaN.
     return repr((one.state_sha256, one.losses, one.metrics)) == repr((other.state_sha256, other.losses, other.metrics))
 
 
@@ -225,21 +224,22 @@ def _first_difference(
     roots: Sequence[Path],
     tell: Callable[[str], None],
 ) -> str:
-    """The first step after which two runs have another state, and the first tensor that differs then.
+    """Return the first step after which two runs differ in state, and the first tensor that differs then, in words.
 
-    A step's loss tells of the state before it: the search runs the job to ever closer steps.
+    A step's loss depends on the state before the step, so the losses bound the step from above. A binary search then
+    runs the job again up to steps in between.
     """
     pairs = enumerate(zip(one.losses, other.losses, strict=False))
     differing = next((step for step, (mine, theirs) in pairs if repr(mine) != repr(theirs)), None)
     if one.state_sha256 == other.state_sha256:
-        what = "figures of an evaluation" if differing is None else f"loss of step {differing}"
-        return f"in the {what} alone"
+        what = "metrics of an evaluation" if differing is None else f"loss of step {differing}"
+        return f"only in the {what}"
     high = len(one.losses) - 1 if differing is None else differing
     low = 0
     found = ""
     while low <= high:
         middle = (low + high) // 2
-        tell(f"they differ; looking at the state after step {middle} ...")
+        tell(f"the runs differ; comparing the states after step {middle} ...")
         names = [f"to-{middle}-{side}" for side in ("one", "other")]
         cut = replace(job, steps=middle + 1, epochs=None)
         try:
@@ -252,15 +252,18 @@ def _first_difference(
                 continue
             tensor = _first_tensor([LocalFolder(folder / name) for name in names], middle)
         except (RunError, DamagedError, OSError) as error:
-            return f"up to step {high}; the search for the first difference failed: {error}"
+            return f"at step {high} or before; the search for the first difference failed: {error}"
         found = f"after step {middle}, first in {tensor}"
         high = middle - 1
-    return found or "not every time: run anew, the states agree after every step"
+    return found or "not every time: when run again, the states agree after every step"
 
 
 def _first_tensor(runs: Sequence[Folder], step: int) -> str:
-    """The first tensor, in words, that differs between the states after `step` that two runs ended with: weights and
-    buffers by name, then what the optimizer has of them. Raises `RunError` where a run has not kept it."""
+    """Return the first tensor, in words, that differs between the final states of two runs, after `step`.
+
+    Weights and buffers come first, by name, then their optimizer state. Raises `RunError` if a run has not kept its
+    final state, or no tensor differs.
+    """
     ends = [(run, _kept(run, step)) for run in runs]
     names = {name for _, manifest in ends for name in manifest.tensors}
     for name in sorted(names, key=lambda name: (name.startswith("optim/"), name.partition("/")[2])):
@@ -272,7 +275,7 @@ def _first_tensor(runs: Sequence[Folder], step: int) -> str:
             kind, _, rest = name.partition("/")
             of, _, what = rest.rpartition("/")
             return f"the optimizer's '{what}' of '{of}'" if kind == "optim" else f"'{rest}'"
-    raise RunError(f"the states after step {step} have other hashes and the same tensors; please report this")
+    raise RunError(f"the states after step {step} have different hashes but equal tensors; please report this")
 
 
 def _kept(run: Folder, step: int) -> Manifest:
@@ -283,18 +286,18 @@ def _kept(run: Folder, step: int) -> Manifest:
 
 
 class _Killer:
-    """Kills members of a run at moments drawn by chance, while it is open."""
+    """Kill members of a run at randomly drawn steps, while it is open."""
 
     def __init__(self, run: Folder, kills: int, steps: int) -> None:
         self._run_folder = run
         self._draw = random.Random(kills)
-        # Early enough that the run does not end before.
+        # In the first half, so that the run does not end before the last kill.
         self._moments = sorted(self._draw.randrange(max(1, steps // 2)) for _ in range(kills))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
         self._error: BaseException | None = None
         self.killed = 0
-        """Deaths that the run has told of."""
+        """Kills that the run has reported."""
 
     def __enter__(self) -> _Killer:
         self._thread.start()
@@ -313,7 +316,7 @@ class _Killer:
                     if self._over.wait(LOOK_S):
                         return
                     now = _present(self._run_folder)
-                    # One that holds the state is to be left: no two at once.
+                    # Never kill two at once: one member that holds the state must survive.
                     if now.whole and now.committed >= moment and len(now.members) > 1:
                         break
                 victim = self._draw.choice(now.members)
@@ -328,11 +331,11 @@ class _Killer:
 
 @dataclass
 class _Now:
-    """What a run has told."""
+    """The state of a run according to its events."""
 
     members: list[dict[str, Any]]
     whole: bool = False
-    """Nobody was lost since its newest view was formed."""
+    """Whether no worker was lost since the newest view was formed."""
     committed: int = -1
     lost: int = 0
     most: int = 0

@@ -1,4 +1,4 @@
-"""A trained model out of a run: its weights in a file that needs nothing of ours, or into a model in memory."""
+"""Export a trained model from a run: to a file that does not need this package, or into a model in memory."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _TREE = has.object_of(persistent=has.list_of(has.text))
 
 
 def load(path: str | Path, model: nn.Module) -> int:
-    """Puts the newest weights and persistent buffers of a run, or of a safetensors file, into `model`, in place.
+    """Load the newest weights and persistent buffers of a run, or of a safetensors file, into `model`, in place.
 
-    `path` is a run's folder, by its path or address, or such a file. Returns the step whose weights they are; -1 for a
-    file. Raises `InputError` where there are none, and where they are another model's: before anything is changed.
+    `path` is the path or address of a run's folder, or the path of a safetensors file. Returns the step of the weights;
+    -1 for a file. Raises `InputError` if there are none or they do not match `model`, which is then left unchanged.
     """
     if not is_address(path) and Path(path).is_file():
         step, weights, where = -1, _from_file(Path(path)), str(path)
@@ -54,10 +54,10 @@ def load(path: str | Path, model: nn.Module) -> int:
 
 
 def newest_weights(run: Folder) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """The newest complete checkpoint of a run, and the model's tensors as its `state_dict` names them.
+    """Return the newest complete checkpoint of a run, and the model's tensors by their names in the `state_dict`.
 
-    A damaged one is passed over, and said so on stderr. Raises `InputError` where there is none, and where one that
-    is newer than it was written by a newer version.
+    Damaged checkpoints are skipped with a warning on stderr. Raises `InputError` if there is no complete checkpoint, or
+    a still newer one was written by a newer version of this package.
     """
     damages = []
 
@@ -74,7 +74,7 @@ def newest_weights(run: Folder) -> tuple[Manifest, dict[str, torch.Tensor]]:
                 passed_over(found.name, found.why)
             continue
         if wrong := _TREE(manifest.tree):
-            passed_over(found.name, f"the manifest is invalid: {wrong}")
+            passed_over(found.name, f"invalid manifest: {wrong}")
             continue
         buffers = set(manifest.tree["persistent"])
         names = [
@@ -96,10 +96,10 @@ def newest_weights(run: Folder) -> tuple[Manifest, dict[str, torch.Tensor]]:
             continue
         return manifest, weights
     raise InputError(
-        "there is no complete checkpoint" + "".join(f"; {damage}" for damage in damages),
+        "no complete checkpoint" + "".join(f"; {damage}" for damage in damages),
         where=run.where,
-        expected="a run's folder",
-        remedy="see what there is with: raytrain status RUN",
+        expected="the folder of a run with a complete checkpoint",
+        remedy="list the run's checkpoints with: raytrain status RUN",
     )
 
 
@@ -107,11 +107,14 @@ def _from_file(file: Path) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
-        raise InputError(f"is no safetensors file: {error}", where=str(file)) from None
+        raise InputError(f"not a valid safetensors file: {error}", where=str(file)) from None
 
 
 def put_weights(weights: Weights, model: nn.Module, where: str) -> None:
-    """Puts tensors into a model by name; of tied ones it is enough that one name is given."""
+    """Copy tensors into a model by name; for tied tensors one name is enough.
+
+    Raises `InputError` if names or shapes do not match; the model is then unchanged.
+    """
     mine = model.state_dict(keep_vars=True)
     aliases: dict[int, list[str]] = {}
     for name, value in mine.items():
@@ -126,7 +129,7 @@ def put_weights(weights: Weights, model: nn.Module, where: str) -> None:
     ]
     if wrong:
         raise InputError(
-            f"the weights are another model's: {'; '.join(wrong[:3])}" + "; ..." * (len(wrong) > 3), where=where
+            f"the weights do not match the model: {'; '.join(wrong[:3])}" + "; ..." * (len(wrong) > 3), where=where
         )
     with torch.no_grad():
         for name, value in weights.items():
@@ -134,17 +137,17 @@ def put_weights(weights: Weights, model: nn.Module, where: str) -> None:
 
 
 def export_weights(run: Folder, to: Path) -> Manifest:
-    """Writes the newest weights of a run to a safetensors file; the checkpoint that they are from."""
+    """Write the newest weights of a run to a safetensors file; return the manifest of their checkpoint."""
     manifest, weights = newest_weights(run)
     _whole(to, lambda part: safetensors.torch.save_file(weights, part, metadata={"format": "pt"}))
     return manifest
 
 
 def export_program(run: Folder, to: Path, roots: Sequence[Path]) -> Manifest:
-    """Writes the newest model of a run as a `torch.export` program, which runs without the task's code.
+    """Write the newest model of a run as a `torch.export` program, which runs without the task's code.
 
-    Its inputs are those with which the task calls the model for a batch of one step. Raises `InputError` where torch
-    cannot export the model.
+    The example inputs are those with which the task calls the model for a batch of step 0. Returns the manifest of the
+    checkpoint. Raises `InputError` if torch cannot export the model.
     """
     job = job_of(run)
     assert isinstance(job.task, str)
@@ -172,13 +175,13 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path]) -> Manifest:
         shapes = torch.export.ShapesCollection()
         for value in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and value.dim():
-                # Any number of rows, where the model bears it.
+                # Allow any number of rows if the model supports it.
                 shapes[value] = {0: torch.export.Dim.AUTO}
         dynamic = shapes.dynamic_shapes(module, args, kwargs)
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
     except Exception as error:
         raise InputError(
-            f"torch cannot export this model: {type(error).__name__}: {str(error).splitlines()[0]}",
+            f"torch.export failed for this model: {type(error).__name__}: {str(error).splitlines()[0]}",
             where=f"task: {job.task}",
             remedy="--format safetensors",
         ) from error
@@ -187,12 +190,12 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path]) -> Manifest:
 
 
 def _whole(to: Path, write: Any) -> None:
-    """Writes a file beside, and names it when it is whole. Raises `InputError` where it cannot be written."""
+    """Write a file under a temporary name, then rename it. Raises `InputError` if it cannot be written."""
     part = to.with_name(f".{to.stem}.part{to.suffix}")
     try:
         write(part)
         os.replace(part, to)
     except (OSError, safetensors.SafetensorError) as error:
-        raise InputError(f"cannot be written: {error}", where=str(to)) from None
+        raise InputError(f"the file cannot be written: {error}", where=str(to)) from None
     finally:
         part.unlink(missing_ok=True)

@@ -1,4 +1,7 @@
-"""A run's folder: whether a job may use it, and the lease of who does."""
+"""A run's folder: check whether a job may use it, find runs, and hold the folder by claims and a lease.
+
+A claim orders the controllers of a run: only the newest may write. The lease shows that its holder is alive.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +38,18 @@ from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import keeps_others_out
 
 JOB = "job.yaml"
-"""The file, in a run's folder, with the resolved job."""
+"""File with the resolved job, in the run's folder."""
 DATASET = "dataset.json"
-"""The file with what the data was when the run began, as in `Index.to_json`."""
+"""File that describes the data at the start of the run, as in `Index.to_json`."""
 CHANGED = "data_changed.json"
-"""The file with what the run first saw of the data file whose change ended it: `DataChanged.first`."""
+"""File that describes the original state of the data file whose change ended the run: `DataChanged.first`."""
 MODEL = "model.safetensors"
-"""The file with the weights at the end."""
+"""File with the final weights."""
 PICTURE = "pipeline.svg"
 TRACE = "pipeline.json"
-"""One step of a model in stages, to look at; the same for trace viewers."""
+"""One step of a pipelined model: as a picture, and for trace viewers."""
 LEASE_S = 10.0
-"""Seconds after its last renewal for which a lease holds."""
+"""Seconds for which a lease is valid after its last renewal."""
 LEASE = "lease.json"
 CLAIMS = "claims"
 _PID = has.whole(1, 2**31 - 1)
@@ -55,48 +58,51 @@ _LEASE = has.object_of(time=has.number(0, 1e12), pid=_PID, host=has.text)
 
 
 def check_writable(where: str | Path) -> Folder:
-    """The storage folder at a path or address, made and tried.
+    """Return the storage folder at a path or address; create it and test that it can be written.
 
-    Raises `InputError` where that is none, or nothing can be written there.
+    Raises `InputError` if the path or address is invalid, or nothing can be written there.
     """
     shown = "" if is_address(where) else str(where)
     try:
         storage = open_folder(where)
         shown = storage.where
-        # What a run needs there; that nobody is kept out is told by `raytrain status`, and is no reason to stop.
+        # Tests the operations that a run needs. The answer is ignored: `raytrain status` reports if the storage cannot
+        # keep a second controller out, and a run is still allowed then.
         keeps_others_out(storage)
         return storage
     except OSError as error:
         raise InputError(
             f"the storage folder cannot be written: {error.strerror or error}",
             where=f"storage: {shown}" if shown else "storage",
-            remedy="choose another folder (--set storage=...), or mend its permissions or space",
+            remedy="choose another folder (--set storage=...), or fix its permissions or free space",
         ) from error
 
 
 def exists(run: Folder) -> bool:
-    """Whether there is anything in a run's folder."""
+    """Return whether there is anything in a run's folder."""
     return bool(run.files())
 
 
 def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[str] = ()) -> Result | None:
-    """The result of the same, finished job in `run`; None where the job may start or go on there.
+    """Return the result if the same job has finished in `run`; None if the job may start or resume there.
 
-    `fresh`: what is there will be moved aside. `may_change`: settings in which the job may differ from the one that
-    began, beside those that no result depends on. Raises `InputError` where a living run or another job's is in the
-    way. A lease that nobody renews is waited for.
+    `fresh`: the existing contents will be moved aside. `may_change`: settings in which the job may differ from the one
+    that started the run, besides those that do not affect results. Waits for a lease that nobody renews to expire.
+    Raises `InputError` if a run is running there, or the folder belongs to another job or is no run's.
     """
     where = f"run folder {run.where}"
     if run.path is not None and run.path.is_file():
-        raise InputError("it is a file", where=where, remedy="move it away, or give this run another name")
+        raise InputError(
+            "the path is a file, not a folder", where=where, remedy="move it away, or choose another name for this run"
+        )
     if not exists(run):
         return None
     holder = _living(run)
     if holder is not None:
         raise InputError(
-            f"a run of this name is going on ({holder})",
+            f"a run with this name is already running ({holder})",
             where=where,
-            remedy="wait for it or stop it, or give this one another name (--set name=...)",
+            remedy="wait for it or stop it, or choose another name (--set name=...)",
         )
     if fresh:
         return None
@@ -104,25 +110,25 @@ def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[st
         differs = job.same_as(run.read(JOB).decode())
     except FileNotFoundError:
         if all(name == LEASE or name.startswith(f"{CLAIMS}/") for name in run.files()):
-            # A controller was killed when it had taken the folder, before it could write anything.
+            # A controller took the folder and was killed before it could write anything else.
             return None
         raise InputError(
-            "a folder of this name is there, which is no run's: it has no job.yaml",
+            "the folder exists but does not belong to a run: it has no job.yaml",
             where=where,
-            remedy="move it away, or give this run another name (--set name=...)",
+            remedy="move it away, or choose another name (--set name=...)",
         ) from None
     except (UnicodeDecodeError, yaml.YAMLError):
         raise InputError(
-            "the file is damaged: it is no job",
+            "the file is damaged: it is not a valid job",
             where=f"{run.where}/{JOB}",
-            remedy="put back the job that the run began with; or --fresh moves its folder aside",
+            remedy="restore the job that the run started with; or move the folder aside with --fresh",
         ) from None
     differing = [key for key in differs if key not in may_change]
     if differing:
         raise InputError(
-            f"another job's run of this name is there already; they differ in {', '.join(differing)}",
+            f"the folder has the run of another job; they differ in {', '.join(differing)}",
             where=where,
-            remedy="--fresh moves it aside; or give this one another name (--set name=...)",
+            remedy="move that run aside with --fresh, or choose another name (--set name=...)",
         )
     result = Result.load(run)
     done = result is not None and result.status == "finished" and "steps" not in differs
@@ -130,9 +136,9 @@ def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[st
 
 
 def find_run(name: str, storage: str) -> Folder:
-    """A run's folder, by its path or address, or by its name under `storage`.
+    """Return a run's folder, given its path or address, or its name under `storage`.
 
-    Raises `InputError` where there is none.
+    Raises `InputError` if there is no such run.
     """
     places = [open_folder(name)]
     if not is_address(name):
@@ -145,34 +151,34 @@ def find_run(name: str, storage: str) -> Folder:
     raise InputError(
         f"there is no run '{places[0].where if is_address(name) else name}'",
         where=" and ".join(dict.fromkeys(place.where for place in places)),
-        remedy=f"did you mean {' or '.join(near)}?" if near else "name its folder, or say with --storage where it lies",
+        remedy=f"did you mean {' or '.join(near)}?" if near else "give the run's folder, or set --storage",
     )
 
 
 def _runs_beside(storage: Path | None) -> list[str]:
-    """The runs in a folder on a file system; of others a list would take its time."""
+    """Return the names of the runs in a folder on a file system; none for an object store, where listing is slow."""
     if storage is None or not storage.is_dir():
         return []
     return [entry.name for entry in storage.iterdir() if (entry / JOB).is_file()]
 
 
 def job_of(run: Folder, overrides: Sequence[str] = ()) -> Job:
-    """The job of the run in a folder, with `a.b=c` overrides applied. Raises `JobError` where there is none."""
+    """Return the job of the run in a folder, with `a.b=c` overrides applied. Raises `JobError` if it is not valid."""
     where = f"{run.where}/{JOB}"
     try:
         text = run.read(JOB).decode()
     except FileNotFoundError:
         raise JobError([InputError("there is no such file", where=where)]) from None
     except UnicodeDecodeError:
-        raise JobError([InputError("is no text", where=where, expected="a job file in YAML")]) from None
+        raise JobError([InputError("the file is not UTF-8 text", where=where, expected="a job file in YAML")]) from None
     return read_job(text, where, split(run.address)[1], overrides)
 
 
 def claim(run: Folder, *, fresh: bool, claims: int | None) -> Fence:
-    """Takes the folder for a run: with `fresh` an earlier run's is moved aside.
+    """Take the folder for a run; with `fresh`, move an earlier run's folder aside.
 
-    `claims`: how many controllers the run had, where it goes on; None where it begins. Raises `InputError` where
-    another one came in the meantime.
+    `claims`: the number of controllers so far of a run that resumes; None for a new run. Raises `InputError` if another
+    controller took the folder in the meantime.
     """
     files = run.files()
     if not files:
@@ -180,9 +186,9 @@ def claim(run: Folder, *, fresh: bool, claims: int | None) -> Fence:
     holder = _living(run)
     if holder is not None or not (fresh or claims is not None):
         raise InputError(
-            f"another run of this name has begun in the meantime ({holder or 'and ended'})",
+            f"another run with this name has started in the meantime ({holder or 'and ended'})",
             where=f"run folder {run.where}",
-            remedy="give this one another name (--set name=...), or start it again",
+            remedy="choose another name (--set name=...), or start this run again",
         )
     if not fresh and claims is not None:
         return Fence(run, claims)
@@ -196,15 +202,15 @@ def claim(run: Folder, *, fresh: bool, claims: int | None) -> Fence:
 
 
 class Fence:
-    """Of all controllers that ever had a run, the newest alone may write: each creates the next number's claim.
+    """Ensure that only the newest of all controllers of a run writes: each creates the claim with the next number.
 
-    A claim is created where none of its number is, which only one can; who finds a newer one stops.
+    Only one controller can create the claim of a given number; a controller that finds a newer claim stops.
     """
 
     def __init__(self, run: Folder, earlier: int) -> None:
-        """`earlier`: how many claims there were when the run's past was read.
+        """Create the next claim; `earlier` is the number of claims when the run's history was read.
 
-        Raises `InputError` where another controller came since.
+        Raises `InputError` if another controller has claimed the run since.
         """
         self._run = run
         self._number = earlier + 1
@@ -213,14 +219,17 @@ class Fence:
         self.claim = Claim(_claim_of(self._number), json.dumps({**who, "exclusive": alone}).encode())
         if not run.create(self.claim.name, self.claim.content):
             raise InputError(
-                f"another run of this name has begun in the meantime ({self._holder()})",
+                f"another run with this name has started in the meantime ({self._holder()})",
                 where=f"run folder {run.where}",
-                remedy="give this one another name (--set name=...), or start it again",
+                remedy="choose another name (--set name=...), or start this run again",
             )
         _tidy(run)
 
     def overtaken(self) -> str | None:
-        """Who has taken the run over, if anybody has. Raises `OSError` where the storage fails."""
+        """Return which process has taken the run over, in words; None if none has.
+
+        Raises `OSError` if the storage fails.
+        """
         newest = claims_of(self._run)
         if newest == self._number and self._run.read(self.claim.name) == self.claim.content:
             return None
@@ -228,7 +237,7 @@ class Fence:
 
     @property
     def gone(self) -> bool:
-        """Whether no claim lies in the folder: it was moved or removed. Raises `OSError` if the storage fails."""
+        """Whether the folder has no claim: it was moved or removed. Raises `OSError` if the storage fails."""
         return not claims_of(self._run)
 
     def _holder(self) -> str:
@@ -243,9 +252,9 @@ class Fence:
 
 
 def _tidy(run: Folder) -> None:
-    """Removes what writers that were killed have left unfinished, but for checkpoints, which are swept.
+    """Remove unfinished files of killed writers, except those of checkpoints, which are cleaned up separately.
 
-    What is younger than a lease may be of somebody who is only just overtaken, or of who claims the run now.
+    Files younger than a lease are kept: their writer may have been overtaken only now, or may be claiming the run.
     """
     with contextlib.suppress(OSError):
         for name, stat in run.unfinished().items():
@@ -258,13 +267,13 @@ def _claim_of(number: int) -> str:
 
 
 def claims_of(run: Folder) -> int:
-    """How many controllers have claimed the run."""
+    """Return how many controllers have claimed the run."""
     names = [name.removeprefix(f"{CLAIMS}/").removesuffix(".json") for name in run.files(CLAIMS)]
     return max((int(name) for name in names if re.fullmatch("[0-9]{8}", name)), default=0)
 
 
 def single_writer(run: Folder) -> bool:
-    """Whether the storage makes sure that no two controllers write into the run; as tried by the newest of them."""
+    """Return whether the storage prevents two controllers from writing to the run, as the newest one tested it."""
     try:
         claim = read_object(run, _claim_of(claims_of(run)), "")
     except (FileNotFoundError, InputError):
@@ -273,20 +282,20 @@ def single_writer(run: Folder) -> bool:
 
 
 def resume_command(where: Folder | str | Path) -> str:
-    """The command that resumes the run in a folder, or at its path or address."""
+    """Return the command that resumes the run in a folder, or at a path or address."""
     address = str(where) if isinstance(where, (str, Path)) else where.address
     return f"raytrain resume {shlex.quote(without_credentials(address, whole=True))}"
 
 
 LEASE_BYTES = 512
-"""Length of a lease, whatever it says."""
+"""Length of every lease, in bytes."""
 
 
 class Lease:
-    """Says in a run's folder that somebody holds it; renewed by its holder."""
+    """A file in a run's folder that names the folder's holder, which renews it while it lives."""
 
     def __init__(self, run: Folder, address: str, controller: str = "") -> None:
-        """`address`: of the Ray cluster that its holder is on, whose name there is `controller`."""
+        """Prepare a lease of the controller named `controller` on the Ray cluster at `address`."""
         self._run = run
         self._where = {"address": address, "controller": controller}
         self._renewed = 0.0
@@ -297,24 +306,26 @@ class Lease:
         return time.monotonic() - self._renewed > LEASE_S / 5
 
     def renew(self) -> None:
-        """Writes the lease. Raises `OSError` where that is not possible."""
+        """Write the lease. Raises `OSError` if it cannot be written."""
         self._renewed = time.monotonic()
-        # Ray's own processes have it in their environment.
+        # Ray sets this variable for the processes of a cluster that requires a token.
         token = os.environ.get("RAY_AUTH_MODE") == "token"
         who = {"pid": os.getpid(), "host": socket.gethostname(), **this_process()}
         lease = {"time": time.time(), **who, **self._where, "token": token}
-        # All as long: pyarrow asks for an object's length first, and would read another one's end, or none.
+        # All leases have the same length: pyarrow reads an object's length first, and with a new version in between it
+        # would miss the end, or read past it.
         self._run.write(LEASE, [json.dumps(lease).encode().ljust(LEASE_BYTES)])
 
     def release(self) -> None:
-        """Gives the folder up. Raises `OSError` where that is not possible."""
+        """Remove the lease. Raises `OSError` if it cannot be removed."""
         self._run.remove(LEASE)
 
 
 def _living(run: Folder) -> str | None:
-    """Who holds the folder and renews its lease; None where nobody does, or where the lease ends without a renewal.
+    """Return the process that holds the folder and renews its lease; None if there is none.
 
-    It ends, too, when it has been the same for `LEASE_S` of our clock: the holder's may be ahead.
+    Waits until the lease is renewed or expires. It also expires once it has not changed for `LEASE_S` of this machine's
+    clock: the holder's clock may be ahead.
     """
     first = lease = _lease(run)
     deadline = time.monotonic() + LEASE_S
@@ -336,17 +347,17 @@ def _lease(run: Folder) -> bytes:
 
 
 def lease_holder(run: Folder) -> str | None:
-    """Who holds the folder, or None. A lease that its holder stopped renewing ends after `LEASE_S`.
+    """Return the process that holds the folder, in words; None if there is none.
 
-    If its holder was a process of this machine, the lease ends with that process. One that is damaged is nobody's: its
-    holder writes it again soon.
+    A lease that is not renewed expires after `LEASE_S`. If its holder was a process of this machine, it expires with
+    that process. A damaged lease counts as none: a living holder soon writes it again.
     """
     return _holder(_lease(run))
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A controller that left its lease behind, and no longer renews it. One that ends by itself removes its lease."""
+    """A controller that no longer renews its lease and has not removed it, as a controller does that ends normally."""
 
     process: str
     """Its process id and host, in words."""
@@ -357,7 +368,7 @@ class Lost:
 
 
 def lost_holder(run: Folder) -> Lost | None:
-    """Return the controller that has lost the folder; None if somebody holds it, or nobody has left a lease."""
+    """Return the controller whose lease has expired; None if the lease is valid, or there is none."""
     lease = _parsed(_lease(run))
     if lease is None or _holds(lease):
         return None
@@ -372,18 +383,18 @@ def holder_lives(document: bytes) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Where the controller of a run is to be reached."""
+    """How to reach the controller of a run."""
 
     address: str
-    """Of its Ray cluster."""
+    """Address of its Ray cluster."""
     controller: str
-    """Its name there."""
+    """Name of its actor there."""
     token: bool
-    """Whether the cluster asks for one."""
+    """Whether the cluster requires a token."""
 
 
 def held_at(run: Folder) -> Holder | None:
-    """Where the folder's holder is; None where nobody holds it."""
+    """Return how to reach the folder's holder; None if nobody holds it."""
     lease = _parsed(_lease(run))
     if lease is None or not _holds(lease):
         return None
@@ -391,8 +402,10 @@ def held_at(run: Folder) -> Holder | None:
 
 
 def lease_document(run: Folder) -> bytes:
-    """The lease as it stands; empty where there is none. While somebody holds the folder it changes every few seconds,
-    whatever their clock says."""
+    """Return the content of the lease; empty if there is none.
+
+    While somebody holds the folder it changes every few seconds, whatever the holder's clock says.
+    """
     return _lease(run)
 
 
@@ -404,7 +417,7 @@ def _holder(document: bytes) -> str | None:
 
 
 def _parsed(document: bytes) -> dict[str, Any] | None:
-    """Return what a lease says; None if it is damaged, or there is none."""
+    """Return the parsed lease; None if it is damaged or missing."""
     try:
         return parse_object(document, LEASE, 1, "", _LEASE)
     except InputError:
@@ -416,7 +429,7 @@ def _holds(lease: Mapping[str, Any]) -> bool:
 
 
 def _lives(lease: Mapping[str, Any]) -> bool | None:
-    # Leases of older versions lack the last two, and damaged ones may hold anything there.
+    # Leases of older versions lack `machine` and `born`, and damaged ones may hold anything there.
     return lives(lease["pid"], str(lease.get("machine", "")), str(lease.get("born", "")))
 
 

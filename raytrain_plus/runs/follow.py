@@ -1,4 +1,4 @@
-"""Follows a run from its folder alone: whoever sees the storage can, whatever became of the driver."""
+"""Follow a run from its folder alone: from any machine that sees the storage, with or without its driver."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.interface import Folder
 
 HERE_S = 0.25
-"""Seconds between two looks into a folder on a file system."""
+"""Seconds between two reads of a folder on a file system."""
 ELSEWHERE_S = 2.0
-"""The same on an object store, where parts are written as often."""
+"""Seconds between two reads on an object store, where parts are written as often."""
 _DATASET = has.object_of(rows=has.whole(1, 2**48))
 
 
 def watch(
     run: Folder, view: View | None, heard: Callable[[], None] = lambda: None, timeout_s: float | None = None
 ) -> Result:
-    """Tells `view` of all that has happened and happens, until the run has ended; its result.
+    """Show all past and new events in `view` until the run ends; return its result.
 
-    `heard` is called at each look. Raises `RunError` where the run's controller is gone without a word, and
-    `TimeoutError` where the run goes on after `timeout_s`.
+    `heard` is called before each read. Raises `RunError` if the run's controller is gone and left no result, and
+    `TimeoutError` if the run is still running after `timeout_s`.
     """
     name = split(run.address)[1]
     if view is not None:
@@ -44,7 +44,7 @@ def watch(
     try:
         while True:
             heard()
-            # Before the events: none comes after it.
+            # Read before the events: the result is written after the last event.
             result = Result.load(run)
             if view is not None:
                 for event in tail.read():
@@ -54,7 +54,7 @@ def watch(
             if not pulse.felt() and Result.load(run) is None:
                 raise RunError(f"{name}: {pulse.end}; {what_is_kept(run)}")
             if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"{name} goes on after {timeout_s:g} s")
+                raise TimeoutError(f"{name} is still running after {timeout_s:g} s")
             time.sleep(HERE_S if run.path is not None else ELSEWHERE_S)
     finally:
         if view is not None:
@@ -65,9 +65,9 @@ def watch(
 
 
 def seen(run: Folder) -> Page:
-    """What a notebook shows of the run as it is now, or as it ended; of many steps some are looked at."""
+    """Return a notebook's page of the run as it is now, or as it ended; of many steps only some are read."""
     page = Page(split(run.address)[1], _steps(run))
-    # Before the events, as ever.
+    # Read before the events, as in `watch`.
     result = Result.load(run)
     for event in glance(run):
         page.add(event)
@@ -77,7 +77,7 @@ def seen(run: Folder) -> Page:
 
 
 def tell(run: Folder, stream: TextIO, follow: bool) -> None:
-    """Writes what has happened, a line each, with the time; and what happens, until the run has ended, if `follow`."""
+    """Write the past events to `stream`, a line each, with the time; if `follow`, continue until the run ends."""
     standing = Standing(total=_steps(run))
     tail, pulse = Tail(run), _Pulse(run)
     shown, untold = -math.inf, None
@@ -110,7 +110,7 @@ def tell(run: Folder, stream: TextIO, follow: bool) -> None:
 
 
 def _steps(run: Folder) -> int:
-    """Of the whole run; 0 where its folder does not say it."""
+    """Return the number of steps of the whole run; 0 if its folder does not tell."""
     job = job_of(run)
     try:
         return steps_of(job, read_object(run, DATASET, "", _DATASET)["rows"])
@@ -119,9 +119,9 @@ def _steps(run: Folder) -> int:
 
 
 class _Pulse:
-    """Whether somebody goes on with a run: by the lease, which changes then, and by no clock but our own.
+    """Detect whether a run's controller is alive: its lease changes then. Only this machine's clock is used.
 
-    If the holder is a process of this machine, its life decides: on a full disk it cannot renew its lease.
+    If the holder is a process of this machine, its existence decides: on a full disk it cannot renew its lease.
     """
 
     def __init__(self, run: Folder) -> None:
@@ -138,7 +138,7 @@ class _Pulse:
 
     @property
     def end(self) -> str:
-        """What is known of the controller that is not felt any more."""
+        """Why the controller counts as gone, in words."""
         if holder_lives(lease_document(self._run)) is False:
             return "the controller died"
         return f"the controller has not renewed its lease for {LEASE_S:.0f} s"

@@ -1,4 +1,4 @@
-"""What earlier controllers of a run have left in its folder, for the one that goes on. Reads, and changes nothing."""
+"""Read what earlier controllers of a run left in its folder, so that the next one can resume. Changes nothing."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from raytrain_plus.storage.interface import Folder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Past:
-    """A run up to now."""
+    """The history of a run up to now."""
 
     generation: int = -1
-    """The highest that has been used."""
+    """The highest generation used so far."""
     committed: int = -1
-    """The highest step that was committed and is not void."""
+    """The highest committed step that is not void."""
     evaluated: int = -2
-    """The highest step whose evaluation was told and is not void."""
+    """The highest step whose evaluation was reported and is not void."""
     figures: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """Held-out figures by step."""
+    """Held-out metrics by step."""
     resumptions: tuple[tuple[int, int], ...] = ()
-    """(generation, step): what older generations did after that step is void."""
+    """(generation, step) pairs: what older generations did after that step is void."""
     claims: int = 0
-    """How many controllers have had it."""
+    """Number of controllers so far."""
     found: tuple[Found, ...] = ()
-    """The checkpoints and what is left of some, newest first."""
+    """The checkpoints, complete or not, newest first."""
 
 
 def look_back(run: Folder) -> Past:
-    """The past of the run in this folder; that of a run without one, where there is no folder."""
-    # First of all: who comes meanwhile is noticed.
+    """Return the history of the run in this folder; an empty one if there is no folder."""
+    # Read first, so that a controller that claims the run in the meantime is noticed.
     claims = claims_of(run)
     generation = committed = -1
     resumptions: list[tuple[int, int]] = []
-    # Figures by step: a resumption takes back those of later steps.
+    # Metrics by step: a resumption voids those of later steps.
     told: dict[int, Mapping[str, float]] = {}
     for event in read_events(run):
         generation = max(generation, event["generation"])
@@ -52,7 +52,7 @@ def look_back(run: Folder) -> Past:
             told = {step: figures for step, figures in told.items() if step <= event["step"]}
     evaluated = max(told, default=-2)
     found = tuple(survey(run, resumptions))
-    # Not all that was written may have been told.
+    # Checkpoints and ledger parts may come from generations whose events were never written.
     for one in found:
         generation = max(generation, one.generation)
     for part in (name for name in run.files(LEDGER) if name.endswith(".parquet")):

@@ -1,4 +1,4 @@
-"""Name a process so that others on the same machine can tell whether it has ended."""
+"""Identify a process so that others on the same machine can tell whether it has ended."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import os
 from pathlib import Path
 
 ENDED = ("Z", "X")
-"""States of a process that has ended and that its parent has not asked about yet."""
+"""States of a process that has ended and that its parent has not reaped yet."""
 
 
 def this_process() -> dict[str, str]:
-    """Return what identifies this process beside its id; empty if the system does not say it (no /proc)."""
+    """Return what identifies this process besides its id; empty if the system does not provide it (no /proc)."""
     machine, born = _machine(), _born(os.getpid())
     return {"machine": machine, "born": born} if machine and born else {}
 
 
 def lives(pid: int, machine: str, born: str) -> bool | None:
-    """Return whether a process lives; None if that cannot be known here.
+    """Return whether a process is alive; None if that cannot be known here.
 
-    `machine` and `born` come from its own `this_process`. Nothing is known of processes on another machine or in
-    another container, or if the system does not show their state.
+    `machine` and `born` come from its own `this_process`. The state of a process is unknown if it is on another machine
+    or in another container, or if the system does not show it.
     """
     if not machine or machine != _machine():
         return None
@@ -29,14 +29,14 @@ def lives(pid: int, machine: str, born: str) -> bool | None:
     except ProcessLookupError:
         return False
     except OSError:
-        # It is another user's, and there.
+        # The process exists and belongs to another user.
         pass
     now = _born(pid)
     return now == born if now else None
 
 
 def _machine() -> str:
-    """Return what this boot of this machine and this container's process ids have alone; empty if unknown."""
+    """Return an identifier unique to this boot of the machine and this container's pid namespace; empty if unknown."""
     try:
         found = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
     except OSError:
@@ -48,7 +48,7 @@ def _machine() -> str:
 
 
 def _born(pid: int) -> str:
-    """Return a process's start in clock ticks since the boot, `ended` for one that is a zombie; empty if unknown."""
+    """Return a process's start time in clock ticks since boot, `ended` for a zombie; empty if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

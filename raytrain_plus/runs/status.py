@@ -1,4 +1,4 @@
-"""What a run has come to, told from its folder alone: its state, its steps, its checkpoints."""
+"""Report the status of a run from its folder alone: its state, its steps, its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.size_text import size_text
 
 DIED = "unfinished (its controller died"
-"""How the state of a run begins whose controller died."""
+"""Prefix of the state of a run whose controller died."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A checkpoint, or what is left of one."""
+    """A checkpoint, complete or not."""
 
     name: str
     step: int
     age_s: float
     bytes: int
     state: str
-    """`complete`, or why it is not."""
+    """`complete`, or why it is not complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A run."""
+    """The status of a run."""
 
     run: str
     state: str
-    """`running` (with who), `finished`, `stopped`, `failed`, or `unfinished` (with whose death ended it)."""
+    """`running` (with its process), `finished`, `stopped`, `failed`, or `unfinished` (with the process that died)."""
     steps: int
-    """Committed ones."""
+    """Number of committed steps."""
     checkpoints: tuple[Kept, ...]
     single_writer: bool
-    """Whether the storage makes sure that no two controllers write into the run."""
+    """Whether the storage prevents two controllers from writing to the run."""
     resume: str = ""
     """The command that resumes the run, if its controller died."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return plain values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return lines of text for a person."""
         said = [f"{self.run}: {self.state}; {self.steps:,} steps"]
         if not self.checkpoints:
             said.append("  no checkpoints yet")
@@ -70,7 +70,7 @@ class Status:
 
 
 def status(run: Folder) -> Status:
-    """The status of the run in this folder."""
+    """Return the status of the run in this folder."""
     past = look_back(run)
     state, now = state_of(run), time.time()
     kept = tuple(
@@ -82,8 +82,8 @@ def status(run: Folder) -> Status:
 
 
 def state_of(run: Folder) -> str:
-    """The state alone, which is known at once: that of `Status`."""
-    # In this order: a controller that ends writes its result before it gives up its lease.
+    """Return only the state, as in `Status`; this is fast."""
+    # Read in this order: a controller that ends writes its result before it removes its lease.
     lost, holder, result = lost_holder(run), lease_holder(run), Result.load(run)
     if holder:
         return f"running ({holder})"
@@ -98,15 +98,15 @@ def state_of(run: Folder) -> str:
 
 
 def what_is_kept(run: Folder) -> str:
-    """Say what a run has kept whose controller died, and the command that resumes it."""
+    """Return what is left of a run whose controller died, and the command that resumes it, in words."""
     try:
         if not exists(run):
             return "nothing was written yet: run the job again"
         newest = next((found for found in look_back(run).found if found.manifest is not None), None)
     except (OSError, InputError) as error:
-        return f"what is kept cannot be read ({error}); see: raytrain status '{run.where}'"
+        return f"the run's checkpoints cannot be read ({error}); see: raytrain status '{run.where}'"
     if newest is None:
-        return f"no checkpoint is complete, so it starts again from its first step; resume with: {resume_command(run)}"
+        return f"no checkpoint is complete, so it restarts from its first step; resume with: {resume_command(run)}"
     return f"the checkpoint after step {newest.step + 1:,} is kept; resume with: {resume_command(run)}"
 
 

@@ -56,9 +56,11 @@ def test_in_the_background_of_a_laptop(tmp_path: Path, nothing_goes_on: None) ->
     assert watching.stdout.readline().startswith("job: 60 steps")
     watching.send_signal(signal.SIGINT)
     _, err = watching.communicate(timeout=10)
-    assert (watching.returncode, f"the run goes on; stop it with: raytrain stop '{folder}'" in err) == (130, True), err
+    assert (watching.returncode, f"the run continues; stop it with: raytrain stop '{folder}'" in err) == (130, True), (
+        err
+    )
     code, _, err = raytrain("run", job, "--detach")
-    assert (code, "a run of this name is going on" in err) == (2, True), err
+    assert (code, "a run with this name is already running" in err) == (2, True), err
     result = attach(folder).result(timeout_s=60)
     assert (result.status, result.exit_code, result.steps) == ("finished", 0, 60)
     out, err = following.communicate(timeout=10)
@@ -99,7 +101,7 @@ def test_stopped_from_elsewhere_it_is_saved_and_goes_on_later(tmp_path: Path, no
     code, _, _ = raytrain("attach", folder)
     assert code == 143
     code, _, err = raytrain("stop", folder)
-    assert (code, "the run is not going on" in err) == (2, True), err
+    assert (code, "the run is not running" in err) == (2, True), err
     code, out, err = raytrain("resume", folder, "--set", f"steps={made + 3}", "--json")
     assert (code, json.loads(out)["steps"]) == (0, made + 3), err
     until(lambda: not background(), "the end of its processes")
@@ -174,7 +176,10 @@ def test_on_a_cluster_the_death_of_the_driver_changes_nothing(tmp_path: Path, cl
     until(lambda: len(losses(folder)) > at + 20, "20 steps more")
     other = write_job(tmp_path, storage=str(tmp_path / "others"))
     code, _, err = raytrain("run", other, "--set", "name=job", "--address", cluster.address)
-    assert (code, f"name: job: a run of this name is going on on this cluster (in {folder})" in err) == (2, True), err
+    assert (code, f"name: job: a run with this name is already running on this cluster (in {folder})" in err) == (
+        2,
+        True,
+    ), err
     result = attach(folder).result(timeout_s=60)
     assert (result.status, len(losses(folder)), result.recoveries) == ("finished", 90, 0)
     until(nothing_is_held, "its room to be free again")
@@ -215,7 +220,7 @@ def test_a_controller_that_is_killed_is_missed(tmp_path: Path, cluster: Cluster)
     psutil.Process(int(holder.split()[1])).kill()
     code, _, err = raytrain("attach", folder)
     assert code == 1
-    assert "job: the controller died; no checkpoint is complete, so it starts again from its first step" in err
+    assert "job: the controller died; no checkpoint is complete, so it restarts from its first step" in err
     assert f"resume with: raytrain resume {folder}" in err
     until(nothing_is_held, "its room to be free again")
 

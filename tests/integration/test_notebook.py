@@ -120,7 +120,7 @@ def test_interrupting_a_cell_that_follows_ends_the_watching_alone(tmp_path: Path
         kernel.interrupt_kernel()
         reply = client.get_shell_msg(timeout=10)["content"]
         assert (reply["status"], reply["ename"]) == ("error", "Interrupted")
-        assert reply["traceback"] == ["cell goes on without being watched: follow() shows it again, stop() ends it"]
+        assert reply["traceback"] == ["cell continues in the background: follow() shows it again, stop() ends it"]
         handle = attach(tmp_path / "runs" / "cell")
         at = handle.status().steps
         until(lambda: handle.status().steps > at + 3, "3 steps more")

@@ -82,7 +82,7 @@ def test_two_jobs_are_sent_and_followed(project: Path, cluster: Head) -> None:
     code, out, _ = raytrain("status", "job", "--address", cluster.dashboard, "--json")
     assert (code, json.loads(out)["state"]) == (0, "succeeded")
     code, _, err = raytrain("logs", "othr", "--address", cluster.dashboard)
-    assert (code, "no job of the cluster is a run 'othr'" in err, "did you mean other?" in err) == (2, True, True)
+    assert (code, "the cluster has no job for a run 'othr'" in err, "did you mean other?" in err) == (2, True, True)
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_stopped_it_is_saved_and_sent_again_it_goes_on(project: Path, cluster: H
     following = command("logs", "job", "-f", "--address", cluster.dashboard)
     until(lambda: (folder / "job.yaml").exists() and len(losses(folder)) > 5, "5 steps", 120)
     code, out, _ = submit(project, cluster, "--follow")
-    assert (code, "a run of this name is going on" in out) == (2, True), out
+    assert (code, "a run with this name is already running" in out) == (2, True), out
     # That one has ended: it is the first that the name means.
     code, out, err = raytrain("stop", "job", "--address", cluster.dashboard)
     assert (code, "job: stopped" in out) == (0, True), out + err
@@ -116,7 +116,7 @@ def test_stopped_it_is_saved_and_sent_again_it_goes_on(project: Path, cluster: H
     assert "running" in repr(attach(folder))
     until(lambda: "failed" in raytrain("status", "job", "--address", cluster.dashboard)[1], "the end of its job", 30)
     code, _, err = raytrain("stop", "job", "--address", cluster.dashboard)
-    assert (code, "a run whose driver was killed goes on without it" in err) == (2, True), err
+    assert (code, "a run can outlive a killed driver" in err) == (2, True), err
     result = attach(folder).result(timeout_s=60)
     assert (result.status, result.steps, len(losses(folder))) == ("finished", 80, 80)
     out, err = following.communicate(timeout=30)
@@ -218,7 +218,7 @@ def test_a_head_that_forgot_everything(project: Path) -> None:
         # What has finished goes on there, too.
         where = ("--address", second.dashboard)
         code, out, err = raytrain("resume", "job", "--storage", folder.parent, "--set", "steps=85", *where, cwd=project)
-        assert (code, "job was sent" in out) == (0, True), out + err
+        assert (code, "job was submitted" in out) == (0, True), out + err
         code, out, err = raytrain("attach", "job", *where)
         assert (code, "job finished: 85 steps" in out) == (0, True), out + err
 
@@ -237,7 +237,7 @@ def test_a_cluster_that_asks_for_a_token(project: Path, tmp_path: Path) -> None:
         for shown in ({"RAY_AUTH_MODE": "disabled"}, {**asking, "RAY_AUTH_TOKEN_PATH": str(wrong)}, nothing):
             for told in (words, joining):
                 code, _, err = raytrain(*told, cwd=project, **shown)
-                assert (code, "the cluster asks for a token" in err) == (2, True), err
+                assert (code, "the cluster requires a valid token" in err) == (2, True), err
         # A token that lies here is shown, though nobody says so.
         lies_here = {name: value for name, value in {**os.environ, **asking}.items() if name != "RAY_AUTH_MODE"}
         joined = subprocess.run(

@@ -160,7 +160,7 @@ def test_a_run_that_has_finished_before_does_not_go_on_by_itself(
             cli.main(["run", str(storage / "job" / "job.yaml"), "--detach"])
         assert left.value.code == 0
         out = capsys.readouterr().out
-        assert ("job finished: 3 steps" in out, "job goes on by itself" in out) == (bool(status), not status)
+        assert ("job finished: 3 steps" in out, "job runs detached" in out) == (bool(status), not status)
 
 
 class Asked:

@@ -56,7 +56,7 @@ def test_ray_is_told_by_which_millisecond_a_node_goes(gcs: Gcs, caplog: pytest.L
     gcs.says = (False, "busy")
     assert ray_compat.drain_node("head:6379", "ab12", "taken back", soon) is False
     [record] = caplog.records
-    assert record.message == "Ray does not drain node ab12: busy"
+    assert record.message == "Ray refused to drain node ab12: busy"
 
 
 @pytest.mark.parametrize("over_s", [0, 1, 1e9])
@@ -105,7 +105,7 @@ def test_what_is_gone_is_said(
     monkeypatch.delattr(state.GlobalState, name)
     assert ask() is None  # type: ignore[operator]
     [record] = caplog.records
-    assert f"lacks what was there in {ray_compat.SEEN}" in record.message
+    assert f"lacks an interface of Ray {ray_compat.SEEN}" in record.message
     assert name in record.message
 
 

@@ -158,7 +158,7 @@ def test_what_a_job_may_expect(name: str) -> None:
         "gpu_spot: up to 32 machines, 1 on each)"
     ]
     found = fit(job(min=2, max=40, gpus=1), CLUSTERS / name)
-    assert found.lines()[1] == "  warning: workers.max and workers.spares make 40, more than the 34"
+    assert found.lines()[1] == "  warning: workers.max + workers.spares = 40, but at most 34 workers fit"
     # By processors alone more fit on one machine.
     assert fit(job(min=2, cpus=2), CLUSTERS / name).most == 4 * 34
 
@@ -198,11 +198,14 @@ def test_parts_of_a_processor_count_whole_as_ray_counts_them(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("[1, 2]", "is no cluster file"),
-        ("a: 1", "is no cluster file"),
-        ("kind: RayJob\nspec: {}", "is no cluster file: KeyError"),
-        ("cluster_name: x\nprovider: {type: local}", "does not say what its machines have"),
-        ("cluster_name: x\navailable_node_types: {a: {node_config: {}}}", "does not say what its machines have"),
+        ("[1, 2]", "not a valid cluster file: AttributeError"),
+        ("a: 1", "not a cluster file"),
+        ("kind: RayJob\nspec: {}", "not a valid cluster file: KeyError"),
+        ("cluster_name: x\nprovider: {type: local}", "does not give the resources of its machines"),
+        (
+            "cluster_name: x\navailable_node_types: {a: {node_config: {}}}",
+            "does not give the resources of its machines",
+        ),
         ("a: [", "cannot be read"),
     ],
 )

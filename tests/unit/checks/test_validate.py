@@ -95,11 +95,11 @@ def test_files_without_page_checksums_are_said(tmp_path: Path, monkeypatch: pyte
     report = validate_job(job(tmp_path), [])
     names = [str(tmp_path / folder / f"{number}.parquet") for folder in ("data", "held_out") for number in (0, 1)]
     assert list(report.without_checksums) == names
-    said = "damaged values in them cannot be found: write them with pq.write_table(..., write_page_checksum=True)"
+    said = "so damaged values in them cannot be detected; write them with pq.write_table(..., write_page_checksum=True)"
     listed = ", ".join([*names[:3], "..."])
-    assert f"  4 of 6 files carry no page checksums ({listed}); {said}" in report.lines()
+    assert f"  4 of 6 files have no page checksums ({listed}), {said}" in report.lines()
     monkeypatch.setattr(validate, "LOOKED_AT", 2)
-    assert any(line.startswith("  2 of the first 2 files carry no") for line in validate_job(job(tmp_path), []).lines())
+    assert any(line.startswith("  2 of the first 2 files have no") for line in validate_job(job(tmp_path), []).lines())
     for name in names:
         pq.write_table(pq.read_table(name), name, write_page_checksum=True)
     assert not any("checksum" in line for line in validate_job(job(tmp_path), []).lines())
@@ -171,18 +171,16 @@ def test_the_cut_is_shown(tmp_path: Path) -> None:
     assert report.cut is not None
     assert [stage.layers for stage in report.cut.stages] == [(("in",),), (("out",),)]
     lines = report.lines()
-    assert "  4 workers: 2 cells of 2 stages, 2 shards on the fullest, 100 % efficiency" in lines
+    assert "  4 workers: 2 replicas of 2 stages, 2 shards on the fullest, 100 % efficiency" in lines
     assert lines[-4].startswith("    stage 0: in; 8 parameters, 0.0 MB, ")
-    assert lines[-2].startswith("    bubble to expect: ")
-    assert re.fullmatch(
-        r"    where there is one cell, copies in memory: up to [\d.]+ MB more on each worker", lines[-1]
-    )
+    assert lines[-2].startswith("    expected bubble: ")
+    assert re.fullmatch(r"    with a single replica, copies in memory: up to [\d.]+ MB more on each worker", lines[-1])
 
 
 def test_a_cut_that_cannot_be_shown_yet_is_said_to_come(tmp_path: Path) -> None:
     sound = staged(tmp_path)
     unmade = replace(sound, data=replace(sound.data, path=str(tmp_path / "unmade"), prepare="examples.digits:prepare"))
-    last = "  its cut is shown when the data is there: layers are timed on its rows"
+    last = "  the partition into stages needs the data: layers are timed on its rows"
     assert validate_job(unmade, []).lines()[-1] == last
     assert last not in validate_job(replace(unmade, parallel=Parallel()), []).lines()
 

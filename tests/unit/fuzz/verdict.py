@@ -46,7 +46,7 @@ def raytrain(*words: str | Path) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limited():
         code = cli._guarded(partial(cli.cli.main, [str(word) for word in words], standalone_mode=False))
     said = f"raytrain {' '.join(map(repr, map(str, words)))}\n{err.getvalue()}"
-    if "This is a fault of raytrain_plus" in err.getvalue():
+    if "This is a bug in raytrain_plus" in err.getvalue():
         raise Fault(said)
     if code not in (0, 1, 2) or (code != 0 and not err.getvalue().strip() and not out.getvalue().strip()):
         raise Fault(f"exit code {code} without a word: {said}")

@@ -21,7 +21,7 @@ def test_a_python_without_what_is_needed_is_named(tmp_path: Path) -> None:
     words = [sys.executable, "-c", without, "run", job]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"{sys.executable}: there is no package 'ray'")
+    assert done.stderr.startswith(f"{sys.executable}: the Python package 'ray' is not installed")
     assert "activate the environment" in done.stderr
     assert "Traceback" not in done.stderr
 

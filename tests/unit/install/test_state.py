@@ -20,8 +20,8 @@ from raytrain_plus.install.state import HorovodState, fixed_version, horovod_sta
     [
         (fixed_version("2.13.0+cpu"), "2.13.0+cpu", True, "raytrain"),
         (fixed_version("2.13.0+cu130", nccl=True), "2.13.0+cu130", True, "nccl"),
-        (fixed_version("2.13.0+cu130", nccl=True), "2.14.0", False, "is for another torch than 2.14.0"),
-        (fixed_version("2.13.0+cpu"), "2.14.0", False, "is for another torch than 2.14.0"),
+        (fixed_version("2.13.0+cu130", nccl=True), "2.14.0", False, "is for a torch other than 2.14.0"),
+        (fixed_version("2.13.0+cpu"), "2.14.0", False, "is for a torch other than 2.14.0"),
         ("0.28.1", "2.13.0+cpu", False, "lacks fixes"),
         (None, "2.13.0+cpu", False, "horovod is not installed"),
     ],
@@ -64,9 +64,9 @@ def test_a_build_whose_compiled_part_is_missing_is_noticed_without_loading_it(
         (tmp_path / package / "__init__.py").write_text("raise RuntimeError('it was loaded')")
     monkeypatch.delitem(sys.modules, "horovod", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    assert "lacks its compiled part" in horovod_state().reason
+    assert "lacks its compiled extension" in horovod_state().reason
     assert state.choose_collective("auto", 0) == "torch"
-    with pytest.raises(InputError, match="lacks its compiled part") as caught:
+    with pytest.raises(InputError, match="lacks its compiled extension") as caught:
         state.choose_collective("horovod", 0)
     assert caught.value.remedy == "raytrain install-horovod"
     (tmp_path / "horovod" / "torch" / f"mpi_lib_v2{EXTENSION_SUFFIXES[0]}").touch()
@@ -83,8 +83,8 @@ def test_auto_takes_torch_where_horovod_cannot_be_used(monkeypatch: pytest.Monke
 def test_a_build_of_another_version_is_not_passed_over_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, "0.28.1+raytrain.fb9ace7e.torch.2.13.0.cpu", "2.13.0+cpu")
     said = state.passed_over("auto")
-    assert "another process of the machine can join a run" in said
-    assert said.endswith("(to have Horovod: raytrain install-horovod)")
+    assert "another process on the machine can join a run" in said
+    assert said.endswith("(to use Horovod: raytrain install-horovod)")
     assert state.passed_over("torch") == ""
     with pytest.raises(InputError, match="lacks fixes of this version") as caught:
         state.choose_collective("horovod", 0)

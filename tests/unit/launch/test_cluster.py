@@ -46,7 +46,10 @@ def test_another_ray_or_python_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_addresses_for_who_is_no_machine_of_the_cluster(address: str) -> None:
     with pytest.raises(InputError, match="raytrain submit JOB"), connected(JOB, address):
         pass
-    with pytest.raises(InputError, match="the same command run there, by ray job submit"), joined(address, token=False):
+    with (
+        pytest.raises(InputError, match="run the same command there with ray job submit"),
+        joined(address, token=False),
+    ):
         pass
 
 
@@ -72,7 +75,7 @@ def test_a_token_that_is_missing_or_wrong_is_told_alike_wherever_it_is_asked_for
         Jobs("http://X")
     said.append(str(told.value).replace("http://X", "X"))
     assert said[0].splitlines()[0] == (
-        "address: X: the cluster asks for a token, and is not content with what it got: no token was found"
+        "address: X: authentication failed; the cluster requires a valid token: no token was found"
     )
     assert all(word in said[0] for word in ("~/.ray/auth_token", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE=token"))
     assert said == said[:1] * 3
@@ -110,7 +113,7 @@ def test_a_cluster_open_beyond_this_machine_is_told_of_where_one_is_connected_al
     with connected(JOB, None):
         pass
     said = capsys.readouterr().err.splitlines()
-    assert [f"whoever reaches {open_to} can run anything" in line for line in said] == ([True] if open_to else [])
+    assert [f"anyone who can reach {open_to} can run any code" in line for line in said] == ([True] if open_to else [])
 
 
 def test_a_ray_that_is_too_slow_to_start_is_told_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,6 @@ def test_an_interrupt_ends_the_waiting_and_says_so(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(handle, "watch", interrupted)
-    with pytest.raises(Interrupted, match="gpt goes on without being watched") as caught:
+    with pytest.raises(Interrupted, match="gpt continues in the background") as caught:
         wait(attach(str(run.path)))
     assert caught.value._render_traceback_() == [str(caught.value)]

@@ -47,10 +47,10 @@ def test_what_is_there_is_seen(tmp_path: Path) -> None:
 
 def test_without_a_usable_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        machine_check, "horovod_state", lambda: SimpleNamespace(usable=False, reason="for another torch")
+        machine_check, "horovod_state", lambda: SimpleNamespace(usable=False, reason="for a torch other than 2.14.0")
     )
     none = Probe("nowhere", "x", b"")
-    assert [look(Needs(none, {}, needed)).horovod for needed in (True, False)] == ["for another torch", ""]
+    assert [look(Needs(none, {}, needed)).horovod for needed in (True, False)] == ["for a torch other than 2.14.0", ""]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_without_a_usable_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (Seen("has another folder there, or none", "", ""), r"storage: runs.*machine m has another folder"),
         (Seen("cannot write there: Permission denied", "", ""), r"storage: runs.*machine m cannot write there: Perm"),
-        (Seen("", "has another file a", ""), r"data\.path.*machine m has another file a"),
+        (Seen("", "sees a file of another size at a", ""), r"data\.path.*machine m sees a file of another size at a"),
         (Seen("", "", "horovod is not installed"), r"machine m: horovod is not installed.*raytrain install-horovod"),
     ],
 )

@@ -147,10 +147,10 @@ def test_a_job_goes_on_with_what_may_change_and_under_another_name(begun: Begun)
 def test_other_data_is_refused_by_what_the_folder_says_and_else_by_the_checkpoint(begun: Begun, tmp_path: Path) -> None:
     write(tmp_path / "data" / "b.parquet", 40)
     begun.seen = index(tmp_path / "data")
-    with pytest.raises(DataError, match=r"the data is other than when the run began: b\.parquet is new"):
+    with pytest.raises(DataError, match=r"the data has changed since the run started: b\.parquet is new"):
         begun.goes_on()
     begun.run.remove("dataset.json")
-    with pytest.raises(DataError, match=r"the data is other than when the checkpoint 0+3-0+ was written"):
+    with pytest.raises(DataError, match=r"the data has changed since the checkpoint 0+3-0+ was written"):
         begun.goes_on()
 
 
@@ -167,7 +167,9 @@ def test_what_the_folder_says_of_the_data_may_be_damaged(begun: Begun, damaged: 
 def test_another_jobs_checkpoint_is_refused_wherever_it_stands(begun: Begun) -> None:
     other = replace(begun.job, seed=1, data=replace(begun.job.data, batch_size=16))
     begun.save(1, job=other, run="theirs")
-    match = r"checkpoints/0+1-0+\.json: the checkpoint is another job's \(theirs\); they differ in seed, data\.batch"
+    match = (
+        r"checkpoints/0+1-0+\.json: the checkpoint belongs to another job \(theirs\); they differ in seed, data\.batch"
+    )
     with pytest.raises(CheckpointError, match=match):
         begun.goes_on()
 
@@ -180,7 +182,7 @@ def test_a_damaged_checkpoint_is_warned_of_and_the_one_before_is_taken(
     begun.goes_on()
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: the checkpoint {name_of(5, 0)} cannot be used: the manifest is damaged")
-    with pytest.raises(InputError, match=r"2 steps are fewer than the run has made \(4\)"):
+    with pytest.raises(InputError, match=r"2 steps are fewer than the run has already made \(4\)"):
         begun.goes_on(replace(begun.job, steps=2))
 
 
@@ -213,5 +215,5 @@ def test_a_task_that_has_changed_since_the_checkpoint_is_warned_of(
     (tmp_path / "a.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    width = 3\n")
     preflight._warn_of_another_task(past, preflight.source_sha256("a:B", [tmp_path]))
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: the task's source file has changed since the checkpoint that the run goes on from")
+    assert line.startswith("warning: the task's source file has changed since the checkpoint that the run resumes from")
     assert line.endswith("(step 5) was written")

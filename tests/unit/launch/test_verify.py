@@ -93,7 +93,7 @@ def test_runs_that_agree(judged: Callable[..., Verdict]) -> None:
     assert (found.agree, found.differs, found.steps) == (True, "", 10)
     # One worker that dies takes the state along.
     assert [trial.to_kill for trial in found.trials] == [0, 1, 1]
-    assert found.lines()[-1] == "  every run gave the same bits, and used every row once"
+    assert found.lines()[-1] == "  all runs gave the same bits and used every row once"
     assert found.to_json()["culprits"] == ()
 
 
@@ -112,7 +112,7 @@ def test_the_first_step_and_tensor_that_differ(judged: Callable[..., Verdict], f
     # What the losses tell is not looked for: they differ from the step behind the first on.
     assert max(fakes.cuts) <= first + 2
     said = found.lines()
-    assert said[-5] == f"  they differ: {found.differs}"
+    assert said[-5] == f"  the runs differ: {found.differs}"
     assert said[-3:] == [f"    - {culprit}" for culprit in CULPRITS]
     assert json.loads(json.dumps(found.to_json()))["culprits"] == list(CULPRITS)
 
@@ -125,13 +125,13 @@ def test_a_difference_in_the_optimizers_state_alone(judged: Callable[..., Verdic
 def test_a_difference_in_an_evaluation_alone(judged: Callable[..., Verdict]) -> None:
     fakes = Fakes(metric=lambda size: 0.5 + (size == 2) * 1e-7)
     found = judged(fakes)
-    assert (found.agree, found.differs) == (False, "in the figures of an evaluation alone")
+    assert (found.agree, found.differs) == (False, "only in the metrics of an evaluation")
     assert fakes.cuts == []
 
 
 def test_a_difference_in_a_loss_alone(judged: Callable[..., Verdict]) -> None:
     found = judged(Fakes(loss=lambda size, step: step + (size == 2 and step == 3) * 1e-7))
-    assert (found.agree, found.differs) == (False, "in the loss of step 3 alone")
+    assert (found.agree, found.differs) == (False, "only in the loss of step 3")
 
 
 def test_a_difference_that_does_not_come_again(judged: Callable[..., Verdict]) -> None:
@@ -141,7 +141,7 @@ def test_a_difference_that_does_not_come_again(judged: Callable[..., Verdict]) -
             return replace(made, state_sha256="another") if name == "1-0" else made
 
     found = judged(Once())
-    assert (found.agree, found.differs) == (False, "not every time: run anew, the states agree after every step")
+    assert (found.agree, found.differs) == (False, "not every time: when run again, the states agree after every step")
 
 
 def test_a_search_that_fails_says_how_far_it_came(judged: Callable[..., Verdict]) -> None:
@@ -152,7 +152,7 @@ def test_a_search_that_fails_says_how_far_it_came(judged: Callable[..., Verdict]
             return super().trial(job, folder, name, size, kills, roots)
 
     found = judged(Failing(model=lambda size, step: step + size))
-    assert found.differs == "up to step 9; the search for the first difference failed: no room"
+    assert found.differs == "at step 9 or before; the search for the first difference failed: no room"
 
 
 def test_a_run_that_ended_before_its_deaths_is_made_again(judged: Callable[..., Verdict]) -> None:
@@ -182,7 +182,7 @@ def test_runs_that_were_not_made_as_asked_do_not_agree(
     assert len(fakes.made) == (5 if "killed" in change else 3)
     assert (found.agree, found.differs) == (False, "")
     assert any(said in line for line in found.lines())
-    assert "every run gave the same bits" not in found.lines()[-1]
+    assert "all runs gave the same bits" not in found.lines()[-1]
 
 
 @pytest.mark.parametrize(("kills", "to_form"), [(0, 5), (1, 4)])

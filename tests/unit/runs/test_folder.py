@@ -91,7 +91,7 @@ def test_a_finished_run_goes_on_to_more_steps_where_that_was_asked_for(run: Fold
 
 def test_a_folder_that_is_no_run_is_in_the_way(run: Folder) -> None:
     run.write("thesis", [b"x"])
-    with pytest.raises(InputError, match=r"no run's: it has no job\.yaml"):
+    with pytest.raises(InputError, match=r"does not belong to a run: it has no job\.yaml"):
         earlier_result(run, JOB, fresh=False)
 
 
@@ -110,7 +110,7 @@ def test_who_was_killed_before_the_job_was_written_is_not_in_the_way(
 
 def test_a_file_is_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(InputError, match="run: it is a file"):
+    with pytest.raises(InputError, match="run: the path is a file"):
         earlier_result(LocalFolder(tmp_path / "run"), JOB, fresh=True)
 
 
@@ -140,7 +140,7 @@ def test_a_folder_without_a_job_has_none(run: Folder) -> None:
 def test_the_newest_controller_alone_may_write(run: Folder) -> None:
     first = Fence(run, 0)
     assert first.overtaken() is None
-    with pytest.raises(InputError, match="has begun in the meantime"):
+    with pytest.raises(InputError, match="has started in the meantime"):
         Fence(run, 0)
     second = Fence(run, claims_of(run))
     assert second.overtaken() is None
@@ -172,7 +172,7 @@ def test_who_finds_a_damaged_claim_stops_all_the_same(tmp_path: Path, damaged: b
     fence = Fence(run, 0)
     run.write("claims/00000001.json", [damaged])
     assert fence.overtaken() == "its claim, claims/00000001.json, is damaged"
-    with pytest.raises(InputError, match="has begun in the meantime"):
+    with pytest.raises(InputError, match="has started in the meantime"):
         Fence(run, 0)
 
 
@@ -251,7 +251,7 @@ def living(run: Folder) -> Iterator[None]:
 
 def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     left_by(run, "failed")
-    with living(run), pytest.raises(InputError, match=r"is going on \(process \d+ on "):
+    with living(run), pytest.raises(InputError, match=r"is already running \(process \d+ on "):
         earlier_result(run, JOB, fresh=True)
     # Nobody renews it any more: it is waited for.
     monkeypatch.setattr(folder, "LEASE_S", 0.4)
@@ -266,9 +266,9 @@ def test_a_lease_is_never_seen_half(run: Folder) -> None:
 
 def test_a_run_that_began_in_the_meantime_is_left_alone(run: Folder) -> None:
     left_by(run, "finished")
-    with pytest.raises(InputError, match=r"has begun in the meantime \(and ended\)"):
+    with pytest.raises(InputError, match=r"has started in the meantime \(and ended\)"):
         claim(run, fresh=False, claims=None)
-    with living(run), pytest.raises(InputError, match=r"has begun in the meantime \(process "):
+    with living(run), pytest.raises(InputError, match=r"has started in the meantime \(process "):
         claim(run, fresh=True, claims=None)
     assert "result.json" in run.files()
 

@@ -86,7 +86,7 @@ def test_what_was_and_what_comes_is_told_once_and_in_order(going_on: LocalFolder
 
 
 def test_who_waits_no_longer_is_told_that_it_goes_on(going_on: LocalFolder) -> None:
-    with pytest.raises(TimeoutError, match=r"run goes on after 0\.1 s"):
+    with pytest.raises(TimeoutError, match=r"run is still running after 0\.1 s"):
         watch(going_on, None, timeout_s=0.1)
 
 
@@ -104,7 +104,7 @@ def test_a_controller_that_lives_but_cannot_write_is_not_called_dead(
 ) -> None:
     """On a full disk, say. Whoever is told to resume takes the run over."""
     monkeypatch.setattr(follow, "LEASE_S", 0.1)
-    with pytest.raises(TimeoutError, match="run goes on"):
+    with pytest.raises(TimeoutError, match="run is still running"):
         watch(going_on, None, timeout_s=0.5)
 
 

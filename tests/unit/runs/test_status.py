@@ -44,7 +44,7 @@ def test_a_run_whose_controller_died_says_what_is_kept_and_how_to_resume(tmp_pat
     run.write("lease.json", [json.dumps({**lease, "born": "1", "host": "h", "pid": os.getpid()}).encode()])
     command = f"raytrain resume {run.path}"
     assert what_is_kept(run) == (
-        f"no checkpoint is complete, so it starts again from its first step; resume with: {command}"
+        f"no checkpoint is complete, so it restarts from its first step; resume with: {command}"
     )
     for step, whole in ((1, True), (3, True), (5, False)):
         written = shares(run, state(step), name_of(step, 0), 2)
