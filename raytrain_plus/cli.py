@@ -333,9 +333,9 @@ def validate(job: str, overrides: Sequence[str], cluster: str | None, as_json: b
 def verify(
     job: str, overrides: Sequence[str], workers: str, kills: int, steps: int, address: str | None, as_json: bool
 ) -> int:
-    """Compare the bits of runs on several numbers of workers. JOB: path of the job file.
+    """Compare results bit by bit across numbers of workers. JOB: path of the job file.
 
-    Each run makes the first steps of the job.
+    It runs the first steps of the job on each number of workers; --kill also kills workers meanwhile.
     """
     from raytrain_plus.job.yaml import load_job
 
@@ -394,7 +394,7 @@ def doctor(as_json: bool) -> int:
 @cli.command("install-horovod")
 @click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="Also copy the wheel to this folder.")
 def install_horovod(to: Path | None) -> int:
-    """Build Horovod for the installed torch, install and test it."""
+    """Build, install and test Horovod for the installed torch."""
     from raytrain_plus.install.horovod import install_horovod
 
     wheel = install_horovod(lambda line: click.echo(line))

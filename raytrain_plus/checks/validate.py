@@ -116,9 +116,9 @@ class Report:
                 said.append("  warning: most reads are wasted; write smaller row groups, or use fewer data.shards")
             said += self._checksum_lines()
         for size in self.sizes:
-            replicas = f"{plural(size.cells, 'replica')} of {plural(size.stages, 'stage')}, " * (self.most_stages > 1)
+            cells = f"{plural(size.cells, 'replica')} of {plural(size.stages, 'stage')}, " * (self.most_stages > 1)
             said.append(
-                f"  {plural(size.workers, 'worker')}: {replicas}{size.shards} shards on the fullest, "
+                f"  {plural(size.workers, 'worker')}: {cells}{size.shards} shards on the fullest, "
                 f"{100 * size.efficiency:.0f} % efficiency"
             )
         if self.left_out:

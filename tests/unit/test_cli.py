@@ -1,4 +1,4 @@
-"""The command line: its exit codes, and who is told what, and where."""
+"""The command line: its exit codes, and what it prints on stdout and stderr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def ended(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of `raytrain` where its verb does `call`."""
+    """Return the exit code of `raytrain` if its command does `call`."""
     monkeypatch.setattr(cli.cli, "main", lambda args, standalone_mode: call())
     with pytest.raises(SystemExit) as left:
         cli.main(["run", "job.yaml"])
@@ -51,7 +51,7 @@ def raising(error: BaseException) -> Callable[[], Any]:
         (click.UsageError("no such option"), 2, "no such option"),
     ],
 )
-def test_a_users_mistake_is_words_and_an_exit_code(
+def test_a_user_error_gives_a_message_and_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, words: str
 ) -> None:
     assert ended(raising(error), monkeypatch) == code
@@ -61,7 +61,7 @@ def test_a_users_mistake_is_words_and_an_exit_code(
     assert "Traceback" not in err
 
 
-def test_our_own_fault_keeps_its_traceback_and_asks_for_a_report(
+def test_a_bug_keeps_its_traceback_and_asks_for_a_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(raising(ZeroDivisionError("ours")), monkeypatch) == 1
@@ -72,13 +72,13 @@ def test_our_own_fault_keeps_its_traceback_and_asks_for_a_report(
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (143, 143), (None, 0)])
-def test_a_verbs_own_code_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, code: int | None, expected: int) -> None:
+def test_a_commands_return_value_is_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, expected: int
+) -> None:
     assert ended(lambda: code, monkeypatch) == expected
 
 
-def test_a_signal_while_a_task_is_imported_is_no_mistake_of_the_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_during_import_is_not_a_task_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(5)\n"
     (tmp_path / "signalled_task.py").write_text(text)
     assert ended(lambda: load_task("signalled_task:Mine", [tmp_path]), monkeypatch) == 143
@@ -91,9 +91,7 @@ def test_unknown_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "No such command 'fly'" in capsys.readouterr().err
 
 
-def test_a_job_that_is_wrong_is_told_before_anything_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_job_is_reported_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(json.dumps({"task": "a:B", "data": {"path": "d", "batch_size": 7, "shards": 2}, "step": 3}))
     with pytest.raises(SystemExit) as left:
@@ -105,7 +103,7 @@ def test_a_job_that_is_wrong_is_told_before_anything_is_loaded(
     assert "7 is no multiple of data.shards = 2" in err
 
 
-def test_what_json_has_no_word_for_is_text_on_stdout(
+def test_values_that_json_lacks_are_text_on_stdout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runner = pytest.importorskip("raytrain_plus.launch.runner")
@@ -122,7 +120,7 @@ def test_what_json_has_no_word_for_is_text_on_stdout(
         assert told["metrics"] == {"loss": "nan", "most": "inf"}
 
 
-def test_the_wheel_of_horovod_is_left_where_it_is_wanted(
+def test_the_wheel_of_horovod_is_copied_to_a_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wheel = tmp_path / "cache" / "horovod.whl"
@@ -137,7 +135,7 @@ def test_the_wheel_of_horovod_is_left_where_it_is_wanted(
 
 
 def run_in(storage: Path, **result: Any) -> None:
-    """A run's folder, with its job and, where it has one, its result."""
+    """Write a run's folder with its job and, if given, its result."""
     folder = storage / "job"
     folder.mkdir(parents=True)
     (folder / "job.yaml").write_text(
@@ -148,7 +146,7 @@ def run_in(storage: Path, **result: Any) -> None:
         Result(**values).save(LocalFolder(folder))
 
 
-def test_a_run_that_has_finished_before_does_not_go_on_by_itself(
+def test_detach_reports_a_run_that_has_already_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runner = pytest.importorskip("raytrain_plus.launch.runner")
@@ -164,7 +162,7 @@ def test_a_run_that_has_finished_before_does_not_go_on_by_itself(
 
 
 class Asked:
-    """The jobs of a cluster: that it was asked."""
+    """The jobs of a cluster; records that it was asked."""
 
     def status(self, run: str) -> dict[str, str]:
         return {"state": "running", "job": f"{run}-1", "newest": "step 7"}
@@ -176,7 +174,7 @@ class Asked:
         return f"{run}: stopped"
 
 
-def test_who_names_a_dashboard_in_the_environment_finds_what_was_sent_there(
+def test_the_dashboard_in_the_environment_is_asked_for_submitted_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_in(tmp_path / "runs", status="finished")
@@ -191,20 +189,20 @@ def test_who_names_a_dashboard_in_the_environment_finds_what_was_sent_there(
         assert isinstance(left.value.code, int)
         return left.value.code, *capsys.readouterr()
 
-    # What is in the storage is told from there.
+    # A run in the storage is read from there.
     code, out, err = said("status", "job")
     assert (code, "job: finished" in out, err, asked) == (0, True, "", [])
     for verb, answer in {"status": "sent: running", "logs": "step 7", "stop": "sent: stopped"}.items():
         code, out, err = said(verb, "sent")
         assert (code, answer in out, "asking http://cluster:8265" in err) == (0, True, True), verb
     assert asked == ["http://cluster:8265"] * 3
-    # A cluster that is joined is none to ask.
+    # A cluster address for joining is not a dashboard to ask.
     monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
     code, _, err = said("status", "sent")
     assert (code, "there is no run 'sent'" in err, len(asked)) == (2, True, 3)
 
 
-def test_a_job_is_held_against_a_cluster_file(
+def test_a_job_is_checked_against_a_cluster_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(REPOSITORY)

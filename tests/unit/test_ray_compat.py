@@ -1,4 +1,4 @@
-"""Where Ray no longer has what it never promised, less is known, and that is said once."""
+"""Ray's private interfaces: their use, and the single warning if one is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_draining_nodes_have_their_deadline_in_seconds(monkeypatch: pytest.Monke
 
 
 class Gcs:
-    """What Ray's head is told, and says."""
+    """A stand-in for Ray's GCS client that records requests and gives fixed answers."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -47,7 +47,7 @@ def gcs(monkeypatch: pytest.MonkeyPatch) -> Gcs:
     return gcs
 
 
-def test_ray_is_told_by_which_millisecond_a_node_goes(gcs: Gcs, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_drain_deadline_is_in_milliseconds(gcs: Gcs, caplog: pytest.LogCaptureFixture) -> None:
     soon = time.time() + 60
     assert ray_compat.drain_node("head:6379", "ab12", "taken back", soon)
     [(node, reason, why, deadline_ms)] = gcs.told
@@ -60,14 +60,14 @@ def test_ray_is_told_by_which_millisecond_a_node_goes(gcs: Gcs, caplog: pytest.L
 
 
 @pytest.mark.parametrize("over_s", [0, 1, 1e9])
-def test_a_deadline_that_is_over_is_this_moment(gcs: Gcs, over_s: float) -> None:
+def test_a_deadline_in_the_past_becomes_now(gcs: Gcs, over_s: float) -> None:
     before = time.time()
     assert ray_compat.drain_node("head:6379", "ab12", "taken back", before - over_s)
     [(*_, deadline_ms)] = gcs.told
     assert before * 1000 < deadline_ms < time.time() * 1000 + 2.1
 
 
-def test_a_node_that_goes_no_later_already_is_left_alone(monkeypatch: pytest.MonkeyPatch, gcs: Gcs) -> None:
+def test_a_node_with_an_earlier_deadline_is_unchanged(monkeypatch: pytest.MonkeyPatch, gcs: Gcs) -> None:
     soon = float(round(time.time()) + 60)
     known: dict[str, int] = {"cd34": 1}
     monkeypatch.setattr(state.GlobalState, "get_draining_nodes", lambda self: known)
@@ -75,7 +75,7 @@ def test_a_node_that_goes_no_later_already_is_left_alone(monkeypatch: pytest.Mon
         known["ab12"] = int(before_ms)
         assert ray_compat.drain_this_node("taken back", soon)
     assert gcs.told == []
-    # One that goes later, or nobody knows when, goes then.
+    # A later or missing deadline is replaced by this one.
     for later_ms in (soon * 1000 + 1, 0):
         known["ab12"] = int(later_ms)
         assert ray_compat.drain_this_node("taken back", soon)
@@ -84,7 +84,7 @@ def test_a_node_that_goes_no_later_already_is_left_alone(monkeypatch: pytest.Mon
     assert gcs.told == [("ab12", 2, "taken back", int(soon * 1000))] * 3
 
 
-def test_a_ray_that_cannot_be_told_of_a_node_is_told_nothing(
+def test_a_ray_without_draining_is_reported(
     monkeypatch: pytest.MonkeyPatch, gcs: Gcs, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(Gcs, "drain_node")
@@ -99,7 +99,7 @@ def test_a_ray_that_cannot_be_told_of_a_node_is_told_nothing(
         ("get_max_resources_from_cluster_config", ray_compat.most_there_can_be),
     ],
 )
-def test_what_is_gone_is_said(
+def test_a_missing_interface_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, ask: object
 ) -> None:
     monkeypatch.delattr(state.GlobalState, name)
@@ -109,7 +109,7 @@ def test_what_is_gone_is_said(
     assert name in record.message
 
 
-def test_what_an_autoscaler_may_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_maximum_resources_of_an_autoscaler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state.GlobalState, "get_max_resources_from_cluster_config", lambda self: {"CPU": 8})
     assert ray_compat.most_there_can_be() == {"CPU": 8.0}
     monkeypatch.setattr(state.GlobalState, "get_max_resources_from_cluster_config", lambda self: None)
@@ -117,7 +117,7 @@ def test_what_an_autoscaler_may_bring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("version", "there"), [(None, False), ("0", False), ("4", True)])
-def test_an_autoscaler_is_known_by_its_reports(
+def test_an_autoscaler_is_detected_by_its_reports(
     monkeypatch: pytest.MonkeyPatch, version: str | None, there: bool
 ) -> None:
     status = SimpleNamespace(stats=SimpleNamespace(autoscaler_version=version))
@@ -133,9 +133,7 @@ def test_internal_settings_are_given_to_a_ray_that_knows_them(monkeypatch: pytes
     assert ray_compat.settings_of_our_own_ray() == {}
 
 
-def test_a_ray_without_a_watcher_is_ended_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_ray_without_a_monitor_ends_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     ended: list[None] = []
     monkeypatch.setattr(ray_compat.ray, "shutdown", lambda: ended.append(None))
     ray_compat.end_our_own_ray()
@@ -147,12 +145,12 @@ def test_a_ray_without_a_watcher_is_ended_all_the_same(
 
 
 def shown(line: str) -> list[str]:
-    """What Ray would print of a line that comes from a raylet."""
+    """Return what Ray would print of a line that comes from a raylet."""
     batch = {"lines": [line], "pid": "raylet", "is_err": False, "ip": "", "job": ""}
     return [line for printed in ray_logging.stdout_deduplicator.deduplicate(batch) for line in printed["lines"]]
 
 
-def test_ray_says_nothing_of_deaths_while_we_do() -> None:
+def test_rays_messages_about_deaths_are_suppressed() -> None:
     death = f"{ray_compat.DEATH} by an unexpected system error. To troubleshoot ... (one)"
     with ray_compat.silent_about_deaths():
         assert shown(death) == []
@@ -160,14 +158,16 @@ def test_ray_says_nothing_of_deaths_while_we_do() -> None:
     assert shown(death) == [death]
 
 
-def test_ray_may_print_otherwise_one_day(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_filter_of_rays_output_is_tolerated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delattr(ray_logging, "stdout_deduplicator")
     with ray_compat.silent_about_deaths():
         pass
     assert "stdout_deduplicator" in caplog.text
 
 
-def test_ray_data_may_keep_its_actors_otherwise_one_day(
+def test_missing_internals_of_ray_data_are_tolerated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stats = pytest.importorskip("ray.data._internal.stats")

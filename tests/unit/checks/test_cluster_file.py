@@ -1,4 +1,4 @@
-"""The cluster files: whole as they stand, by Ray's own schema and KubeRay's, and what a job may expect of them."""
+"""The cluster files: valid by the schemas of Ray and KubeRay, and the workers that fit on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loaded(file: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "file", [file for file in LAUNCHED if file.name != "runtime_env.yaml"], ids=lambda file: file.stem
 )
-def test_ray_takes_it_as_it_stands(file: Path) -> None:
+def test_ray_accepts_it_unchanged(file: Path) -> None:
     util = pytest.importorskip("ray.autoscaler._private.util")
     config = util.prepare_config(copy.deepcopy(loaded(file)))
     util.validate_config(config)
@@ -58,10 +58,10 @@ RIGHTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], bool]] = {
         account["email"] and account["scopes"] == ["https://www.googleapis.com/auth/cloud-platform"]
         for account in node.get("serviceAccounts", [])
     ),
-    # Ray gives all machines one identity: its own, which reaches no storage, unless both are set.
+    # Unless both are set, Ray gives all machines its own identity, which cannot access the storage.
     "azure": lambda provider, node: bool(provider.get("msi_name") and provider.get("msi_resource_group")),
 }
-"""Whether machines of a type reach the storage of runs."""
+"""Return whether machines of a type can access the storage of runs."""
 
 
 @pytest.mark.parametrize("file", CLOUDS, ids=lambda file: file.stem)
@@ -82,8 +82,8 @@ def test_the_head_keeps_the_account_with_which_ray_starts_machines(file: Path) -
 
 
 @pytest.mark.parametrize("name", ["aws-minimal.yaml", "aws.yaml", "Dockerfile"])
-def test_what_stores_on_s3_has_what_that_takes(name: str) -> None:
-    # Quoted, and by way of echo: a shell takes [s3] behind a * for one letter.
+def test_clusters_that_store_on_s3_install_its_package(name: str) -> None:
+    # Quoted, and through echo: a shell reads [s3] after a * as a one-letter pattern.
     assert '"$(echo /home/ray/wheels/raytrain_plus-*.whl)[s3]"' in (CLUSTERS / name).read_text()
 
 
@@ -93,11 +93,11 @@ def test_own_machines_keep_their_python() -> None:
     assert made.startswith("python3 -m venv ~/raytrain-venv && ")
     commands = [*installed, *config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
     assert [one for one in commands if ". ~/raytrain-venv/bin/activate && " not in one] == []
-    # Ray runs it as it stands, when the cluster goes.
+    # Ray runs this command unchanged when the cluster ends.
     assert made.endswith("ln -sf ~/raytrain-venv/bin/ray ~/.local/bin/ray")
 
 
-def test_an_image_is_built_of_what_it_takes() -> None:
+def test_the_image_build_gets_only_what_it_copies() -> None:
     lines = (CLUSTERS / "Dockerfile").read_text().splitlines()
     sources = [line.split()[1] for line in lines if line.startswith("COPY")]
     rules = [line for line in (CLUSTERS.parent / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
@@ -105,7 +105,7 @@ def test_an_image_is_built_of_what_it_takes() -> None:
 
 
 @pytest.mark.parametrize("file", LAUNCHED, ids=lambda file: file.stem)
-def test_nothing_listens_for_everybody(file: Path) -> None:
+def test_nothing_listens_on_public_addresses(file: Path) -> None:
     text = file.read_text()
     assert "0.0.0.0" not in text
     starts = [line for line in text.splitlines() if "ray start" in line]
@@ -114,7 +114,7 @@ def test_nothing_listens_for_everybody(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
-def test_kuberay_takes_it_as_it_stands(file: Path) -> None:
+def test_kuberay_accepts_it_unchanged(file: Path) -> None:
     schema = json.loads((CLUSTERS / "kuberay" / "schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(loaded(file), schema)
@@ -124,20 +124,20 @@ def test_kuberay_takes_it_as_it_stands(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
-def test_pods_ask_for_a_token(file: Path) -> None:
+def test_pods_require_a_token(file: Path) -> None:
     spec = loaded(file)["spec"]
     assert spec.get("rayClusterSpec", spec)["authOptions"] == {"mode": "token"}
 
 
-def test_a_lost_head_is_no_end() -> None:
+def test_a_lost_head_does_not_end_the_job() -> None:
     spec = loaded(CLUSTERS / "kuberay" / "rayjob.yaml")["spec"]
     assert spec["backoffLimit"] > 0
-    # KubeRay takes no backoffLimit in this mode.
+    # KubeRay does not accept backoffLimit in this mode.
     assert spec["submissionMode"] != "InteractiveMode"
 
 
 @pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
-def test_a_pod_says_that_it_goes_before_it_does(file: Path) -> None:
+def test_a_pod_announces_its_end(file: Path) -> None:
     spec = loaded(file)["spec"]
     for group in spec.get("rayClusterSpec", spec)["workerGroupSpecs"]:
         pod = group["template"]["spec"]
@@ -150,7 +150,7 @@ def job(**workers: Any) -> Job:
 
 
 @pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml", "azure.yaml"])
-def test_what_a_job_may_expect(name: str) -> None:
+def test_workers_that_fit(name: str) -> None:
     found = fit(job(min=2, max=32, spares=2, gpus=1), CLUSTERS / name)
     assert (found.first, found.most, found.wanted) == (0, 34, 34)
     assert found.lines() == [
@@ -159,11 +159,11 @@ def test_what_a_job_may_expect(name: str) -> None:
     ]
     found = fit(job(min=2, max=40, gpus=1), CLUSTERS / name)
     assert found.lines()[1] == "  warning: workers.max + workers.spares = 40, but at most 34 workers fit"
-    # By processors alone more fit on one machine.
+    # With CPUs only, more workers fit on a machine.
     assert fit(job(min=2, cpus=2), CLUSTERS / name).most == 4 * 34
 
 
-def test_what_can_never_be_had_is_told() -> None:
+def test_impossible_requests_are_refused() -> None:
     with pytest.raises(InputError, match="the cluster has room for 8 workers of 4 CPU, 1 GPU each, at most") as caught:
         fit(job(min=8, spares=1, cpus=4, gpus=1), CLUSTERS / "aws-minimal.yaml")
     assert "workers.min + workers.spares = 9" in caught.value.expected
@@ -173,21 +173,21 @@ def test_what_can_never_be_had_is_told() -> None:
 
 
 @pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
-def test_what_pods_have(file: Path) -> None:
+def test_resources_of_pods(file: Path) -> None:
     assert node_types(file)[0] == (
         NodeType("head", 1, 1, {"CPU": 0.0, "GPU": 0.0}, True),
         NodeType("gpu-spot", 0, 8, {"CPU": 4.0, "GPU": 1.0}),
     )
 
 
-def test_machines_of_all_types_together_are_counted(tmp_path: Path) -> None:
+def test_the_limit_on_all_machines_together_applies(tmp_path: Path) -> None:
     found = loaded(CLUSTERS / "aws.yaml")
     found["available_node_types"]["gpu_ondemand"]["resources"] = {"CPU": 32, "GPU": 4}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**found, "max_workers": 5}))
     assert fit(job(min=1, gpus=1), tmp_path / "c.yaml").most == 2 * 4 + 3
 
 
-def test_parts_of_a_processor_count_whole_as_ray_counts_them(tmp_path: Path) -> None:
+def test_fractions_of_a_cpu_are_rounded_up_as_in_ray(tmp_path: Path) -> None:
     found = loaded(CLUSTERS / "kuberay" / "raycluster.yaml")
     container = found["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
     container["resources"] = {"requests": {"cpu": "1500m"}}
@@ -209,7 +209,7 @@ def test_parts_of_a_processor_count_whole_as_ray_counts_them(tmp_path: Path) -> 
         ("a: [", "cannot be read"),
     ],
 )
-def test_what_is_no_cluster_file_is_told(tmp_path: Path, text: str, what: str) -> None:
+def test_invalid_cluster_files_are_reported(tmp_path: Path, text: str, what: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(InputError, match=what):
         node_types(tmp_path / "c.yaml")

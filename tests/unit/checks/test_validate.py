@@ -1,4 +1,4 @@
-"""What a job is refused for without being run."""
+"""The checks of `validate` on a job that is not run."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def job(tmp_path: Path, prepare: str | None = None, data: str = "data", held_out
     )
 
 
-def test_a_storage_that_does_not_answer_is_waited_for_no_longer_than_10_s(
+def test_a_storage_that_does_not_answer_delays_validation_by_at_most_10_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was called sound; and a client of S3 tries for minutes, also when its process is to end."""
+    """The client of S3 retries for minutes, even when its process should end."""
     write(tmp_path / "data", "x")
     write(tmp_path / "held_out", "x")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -57,7 +57,7 @@ def test_a_storage_that_does_not_answer_is_waited_for_no_longer_than_10_s(
     assert f"  warning: {report.storage}" in report.lines()
 
 
-def test_a_storage_that_has_answered_long_ago_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_answer_of_the_storage_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "data", "x")
     write(tmp_path / "held_out", "x")
     asked = validate._Asked((tmp_path / "runs").as_uri())
@@ -66,7 +66,7 @@ def test_a_storage_that_has_answered_long_ago_is_heard(tmp_path: Path, monkeypat
     assert asked.answer() == ""
 
 
-def test_a_storage_that_answers_or_refuses_says_so(tmp_path: Path, bucket: Folder) -> None:
+def test_the_answer_or_refusal_of_a_storage_is_reported(tmp_path: Path, bucket: Folder) -> None:
     write(tmp_path / "data", "x")
     write(tmp_path / "held_out", "x")
     assert validate_job(replace(job(tmp_path), storage=bucket.inside("runs").address), []).storage == ""
@@ -86,7 +86,7 @@ def test_held_out_data_that_is_missing_or_another_table(tmp_path: Path) -> None:
         validate_job(job(tmp_path), [])
 
 
-def test_files_without_page_checksums_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_page_checksums_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("data", "held_out"):
         write(tmp_path / folder, "x")
         for number in range(1, 3):
@@ -105,7 +105,7 @@ def test_files_without_page_checksums_are_said(tmp_path: Path, monkeypatch: pyte
     assert not any("checksum" in line for line in validate_job(job(tmp_path), []).lines())
 
 
-def test_data_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+def test_unreadable_data_is_named(tmp_path: Path) -> None:
     write(tmp_path / "data", "x")
     for paths in ({"data": "y" * 300}, {"held_out": "y" * 300}):
         with pytest.raises(DataError, match="y: cannot be accessed: File name too long"):
@@ -117,12 +117,12 @@ def test_arguments_that_the_task_does_not_take(tmp_path: Path) -> None:
         validate_job(replace(job(tmp_path), args={"widht": 3}), [])
 
 
-def test_a_class_that_is_no_task(tmp_path: Path) -> None:
+def test_a_class_that_is_not_a_task(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="is the class int"):
         validate_job(replace(job(tmp_path), task=int), [])
 
 
-def test_more_workers_than_shards_are_said_not_to_be_formed(tmp_path: Path) -> None:
+def test_more_workers_than_shards_are_reported_as_unused(tmp_path: Path) -> None:
     write(tmp_path / "data", "x")
     whole = replace(job(tmp_path), evaluate=None, workers=Workers(min=2, max=10**12))
     report = validate_job(whole, [])
@@ -135,7 +135,7 @@ def test_more_workers_than_shards_are_said_not_to_be_formed(tmp_path: Path) -> N
 
 
 class Layered(Task):
-    """Two layers, or what is wrong with them."""
+    """A task of two layers, with an optional fault in them."""
 
     def __init__(self, wrong: str = "") -> None:
         self.wrong = wrong
@@ -166,7 +166,7 @@ def staged(tmp_path: Path, wrong: str = "", **parallel: Any) -> Job:
     )
 
 
-def test_the_cut_is_shown(tmp_path: Path) -> None:
+def test_the_partition_is_shown(tmp_path: Path) -> None:
     report = validate_job(staged(tmp_path), [])
     assert report.cut is not None
     assert [stage.layers for stage in report.cut.stages] == [(("in",),), (("out",),)]
@@ -177,7 +177,7 @@ def test_the_cut_is_shown(tmp_path: Path) -> None:
     assert re.fullmatch(r"    with a single replica, copies in memory: up to [\d.]+ MB more on each worker", lines[-1])
 
 
-def test_a_cut_that_cannot_be_shown_yet_is_said_to_come(tmp_path: Path) -> None:
+def test_a_partition_that_needs_data_is_announced(tmp_path: Path) -> None:
     sound = staged(tmp_path)
     unmade = replace(sound, data=replace(sound.data, path=str(tmp_path / "unmade"), prepare="examples.digits:prepare"))
     last = "  the partition into stages needs the data: layers are timed on its rows"
@@ -185,7 +185,7 @@ def test_a_cut_that_cannot_be_shown_yet_is_said_to_come(tmp_path: Path) -> None:
     assert last not in validate_job(replace(unmade, parallel=Parallel()), []).lines()
 
 
-def test_what_does_not_fit_this_machines_memory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_too_large_for_this_machine_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "room_of", lambda: 100)
     report = validate_job(staged(tmp_path), [])
     [line] = [line for line in report.lines() if "does not fit" in line]
@@ -201,7 +201,7 @@ def test_what_does_not_fit_this_machines_memory_is_said(tmp_path: Path, monkeypa
         ("collate", "the layers cannot be run one after the other: KeyError: 'label'"),
     ],
 )
-def test_what_keeps_a_model_from_being_cut_is_the_users_to_mend(tmp_path: Path, wrong: str, what: str) -> None:
+def test_a_model_that_cannot_be_partitioned_is_a_task_error(tmp_path: Path, wrong: str, what: str) -> None:
     with pytest.raises(TaskError, match=re.escape(what)):
         validate_job(staged(tmp_path, wrong), [])
 

@@ -1,4 +1,4 @@
-"""What is missing is said with the exact command that mends it."""
+"""The checks name what is missing with the exact command that fixes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def found() -> dict[str, tuple[str, str]]:
     return {check.name: (check.status, check.remedy) for check in doctor.checks()}
 
 
-def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_old_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "ray":
             raise PackageNotFoundError(name)
@@ -29,7 +29,7 @@ def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen["Horovod"] == ("PASS", "")
 
 
-def test_horovod_and_what_its_build_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovod_and_missing_build_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "probe", lambda: HorovodState(False, "it is not installed", "raytrain install-horovod"))
     monkeypatch.setattr(horovod.shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)

@@ -1,4 +1,4 @@
-"""The fixes: each applies exactly once, or says that it does not."""
+"""The fixes: each applies exactly once, or raises an error."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from raytrain_plus.errors import RunError
 from raytrain_plus.install.fixes import EDITS, Edit, apply_all, digest
 
 
-def test_every_edit_has_a_name_and_a_reason_of_its_own() -> None:
+def test_every_edit_has_a_unique_name_and_a_reason() -> None:
     assert len({edit.name for edit in EDITS}) == len(EDITS)
     assert all(edit.reason and edit.old != edit.new for edit in EDITS)
 

@@ -1,4 +1,4 @@
-"""Which wheel is built, kept and taken; what becomes of one that does not work. Nothing is built here."""
+"""Which Horovod wheel is built, cached and used, and what happens to a broken one. Nothing is built here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrain_plus.install.state import fixed_version
 
 @pytest.fixture
 def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was done, in order, on a machine whose torch has CUDA and whose builds take no time."""
+    """The actions, in order, on a machine whose torch has CUDA and whose builds take no time."""
     done: list[str] = []
 
     def pip(arguments: Sequence[str], *rest: Any) -> None:
@@ -47,7 +47,7 @@ def with_nvcc(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     monkeypatch.setattr(horovod.shutil, "which", lambda name: f"/bin/{name}" if there else None)
 
 
-def test_a_build_without_nccl_beside_cuda_is_told_and_kept_apart(
+def test_a_build_without_nccl_despite_cuda_is_reported_and_cached_separately(
     done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -66,17 +66,17 @@ def test_a_build_without_nccl_beside_cuda_is_told_and_kept_apart(
     assert done.count("build") == 2
 
 
-def test_the_place_of_a_build_for_processors_stays(done: list[str]) -> None:
-    # A wheel may be there already.
+def test_the_cache_folder_of_a_cpu_build_is_stable(done: list[str]) -> None:
+    # Users may have a cached wheel at this place.
     assert horovod.wheel_folder("2.13.0+cpu", False).name.endswith(f"-torch2.13.0+cpu-{digest(EDITS)}")
 
 
-def test_nccl_is_asked_of_the_build() -> None:
+def test_the_build_environment_requests_nccl() -> None:
     assert horovod._build_environment(True)["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert horovod._build_environment(False)["HOROVOD_WITHOUT_GPU"] == "1"
 
 
-def test_a_wheel_that_fails_its_proof_is_not_kept(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_that_fails_its_test_is_not_kept(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RunError("it does not work")
 

@@ -1,4 +1,4 @@
-"""What is said where the Python that runs this package lacks another that it needs."""
+"""The error for a required package that is not installed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from raytrain_plus.install.missing_package import lacking
 REPOSITORY = Path(__file__).parents[3]
 
 
-def test_a_python_without_what_is_needed_is_named(tmp_path: Path) -> None:
-    """The Python that `python` means on a machine may be another than the one that its Ray runs in."""
+def test_a_python_without_a_required_package_is_named(tmp_path: Path) -> None:
+    """`python` on a machine may differ from the Python in which its Ray runs."""
     job = tmp_path / "job.yaml"
     job.write_text("{task: 'a:B', steps: 1, data: {path: d, batch_size: 8}}")
     without = "import runpy, sys; sys.modules['ray'] = None; runpy.run_module('raytrain_plus', run_name='__main__')"
@@ -26,7 +26,7 @@ def test_a_python_without_what_is_needed_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_another_package_or_this_one_lacks_of_itself_is_no_such_mistake() -> None:
+def test_other_failed_imports_are_not_converted() -> None:
     for name in ("raytrain_plus.nothing", "nothing_at_all"):
         with pytest.raises(ModuleNotFoundError) as raised:
             __import__(name)

@@ -1,4 +1,4 @@
-"""Whether a Horovod may be used is decided by its version and torch's, and wrong ones are told apart."""
+"""A Horovod is usable or not by its version and that of torch; each reason is named."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_build_is_for_one_torch(
 
 
 def show(monkeypatch: pytest.MonkeyPatch, horovod: str | None, torch: str) -> None:
-    """As if these versions were installed."""
+    """Pretend that these versions are installed."""
 
     def version(name: str) -> str:
         found = {"horovod": horovod, "torch": torch}[name]
@@ -49,13 +49,13 @@ def show(monkeypatch: pytest.MonkeyPatch, horovod: str | None, torch: str) -> No
     monkeypatch.setattr(state, "version", version)
 
 
-def test_a_build_for_processors_keeps_its_name() -> None:
+def test_a_cpu_build_keeps_its_name() -> None:
     # A wheel of this name may be in users' caches.
     assert fixed_version("2.13.0+cpu") == f"0.28.1+raytrain.{digest(EDITS)}.torch.2.13.0.cpu"
     assert fixed_version("2.13.0+cu130", nccl=True) == f"{fixed_version('2.13.0+cu130')}.nccl"
 
 
-def test_a_build_whose_compiled_part_is_missing_is_noticed_without_loading_it(
+def test_a_missing_compiled_extension_is_noticed_without_loading_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     show(monkeypatch, fixed_version("2.13.0+cpu"), "2.13.0+cpu")
@@ -73,14 +73,14 @@ def test_a_build_whose_compiled_part_is_missing_is_noticed_without_loading_it(
     assert state.choose_collective("horovod", 0) == "horovod"
 
 
-def test_auto_takes_torch_where_horovod_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_torch_if_horovod_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(False, "it is not installed", "x"))
     assert state.choose_collective("auto", 0) == "torch"
     monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(True, "it is", ""))
     assert state.choose_collective("auto", 0) == "horovod"
 
 
-def test_a_build_of_another_version_is_not_passed_over_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_build_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, "0.28.1+raytrain.fb9ace7e.torch.2.13.0.cpu", "2.13.0+cpu")
     said = state.passed_over("auto")
     assert "another process on the machine can join a run" in said
@@ -93,7 +93,7 @@ def test_a_build_of_another_version_is_not_passed_over_in_silence(monkeypatch: p
     assert state.passed_over("auto") == ""
 
 
-def test_a_job_that_asks_for_gpus_wants_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_with_gpus_needs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(True, "0.28.1+x", ""))
     assert state.choose_collective("auto", 1) == "torch"
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What is said of a cluster that cannot be joined, and of one that anybody can join."""
+"""Errors for a cluster that cannot be joined, and the warning about one that requires no token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOB = Job(name="n", task="t:T", steps=1, data=Data(path="data", batch_size=8))
 MISMATCH = "Version mismatch: The cluster was started with:\n    Ray: 2.59.0\n    Python: 3.10.1\nThis process: ..."
 
 
-def test_another_ray_or_python_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_ray_or_python_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**_: Any) -> None:
         raise RuntimeError(MISMATCH)
 
@@ -43,7 +43,7 @@ def test_another_ray_or_python_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])
-def test_addresses_for_who_is_no_machine_of_the_cluster(address: str) -> None:
+def test_addresses_that_only_outside_machines_use_are_refused(address: str) -> None:
     with pytest.raises(InputError, match="raytrain submit JOB"), connected(JOB, address):
         pass
     with (
@@ -53,13 +53,13 @@ def test_addresses_for_who_is_no_machine_of_the_cluster(address: str) -> None:
         pass
 
 
-def test_a_token_that_is_missing_or_wrong_is_told_alike_wherever_it_is_asked_for(
+def test_a_missing_or_wrong_token_gives_the_same_error_everywhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(*_: Any, **__: Any) -> None:
         raise AuthenticationError("no token was found\nand more of that")
 
-    # Each client sets it for itself.
+    # Each client sets these variables for its own process.
     for name in ("RAY_AUTH_MODE", "RAY_API_SERVER_ADDRESS"):
         monkeypatch.setenv(name, os.environ.get(name, "disabled"))
     monkeypatch.setattr(cluster, "check_let_in", refused)
@@ -98,7 +98,7 @@ def test_a_connection_through_ray_client_is_refused(monkeypatch: pytest.MonkeyPa
         (["127.0.0.1"], None, None),
     ],
 )
-def test_a_cluster_open_beyond_this_machine_is_told_of_where_one_is_connected_already(
+def test_an_existing_connection_to_an_open_cluster_is_warned_about(
     nodes: list[str],
     mode: str | None,
     open_to: str | None,
@@ -116,8 +116,8 @@ def test_a_cluster_open_beyond_this_machine_is_told_of_where_one_is_connected_al
     assert [f"anyone who can reach {open_to} can run any code" in line for line in said] == ([True] if open_to else [])
 
 
-def test_a_ray_that_is_too_slow_to_start_is_told_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It raises a plain `Exception`: that was a fault of ours, to be reported."""
+def test_a_slow_start_of_ray_is_reported_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises a plain `Exception`; without special handling it would be reported as our bug."""
 
     def init(**_: Any) -> None:
         raise Exception("The current node timed out during startup. This could happen because\nof this or that.")
@@ -137,7 +137,7 @@ def test_a_ray_that_is_too_slow_to_start_is_told_with_the_load(monkeypatch: pyte
     assert fix.startswith("  fix: try again when the machine is less busy")
 
 
-def test_a_ray_that_is_too_slow_to_answer_is_told_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_answer_of_ray_is_reported_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "nodes", list)
     said = r"Ray failed: GetTimeoutError: Get timed out\n  this machine now: load average"
@@ -154,15 +154,15 @@ def test_a_ray_that_is_too_slow_to_answer_is_told_with_the_load(monkeypatch: pyt
         ("disabled", True, True, ["disabled"]),
     ],
 )
-def test_a_token_that_lies_here_is_shown_to_a_cluster_that_asks_for_one(
+def test_a_stored_token_is_sent_to_a_cluster_that_requires_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str | None, here: bool, right: bool, asked: list[str | None]
 ) -> None:
-    """It had to be asked for by RAY_AUTH_MODE=token, of which nobody told."""
+    """Without this, users would have to know that they must set RAY_AUTH_MODE=token."""
     token = tmp_path / "token"
     if here:
         token.write_text("a-token-of-this-test-alone")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    # So that it is as it was, whatever happens here.
+    # Makes `monkeypatch` restore the variable afterwards.
     monkeypatch.setenv("RAY_AUTH_MODE", mode or "disabled")
     if mode is None:
         del os.environ["RAY_AUTH_MODE"]
@@ -183,5 +183,5 @@ def test_a_token_that_lies_here_is_shown_to_a_cluster_that_asks_for_one(
         expected = contextlib.nullcontext() if let_in else pytest.raises(InputError, match="export RAY_AUTH_MODE=token")
         with expected, connected(JOB, f"127.0.0.1:{server.getsockname()[1]}"):
             assert os.environ["RAY_AUTH_MODE"] == "token"
-    # The next cluster may ask for none.
+    # The next cluster may require no token.
     assert (seen, os.environ.get("RAY_AUTH_MODE")) == (asked, mode)

@@ -1,4 +1,4 @@
-"""A run by its folder: what a notebook shows of it, and what an interrupt of who waits for it is."""
+"""The handle of a run: its picture in a notebook, and an interrupt while waiting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytrain_plus.storage.local import LocalFolder
 
 @pytest.fixture
 def run(tmp_path: Path) -> LocalFolder:
-    """A run of four steps that has made two, and whose holder is gone."""
+    """A run that has made two of four steps, and whose controller is gone."""
     run = LocalFolder(tmp_path / "gpt")
     run.write("job.yaml", [Job(name="gpt", task="a:B", data=Data(path="d", batch_size=8), steps=4).to_yaml().encode()])
     log = EventLog(run, clock=lambda: 0.0)
@@ -43,7 +43,7 @@ def test_a_notebook_draws_a_handle(run: LocalFolder) -> None:
 
 
 @pytest.mark.parametrize("wait", [Handle.follow, Handle.result])
-def test_an_interrupt_ends_the_waiting_and_says_so(
+def test_an_interrupt_ends_only_the_waiting(
     run: LocalFolder, wait: Callable[[Handle], Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> Result:

@@ -1,4 +1,4 @@
-"""What machines see of a run's storage and data."""
+"""The check that a machine sees a run's storage and data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def order(path: Path, **data: Any) -> Any:
     return SimpleNamespace(plan=plan)
 
 
-def test_what_is_there_is_seen(tmp_path: Path) -> None:
+def test_a_machine_that_sees_everything_has_no_problems(tmp_path: Path) -> None:
     write(tmp_path / "data" / "a.parquet", 10)
     write(tmp_path / "data" / "b.parquet", 10)
     (tmp_path / "runs").mkdir()
@@ -62,7 +62,7 @@ def test_without_a_usable_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
         (Seen("", "", "horovod is not installed"), r"machine m: horovod is not installed.*raytrain install-horovod"),
     ],
 )
-def test_what_is_amiss_is_told(tmp_path: Path, seen: Seen, told: str) -> None:
+def test_problems_are_reported(tmp_path: Path, seen: Seen, told: str) -> None:
     write(tmp_path / "a.parquet", 10)
     one = order(tmp_path / "a.parquet")
     check_seen(one, "m", GOOD)

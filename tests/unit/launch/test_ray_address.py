@@ -1,4 +1,4 @@
-"""What an address is the address of."""
+"""Classification of Ray addresses."""
 
 import pytest
 
@@ -6,12 +6,12 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.launch.ray_address import HERE, dashboard_of, is_dashboard, is_join, named_dashboard
 
 
-def test_kinds() -> None:
+def test_kinds_of_addresses() -> None:
     assert [is_dashboard(one) for one in (None, "", "10.0.0.1:6379", "ray://head:10001", HERE)] == [False] * 4 + [True]
     assert [is_join(one) for one in ("10.0.0.1:6379", "auto", "ray://head:10001", HERE)] == [True, True, False, False]
 
 
-def test_where_a_job_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dashboard_to_submit_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert (dashboard_of(None), named_dashboard()) == (HERE, None)

@@ -1,4 +1,4 @@
-"""What is sent with a job, and where to."""
+"""Which files a submitted job uploads, and what it refuses to upload."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def job(**changes: object) -> Job:
 
 
 def sent(folder: Path, unneeded: Sequence[str] = ()) -> list[str]:
-    """The files that Ray puts into the package of a folder."""
+    """Return the files that Ray puts into the package of a folder."""
     package = folder.parent / f"package-{secrets.token_hex(4)}.zip"
     create_package(str(folder), package, include_gitignore=True, excludes=left_out(folder, unneeded))
     with zipfile.ZipFile(package) as opened:
@@ -48,13 +48,13 @@ def test_data_and_runs_are_unneeded(tmp_path: Path) -> None:
     assert unneeded_by(made, tmp_path) == ["/data/train/**/*.parquet", "/data/held_out/**/*.parquet"]
     assert unneeded_by(job(path="/share/data", storage="../elsewhere"), tmp_path) == []
     assert unneeded_by(job(path="/share/data"), tmp_path) == ["/runs/*/"]
-    # All in one folder: its other folders are the user's.
+    # If the storage is the folder itself, its other folders are the user's.
     assert unneeded_by(job(path="s3://b/data", storage=str(tmp_path)), tmp_path) == []
 
 
 @pytest.mark.parametrize("place", ["data/x", ".", "data/x/0.parquet"])
-def test_data_inside_the_folder_stays_there(tmp_path: Path, place: str) -> None:
-    """Where its path is absolute, which the cluster sees as it is; and a link's, into the folder or out of it."""
+def test_data_inside_the_folder_is_not_sent(tmp_path: Path, place: str) -> None:
+    """Data inside the folder is not sent: with an absolute path, or through a link into or out of the folder."""
     folder = filled(tmp_path / "project", "task.py", "data/x/0.parquet", "data/x.py")
     assert sent(folder, unneeded_by(job(path=str(folder / place)), folder)) == ["data/x.py", "task.py"]
     (tmp_path / "link").symlink_to(folder)
@@ -64,18 +64,18 @@ def test_data_inside_the_folder_stays_there(tmp_path: Path, place: str) -> None:
     assert "share/far/0.parquet" not in sent(folder, unneeded_by(job(path=str(folder / "share/far")), folder))
 
 
-def test_a_run_that_goes_on_has_no_need_of_its_data_either(tmp_path: Path) -> None:
+def test_a_resumed_run_sends_no_data_either(tmp_path: Path) -> None:
     folder = filled(tmp_path / "project", "task.py", "runs/old/model", "made/0.parquet")
     storage = filled(tmp_path / "runs", "job/job.yaml")
     written = {"task": "t:T", "steps": 1, "data": {"path": "made", "batch_size": 8, "prepare": "t:p"}}
     (storage / "job" / "job.yaml").write_text(json.dumps(written))
     assert sent(folder, unneeded_to_resume("job", str(storage), folder)) == ["task.py"]
-    # Where the cluster alone sees the run, nobody knows here what its data is.
+    # If only the cluster sees the run, its data is not known here.
     unseen = unneeded_to_resume("job", str(tmp_path / "elsewhere"), folder)
     assert sent(folder, unseen) == ["made/0.parquet", "task.py"]
 
 
-def test_environments_are_known_by_what_is_in_them(tmp_path: Path) -> None:
+def test_environments_are_recognised_by_their_content(tmp_path: Path) -> None:
     names = ["env/pyvenv.cfg", "env/lib/a.py", "[my] conda/conda-meta/history", "[my] conda/lib/a.py"]
     folder = filled(tmp_path / "project", "task.py", "lib/b.py", "training/c.py", *names)
     assert [one.name for one in environments(folder)] == ["[my] conda", "env"]
@@ -83,8 +83,8 @@ def test_environments_are_known_by_what_is_in_them(tmp_path: Path) -> None:
     assert "env" not in largest(folder)
 
 
-def test_an_environment_that_is_named_like_a_part_of_this_package_takes_none_of_it(tmp_path: Path) -> None:
-    """Ray leaves out of a module that goes along what it leaves out of the folder."""
+def test_an_environment_named_like_a_folder_of_this_package_excludes_none_of_it(tmp_path: Path) -> None:
+    """Ray applies the folder's exclude patterns also to an uploaded module."""
     folder = filled(tmp_path / "project", "training/pyvenv.cfg", "training/lib/a.py")
     assert sent(folder) == []
     package = filled(tmp_path / "raytrain_plus", "training/loop.py", "task.py")
@@ -93,21 +93,21 @@ def test_an_environment_that_is_named_like_a_part_of_this_package_takes_none_of_
         assert sorted(opened.namelist()) == ["task.py", "training/loop.py"]
 
 
-def test_the_job_file_must_be_among_what_is_sent(tmp_path: Path) -> None:
+def test_the_job_file_must_be_inside_the_working_directory(tmp_path: Path) -> None:
     inside, outside = tmp_path / "project" / "jobs" / "a.yaml", tmp_path / "b.yaml"
     assert check_sendable(job(path="/share"), inside, tmp_path / "project") == "jobs/a.yaml"
     with pytest.raises(InputError, match="not inside the working directory"):
         check_sendable(job(path="/share"), outside, tmp_path / "project")
 
 
-def test_data_is_not_sent(tmp_path: Path) -> None:
+def test_relative_data_is_refused(tmp_path: Path) -> None:
     for good in (job(path="s3://bucket/data"), job(prepare="tasks:prepare")):
         check_sendable(good, tmp_path / "job.yaml", tmp_path)
     with pytest.raises(InputError, match=r"data\.path: data/train.*relative"):
         check_sendable(job(), tmp_path / "job.yaml", tmp_path)
 
 
-def test_the_largest_are_named(tmp_path: Path) -> None:
+def test_the_largest_entries_are_named(tmp_path: Path) -> None:
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "one").write_bytes(b"x" * 3000)
     (tmp_path / "small").write_bytes(b"x")
@@ -115,14 +115,14 @@ def test_the_largest_are_named(tmp_path: Path) -> None:
     assert largest(tmp_path).count("(") == 2
 
 
-def test_no_key_is_among_what_a_cluster_shows() -> None:
+def test_commands_with_credentials_are_refused() -> None:
     check_shown(["run", "job.yaml", "--set", "storage=s3://bucket/runs?region=eu-west-1"])
     with pytest.raises(InputError) as error:
         check_shown(["run", "job.yaml", "--set", "storage=s3://KEY:SECRET@bucket/runs"])
     assert "KEY:SECRET" not in str(error.value)
 
 
-def test_held_out_data_is_not_sent_either(tmp_path: Path) -> None:
+def test_relative_held_out_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"evaluate\.path: data/held_out"):
         check_sendable(
             job(path="/share", evaluate=Evaluate(path="data/held_out", every_steps=2)), tmp_path / "a.yaml", tmp_path

@@ -1,4 +1,4 @@
-"""What a driver has started ends with it, however it ends."""
+"""The processes that a driver registered end with it, however it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 LASTS = "import time; time.sleep(600)"
-# The child has a child of its own, as Ray's raylet has agents.
+# The child has a child, as Ray's raylet has agents.
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {LASTS!r}])"
 DRIVER = f"""
 import os, subprocess, sys, time
@@ -18,7 +18,7 @@ import psutil
 from raytrain_plus.launch.reaper import reaper
 quiet = {{"stdout": subprocess.DEVNULL, "start_new_session": True}}
 unminded = subprocess.Popen([sys.executable, "-c", {LASTS!r}], **quiet)
-# Like a worker that its raylet starts later; and one of another raylet.
+# Like a worker that the driver's raylet starts later, and a worker of another raylet.
 worker = lambda name: subprocess.Popen([sys.executable, "-c", {LASTS!r}, "--raylet-name=" + name], **quiet)
 stranger = worker("/tmp/other/raylet")
 child = subprocess.Popen([sys.executable, "-c", {PARENT!r}], **quiet)
@@ -30,7 +30,7 @@ with reaper() as over_it:
     late = worker(socket)
     forked = os.fork() if sys.argv[1] == "forks" else 0
     if sys.argv[1] == "forks" and not forked:
-        # It has the driver's end of the pipe, too.
+        # This child holds the driver's end of the pipe, too.
         os.close(1)
         time.sleep(600)
     family = [child.pid, psutil.Process(child.pid).children()[0].pid]
@@ -49,7 +49,7 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def driver(started: list[subprocess.Popen[str]], how: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """A driver, and: two children of its own, one that it forked (or none); its reaper, and the three that it minds."""
+    """A driver, its two children, one that it forked (or none), its reaper, and the three registered processes."""
     command = [sys.executable, "-c", DRIVER, how]
     started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
     assert started[-1].stdout is not None
@@ -64,7 +64,9 @@ def end(*processes: psutil.Process) -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "forks"])
-def test_what_a_killed_driver_minded_is_ended_and_nothing_else(started: list[subprocess.Popen[str]], how: str) -> None:
+def test_registered_processes_and_no_others_end_with_a_killed_driver(
+    started: list[subprocess.Popen[str]], how: str
+) -> None:
     process, (*others, reaper, late, child, grandchild) = driver(started, how)
     process.kill()
     gone, alive = psutil.wait_procs([reaper, late, child, grandchild], timeout=8)
@@ -74,7 +76,7 @@ def test_what_a_killed_driver_minded_is_ended_and_nothing_else(started: list[sub
     assert all(living)
 
 
-def test_what_is_left_when_it_lets_go_is_ended_too(started: list[subprocess.Popen[str]]) -> None:
+def test_registered_processes_end_when_the_driver_lets_go(started: list[subprocess.Popen[str]]) -> None:
     process, (one, other, *minded) = driver(started, "plain")
     process.communicate("\n", timeout=20)
     _, alive = psutil.wait_procs(minded, timeout=5)

@@ -1,4 +1,4 @@
-"""Whether a cluster can ever have the workers that a job asks for, and a job go on from what is in a folder."""
+"""Checks before a run: whether the cluster has enough room, and whether a job can resume from a folder."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def limits(
         (Workers(min=1, gpus=1), {"CPU": 4.0, "GPU": 1.0}),
     ],
 )
-def test_what_is_there_or_may_come_is_enough(
+def test_present_or_possible_room_is_enough(
     monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None
 ) -> None:
     assert limits(monkeypatch, workers, most) == workers.min
 
 
-def test_an_autoscaler_that_does_not_tell_how_far_it_goes_may_bring_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_autoscaler_with_unknown_limits_may_add_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits(monkeypatch, Workers(min=4, gpus=1), None, autoscaler=True) == 4
     with pytest.raises(InputError):
         limits(monkeypatch, Workers(min=5), {"CPU": 4.0}, autoscaler=True)
@@ -71,7 +71,7 @@ def test_an_autoscaler_that_does_not_tell_how_far_it_goes_may_bring_enough(monke
         (Workers(min=1, gpus=1), {"CPU": 4.0}, "workers.min: 1"),
     ],
 )
-def test_what_can_never_be_had_is_refused(
+def test_impossible_requests_are_refused(
     monkeypatch: pytest.MonkeyPatch, workers: Workers, most: dict[str, float] | None, where: str
 ) -> None:
     with pytest.raises(InputError, match="the cluster has room for") as caught:
@@ -80,13 +80,13 @@ def test_what_can_never_be_had_is_refused(
     assert "its 1 nodes have: 2 CPU, 0 GPU" in caught.value.expected
 
 
-def test_a_class_that_is_no_task_is_not_sent() -> None:
+def test_a_class_that_is_not_a_task_is_not_sent() -> None:
     job = Job(name="x", task=int, data=Data(path="d", batch_size=8), steps=1)
     with pytest.raises(TaskError, match="builtins:int is the class int"):
         preflight._task_to_send(job, [])
 
 
-def test_workers_that_are_never_formed_are_told_of_and_no_ray_is_started_for_them(
+def test_unused_workers_are_warned_about_and_ray_has_no_room_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[int] = []
@@ -115,7 +115,7 @@ def test_workers_that_are_never_formed_are_told_of_and_no_ray_is_started_for_the
 
 
 class Begun:
-    """A run's folder with a checkpoint after step 3, and what it was made of."""
+    """A run's folder with a checkpoint after step 3, with its job and data."""
 
     def __init__(self, folder: Path) -> None:
         write(folder / "data" / "a.parquet", 40)
@@ -139,12 +139,12 @@ def begun(tmp_path: Path) -> Begun:
     return Begun(tmp_path)
 
 
-def test_a_job_goes_on_with_what_may_change_and_under_another_name(begun: Begun) -> None:
+def test_a_job_resumes_with_allowed_changes_and_under_another_name(begun: Begun) -> None:
     begun.goes_on()
     begun.goes_on(replace(begun.job, name="copied", steps=20, args={"w": 2}, workers=Workers(min=2)))
 
 
-def test_other_data_is_refused_by_what_the_folder_says_and_else_by_the_checkpoint(begun: Begun, tmp_path: Path) -> None:
+def test_other_data_is_refused_by_the_folder_or_else_by_the_checkpoint(begun: Begun, tmp_path: Path) -> None:
     write(tmp_path / "data" / "b.parquet", 40)
     begun.seen = index(tmp_path / "data")
     with pytest.raises(DataError, match=r"the data has changed since the run started: b\.parquet is new"):
@@ -155,7 +155,7 @@ def test_other_data_is_refused_by_what_the_folder_says_and_else_by_the_checkpoin
 
 
 @pytest.mark.parametrize("damaged", [b"{", b"[]", b"{}", b'{"fingerprint": ""}', b'{"fingerprint": "", "files": [1]}'])
-def test_what_the_folder_says_of_the_data_may_be_damaged(begun: Begun, damaged: bytes) -> None:
+def test_a_damaged_description_of_the_data_is_reported(begun: Begun, damaged: bytes) -> None:
     begun.run.write("dataset.json", [damaged])
     with pytest.raises(InputError, match=r"run/dataset\.json.*: the file is damaged") as caught:
         begun.goes_on()
@@ -164,7 +164,7 @@ def test_what_the_folder_says_of_the_data_may_be_damaged(begun: Begun, damaged: 
     begun.goes_on()
 
 
-def test_another_jobs_checkpoint_is_refused_wherever_it_stands(begun: Begun) -> None:
+def test_another_jobs_checkpoint_is_refused_at_any_position(begun: Begun) -> None:
     other = replace(begun.job, seed=1, data=replace(begun.job.data, batch_size=16))
     begun.save(1, job=other, run="theirs")
     match = (
@@ -174,7 +174,7 @@ def test_another_jobs_checkpoint_is_refused_wherever_it_stands(begun: Begun) -> 
         begun.goes_on()
 
 
-def test_a_damaged_checkpoint_is_warned_of_and_the_one_before_is_taken(
+def test_a_damaged_checkpoint_gives_a_warning_and_the_one_before_is_used(
     begun: Begun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun.save(5)
@@ -186,14 +186,14 @@ def test_a_damaged_checkpoint_is_warned_of_and_the_one_before_is_taken(
         begun.goes_on(replace(begun.job, steps=2))
 
 
-def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(begun: Begun) -> None:
+def test_a_run_does_not_start_over_if_every_checkpoint_is_damaged(begun: Begun) -> None:
     begun.run.write(f"checkpoints/{name_of(3, 0)}.json", [b"{}"])
     with pytest.raises(CheckpointError, match="can be used; the newest: the manifest is damaged") as caught:
         begun.goes_on()
     assert caught.value.where == f"{begun.run.where}/checkpoints/{name_of(3, 0)}"
 
 
-def test_a_finished_run_without_a_checkpoint_has_nothing_to_go_on_from(begun: Begun) -> None:
+def test_a_finished_run_without_a_checkpoint_cannot_resume(begun: Begun) -> None:
     begun.run.remove("checkpoints")
     begun.goes_on()
     Result(name="x", status="finished", exit_code=0, path=begun.run.path, steps=9, samples=72).save(begun.run)
@@ -202,7 +202,7 @@ def test_a_finished_run_without_a_checkpoint_has_nothing_to_go_on_from(begun: Be
     assert caught.value.where == f"run folder {begun.run.where}"
 
 
-def test_a_task_that_has_changed_since_the_checkpoint_is_warned_of(
+def test_a_task_changed_since_the_checkpoint_gives_a_warning(
     begun: Begun, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "a.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    pass\n")

@@ -1,4 +1,4 @@
-"""What `verify` says of runs that agree, that differ, and that were not the ones it asked for."""
+"""The verdict of `verify` on runs that agree, that differ, or that did not run as planned."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ SIZES = (1, 2, 4)
 
 @dataclass
 class Fakes:
-    """Runs that nobody makes: what each of `SIZES` gives after a step."""
+    """Simulated runs: functions that give the values of each of `SIZES` after a step."""
 
     model: Callable[[int, int], float] = lambda size, step: float(step)
-    """A weight, of (size, step)."""
+    """The value of a weight, given (size, step)."""
     moments: Callable[[int, int], float] = lambda size, step: float(step)
-    """The optimizer's, of (size, step)."""
+    """The value of the optimizer state, given (size, step)."""
     loss: Callable[[int, int], float] = lambda size, step: 1.0 / (1 + step)
     metric: Callable[[int], float] = lambda size: 0.5
     changes: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What else is another in the trial of a size."""
+    """Other fields of the trial that differ for a size."""
     made: list[str] = field(default_factory=list)
-    """The names of the runs that were made."""
+    """The names of the simulated runs."""
     cuts: list[int] = field(default_factory=list)
-    """The steps of those that were made to find a difference."""
+    """The numbers of steps of the runs that searched for a difference."""
 
     def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> Trial:
         assert job.steps is not None
@@ -91,13 +91,13 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdict]:
 def test_runs_that_agree(judged: Callable[..., Verdict]) -> None:
     found = judged(Fakes())
     assert (found.agree, found.differs, found.steps) == (True, "", 10)
-    # One worker that dies takes the state along.
+    # With one worker a kill would lose the state.
     assert [trial.to_kill for trial in found.trials] == [0, 1, 1]
     assert found.lines()[-1] == "  all runs gave the same bits and used every row once"
     assert found.to_json()["culprits"] == ()
 
 
-def test_what_is_not_a_number_is_the_same_as_itself(judged: Callable[..., Verdict]) -> None:
+def test_nan_equals_nan(judged: Callable[..., Verdict]) -> None:
     assert judged(Fakes(loss=lambda size, step: float("nan"), metric=lambda size: float("nan"))).agree
 
 
@@ -109,7 +109,7 @@ def test_the_first_step_and_tensor_that_differ(judged: Callable[..., Verdict], f
     fakes = Fakes(model=model, loss=lambda size, step: model(size, step - 1))
     found = judged(fakes)
     assert (found.agree, found.differs) == (False, f"after step {first}, first in 'b.weight'")
-    # What the losses tell is not looked for: they differ from the step behind the first on.
+    # The losses bound the search: they differ from the step after the first difference.
     assert max(fakes.cuts) <= first + 2
     said = found.lines()
     assert said[-5] == f"  the runs differ: {found.differs}"
@@ -134,7 +134,7 @@ def test_a_difference_in_a_loss_alone(judged: Callable[..., Verdict]) -> None:
     assert (found.agree, found.differs) == (False, "only in the loss of step 3")
 
 
-def test_a_difference_that_does_not_come_again(judged: Callable[..., Verdict]) -> None:
+def test_a_difference_that_does_not_repeat(judged: Callable[..., Verdict]) -> None:
     class Once(Fakes):
         def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> Trial:
             made = super().trial(job, folder, name, size, kills, roots)
@@ -144,7 +144,7 @@ def test_a_difference_that_does_not_come_again(judged: Callable[..., Verdict]) -
     assert (found.agree, found.differs) == (False, "not every time: when run again, the states agree after every step")
 
 
-def test_a_search_that_fails_says_how_far_it_came(judged: Callable[..., Verdict]) -> None:
+def test_a_failed_search_reports_how_far_it_came(judged: Callable[..., Verdict]) -> None:
     class Failing(Fakes):
         def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> Trial:
             if name.startswith("to-"):
@@ -155,7 +155,7 @@ def test_a_search_that_fails_says_how_far_it_came(judged: Callable[..., Verdict]
     assert found.differs == "at step 9 or before; the search for the first difference failed: no room"
 
 
-def test_a_run_that_ended_before_its_deaths_is_made_again(judged: Callable[..., Verdict]) -> None:
+def test_a_run_that_ended_before_its_kills_is_repeated(judged: Callable[..., Verdict]) -> None:
     class Late(Fakes):
         def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> Trial:
             made = super().trial(job, folder, name, size, kills, roots)
@@ -174,7 +174,7 @@ def test_a_run_that_ended_before_its_deaths_is_made_again(judged: Callable[..., 
         ({"audit_clean": False}, "AUDIT NOT CLEAN"),
     ],
 )
-def test_runs_that_were_not_made_as_asked_do_not_agree(
+def test_runs_that_did_not_go_as_planned_do_not_agree(
     judged: Callable[..., Verdict], change: dict[str, Any], said: str
 ) -> None:
     fakes = Fakes(changes={4: change})
@@ -186,10 +186,10 @@ def test_runs_that_were_not_made_as_asked_do_not_agree(
 
 
 @pytest.mark.parametrize(("kills", "to_form"), [(0, 5), (1, 4)])
-def test_a_size_that_makes_no_step_faster_is_formed_smaller_where_workers_die(
+def test_a_size_that_makes_no_step_faster_is_smaller_with_kills(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kills: int, to_form: int
 ) -> None:
-    # Twelve shards on five workers are three a worker at most, as on four.
+    # Twelve shards give at most three per worker on five workers, as on four.
     def made(job: Job, **settings: object) -> Result:
         assert (job.workers.min, job.workers.max) == (1 if kills else 5, 5)
         path = tmp_path / job.name
@@ -215,6 +215,6 @@ def test_a_single_run_is_refused(judged: Callable[..., Verdict]) -> None:
     assert "--workers 1,2" in str(caught.value)
 
 
-def test_sizes_that_the_job_cannot_have_are_refused(judged: Callable[..., Verdict]) -> None:
+def test_impossible_sizes_are_refused(judged: Callable[..., Verdict]) -> None:
     with pytest.raises(InputError, match="13 workers cannot train this job"):
         judged(Fakes(), sizes=(1, 13))

@@ -1,4 +1,4 @@
-"""Weights out of a run: the newest that are whole, into a file or a model."""
+"""Export of a run's newest complete weights, into a file or a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.state.test_checkpoint import described, shares
 
 
 class Model(nn.Module):
-    """With a buffer that is kept, one that is not, and a tied weight."""
+    """A model with a persistent buffer, one that is not persistent, and a tied weight."""
 
     count: torch.Tensor
 
@@ -43,7 +43,7 @@ def model(seed: int) -> Model:
 
 
 def save(run: Folder, step: int) -> None:
-    """A checkpoint of `model(step)`."""
+    """Write a checkpoint of `model(step)`."""
     of_step = model(step)
     tensors = {f"param/{name}": value.detach() for name, value in of_step.named_parameters()}
     tensors |= {f"buffer/{name}": value for name, value in of_step.named_buffers()}
@@ -88,7 +88,7 @@ def test_a_model_gets_the_weights_of_an_exported_file(local: LocalFolder, tmp_pa
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_a_damaged_newest_is_passed_over_and_said_so(
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(
     local: LocalFolder, cut: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = file_of(local, 9)
@@ -103,10 +103,10 @@ def test_a_damaged_newest_is_passed_over_and_said_so(
     assert "00001-of-00002.safetensors" in line
 
 
-def test_a_newest_that_is_not_finite_is_passed_over_and_said_so(
+def test_a_newest_checkpoint_that_is_not_finite_is_skipped_with_a_warning(
     local: LocalFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Older versions could write one."""
+    """Older versions could write such a checkpoint."""
     bad = {"param/first.weight": torch.full((4, 3), torch.nan), "param/first.bias": torch.zeros(4)}
     bad["buffer/count"] = torch.zeros(())
     groups = [{"parameters": ["first.weight", "first.bias"], "settings": {}}]
@@ -116,7 +116,7 @@ def test_a_newest_that_is_not_finite_is_passed_over_and_said_so(
     assert "'first.weight' holds NaN or infinity" in capsys.readouterr().err
 
 
-def test_what_a_newer_version_wrote_is_not_passed_over_in_silence(local: LocalFolder, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_newer_version_is_refused(local: LocalFolder, tmp_path: Path) -> None:
     document = local.path / "checkpoints" / f"{name_of(9, 0)}.json"
     rest = document.read_bytes().partition(b", ")[2].replace(b'"format": 1', b'"format": 2')
     document.write_bytes(b'{"xxh3_128": "' + xxhash.xxh3_128(rest).hexdigest().encode() + b'", ' + rest)
@@ -126,7 +126,7 @@ def test_what_a_newer_version_wrote_is_not_passed_over_in_silence(local: LocalFo
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_where_nothing_is_whole_that_is_said_with_each_reason(local: LocalFolder) -> None:
+def test_a_run_without_a_complete_checkpoint_is_refused_with_each_reason(local: LocalFolder) -> None:
     for step in (4, 9):
         file_of(local, step).unlink()
     with pytest.raises(InputError, match=r"no complete checkpoint; 0+9-0+: 00001.* missing; 0+4-0+: 00001.* missing"):
@@ -143,13 +143,13 @@ def test_another_models_weights_change_nothing(local: LocalFolder) -> None:
     assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
 
 
-def test_what_is_no_safetensors_file_is_told(tmp_path: Path) -> None:
+def test_an_invalid_safetensors_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"a pickle, say")
     with pytest.raises(InputError, match=r"model\.safetensors: not a valid safetensors file"):
         load(tmp_path / "model.safetensors", model(0))
 
 
-def test_an_export_that_cannot_be_written_is_told(local: LocalFolder, tmp_path: Path) -> None:
+def test_an_export_that_cannot_be_written_is_reported(local: LocalFolder, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be written"):
         export_weights(local, tmp_path / "nowhere" / "model.safetensors")
 

@@ -1,4 +1,4 @@
-"""Whether a job may use a run's folder."""
+"""A run's folder: whether a job may use it, its claims and its lease."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def left_by(run: Folder, status: str, job: Job = JOB) -> Result:
 
 @pytest.fixture(params=["local", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
-    """An empty folder for runs, of either kind."""
+    """An empty storage folder, local or on S3."""
     if request.param == "local":
         return LocalFolder(tmp_path)
     bucket: Folder = request.getfixturevalue("bucket")
@@ -63,25 +63,25 @@ def run(storage: Folder) -> Folder:
     return storage.inside("run")
 
 
-def test_a_name_that_is_free_may_be_used(run: Folder) -> None:
+def test_a_free_name_may_be_used(run: Folder) -> None:
     assert earlier_result(run, JOB, fresh=False) is None
 
 
 def test_the_same_job_that_finished_gives_its_result_again(run: Folder) -> None:
     result = left_by(run, "finished")
     assert earlier_result(run, JOB, fresh=False) == result
-    # What the result does not depend on may differ.
+    # Settings that do not affect the result may differ.
     elsewhere = replace(JOB, workers=replace(JOB.workers, min=2), elastic=replace(JOB.elastic, wait_s=1))
     assert earlier_result(run, elsewhere, fresh=False) == result
 
 
 @pytest.mark.parametrize("status", ["failed", "stopped"])
-def test_one_that_did_not_finish_goes_on(run: Folder, status: str) -> None:
+def test_an_unfinished_run_may_resume(run: Folder, status: str) -> None:
     left_by(run, status)
     assert earlier_result(run, JOB, fresh=False) is None
 
 
-def test_a_finished_run_goes_on_to_more_steps_where_that_was_asked_for(run: Folder) -> None:
+def test_a_finished_run_may_continue_to_more_steps(run: Folder) -> None:
     left_by(run, "finished")
     longer = replace(JOB, steps=9, args={"width": 3})
     with pytest.raises(InputError, match="they differ in args, steps"):
@@ -89,13 +89,13 @@ def test_a_finished_run_goes_on_to_more_steps_where_that_was_asked_for(run: Fold
     assert earlier_result(run, longer, fresh=False, may_change=("args", "steps")) is None
 
 
-def test_a_folder_that_is_no_run_is_in_the_way(run: Folder) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(run: Folder) -> None:
     run.write("thesis", [b"x"])
     with pytest.raises(InputError, match=r"does not belong to a run: it has no job\.yaml"):
         earlier_result(run, JOB, fresh=False)
 
 
-def test_who_was_killed_before_the_job_was_written_is_not_in_the_way(
+def test_a_controller_killed_before_it_wrote_the_job_blocks_nobody(
     run: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder, "LEASE_S", 0.2)
@@ -108,7 +108,7 @@ def test_who_was_killed_before_the_job_was_written_is_not_in_the_way(
     assert claims_of(run) == 2
 
 
-def test_a_file_is_in_the_way(tmp_path: Path) -> None:
+def test_a_file_at_the_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(InputError, match="run: the path is a file"):
         earlier_result(LocalFolder(tmp_path / "run"), JOB, fresh=True)
@@ -132,7 +132,7 @@ def test_the_nearest_runs_are_named(tmp_path: Path) -> None:
         find_run("digit", str(tmp_path))
 
 
-def test_a_folder_without_a_job_has_none(run: Folder) -> None:
+def test_a_folder_without_a_job_is_reported(run: Folder) -> None:
     with pytest.raises(InputError, match=r"run/job\.yaml: there is no such file"):
         job_of(run)
 
@@ -145,7 +145,7 @@ def test_the_newest_controller_alone_may_write(run: Folder) -> None:
     second = Fence(run, claims_of(run))
     assert second.overtaken() is None
     assert str(os.getpid()) in (first.overtaken() or "")
-    # Moved aside, and another one's in its place.
+    # The folder is moved aside, and another run takes its place.
     run.move("aside")
     assert second.overtaken() == "its folder was moved away"
     third = Fence(run, 0)
@@ -153,7 +153,7 @@ def test_the_newest_controller_alone_may_write(run: Folder) -> None:
     assert third.overtaken() is None
 
 
-def test_who_takes_a_run_removes_what_the_killed_have_begun(tmp_path: Path) -> None:
+def test_a_new_controller_removes_unfinished_files(tmp_path: Path) -> None:
     old = [".model.safetensors.ab.part", "ledger/.00000000-000000000000.parquet.cd.part"]
     others = ["claims/.00000001.json.ef.part", "checkpoints/000000000001-00000000/.00000-of-00001.safetensors.01.part"]
     run = LocalFolder(tmp_path)
@@ -167,7 +167,7 @@ def test_who_takes_a_run_removes_what_the_killed_have_begun(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damaged", [b"", b"[]", b"{}", b"\xff"])
-def test_who_finds_a_damaged_claim_stops_all_the_same(tmp_path: Path, damaged: bytes) -> None:
+def test_a_damaged_newer_claim_stops_a_controller_too(tmp_path: Path, damaged: bytes) -> None:
     run = LocalFolder(tmp_path)
     fence = Fence(run, 0)
     run.write("claims/00000001.json", [damaged])
@@ -177,14 +177,14 @@ def test_who_finds_a_damaged_claim_stops_all_the_same(tmp_path: Path, damaged: b
 
 
 @pytest.mark.parametrize("damaged", [b"\xff\xfe", b"a: [", b"a: b: c"])
-def test_a_damaged_job_is_told(run: Folder, damaged: bytes) -> None:
+def test_a_damaged_job_is_reported(run: Folder, damaged: bytes) -> None:
     run.write("job.yaml", [damaged])
     with pytest.raises(InputError, match=r"run/job\.yaml: the file is damaged"):
         earlier_result(run, JOB, fresh=False)
     assert earlier_result(run, JOB, fresh=True) is None
 
 
-def test_of_controllers_that_begin_at_once_one_gets_the_run(tmp_path: Path) -> None:
+def test_one_of_several_simultaneous_controllers_gets_the_run(tmp_path: Path) -> None:
     got: list[Fence] = []
     late: list[InputError] = []
     ready = threading.Barrier(8)
@@ -205,7 +205,7 @@ def test_of_controllers_that_begin_at_once_one_gets_the_run(tmp_path: Path) -> N
     assert got[0].overtaken() is None
 
 
-def test_another_job_is_in_the_way_and_its_differences_are_named(run: Folder) -> None:
+def test_another_job_is_refused_and_its_differences_are_named(run: Folder) -> None:
     left_by(run, "finished")
     other = replace(JOB, seed=1, data=replace(JOB.data, batch_size=16))
     with pytest.raises(InputError, match=r"they differ in seed, data\.batch_size"):
@@ -215,7 +215,7 @@ def test_another_job_is_in_the_way_and_its_differences_are_named(run: Folder) ->
 def test_fresh_moves_aside_and_overwrites_nothing(
     storage: Folder, run: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # All in one second.
+    # All moves happen within one second.
     monkeypatch.setattr(folder.time, "strftime", lambda *_: "20240101-000000")
     for _ in range(3):
         left_by(run, "failed")
@@ -232,7 +232,7 @@ def test_fresh_moves_aside_and_overwrites_nothing(
 
 @contextmanager
 def living(run: Folder) -> Iterator[None]:
-    """Somebody has the run, and renews its lease."""
+    """Hold the run and renew its lease while this is open."""
     over = threading.Event()
 
     def renew() -> None:
@@ -249,22 +249,22 @@ def living(run: Folder) -> Iterator[None]:
         holder.join()
 
 
-def test_a_living_run_is_in_the_way_even_of_a_fresh_one(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_run_blocks_even_a_fresh_one(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     left_by(run, "failed")
     with living(run), pytest.raises(InputError, match=r"is already running \(process \d+ on "):
         earlier_result(run, JOB, fresh=True)
-    # Nobody renews it any more: it is waited for.
+    # Nobody renews the lease any more: wait until it expires.
     monkeypatch.setattr(folder, "LEASE_S", 0.4)
     Lease(run, "here:1").renew()
     assert earlier_result(run, JOB, fresh=True) is None
 
 
-def test_a_lease_is_never_seen_half(run: Folder) -> None:
+def test_a_living_lease_is_always_readable(run: Folder) -> None:
     with living(run):
         assert all(lease_holder(run) is not None for _ in range(100))
 
 
-def test_a_run_that_began_in_the_meantime_is_left_alone(run: Folder) -> None:
+def test_a_run_that_started_in_the_meantime_is_left_alone(run: Folder) -> None:
     left_by(run, "finished")
     with pytest.raises(InputError, match=r"has started in the meantime \(and ended\)"):
         claim(run, fresh=False, claims=None)
@@ -273,7 +273,7 @@ def test_a_run_that_began_in_the_meantime_is_left_alone(run: Folder) -> None:
     assert "result.json" in run.files()
 
 
-def test_a_dead_holders_clock_that_is_ahead_is_in_nobodys_way(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_holders_fast_clock_blocks_nobody(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "LEASE_S", 0.2)
     left_by(run, "failed")
     run.write("lease.json", [json.dumps({"time": time.time() + 3600, "pid": 1, "host": "h"}).encode()])
@@ -283,7 +283,7 @@ def test_a_dead_holders_clock_that_is_ahead_is_in_nobodys_way(run: Folder, monke
     assert "result.json" not in run.files()
 
 
-def test_a_lease_that_nobody_renews_ends(run: Folder) -> None:
+def test_a_lease_that_is_not_renewed_expires(run: Folder) -> None:
     lease = {"time": time.time() - LEASE_S - 1, "pid": 1, "host": "h"}
     run.write("lease.json", [json.dumps(lease).encode()])
     assert lease_holder(run) is None
@@ -298,7 +298,7 @@ def test_a_lease_that_nobody_renews_ends(run: Folder) -> None:
 
 
 def left_by_the_dead(run: Folder) -> None:
-    """The lease of a process of this machine that has just been killed."""
+    """A lease of a process on this machine that has just been killed."""
     renew = (
         "import sys; from raytrain_plus.runs.folder import Lease; from raytrain_plus.storage.open import open_folder; "
         "import os, signal; Lease(open_folder(sys.argv[1]), 'here:1').renew(); os.kill(os.getpid(), signal.SIGKILL)"
@@ -307,11 +307,11 @@ def left_by_the_dead(run: Folder) -> None:
 
 
 @pytest.mark.skipif(not this_process(), reason="needs /proc")
-def test_a_holder_that_died_on_this_machine_is_in_nobodys_way(run: Folder) -> None:
-    """Its lease was waited for, and `raytrain status` said for 10 s that the run went on."""
+def test_a_holder_that_died_on_this_machine_blocks_nobody(run: Folder) -> None:
+    """Such a lease must not be waited for, nor count as a running run for 10 s."""
     left_by(run, "failed")
     left_by_the_dead(run)
-    assert time.time() - json.loads(run.read("lease.json"))["time"] < 5, "its lease has not run out"
+    assert time.time() - json.loads(run.read("lease.json"))["time"] < 5, "its lease has not expired"
     assert lease_holder(run) is None
     lost = lost_holder(run)
     assert lost is not None
@@ -319,19 +319,19 @@ def test_a_holder_that_died_on_this_machine_is_in_nobodys_way(run: Folder) -> No
     began = time.monotonic()
     assert earlier_result(run, JOB, fresh=True) is None
     assert time.monotonic() - began < 2
-    # One of which only time can tell holds the folder as long as ever.
+    # A holder whose state is unknown keeps the folder until its lease expires.
     lease = json.loads(run.read("lease.json"))
     run.write("lease.json", [json.dumps({**lease, "time": time.time(), "machine": "another"}).encode()])
     assert lease_holder(run) is not None
     assert lost_holder(run) is None
 
 
-def test_a_storage_that_can_be_written_is_left_as_it_was(storage: Folder, tmp_path: Path) -> None:
+def test_a_writable_storage_is_unchanged_by_the_check(storage: Folder, tmp_path: Path) -> None:
     assert check_writable(storage.inside("new").address).address == storage.inside("new").address
     assert not storage.files()
 
 
-def test_a_storage_that_cannot_be_written_is_told(tmp_path: Path, bucket: Folder) -> None:
+def test_a_storage_that_cannot_be_written_is_reported(tmp_path: Path, bucket: Folder) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written: Not a directory"):
         check_writable(tmp_path / "file" / "below")

@@ -1,4 +1,4 @@
-"""Following a run by its folder: all that happens is told, in order, until the end, or until nobody goes on with it."""
+"""Following a run by its folder: all events in order, until its end or until its controller is gone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEMBERS = [{"worker": "worker-0", "pid": 7, "node": "n", "cell": 0, "stage": 0, 
 
 @pytest.fixture
 def going_on(tmp_path: Path) -> LocalFolder:
-    """A run of four steps that has made two, and whose holder lives."""
+    """A run that has made two of four steps, and whose controller lives."""
     run = LocalFolder(tmp_path / "run")
     job = Job(name="run", task="a:B", data=Data(path="d", batch_size=8, shards=2), epochs=2)
     run.write("job.yaml", [job.to_yaml().encode()])
@@ -68,7 +68,7 @@ class Seen(PlainView):
         super().event(event)
 
 
-def test_what_was_and_what_comes_is_told_once_and_in_order(going_on: LocalFolder) -> None:
+def test_past_and_new_events_are_shown_once_and_in_order(going_on: LocalFolder) -> None:
     view, looks = Seen(), 0
     ended: list[Result] = []
 
@@ -85,30 +85,28 @@ def test_what_was_and_what_comes_is_told_once_and_in_order(going_on: LocalFolder
     assert "run finished: 4 steps" in said
 
 
-def test_who_waits_no_longer_is_told_that_it_goes_on(going_on: LocalFolder) -> None:
+def test_a_timeout_reports_that_the_run_is_still_running(going_on: LocalFolder) -> None:
     with pytest.raises(TimeoutError, match=r"run is still running after 0\.1 s"):
         watch(going_on, None, timeout_s=0.1)
 
 
-def test_a_run_with_which_nobody_goes_on_is_not_waited_for(
-    going_on: LocalFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_a_controller_is_not_waited_for(going_on: LocalFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "LEASE_S", 0.3)
     going_on.remove("lease.json")
     with pytest.raises(RunError, match=r"run: the controller has not renewed .*; resume with: raytrain"):
         watch(going_on, None)
 
 
-def test_a_controller_that_lives_but_cannot_write_is_not_called_dead(
+def test_a_living_controller_that_cannot_write_does_not_count_as_dead(
     going_on: LocalFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a full disk, say. Whoever is told to resume takes the run over."""
+    """For example on a full disk. A user who is told to resume would take the run over."""
     monkeypatch.setattr(follow, "LEASE_S", 0.1)
     with pytest.raises(TimeoutError, match="run is still running"):
         watch(going_on, None, timeout_s=0.5)
 
 
-def test_the_death_of_a_controller_on_this_machine_is_told_at_once(going_on: LocalFolder) -> None:
+def test_the_death_of_a_controller_on_this_machine_is_reported_at_once(going_on: LocalFolder) -> None:
     lease = json.loads(going_on.read("lease.json"))
     going_on.write("lease.json", [json.dumps({**lease, "born": "1"}).encode()])
     began = time.monotonic()
@@ -117,7 +115,7 @@ def test_the_death_of_a_controller_on_this_machine_is_told_at_once(going_on: Loc
     assert time.monotonic() - began < 2
 
 
-def test_what_has_happened_is_told_with_its_time(going_on: LocalFolder) -> None:
+def test_past_events_are_printed_with_their_time(going_on: LocalFolder) -> None:
     text = io.StringIO()
     tell(going_on, text, follow=False)
     lines = text.getvalue().splitlines()
@@ -129,7 +127,7 @@ def test_what_has_happened_is_told_with_its_time(going_on: LocalFolder) -> None:
     assert lines[1][:19] == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(0))
 
 
-def test_and_what_comes_until_the_end(going_on: LocalFolder) -> None:
+def test_new_events_are_printed_until_the_end(going_on: LocalFolder) -> None:
     text = io.StringIO()
 
     def later() -> None:
@@ -144,14 +142,14 @@ def test_and_what_comes_until_the_end(going_on: LocalFolder) -> None:
     assert [line[21:].split("  ")[0] for line in text.getvalue().splitlines()[-2:]] == ["step 4/4", "finished: 4 steps"]
 
 
-def test_the_end_is_told_with_the_last_step_and_what_went_wrong(going_on: LocalFolder) -> None:
+def test_the_end_is_printed_with_the_last_step_and_the_error(going_on: LocalFolder) -> None:
     log = EventLog(going_on, clock=lambda: 0.0)
     write_step(log, 2)
     fields = {"step": 3, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": 0.3, "seconds": 0.1}
     log.write("step_committed", generation=0, time=20.5, fields=fields)
     text = io.StringIO()
     tell(going_on, text, follow=False)
-    assert text.getvalue().splitlines()[-1][21:].startswith("step 4/4"), "however short ago the line before was"
+    assert text.getvalue().splitlines()[-1][21:].startswith("step 4/4"), "even directly after the line before"
     fields = {"status": "failed", "error": "it broke\nhere", "steps": 4, "samples": 32, "state_sha256": None}
     log.write("run_finished", generation=0, time=20.6, fields=fields)
     log.close()

@@ -1,4 +1,4 @@
-"""What a run's folder says of what happened there, wherever it lies."""
+"""The history of a run as read from its folder, local or remote."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def resumed(generation: int, step: int, made: int) -> tuple[int, str, dict[str, 
     return generation, "resumed", {"step": step, "checkpoint": None, "voided_to": made}
 
 
-def test_where_nothing_is_nothing_happened(run: Folder) -> None:
+def test_a_missing_folder_has_an_empty_history(run: Folder) -> None:
     assert look_back(run) == Past()
 
 
-def test_what_was_told_adds_up(run: Folder) -> None:
+def test_the_history_sums_up_the_events(run: Folder) -> None:
     tell(run, [evaluated(0, -1, 9.0), *committed(0, 0, 1, 2), evaluated(2, 2, 5.0), *committed(2, 3)])
     past = look_back(run)
     assert (past.generation, past.committed, past.evaluated, past.figures) == (
@@ -48,22 +48,22 @@ def test_what_was_told_adds_up(run: Folder) -> None:
     )
 
 
-def test_a_resumption_takes_back_what_came_after_it(run: Folder) -> None:
+def test_a_resumption_voids_later_steps(run: Folder) -> None:
     tell(run, [evaluated(0, -1, 9.0), *committed(0, 0, 1, 2), evaluated(0, 2, 5.0)])
-    # Another controller, which goes on from an earlier state.
+    # Another controller resumes from an earlier state.
     tell(run, [resumed(1, 0, 2), *committed(1, 1)])
     past = look_back(run)
     assert (past.generation, past.committed, past.evaluated, past.figures) == (1, 1, -1, {-1: {"loss": 9.0}})
     assert past.resumptions == ((1, 0),)
 
 
-def test_not_all_that_was_written_may_have_been_told(run: Folder) -> None:
+def test_ledger_parts_raise_the_generation(run: Folder) -> None:
     tell(run, committed(0, 0))
     run.write("ledger/00000007-000000000000.parquet", [b""])
     run.write("ledger/notes.txt", [b""])
     assert look_back(run).generation == 7
 
 
-def test_figures_that_are_not_finite_are_numbers_again(run: Folder) -> None:
+def test_metrics_that_are_not_finite_become_floats_again(run: Folder) -> None:
     tell(run, [evaluated(0, -1, math.inf)])
     assert look_back(run).figures == {-1: {"loss": math.inf}}

@@ -1,4 +1,4 @@
-"""Whether a process of this machine lives: nothing is said of those that cannot be known."""
+"""Whether a process of this machine is alive; None if that cannot be known."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_a_process_that_was_killed_has_ended_at_once(other: subprocess.Popen[str
     assert lives(other.pid, **who) is False
 
 
-def test_another_process_with_its_id_is_not_it() -> None:
+def test_another_process_with_the_same_id_is_a_different_one() -> None:
     me = this_process()
     assert lives(os.getpid(), **me)
     assert lives(os.getpid(), me["machine"], str(int(me["born"]) + 1)) is False
 
 
-def test_nothing_is_said_of_other_machines(other: subprocess.Popen[str]) -> None:
+def test_processes_of_other_machines_are_unknown(other: subprocess.Popen[str]) -> None:
     other.kill()
     other.wait()
     for elsewhere in ("", f"{this_process()['machine']}1"):

@@ -1,4 +1,4 @@
-"""What `raytrain status` says of a run, from its folder alone."""
+"""The report of `raytrain status` on a run, from its folder alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.state.test_checkpoint import described, shares, state
 from tests.unit.storage.disk import Linkless
 
 
-def test_a_run_that_goes_on_is_held_by_somebody(run: Folder) -> None:
+def test_a_running_run_names_its_holder(run: Folder) -> None:
     tell(run, committed(0, 0, 1, 2))
     assert status(run).lines() == ["run: unfinished; 3 steps", "  no checkpoints yet"]
     Lease(run, "here:1").renew()
@@ -35,7 +35,7 @@ def test_a_run_that_goes_on_is_held_by_somebody(run: Folder) -> None:
     assert status(run).to_json()["state"] == "stopped"
 
 
-def test_a_run_whose_controller_died_says_what_is_kept_and_how_to_resume(tmp_path: Path) -> None:
+def test_a_dead_controller_is_reported_with_checkpoint_and_resume_command(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path / "run")
     assert what_is_kept(run) == "nothing was written yet: run the job again"
     tell(run, committed(0, *range(10)))
@@ -55,7 +55,7 @@ def test_a_run_whose_controller_died_says_what_is_kept_and_how_to_resume(tmp_pat
     assert found.lines()[0] == f"run: unfinished (its controller died: process {os.getpid()} on h); 10 steps"
     assert found.lines()[-1] == f"  resume with: {command}"
     assert found.to_json()["resume"] == command
-    # One that lives, and only cannot write its lease, is not called dead.
+    # A controller that lives and only cannot write its lease does not count as dead.
     old = {**lease, "time": time.time() - 60}
     run.write("lease.json", [json.dumps(old).encode()])
     silent = f"process {os.getpid()} on {lease['host']}"
@@ -63,12 +63,12 @@ def test_a_run_whose_controller_died_says_what_is_kept_and_how_to_resume(tmp_pat
     run.write("lease.json", [json.dumps({**old, "machine": "another"}).encode()])
     assert status(run).state == f"unfinished ({silent} has not renewed its lease for 60 s)"
     assert status(run).resume == command
-    # What has ended has ended, whatever became of its lease.
+    # A run with a result has ended, whatever its lease says.
     Result(name="run", status="failed", exit_code=1, path=run.path, steps=3, samples=24).save(run)
     assert (status(run).state, status(run).resume) == ("failed", "")
 
 
-def test_checkpoints_are_listed_with_age_and_size_and_why_one_is_none(tmp_path: Path) -> None:
+def test_checkpoints_are_listed_with_age_size_and_state(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path / "run")
     tell(run, committed(0, *range(10)))
     files = {}
@@ -90,8 +90,8 @@ def test_checkpoints_are_listed_with_age_and_size_and_why_one_is_none(tmp_path: 
     assert lines[3].split() == [name_of(3, 0), "4", "2", "h", f"{good.bytes / 1000:.1f}", "kB", "complete"]
 
 
-def test_what_is_damaged_is_told_and_no_fault_of_ours(tmp_path: Path) -> None:
-    """Each was a traceback."""
+def test_damaged_files_are_input_errors(tmp_path: Path) -> None:
+    """Each is reported as an input error, not a traceback."""
     for damage, match in (
         (lambda run: run.write("events.ndjson", [b"{}\n"]), r"run/events\.ndjson, line 1: the file is damaged"),
         (lambda run: run.write("result.json", [b"{}"]), r"run/result\.json: it holds no result"),
@@ -106,9 +106,7 @@ def test_what_is_damaged_is_told_and_no_fault_of_ours(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
 
 
-def test_a_storage_that_does_not_keep_a_second_writer_out_is_named(
-    bucket: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_storage_without_exclusive_creation_is_named(bucket: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     monkeypatch.delitem(sys.modules, "raytrain_plus.storage.s3", raising=False)
     run = open_folder(bucket.inside("bare").address)
@@ -119,7 +117,7 @@ def test_a_storage_that_does_not_keep_a_second_writer_out_is_named(
     assert not status(run).single_writer
 
 
-def test_a_file_system_that_only_says_so_is_found_out(tmp_path: Path) -> None:
+def test_a_file_system_that_falsely_claims_exclusive_creation_is_detected(tmp_path: Path) -> None:
     class Replacing(Disk):
         def link(self, path: Path, to: Path) -> None:
             path.replace(to)
