@@ -11,11 +11,11 @@ from raytrain_plus.credentials import REMEDY, credential_in, without_credentials
 from raytrain_plus.errors import InputError
 
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
-"""What the address of a folder can begin with."""
+"""Supported schemes of folder addresses."""
 
 
 def refuse_credentials(address: str, where: str = "", remedy: str = REMEDY) -> None:
-    """Raise `InputError` if an address contains a credential. `where`: the setting that it was given in."""
+    """Raise `InputError` if an address contains a credential. `where` is the setting that holds the address."""
     if part := credential_in(address):
         shown = without_credentials(address, whole=True)
         place = f"{where}: {shown}" if where else shown
@@ -23,20 +23,20 @@ def refuse_credentials(address: str, where: str = "", remedy: str = REMEDY) -> N
 
 
 def check_name(name: str) -> str:
-    """`name`, where it stays inside its folder. Raises `InputError` for others."""
+    """Return `name` if it stays inside its folder. Raises `InputError` if not."""
     parts = name.split("/")
     if not name or name.startswith("/") or "\\" in name or any(part in ("", ".", "..") for part in parts):
-        raise InputError(f"{name!r} is no name of a file inside a run's folder", where="name")
+        raise InputError(f"{name!r} is not a valid name of a file inside a run's folder", where="name")
     return name
 
 
 def is_address(where: str | Path) -> bool:
-    """Whether it is an address, and no path."""
+    """Return whether `where` is an address and not a path."""
     return "://" in str(where)
 
 
 def within(where: str | Path, name: str) -> str:
-    """The path or address of what has this name in a folder.
+    """Return the path or address of the file or folder `name` inside the folder `where`.
 
     >>> within("s3://bucket/runs/?region=eu-west-1", "digits")
     's3://bucket/runs/digits?region=eu-west-1'
@@ -48,7 +48,7 @@ def within(where: str | Path, name: str) -> str:
 
 
 def split(where: str | Path) -> tuple[str, str]:
-    """The folder in which a folder lies, as a path or address, and its name there; what `within` puts together.
+    """Return the parent of a folder, as a path or address, and the folder's name in it: the inverse of `within`.
 
     >>> split("s3://bucket/runs/digits?region=eu-west-1")
     ('s3://bucket/runs?region=eu-west-1', 'digits')
@@ -62,7 +62,7 @@ def split(where: str | Path) -> tuple[str, str]:
 
 
 def _parted(address: str) -> tuple[str, str, str]:
-    """Scheme, place and settings; the last with the mark that they begin with."""
+    """Return scheme, place and settings; the settings include the mark that they begin with."""
     scheme, _, rest = address.partition("://")
     place, settings = re.findall("([^?#]*)(.*)", rest, re.DOTALL)[0]
     return scheme, place.rstrip("/"), settings

@@ -1,6 +1,6 @@
-"""A file on a file system that grows at its end. What the disk does not take is kept, and written later.
+"""Append to a file on a file system. Data that the disk does not accept is kept and written later.
 
-The file stays open while it grows, so that it follows its folder wherever that is moved.
+The file stays open while it grows, so that it follows its folder if that is moved.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from raytrain_plus.storage.local import naming
 from raytrain_plus.storage.outage import Outages
 
 AGAIN_S = 0.2
-"""Seconds after a failure until `append` writes again: a full disk must not cost each step a fraction of itself."""
+"""Seconds after a failure until `append` writes again, so that a full disk does not slow down every step."""
 
 
 class Appended:
-    """The counterpart of `Growing`, for folders with a path."""
+    """A file that grows at its end: the counterpart of `Growing` for folders with a path."""
 
     def __init__(
         self, folder: Folder, path: Path, writer: str, outages: Outages, before: Callable[[], None] = lambda: None
     ) -> None:
-        """`path` lies in `folder`; `before` is called before it is opened, at the first write. `outages` hears how each
-        write ends, from `writer`."""
+        """Create the appender of the file `path` inside `folder`; the file is opened at the first write.
+
+        `before` is called before the file is opened. Each write reports its outcome to `outages` as `writer`.
+        """
         self._folder = folder
         self._path = path
         self._writer = writer
@@ -40,13 +42,13 @@ class Appended:
         self._again = 0.0
 
     def open(self) -> None:
-        """Opens the file, unless it is open. Raises `OSError` if that is not possible."""
+        """Open the file if it is not open. Raises `OSError` if that fails."""
         if self._file is None:
             self._before()
             self._file = self._path.open("ab", buffering=0)
 
     def append(self, data: bytes) -> None:
-        """Takes what comes next, and hands it to the operating system. What that refuses goes with what comes later."""
+        """Append `data` and hand it to the operating system; data that is refused is written with later data."""
         self.keep(data)
         if time.monotonic() >= self._again:
             with contextlib.suppress(OSError):
@@ -55,26 +57,26 @@ class Appended:
                 self._again = 0.0
 
     def keep(self, data: bytes) -> None:
-        """Takes what comes next, for the next `flush`."""
+        """Append `data` without writing it; the next `flush` does."""
         with self._writing:
             self._owed += data
 
     def flush(self) -> None:
-        """Hands everything to the operating system. Raises `OSError` if the disk does not take it; the rest is kept."""
+        """Hand all data to the operating system. Raises `OSError` if the disk refuses it; the rest is kept."""
         with self._writing:
             if self._owed:
                 with naming(self._path), self._outages.watching(self._writer, self._folder, lambda: len(self._owed)):
                     self._write()
 
     def sync(self) -> None:
-        """Makes everything durable. Raises `OSError` if the disk does not take it."""
+        """Make all data durable. Raises `OSError` if the disk refuses it."""
         self.flush()
         if self._file is not None:
             with naming(self._path), self._outages.watching(self._writer, self._folder, lambda: 0):
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Makes everything durable, and closes the file. Raises `OSError` if the disk does not take it."""
+        """Make all data durable and close the file. Raises `OSError` if the disk refuses it."""
         try:
             self.sync()
         finally:
@@ -85,12 +87,12 @@ class Appended:
                     self._file = None
 
     def abandon(self) -> None:
-        """Forgets what is not written yet."""
+        """Discard the data that is not written yet."""
         with self._writing:
             self._owed.clear()
 
     def place(self) -> Path | None:
-        """Where the file lies now; None if it was removed, or if this system does not say."""
+        """Return the current path of the file; None if it was removed or the system does not tell."""
         if self._file is None or not os.fstat(self._file.fileno()).st_nlink:
             return None
         with contextlib.suppress(OSError):

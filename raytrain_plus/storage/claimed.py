@@ -1,8 +1,8 @@
-"""A run's folder that changes only while the claim of its controller lies in it.
+"""Allow changes to a run's folder only while the claim of its controller is in it.
 
-    mv runs/digits elsewhere    the claim goes with the folder: who still writes to runs/digits finds none, and stops
+    mv runs/digits elsewhere    the claim moves with the folder: a writer to runs/digits finds no claim and stops
 
-Without this check the next checkpoint would make `runs/digits` again, and the name could not be used for a new run.
+Without this check the next checkpoint would create `runs/digits` again, and a new run could not use the name.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the newest controller of a run has created in the run's folder."""
+    """A file that the newest controller of a run has created in the run's folder."""
 
     name: str
     content: bytes
 
 
 class Guarded:
-    """A `Folder` that calls `check` before each change, and once more before a written file gets its name."""
+    """A `Folder` that calls `check` before each change, and again before a written file gets its name."""
 
     def __init__(self, folder: Folder, check: Callable[[], None]) -> None:
         self._folder = folder
@@ -90,28 +90,28 @@ class Guarded:
         try:
             return change()
         except FileNotFoundError:
-            # The folder may have gone between the check and the change.
+            # The folder may have disappeared between the check and the change.
             self._check()
             raise
 
     def _checked(self, data: Iterable[Buffer]) -> Iterator[Buffer]:
         yield from data
-        # That may have taken a while.
+        # Producing the data may have taken a while.
         self._check()
 
 
 class Claimed(Guarded):
-    """A run's folder; from `hold` on only the holder of that claim can change it."""
+    """A run's folder that, after `hold`, only the holder of the claim can change."""
 
     def __init__(self, folder: Folder, claim: Claim | None = None) -> None:
         super().__init__(folder, self._look)
         self.claim: Claim | None = None
-        """None until it is held."""
+        """None until `hold` is called."""
         if claim is not None:
             self.hold(claim)
 
     def hold(self, claim: Claim) -> None:
-        """From now on every change raises `FolderGone` unless this claim lies in the folder."""
+        """Make every later change raise `FolderGone` unless this claim is in the folder."""
         self._folder = self._folder.existing()
         self.claim = claim
 
@@ -123,4 +123,4 @@ class Claimed(Guarded):
                 return
         except FileNotFoundError:
             pass
-        raise FolderGone(f"the run's folder {self.where} was moved or removed, or belongs to another run by now")
+        raise FolderGone(f"the run's folder {self.where} was moved or removed, or now belongs to another run")

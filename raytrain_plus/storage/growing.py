@@ -1,10 +1,10 @@
-"""Records that come one after another, kept where files cannot grow: in parts, each written whole again as it grows.
+"""Store a stream of records on storage whose files cannot grow: in parts, each rewritten whole as it grows.
 
-    append ... append      kept in memory
-    every few seconds      the newest part is written, whole, by a thread of its own
+    append ... append      records are kept in memory
+    every few seconds      a background thread writes the newest part, whole
     at 1 MB                the next part begins
 
-A part is created where none of its name is: of two that write at the same time, none touches what is the other's.
+A part is only created under an unused name: two concurrent writers never touch each other's parts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from raytrain_plus.storage.outage import Outages
 from raytrain_plus.storage.periodic import Repeated
 
 REST = 5.0
-"""How many times as long as a writing took lies before the next one, at least."""
+"""Minimum pause between two writes, as a multiple of the duration of the first."""
 PART_BYTES = 1 << 20
-"""A part ends with the record with which it has so many bytes."""
+"""A part ends with the record that brings it to at least this many bytes."""
 
 
 @dataclass(slots=True)
@@ -31,12 +31,12 @@ class _Part:
     data: bytearray
     name: str = ""
     first: bytes = b""
-    """What it was created with, or would have been where that failed."""
+    """The bytes that it was created with, or that a failed attempt tried to create it with."""
     written: int = 0
 
 
 class Growing:
-    """What the storage does not take is kept, and written later."""
+    """A stream of records in parts. Data that the storage does not accept is kept and written later."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Growing:
         writer: str = "",
         outages: Outages | None = None,
     ) -> None:
-        """`name` gives the name of the next part, another one each time; a part begins with `head`.
+        """Create a stream; `name` returns a new part name at each call, and every part begins with `head`.
 
-        Writes every `period_s` seconds; where writing takes long, `REST` times as long as it took. `outages` hears from
-        `writer` whether the storage takes it.
+        Writes every `period_s` seconds, and pauses at least `REST` times the duration of the last write. Each write
+        reports its outcome to `outages` as `writer`.
         """
         self._writer = writer
         self._outages = outages or Outages()
@@ -63,7 +63,7 @@ class Growing:
         self._repeated = Repeated(self._sync_or_later, period_s, REST, "growing")
 
     def append(self, record: bytes) -> None:
-        """Enters a record; no part begins within it."""
+        """Add a record; records are never split between parts."""
         with self._entering:
             if not self._parts or len(self._parts[-1].data) >= PART_BYTES:
                 self._parts.append(_Part(bytearray(self._head)))
@@ -71,7 +71,7 @@ class Growing:
             self._repeated.start()
 
     def sync(self) -> None:
-        """Returns when all that was entered is written. Raises `OSError` where it cannot be."""
+        """Return when all records are written. Raises `OSError` if that fails."""
         with self._writing, self._outages.watching(self._writer, self._folder, self._owed):
             while True:
                 with self._entering:
@@ -83,16 +83,16 @@ class Growing:
                     self._write(part, data)
                 if last:
                     return
-                # Full, and followed by another: it does not grow any more.
+                # Another part follows, so this one is full and complete.
                 self._parts.popleft()
 
     def close(self) -> None:
-        """Writes what is left. Raises `OSError` where that is not possible."""
+        """Write the remaining records and stop. Raises `OSError` if that fails."""
         self._repeated.stop()
         self.sync()
 
     def abandon(self) -> None:
-        """Forgets what is not written yet."""
+        """Discard the records that are not written yet."""
         self._repeated.stop()
         with self._writing, self._entering:
             self._parts.clear()
@@ -101,7 +101,7 @@ class Growing:
         while not part.written:
             if not part.name:
                 part.name, part.first = self._name(), data
-            # Where an earlier try failed the part may be there all the same: with the bytes of that try it is ours.
+            # A failed attempt may have created the part all the same: with the bytes of that attempt it is ours.
             if self._folder.create(part.name, part.first):
                 part.written = len(part.first)
             else:
@@ -111,16 +111,16 @@ class Growing:
             part.written = len(data)
 
     def _owed(self) -> int:
-        """Bytes that are not written yet."""
+        """Return the number of bytes that are not written yet."""
         with self._entering:
             return sum(len(part.data) - part.written for part in self._parts)
 
     def _sync_or_later(self) -> bool:
         try:
-            # What fails is reported, and tried again.
+            # Failures are reported to `outages` and retried.
             with contextlib.suppress(OSError):
                 self.sync()
         except FolderGone:
-            # So does whoever holds the run's folder find.
+            # The holder of the run's folder notices this itself.
             return False
         return True

@@ -1,7 +1,7 @@
-"""A place where a run's files lie: a folder on a file system, or a prefix on an object store.
+"""Define `Folder`, the interface to a run's files: a folder on a file system, or a prefix on an object store.
 
-What is written is whole and durable when the call returns, or not there; what is created is there once, whoever else
-tries. The rest of the platform knows no other way to keep anything.
+When `write` returns, the file is whole and durable; if it fails, the file is unchanged. Of several concurrent `create`
+calls of one name, only one succeeds. The rest of the platform keeps files through this interface only.
 """
 
 from __future__ import annotations
@@ -12,67 +12,67 @@ from pathlib import Path
 from typing import Any, Protocol
 
 Buffer = bytes | bytearray | memoryview | Any
-"""Something with memory: bytes, or an array of them."""
+"""An object with the buffer protocol: bytes, or an array."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What is known of a file without reading it."""
+    """Size and time of a file, known without reading it."""
 
     bytes: int
     time: float
-    """Of its last change, in Unix seconds."""
+    """Time of the last change, in Unix seconds."""
 
 
 class Folder(Protocol):
-    """Files by name; names are relative paths with slashes.
+    """A folder of files; names are relative paths with slashes.
 
-    Failures of the storage are raised as `OSError`; a name or a link that leads out of the folder as `InputError`.
+    Raises `OSError` if the storage fails, `InputError` for a name or a link that points outside the folder.
     """
 
     where: str
-    """Its path or address, as it may be shown."""
+    """Its path or address, in a form that may be shown."""
     address: str
-    """What `open_folder` takes to open it again."""
+    """The path or address with which `open_folder` opens it again."""
     exclusive: bool
-    """Whether `create` is certain, as the kind of storage promises it: of two that create a name at once, one fails."""
+    """Whether this kind of storage promises that of two concurrent `create` calls of a name one fails."""
 
     @property
     def path(self) -> Path | None:
-        """Where it lies on a file system of this machine, whose files can grow; None where it does not."""
+        """Return its path on a file system of this machine, whose files can grow; None if it has none."""
 
     def path_of(self, name: str) -> Path | None:
-        """Where a file lies on a file system of this machine, there or not; None where it lies on none."""
+        """Return the path of a file, existing or not, on a file system of this machine; None if it has none."""
 
     def write(self, name: str, data: Iterable[Buffer]) -> None:
-        """Writes a file out of its pieces, in place of an earlier one."""
+        """Write a file from its pieces; replaces an existing one."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes a file that is not there yet; whether it was not."""
+        """Write a file that does not exist yet. Return False if it exists, and leave it unchanged."""
 
     def read(self, name: str) -> bytes:
-        """A whole file. Raises `FileNotFoundError` where it is not there."""
+        """Return the bytes of a file. Raises `FileNotFoundError` if it does not exist."""
 
     def read_into(self, name: str, start: int, into: memoryview) -> None:
-        """Fills `into` with a file's bytes from `start` on. Raises `OSError` where the file is shorter."""
+        """Fill `into` with the bytes of a file from `start`. Raises `OSError` if the file is too short."""
 
     def files(self, under: str = "") -> Mapping[str, Stat]:
-        """What lies under a folder of this one, however deep; nothing where there is no such folder."""
+        """Return all files under a subfolder, recursively; an empty mapping if it does not exist."""
 
     def unfinished(self, under: str = "") -> Mapping[str, Stat]:
-        """The same for files that were begun and are none yet: those of a writer that was killed stay."""
+        """Return the unfinished files under a subfolder, which a killed writer leaves behind."""
 
     def remove(self, name: str) -> None:
-        """Removes a file, or everything under a folder; what is not there is no error."""
+        """Remove a file, or everything under a folder; a missing one is not an error."""
 
     def move(self, to: str) -> None:
-        """Gives the folder another name beside the one that it has. Raises `FileExistsError` where that is taken."""
+        """Rename the folder inside its parent. Raises `FileExistsError` if the name is taken."""
 
     def inside(self, name: str) -> Folder:
-        """A folder of this one; it need not be there."""
+        """Return a subfolder; it need not exist."""
 
     def existing(self) -> Folder:
-        """The same folder, which was made before: on a file system, a write raises `FileNotFoundError` if it is gone.
+        """Return the same folder, but one that writes do not create: they raise `FileNotFoundError` if it is gone.
 
-        Object stores have no folders to make.
+        This has no effect on object stores, which have no folders to create.
         """

@@ -1,6 +1,6 @@
-"""Check plain values, as JSON has them, against the shape that a document must have. Pure.
+"""Check plain JSON values against the shape that a document must have. Pure.
 
-A shape is a function from a value to what is wrong with it, in words; nothing if it fits.
+A shape is a function that takes a value and returns what is wrong with it, in words; an empty text if it fits.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ def anything(value: Any) -> str:
 
 
 def text(value: Any) -> str:
-    """Fit every text: an error's may hold what no file name can."""
-    return "" if isinstance(value, str) else f"{_spelled(value)} is no text"
+    """Fit every text. An error's text may contain characters that a file name cannot."""
+    return "" if isinstance(value, str) else f"{_spelled(value)} is not a string"
 
 
 def name(value: Any) -> str:
-    """Fit text that can be a file's name: encodable, and without NUL."""
+    """Fit text that can be a file name: encodable and without NUL."""
     if not isinstance(value, str):
         return text(value)
     if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        return f"{_spelled(value)} holds what is no character"
+        return f"{_spelled(value)} contains an invalid character"
     return ""
 
 
 def truth(value: Any) -> str:
     """Fit true and false."""
-    return "" if isinstance(value, bool) else f"{_spelled(value)} is neither true nor false"
+    return "" if isinstance(value, bool) else f"{_spelled(value)} is not a boolean"
 
 
 def whole(lowest: int, highest: int = MOST) -> Shape:
@@ -43,7 +43,8 @@ def whole(lowest: int, highest: int = MOST) -> Shape:
     def check(value: Any) -> str:
         if isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest:
             return ""
-        return f"{_spelled(value)} is no whole number from {lowest:,}" + f" to {highest:,}" * (highest != MOST)
+        upper = "up" if highest == MOST else f"to {highest:,}"
+        return f"{_spelled(value)} is not an integer from {lowest:,} {upper}"
 
     return check
 
@@ -54,25 +55,25 @@ def number(lowest: float = -math.inf, highest: float = math.inf) -> Shape:
     def check(value: Any) -> str:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 1e300:
             return "" if lowest <= value <= highest else f"{_spelled(value)} is out of range"
-        return f"{_spelled(value)} is no finite number"
+        return f"{_spelled(value)} is not a finite number"
 
     return check
 
 
 def figure(value: Any) -> str:
-    """Fit numbers, with what is not finite spelled as text: see `jsontext`."""
+    """Fit numbers; NaN and infinities are spelled as text, see `json_text`."""
     if isinstance(value, float) or value in ("nan", "inf", "-inf"):
         return ""
     return number()(value).replace("finite number", "number")
 
 
 def one_of(*values: str) -> Shape:
-    """Fit these texts alone."""
-    return lambda value: "" if value in values else f"{_spelled(value)} is none of {', '.join(values)}"
+    """Fit only these texts."""
+    return lambda value: "" if value in values else f"{_spelled(value)} is not one of {', '.join(values)}"
 
 
 def maybe(shape: Shape) -> Shape:
-    """Fit null, too."""
+    """Fit null and whatever `shape` fits."""
     return lambda value: "" if value is None else shape(value)
 
 
@@ -81,7 +82,7 @@ def list_of(shape: Shape) -> Shape:
 
     def check(value: Any) -> str:
         if not isinstance(value, list):
-            return f"{_spelled(value)} is no list"
+            return f"{_spelled(value)} is not a list"
         return next((f"entry {place}: {wrong}" for place, one in enumerate(value) if (wrong := shape(one))), "")
 
     return check
@@ -92,21 +93,21 @@ def table_of(shape: Shape) -> Shape:
 
     def check(value: Any) -> str:
         if not isinstance(value, Mapping):
-            return f"{_spelled(value)} is no object"
+            return f"{_spelled(value)} is not an object"
         return next((f"{key!a}: {wrong}" for key, one in value.items() if (wrong := shape(one))), "")
 
     return check
 
 
 def object_of(**fields: Shape) -> Shape:
-    """Fit objects that have these fields, and perhaps others."""
+    """Fit objects that have at least these fields."""
 
     def check(value: Any) -> str:
         if not isinstance(value, Mapping):
-            return f"{_spelled(value)} is no object"
+            return f"{_spelled(value)} is not an object"
         for field, shape in fields.items():
             if field not in value:
-                return f"there is no {field!r}"
+                return f"the field {field!r} is missing"
             if wrong := shape(value[field]):
                 return f"{field}: {wrong}"
         return ""

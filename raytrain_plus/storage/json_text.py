@@ -1,4 +1,4 @@
-"""JSON that every reader takes: what it has no word for is spelled as text, and credentials are stripped. Pure."""
+"""Write strict JSON: values that JSON lacks are spelled as text, and credentials are stripped. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raytrain_plus.credentials import hide_credentials
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """`value` as JSON, with NaN and infinities as the texts that `float` reads back, and no credential of an address.
+    """Return `value` as JSON; NaN and infinities become texts that `float` reads, credentials are stripped.
 
     >>> json_text({"loss": float("nan"), "steps": 3})
     '{"loss": "nan", "steps": 3}'

@@ -1,10 +1,10 @@
-"""A folder on a file system: written beside, made durable, and only then named.
+"""Implement `Folder` on a file system: files are written under another name, made durable, and only then named.
 
-    write:   .name.part written - fsync - renamed to name - fsync of the folder
-    create:  the same, but linked: a link fails where the name is there, a rename would replace it
-             where there are no links (FAT, some network file systems): opened as a new file, and written in place
+    write:   .name.part is written - fsync - rename to name - fsync of the folder
+    create:  the same, but with a hard link, which fails if the name exists; a rename would replace it
+             without hard links (FAT, some network file systems): opened as a new file and written in place
 
-A file whose fsync failed is thrown away and never synced again: a second fsync can say yes to lost pages
+A file whose fsync failed is discarded and never synced again: a second fsync can succeed although pages are lost
 (Rebello et al., "Can Applications Recover from fsync Failures?", USENIX ATC 2020).
 """
 
@@ -25,52 +25,52 @@ from raytrain_plus.storage.address import check_name
 from raytrain_plus.storage.interface import Buffer, Folder, Stat
 
 PART = ".part"
-"""How the name of an unfinished file ends; such files are no part of a folder."""
+"""Suffix of unfinished files, which are not listed as files of a folder."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What a file system says that has no hard links."""
+"""Error numbers of file systems without hard links."""
 
 
 class Disk:
-    """The calls through which everything reaches the disk, so that a test can stop after any of them."""
+    """The calls that change the disk, gathered here so that a test can stop after any of them."""
 
     def mkdir(self, folder: Path) -> None:
-        """Makes a folder whose parent is there."""
+        """Create a folder whose parent exists."""
         folder.mkdir(exist_ok=True)
 
     def open(self, path: Path) -> int:
-        """A new, empty file, for writing."""
+        """Open a new, empty file for writing; return its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write(self, file: int, data: memoryview) -> int:
-        """Writes some of `data`; how many bytes."""
+        """Write a part of `data`; return the number of bytes written."""
         return os.write(file, data)
 
     def fsync(self, file: int) -> None:
-        """Makes a file's bytes durable."""
+        """Make the bytes of a file durable."""
         os.fsync(file)
 
     def close(self, file: int) -> None:
-        """Closes a file."""
+        """Close a file."""
         os.close(file)
 
     def rename(self, path: Path, to: Path) -> None:
-        """Gives a file another name, in place of another file."""
+        """Rename a file; replaces an existing file."""
         path.replace(to)
 
     def link(self, path: Path, to: Path) -> None:
-        """Gives a file a second name. Raises `FileExistsError` where there is one of that name."""
+        """Create a hard link `to` a file. Raises `FileExistsError` if the name exists."""
         os.link(path, to)
 
     def unlink(self, path: Path) -> None:
-        """Takes a name away."""
+        """Remove a file."""
         path.unlink(missing_ok=True)
 
     def rmtree(self, folder: Path) -> None:
-        """Removes a folder and everything in it."""
+        """Remove a folder and everything in it."""
         shutil.rmtree(folder)
 
     def fsync_folder(self, folder: Path) -> None:
-        """Makes a folder's names durable."""
+        """Make the names in a folder durable."""
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(file)
@@ -80,7 +80,7 @@ class Disk:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Every failure of the system's as an error of ours; one that names no file - a full disk's - names this one."""
+    """Turn `OSError` into `StorageError`; an error that names no file, as of a full disk, gets `path`."""
     try:
         yield
     except FileNotFoundError:
@@ -102,25 +102,25 @@ class LocalFolder:
     exclusive = True
 
     def __init__(self, path: Path, disk: Disk | None = None, made: Path | None = None) -> None:
-        """`made`: this folder or one above it that is there already, and that no write makes again."""
+        """Create the folder object. `made`: this folder or a parent that exists, and that no write creates again."""
         self.path = path
         self.where = self.address = str(path)
         self._disk = disk or Disk()
         self._made = made
 
     def path_of(self, name: str) -> Path:
-        """Where a file lies, there or not. Raises `InputError` where a link leads out of the folder."""
+        """Return the path of a file, existing or not. Raises `InputError` if a link points outside the folder."""
         return self._inside(name)
 
     def write(self, name: str, data: Iterable[Buffer]) -> None:
-        """Writes a file out of its pieces, in place of an earlier one."""
+        """Write a file from its pieces; replaces an existing one."""
         target = self._inside(name)
         with naming(target), self._unfinished(target, data) as part:
             self._disk.rename(part, target)
             self._disk.fsync_folder(target.parent)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes a file that is not there yet; whether it was not."""
+        """Write a file that does not exist yet. Return False if it exists, and leave it unchanged."""
         target = self._inside(name)
         with naming(target), self._unfinished(target, [data]) as part:
             try:
@@ -132,21 +132,21 @@ class LocalFolder:
                 if error.errno not in NO_LINKS:
                     raise
                 made = self._created_in_place(target, data)
-            # Also of one that is there: who made it may not have come so far.
+            # Also for an existing file: its creator may have stopped before this.
             self._disk.fsync_folder(target.parent)
             return made
 
     def read(self, name: str) -> bytes:
-        """A whole file. Raises `FileNotFoundError` where it is not there."""
+        """Return the bytes of a file. Raises `FileNotFoundError` if it does not exist."""
         path = self._inside(name)
         with naming(path):
             try:
                 return path.read_bytes()
             except NotADirectoryError as error:
-                raise FileNotFoundError(errno.ENOENT, "a folder above it is a file", str(path)) from error
+                raise FileNotFoundError(errno.ENOENT, "a parent folder is a file", str(path)) from error
 
     def read_into(self, name: str, start: int, into: memoryview) -> None:
-        """Fills `into` with a file's bytes from `start` on. Raises `OSError` where the file is shorter."""
+        """Fill `into` with the bytes of a file from `start`. Raises `OSError` if the file is too short."""
         path = self._inside(name)
         with naming(path):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -155,17 +155,17 @@ class LocalFolder:
                 while done < len(into):
                     count = os.preadv(file, [into[done:]], start + done)
                     if not count:
-                        raise OSError(f"{path} ends after {start + done} bytes, before {start + len(into)}")
+                        raise OSError(f"{path} ends after {start + done} bytes; {start + len(into)} are needed")
                     done += count
             finally:
                 os.close(file)
 
     def files(self, under: str = "") -> Mapping[str, Stat]:
-        """What lies under a folder of this one, however deep; nothing where there is no such folder."""
+        """Return all files under a subfolder, recursively; an empty mapping if it does not exist."""
         return {name: stat for name, stat in self._all(under).items() if not name.endswith(PART)}
 
     def unfinished(self, under: str = "") -> Mapping[str, Stat]:
-        """The same for files that were begun and are none yet: those of a writer that was killed stay."""
+        """Return the unfinished files under a subfolder, which a killed writer leaves behind."""
         return {name: stat for name, stat in self._all(under).items() if name.endswith(PART)}
 
     def _all(self, under: str) -> Mapping[str, Stat]:
@@ -182,7 +182,7 @@ class LocalFolder:
         return found
 
     def remove(self, name: str) -> None:
-        """Removes a file, or everything under a folder; what is not there is no error."""
+        """Remove a file, or everything under a folder; a missing one is not an error."""
         path = self._inside(name)
         with naming(path):
             if path.is_dir() and not path.is_symlink():
@@ -191,30 +191,30 @@ class LocalFolder:
                 self._disk.unlink(path)
 
     def move(self, to: str) -> None:
-        """Gives the folder another name beside the one that it has. Raises `FileExistsError` where that is taken."""
+        """Rename the folder inside its parent. Raises `FileExistsError` if the name is taken."""
         target = self.path.with_name(check_name(to))
         if target.exists():
-            raise FileExistsError(errno.EEXIST, "there is something of that name already", to)
+            raise FileExistsError(errno.EEXIST, "the name is already taken", to)
         with naming(self.path):
             self.path.rename(target)
 
     def inside(self, name: str) -> Folder:
-        """A folder of this one; it need not be there."""
+        """Return a subfolder; it need not exist."""
         return LocalFolder(self._inside(name), self._disk, self._made)
 
     def existing(self) -> Folder:
-        """This folder, which no write makes again: `FileNotFoundError` is raised if it is gone."""
+        """Return this folder, but one that writes do not create: they raise `FileNotFoundError` if it is gone."""
         same = copy.copy(self)
         same._made = self.path
         return same
 
     def _inside(self, name: str) -> Path:
-        """Where a file lies. Raises `InputError` where a link leads out of the folder."""
+        """Return the path of a file. Raises `InputError` if a link points outside the folder."""
         path = self.path / check_name(name)
-        # `Path.resolve` has an error of its own for links that go round in circles.
+        # `Path.resolve` raises an error of its own for circular links.
         if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.path)):
             raise InputError(
-                f"a link leads out of {self.path}", where=str(path), remedy="put what it leads to in its place"
+                f"a link points outside {self.path}", where=str(path), remedy="replace the link with its target"
             )
         return path
 
@@ -228,7 +228,7 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def _unfinished(self, target: Path, data: Iterable[Buffer]) -> Iterator[Path]:
-        """A durable file of another name; gone afterwards."""
+        """Yield the path of a durable file with another name, and remove it afterwards."""
         self._make(target.parent)
         disk, part = self._disk, target.with_name(f".{target.name}.{secrets.token_hex(4)}{PART}")
         file = disk.open(part)
@@ -240,7 +240,7 @@ class LocalFolder:
                 disk.unlink(part)
 
     def _fill(self, file: int, data: Iterable[Buffer]) -> None:
-        """Writes a new file, makes it durable, and closes it."""
+        """Write a new file, make it durable, and close it."""
         try:
             for piece in data:
                 rest = memoryview(piece).cast("B")
@@ -251,8 +251,11 @@ class LocalFolder:
             self._disk.close(file)
 
     def _created_in_place(self, target: Path, data: Buffer) -> bool:
-        """Writes a file that is not there yet; whether it was not. Where the machine stops it is there, but not whole:
-        a manifest says by its hash that it is not, and of a claim the name is what counts."""
+        """Create a file without a hard link; return False if it exists.
+
+        If the machine stops meanwhile, the file exists but is not whole. A manifest's hash shows that; of a claim only
+        the name matters.
+        """
         try:
             file = self._disk.open(target)
         except FileExistsError:

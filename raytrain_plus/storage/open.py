@@ -18,7 +18,7 @@ def open_folder(where: str | Path) -> Folder:
     refuse_credentials(text)
     if "://" not in text:
         return LocalFolder(Path(text).absolute())
-    # Its libraries take long to load, and most runs need none.
+    # The libraries of remote storage load slowly, and most runs do not need them.
     from raytrain_plus.storage.remote import open_remote
 
     return open_remote(text)

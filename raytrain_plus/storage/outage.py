@@ -1,10 +1,10 @@
-"""A storage that does not take what is written: reported once for each cause, and once more when it works again.
+"""Report storage failures: once for each cause, and once more when the storage works again.
 
     events, ledger, TensorBoard, lease, checkpoints    each writer reports its own failures and successes
     one cause                                          one file system (or object store) and one error number
-    it works again                                     every writer that failed for this cause has written since
+    works again                                        every writer that failed for this cause has written since
 
-A full disk meets every writer of a run, on every machine, many times a minute; it is still one thing to say.
+A full disk makes every writer of a run fail, on every machine, many times a minute; it is reported once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.size_text import size_text
 
 SETTLE_S = 5.0
-"""A cause is over when nothing failed for so many seconds: a disk that is nearly full takes a little now and then."""
+"""Seconds without a failure after which a cause is over: a nearly full disk accepts a little now and then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,22 +32,22 @@ class Outage:
     """One failure of a storage."""
 
     place: str
-    """The file system, by its mount point; on an object store, the bucket."""
+    """Mount point of the file system, or bucket of the object store."""
     code: int
-    """The error number; 0 if the storage gives none."""
+    """Error number; 0 if the storage gives none."""
     reason: str
-    """In the system's words."""
+    """The system's error text."""
     wanted: int
-    """Bytes that were to be written; 0 if nobody knows."""
+    """Bytes that were to be written; 0 if unknown."""
     free: int | None
-    """Bytes that are free there; None if the storage does not say."""
+    """Free bytes of the storage; None if unknown."""
 
     def __str__(self) -> str:
         return outage_text(self.place, self.reason, self.wanted, self.free)
 
 
 def outage_text(place: str, reason: str, wanted: int, free: int | None) -> str:
-    """What is known of an outage, in one line.
+    """Return an outage as one line of text.
 
     >>> outage_text("/mnt", "No space left on device", 2_000_000, 512)
     '/mnt: No space left on device (2.0 MB wanted, 512 bytes free)'
@@ -58,29 +58,29 @@ def outage_text(place: str, reason: str, wanted: int, free: int | None) -> str:
 
 
 def outage_of(error: OSError, folder: Folder, wanted: int = 0) -> Outage:
-    """What `error`, raised by a write into `folder`, says about the storage."""
+    """Return the outage described by `error`, which a write into `folder` raised."""
     code = error.errno or 0
     path = folder.path
     if path is None:
-        # The bucket: all writers of a run share it.
+        # All writers of a run share the bucket.
         bucket = re.match(r"[^:]+://[^/]*", folder.where)
         place = bucket[0] if bucket else folder.where
         return Outage(place=place, code=code, reason=str(error), wanted=wanted, free=None)
     mount = mount_of(path)
     reason = os.strerror(code) if code else str(error)
     free = None
-    # Only these are about space; and whoever may not write is not helped by a number.
+    # Only these errors are about space; for others the number of free bytes explains nothing.
     if code in (errno.ENOSPC, errno.EDQUOT):
         with contextlib.suppress(OSError):
             found = os.statvfs(mount)
-            # If it can hold no more files, free bytes explain nothing.
+            # If the file system can hold no more files, free bytes explain nothing.
             if found.f_favail or not found.f_files:
                 free = found.f_bavail * found.f_frsize
     return Outage(place=str(mount), code=code, reason=reason, wanted=wanted, free=free)
 
 
 def mount_of(path: Path) -> Path:
-    """Where the file system that holds `path` is mounted."""
+    """Return the mount point of the file system that holds `path`."""
     place = Path(os.path.realpath(path))
     while not os.path.ismount(place):
         place = place.parent
@@ -92,12 +92,12 @@ class _Open:
     outage: Outage
     since: float
     writers: set[str] = field(default_factory=set)
-    """Those that have failed and not written since."""
+    """Writers that have failed and not written since."""
     calm_since: float = 0.0
 
 
 class Outages:
-    """The causes that are open. Writers report from any thread; one reader takes the news."""
+    """The open causes. Writers report from any thread; one reader calls `news`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -106,7 +106,7 @@ class Outages:
         self._untold: list[Outage] = []
 
     def failed(self, writer: str, outage: Outage) -> None:
-        """A writer could not write."""
+        """Record that a writer could not write."""
         with self._lock:
             key = outage.place, outage.code
             if key not in self._open:
@@ -115,7 +115,7 @@ class Outages:
             self._open[key].writers.add(writer)
 
     def worked(self, writer: str) -> None:
-        """A writer has written all that it had to write."""
+        """Record that a writer has written all its data."""
         with self._lock:
             for cause in self._open.values():
                 if writer in cause.writers:
@@ -123,13 +123,13 @@ class Outages:
                     cause.calm_since = self._clock()
 
     def knows(self, outage: Outage) -> bool:
-        """Whether the cause of an outage is open."""
+        """Return whether the cause of an outage is open."""
         with self._lock:
             return (outage.place, outage.code) in self._open
 
     @contextlib.contextmanager
     def watching(self, writer: str, folder: Folder, wanted: Callable[[], int]) -> Iterator[None]:
-        """Reports how the writing ends that is done in this context; its `OSError` goes on to the caller."""
+        """Record whether the writing inside this context succeeds; its `OSError` is raised to the caller."""
         try:
             yield
         except OSError as error:
@@ -138,7 +138,7 @@ class Outages:
         self.worked(writer)
 
     def news(self, last: bool = False) -> list[tuple[str, dict[str, Any]]]:
-        """Kinds and fields of the events that are due since the last call; `last`: none come later."""
+        """Return (kind, fields) of the events since the last call; `last`: this is the final call."""
         with self._lock:
             told: list[tuple[str, dict[str, Any]]] = [
                 (

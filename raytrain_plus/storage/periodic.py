@@ -1,4 +1,4 @@
-"""Something that is done again and again on a thread of its own, until it is stopped. Knows nothing of what it is."""
+"""Call a function periodically on a thread of its own, until it is stopped."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 
 class Repeated:
-    """Begins when it is started."""
+    """A periodic call, which begins with `start`."""
 
     def __init__(self, act: Callable[[], bool], period_s: float, rest: float, name: str) -> None:
-        """Calls `act` every `period_s` seconds; where it takes long, `rest` times as long as it took lies between.
+        """Call `act` every `period_s` seconds, with pauses of at least `rest` times the duration of the last call.
 
-        `act` says whether it is to be called again. `name` is the thread's.
+        `act` returns whether it is to be called again. `name` is the name of the thread.
         """
         self._act = act
         self._period_s = period_s
@@ -22,12 +22,12 @@ class Repeated:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begins, unless it has, or was stopped."""
+        """Start the thread, unless it was started or stopped before."""
         if not (self._thread.ident or self._over.is_set()):
             self._thread.start()
 
     def stop(self) -> None:
-        """Returns when nothing is done any more."""
+        """Stop; return once the last call has ended."""
         self._over.set()
         if self._thread.ident:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Whether another machine sees the same storage, and may write there: one leaves a file, and the other looks for it."""
+"""Check that another machine sees the same storage and can write to it: one writes a file, the other looks for it."""
 
 from __future__ import annotations
 
@@ -14,58 +14,58 @@ from raytrain_plus.storage.open import open_folder
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A file that was left in a folder."""
+    """A file that was written to a folder for other machines to find."""
 
     where: str
-    """The folder, as `open_folder` takes it."""
+    """Path or address of the folder, as `open_folder` takes it."""
     name: str
     content: bytes
-    """As nobody else has written it."""
+    """Random bytes that no other probe has."""
 
 
 @contextlib.contextmanager
 def left(storage: Folder, name: str) -> Iterator[Probe]:
-    """One that lies there meanwhile; `name` tells it from those of others. Raises `OSError` where it cannot be left."""
+    """Keep a probe in `storage` while the context is open; `name` identifies it. Raises `OSError` if writing fails."""
     probe = Probe(storage.address, f".probe-{name}", secrets.token_hex(8).encode())
     storage.write(probe.name, [probe.content])
     try:
         yield probe
     finally:
-        # A storage that has failed meanwhile keeps it: the next one of this name takes its place. One that did so
-        # already, as who had the run was taken for dead, has left its own.
+        # If the storage has failed meanwhile the file stays, and the next probe of this name replaces it. It may be
+        # replaced already, if this run's holder was taken for dead: then the file is another's, and stays.
         with contextlib.suppress(OSError):
             if storage.read(probe.name) == probe.content:
                 storage.remove(probe.name)
 
 
 def amiss_with(probe: Probe) -> str:
-    """What is amiss with the storage as this machine sees it; empty where nothing is."""
+    """Return what is wrong with the storage as seen from this machine; empty if nothing is."""
     try:
         storage = open_folder(probe.where)
         if storage.read(probe.name) != probe.content:
-            return "has another folder there"
+            return "sees a different directory at this path"
         keeps_others_out(storage)
     except FileNotFoundError:
-        return "has another folder there, or none"
+        return "sees a different directory, or none, at this path"
     except OSError as error:
-        return f"cannot write there: {error.strerror or error}"
+        return f"cannot write to this path: {error.strerror or error}"
     return ""
 
 
 def refusal(machine: str, fault: str, storage: str) -> InputError:
-    """What is told of a machine with such a fault."""
+    """Return the error for a machine on which `amiss_with` found a fault."""
     return InputError(
         f"the machine {machine} {fault}",
         where=f"storage: {storage}",
-        expected="a folder that all machines of the cluster see and may write: a share's absolute path, or an address",
-        remedy="--set storage=s3://BUCKET/runs, say",
+        expected="a folder that every machine can read and write: the absolute path of a share, or an address",
+        remedy="set another storage, for example --set storage=s3://BUCKET/runs",
     )
 
 
 def keeps_others_out(folder: Folder) -> bool:
-    """Whether of two that create the same file there the second fails, as it is tried.
+    """Return whether creating an existing file fails in this folder, by trying it.
 
-    Raises `OSError` where nothing can be created, or removed.
+    Raises `OSError` if a file cannot be created or removed.
     """
     tried = f".probe-{secrets.token_hex(4)}"
     folder.create(tried, b"one")

@@ -1,11 +1,11 @@
-"""A folder on an object store or a remote file system, through pyarrow: S3, GCS, Azure, HDFS.
+"""Implement `Folder` on an object store or a remote file system, through pyarrow: S3, GCS, Azure, HDFS.
 
-    S3 with boto3    write: uploaded, and aborted where that fails     create: put where there is none
-    all others       write: .name.part written - moved to name         create: looked for, then written
+    S3 with boto3    write: upload, aborted if it fails                create: conditional put
+    all others       write: .name.part is written - moved to name      create: existence check, then write
 
-pyarrow has no way to give a file up: closing its stream completes the object with what was written so far, and so does
-letting the stream go. An exception half way would therefore put half a file in place of a whole one; hence the other
-name. On S3 that costs a copy inside the store, which takes objects of 5 GB at most; boto3 spares both.
+pyarrow cannot abandon a file: closing its stream, or dropping it, completes the object with the bytes written so far.
+An exception half way would therefore replace a whole file by half a file; hence the temporary name. On S3 the move
+costs a copy inside the store, which is limited to objects of 5 GB; boto3 avoids the copy and the limit.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from raytrain_plus.storage.s3 import Objects
 
 OBJECT_STORES = ("s3", "gcs", "abfs")
-"""Where a folder is the beginning of a name, which no rename can change."""
+"""Storage on which a folder is a prefix of names, which cannot be renamed."""
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 30.0
-"""Without a byte, on S3; the libraries try three times. The clients of the other stores have limits of their own."""
+"""Seconds without a byte on S3; the libraries try three times. The clients of other stores have their own limits."""
 
 
 def open_remote(where: str) -> Folder:
-    """The folder at an address, such as `s3://bucket/runs?region=eu-west-1`; it need not be there.
+    """Return the folder at an address, such as `s3://bucket/runs?region=eu-west-1`; it need not exist.
 
-    The address holds settings as pyarrow takes them, and no credentials: these come from the environment. Raises
-    `InputError` where it is none, `OSError` where the store that it names cannot be asked.
+    The address can carry pyarrow's settings but no credentials: these come from the environment. Raises `InputError` if
+    the address is invalid, `OSError` if its store cannot be reached.
     """
     shown = where.partition("?")[0]
     with _told(f"{shown} could not be opened"):
@@ -63,7 +63,7 @@ def open_remote(where: str) -> Folder:
 
 def _no_address(shown: str, why: str) -> InputError:
     return InputError(
-        f"this is no address of a folder{f' ({why})' if why else ''}",
+        f"this is not a valid address of a folder{f' ({why})' if why else ''}",
         where=shown,
         expected="s3://bucket/path, gs://bucket/path, abfs://container@account.dfs.core.windows.net/path, "
         "hdfs://host:port/path, or a path",
@@ -72,7 +72,7 @@ def _no_address(shown: str, why: str) -> InputError:
 
 
 def _objects(settings: Mapping[str, Any], region: str) -> Objects | None:
-    """What S3 offers beyond pyarrow, where boto3 is installed."""
+    """Return the S3 operations that pyarrow lacks, or None if boto3 is not installed."""
     try:
         from raytrain_plus.storage.s3 import Objects
     except ModuleNotFoundError:
@@ -83,14 +83,14 @@ def _objects(settings: Mapping[str, Any], region: str) -> Objects | None:
 class RemoteFolder:
     """See `Folder`; `exclusive` on S3 with boto3.
 
-    A store that speaks S3 but does not know conditional writes creates without looking (AWS has them since 2024):
-    `runfolder.Fence` tries it out.
+    An S3-compatible store without conditional writes (AWS has them since 2024) replaces existing objects on `create`:
+    `runs.folder.Fence` tests for that.
     """
 
     path = None
 
     def __init__(self, system: fs.FileSystem, path: str, address: str, objects: Objects | None = None) -> None:
-        """`path` is the folder's in `system`, `address` what one opens it by."""
+        """Create the folder object: `path` is its path in `system`, `address` opens it again."""
         self.address = address
         self.where = address.partition("?")[0]
         self.exclusive = objects is not None
@@ -99,20 +99,20 @@ class RemoteFolder:
         self._objects = objects
 
     def path_of(self, name: str) -> None:
-        """On none of this machine's file systems."""
+        """Return None: the file is not on a file system of this machine."""
 
     def write(self, name: str, data: Iterable[Buffer]) -> None:
-        """Writes a file out of its pieces, in place of an earlier one."""
+        """Write a file from its pieces; replaces an existing one."""
         if self._objects is not None:
             self._objects.upload(self._inside(name), data)
         else:
             self._write_beside(name, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes a file that is not there yet; whether it was not.
+        """Write a file that does not exist yet. Return False if it exists with other bytes, and leave it unchanged.
 
-        Where the same bytes are there already they count as ours: the put was done and its answer lost, here or in an
-        earlier call. So whoever must be the only one puts something random into `data`.
+        An existing file with the same bytes counts as created by this call: the put may have succeeded and its answer
+        may be lost, here or in an earlier call. A caller that must be the only one puts random bytes into `data`.
         """
         if self._objects is not None:
             created = self._objects.create(self._inside(name), data)
@@ -127,32 +127,32 @@ class RemoteFolder:
             return False
 
     def read(self, name: str) -> bytes:
-        """A whole file. Raises `FileNotFoundError` where it is not there."""
+        """Return the bytes of a file. Raises `FileNotFoundError` if it does not exist."""
         with self._doing("read", name), self._system.open_input_file(self._inside(name)) as file:
             data: bytes = file.read()
             if len(data) != file.size():
-                raise OSError(f"{len(data)} bytes came, not {file.size()}")
+                raise OSError(f"received {len(data)} bytes, expected {file.size()}")
             return data
 
     def read_into(self, name: str, start: int, into: memoryview) -> None:
-        """Fills `into` with a file's bytes from `start` on. Raises `OSError` where the file is shorter."""
+        """Fill `into` with the bytes of a file from `start`. Raises `OSError` if the file is too short."""
         with self._doing("read", name), self._system.open_input_file(self._inside(name)) as file:
             if file.size() < start + len(into):
-                raise OSError(f"it ends after {file.size()} bytes, before {start + len(into)}")
+                raise OSError(f"it ends after {file.size()} bytes; {start + len(into)} are needed")
             file.seek(start)
             done = 0
             while done < len(into):
                 count = file.readinto(into[done:])
                 if not count:
-                    raise OSError(f"{start + done} bytes came, not {start + len(into)}")
+                    raise OSError(f"received {start + done} bytes, expected {start + len(into)}")
                 done += count
 
     def files(self, under: str = "") -> Mapping[str, Stat]:
-        """What lies under a folder of this one, however deep; nothing where there is no such folder."""
+        """Return all files under a subfolder, recursively; an empty mapping if it does not exist."""
         return {name: stat for name, stat in self._all(under).items() if not name.endswith(PART)}
 
     def unfinished(self, under: str = "") -> Mapping[str, Stat]:
-        """The same for files that were begun and are none yet: those of a writer that was killed stay."""
+        """Return the unfinished files under a subfolder, which a killed writer leaves behind."""
         return {name: stat for name, stat in self._all(under).items() if name.endswith(PART)}
 
     def _all(self, under: str) -> Mapping[str, Stat]:
@@ -166,7 +166,7 @@ class RemoteFolder:
         }
 
     def remove(self, name: str) -> None:
-        """Removes a file, or everything under a folder; what is not there is no error."""
+        """Remove a file, or everything under a folder; a missing one is not an error."""
         path = self._inside(name)
         with contextlib.suppress(FileNotFoundError), self._doing("removed", name):
             kind = self._type(path)
@@ -176,36 +176,36 @@ class RemoteFolder:
                 self._system.delete_file(path)
 
     def move(self, to: str) -> None:
-        """Gives the folder another name beside the one that it has; on object stores file by file, by copies.
+        """Rename the folder inside its parent; object stores copy it file by file.
 
-        Raises `FileExistsError` where that is taken.
+        Raises `FileExistsError` if the name is taken.
         """
         parent, slash, _ = self._path.rpartition("/")
         target = f"{parent}/{check_name(to)}"
         if not slash:
-            raise OSError(f"{self.where} is a whole bucket, which keeps its name")
+            raise OSError(f"{self.where} is a whole bucket and cannot be renamed")
         with self._doing(f"moved to {to}"):
             taken = self._type(target) != fs.FileType.NotFound
         if taken:
-            raise FileExistsError(errno.EEXIST, "there is something of that name already", to)
+            raise FileExistsError(errno.EEXIST, "the name is already taken", to)
         if self._system.type_name not in OBJECT_STORES:
             with self._doing(f"moved to {to}"):
                 self._system.move(self._path, target)
             return
         names = self.files()
         if not names:
-            raise FileNotFoundError(errno.ENOENT, "there is no such folder", self.where)
+            raise FileNotFoundError(errno.ENOENT, "folder not found", self.where)
         for name in names:
             self._copy(name, f"{target}/{name}")
         with self._doing("removed after it was copied"):
             self._system.delete_dir(self._path)
 
     def inside(self, name: str) -> Folder:
-        """A folder of this one; it need not be there."""
+        """Return a subfolder; it need not exist."""
         return RemoteFolder(self._system, self._inside(name), within(self.address, name), self._objects)
 
     def existing(self) -> Folder:
-        """The same: where folders are the beginnings of names, there is none to make."""
+        """Return this folder: object stores have no folders to create."""
         return self
 
     def _inside(self, name: str) -> str:
@@ -237,7 +237,7 @@ class RemoteFolder:
                 stream.close()
                 self._system.move(part, target)
         except BaseException:
-            # What stays where this fails, too, is a file that nobody sees; the caller has to see the first failure.
+            # If this fails too, an unlisted file stays behind; the caller must see the first failure.
             for tidy in (stream.close, lambda: self._system.delete_file(part)):
                 with contextlib.suppress(OSError, pa.ArrowException):
                     tidy()
@@ -249,14 +249,14 @@ class RemoteFolder:
 
 @contextlib.contextmanager
 def _told(failure: str) -> Iterator[None]:
-    """Every failure of pyarrow's as an error of ours that says what could not be done.
+    """Turn the errors of pyarrow into a `StorageError` that begins with `failure`.
 
-    The cause is not chained: logs would show its text, which may repeat an address with credentials, as it is.
+    The cause is not chained: logs would show its unmodified text, which may contain an address with credentials.
     """
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{failure}: it is not there") from None
+        raise FileNotFoundError(f"{failure}: it does not exist") from None
     except (OSError, pa.ArrowException) as error:
         why = str(error).partition("\n")[0]
         raise StorageError(f"{failure}: {why}") from None

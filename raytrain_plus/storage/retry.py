@@ -1,4 +1,4 @@
-"""What a storage refuses for a while - a full disk, a busy server - is tried again."""
+"""Retry what a storage refuses for a while, as a full disk or a busy server does."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from raytrain_plus.errors import StorageError
 T = TypeVar("T")
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0)
-"""Seconds between the tries."""
+"""Seconds between attempts."""
 LAST_PAUSES_S = (*PAUSES_S, 8.0, 8.0, 8.0)
-"""The same at a run's end: nothing is written later."""
+"""Seconds between attempts at the end of a run, after which nothing is written any more."""
 
 
 def tried(
@@ -21,10 +21,10 @@ def tried(
     pauses_s: Sequence[float] | None = None,
     failed: Callable[[OSError], None] = lambda error: None,
 ) -> T:
-    """What `act` returns, which is called again after each pause while it raises `OSError`.
+    """Return the result of `act`, which is called again after each pause while it raises `OSError`.
 
-    `pauses_s`: seconds, `PAUSES_S` by default; `failed` gets each error. Raises `StorageError` where the last try
-    failed, too; the message says why, and how often it was tried.
+    `pauses_s`: seconds, default `PAUSES_S`; `failed` gets each error. Raises `StorageError` if the last attempt fails
+    too; the message gives the reason and the number of attempts.
     """
     pauses_s = PAUSES_S if pauses_s is None else pauses_s
     for pause_s in (*pauses_s, None):
@@ -35,4 +35,4 @@ def tried(
             if pause_s is None:
                 raise StorageError(f"{error} (tried {len(pauses_s) + 1} times)") from error
             time.sleep(pause_s)
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")

@@ -1,10 +1,10 @@
-"""What S3 can do and pyarrow's S3 cannot: create an object only where there is none, and give an upload up.
+"""Add what pyarrow's S3 lacks: create an object only if it does not exist, and abort an upload.
 
     upload:  less than a part      put
-             more                  begun - parts sent - completed; aborted where anything goes wrong before that
+             more                  multipart upload: begin - send parts - complete; aborted if anything fails before
     create:  put, with If-None-Match: *
 
-An object is named by its bucket and its key, as pyarrow has them: `bucket/runs/a/name`.
+An object is named by its bucket and key, as in pyarrow: `bucket/runs/a/name`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from raytrain_plus.errors import StorageError
 from raytrain_plus.storage.interface import Buffer
 
 PART = 16 << 20
-"""Bytes sent at once; S3 takes 10,000 parts, so that an object has 156 GiB at most."""
+"""Bytes per part of an upload; S3 takes 10,000 parts, so an object has at most 156 GiB."""
 SENDERS = 4
-"""Parts on their way at the same time; one more is being filled."""
+"""Parts sent concurrently; one more is being filled."""
 CONFLICTS = 10
-"""Tries to create an object that others write at the same moment."""
+"""Maximum attempts to create an object that others write at the same moment."""
 CONFLICT_WAIT_S = 0.2
 
 
 class Objects:
-    """The objects that one client reaches. Failures are raised as `StorageError`."""
+    """The objects that one client can reach. Raises `StorageError` if a request fails."""
 
     def __init__(self, settings: Mapping[str, Any], region: str) -> None:
-        """`settings` are those of a `pyarrow.fs.S3FileSystem`."""
+        """Create the client; `settings` are those of a `pyarrow.fs.S3FileSystem`."""
         endpoint = settings["endpoint_override"]
         if endpoint and "://" not in endpoint:
             endpoint = f"{settings['scheme']}://{endpoint}"
@@ -58,7 +58,7 @@ class Objects:
         )
 
     def create(self, path: str, data: bytes) -> bool:
-        """Puts an object that is not there yet; whether it was not. A conflict with another put is tried again."""
+        """Put an object that does not exist yet; return False if it exists. Conflicts with other puts are retried."""
         with _told(path, "created"):
             for _ in range(CONFLICTS):
                 try:
@@ -72,11 +72,11 @@ class Objects:
                         raise
                 time.sleep(CONFLICT_WAIT_S)
         raise StorageError(
-            f"s3://{path} could not be created: {CONFLICTS} tries met others that wrote it at that moment"
+            f"s3://{path} could not be created: {CONFLICTS} attempts conflicted with other writers of the object"
         )
 
     def upload(self, path: str, data: Iterable[Buffer]) -> None:
-        """Writes an object out of its pieces: whole, or not at all. `data` is read by the calling thread."""
+        """Write an object from its pieces, whole or not at all. The calling thread reads `data`."""
         parts = _parts(data)
         first = next(parts, bytearray())
         if len(first) < PART:
@@ -90,13 +90,13 @@ class Objects:
             with _told(path, "written"):
                 self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": sent})
         except BaseException:
-            # Parts that stay where this fails, too, are no object; what the caller has to see is the first failure.
+            # If this fails too, the remaining parts form no object; the caller must see the first failure.
             with contextlib.suppress(ClientError, BotoCoreError):
                 self._client.abort_multipart_upload(**upload)
             raise
 
     def _send(self, upload: Mapping[str, str], parts: Iterable[bytearray]) -> list[dict[str, Any]]:
-        """Sends the parts of an upload, none of them on its way any more afterwards."""
+        """Send the parts of an upload; return once all are sent."""
 
         def send(number: int, part: bytearray) -> dict[str, Any]:
             with _told(f"{upload['Bucket']}/{upload['Key']}", "written"):
@@ -112,7 +112,7 @@ class Objects:
         return [part.result() for part in sent]
 
     def copy(self, path: str, to: str) -> None:
-        """Copies an object of whatever size inside the store."""
+        """Copy an object of any size inside the store."""
         with _told(path, f"copied to s3://{to}"):
             self._client.copy(_at(path), **_at(to))
 
@@ -123,7 +123,7 @@ def _at(path: str) -> dict[str, str]:
 
 
 def _parts(data: Iterable[Buffer]) -> Iterator[bytearray]:
-    """The same bytes in parts of equal size but the last."""
+    """Yield the same bytes in parts of equal size, except the last."""
     part = bytearray()
     for piece in data:
         rest = memoryview(piece).cast("B")
@@ -140,9 +140,9 @@ def _parts(data: Iterable[Buffer]) -> Iterator[bytearray]:
 
 @contextlib.contextmanager
 def _told(path: str, done: str) -> Iterator[None]:
-    """Every failure of the client as an error of ours that says what could not be done.
+    """Turn the errors of the client into a `StorageError` that says what could not be done.
 
-    The cause is not chained: logs would show its text, which may repeat an address with credentials, as it is.
+    The cause is not chained: logs would show its unmodified text, which may contain an address with credentials.
     """
     try:
         yield

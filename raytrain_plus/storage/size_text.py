@@ -1,10 +1,10 @@
-"""Numbers of bytes, for people. Pure."""
+"""Format numbers of bytes for people. Pure."""
 
 from __future__ import annotations
 
 
 def size_text(size: int) -> str:
-    """So many bytes in the largest unit, a power of 1,000, of which there is one.
+    """Return a number of bytes as text in the largest unit that it reaches; units are powers of 1,000.
 
     >>> size_text(7_250_000), size_text(812)
     ('7.2 MB', '812 bytes')

@@ -34,7 +34,7 @@ def test_what_a_machine_does_not_see(tmp_path: Path, place: str) -> None:
     with raylets(1) as cluster, raylet_that_sees_another(tmp_path / place, cluster.address):
         until(lambda: ray.cluster_resources().get("CPU") == 2, "the second node")
         code, _, err = raytrain("run", write_job(tmp_path), "--address", cluster.address)
-    told = {"runs": "has another folder there, or none", "data": f"cannot read {tmp_path}/data/"}[place]
+    told = {"runs": "sees a different directory, or none, at this path", "data": f"cannot read {tmp_path}/data/"}[place]
     assert (code, "the machine " in err, told in err) == (2, True, True), err
     assert os.listdir(tmp_path / "runs") == []
 
@@ -49,7 +49,7 @@ def test_what_a_machine_does_not_see_that_comes_later(tmp_path: Path) -> None:
         run.until_step(5)
         with raylet_that_sees_another(tmp_path / "runs", cluster.address):
             lost = run.until_told("worker_lost")
-            assert "has another folder there" in lost["cause"]
+            assert "sees a different directory" in lost["cause"]
             at = run.committed()
             run.until_step(at + 5)
         assert {len(view["members"]) for view in run.events("view_formed")} == {1}

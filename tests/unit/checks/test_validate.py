@@ -73,7 +73,7 @@ def test_the_answer_or_refusal_of_a_storage_is_reported(tmp_path: Path, bucket: 
     nobody = "s3://bucket/runs?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:1"
     refused = validate_job(replace(job(tmp_path), storage=nobody), []).storage
     assert refused.startswith("storage: s3://bucket/runs cannot be read from this machine: ")
-    with pytest.raises(InputError, match="storage: s3:///: this is no address of a folder"):
+    with pytest.raises(InputError, match="storage: s3:///: this is not a valid address of a folder"):
         validate_job(replace(job(tmp_path), storage="s3:///"), [])
 
 

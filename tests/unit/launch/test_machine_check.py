@@ -56,7 +56,7 @@ def test_without_a_usable_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("seen", "told"),
     [
-        (Seen("has another folder there, or none", "", ""), r"storage: runs.*machine m has another folder"),
+        (Seen("sees a different directory at this path", "", ""), r"storage: runs.*machine m sees a different dir"),
         (Seen("cannot write there: Permission denied", "", ""), r"storage: runs.*machine m cannot write there: Perm"),
         (Seen("", "sees a file of another size at a", ""), r"data\.path.*machine m sees a file of another size at a"),
         (Seen("", "", "horovod is not installed"), r"machine m: horovod is not installed.*raytrain install-horovod"),

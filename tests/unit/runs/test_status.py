@@ -94,9 +94,9 @@ def test_damaged_files_are_input_errors(tmp_path: Path) -> None:
     """Each is reported as an input error, not a traceback."""
     for damage, match in (
         (lambda run: run.write("events.ndjson", [b"{}\n"]), r"run/events\.ndjson, line 1: the file is damaged"),
-        (lambda run: run.write("result.json", [b"{}"]), r"run/result\.json: it holds no result"),
-        (lambda run: (run.path / "checkpoints").symlink_to(tmp_path), "run/checkpoints: a link leads out"),
-        (lambda run: (run.path / "claims").symlink_to(tmp_path), "run/claims: a link leads out"),
+        (lambda run: run.write("result.json", [b"{}"]), r"run/result\.json: not a valid result"),
+        (lambda run: (run.path / "checkpoints").symlink_to(tmp_path), "run/checkpoints: a link points outside"),
+        (lambda run: (run.path / "claims").symlink_to(tmp_path), "run/claims: a link points outside"),
     ):
         run = LocalFolder(tmp_path / "run")
         tell(run, committed(0, 0))

@@ -1,4 +1,4 @@
-"""A disk that stops after any number of calls, and what is on it after the machine comes up again."""
+"""A disk that stops after any number of calls, and its contents after the machine restarts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from raytrain_plus.storage.local import Disk
 
 
 class Stopped(BaseException):
-    """The machine is gone; nothing catches it."""
+    """The machine has stopped; no handler catches it."""
 
 
 class Recorder(Disk):
-    """Does what it is told, notes it, and stops before the call with the number `stop`."""
+    """A disk that records its calls and stops before call number `stop`."""
 
     def __init__(self, stop: int | None = None) -> None:
         self.stop = stop
@@ -42,7 +42,7 @@ class Recorder(Disk):
         return file
 
     def write(self, file: int, data: memoryview) -> int:
-        # In two parts, as a disk may.
+        # Only a part at once, as a disk may do.
         some = data[: max(1, len(data) // 2)]
         self._next("write", self._paths[file], bytes(some))
         return super().write(file, some)
@@ -73,7 +73,7 @@ class Recorder(Disk):
 
 
 class Full(Disk):
-    """Is full when it is to write, or to make durable; says so as the system does: without a name."""
+    """A disk that is full at `write` or `fsync`; as the system does, its error names no file."""
 
     def __init__(self, call: str) -> None:
         self.call = call
@@ -97,9 +97,10 @@ class Linkless(Disk):
 
 
 def survives(calls: list[tuple[Any, ...]], names: bool, data: bool) -> dict[Path, bytes]:
-    """The files on the disk after the machine stopped: with `names` and `data` also what was not made durable.
+    """Return the files on the disk after the machine stopped.
 
-    A folder's names are durable after its fsync - those of folders, too - and a file's bytes after its own.
+    With `names` and `data`, names and bytes that were not made durable survive too. The names in a folder, including
+    those of folders, are durable after its fsync, and a file's bytes after the file's own.
     """
     unsafe: set[Path] = set()
     volatile: dict[int, bytes] = {}
@@ -136,9 +137,9 @@ def survives(calls: list[tuple[Any, ...]], names: bool, data: bool) -> dict[Path
 
 
 def after_every_stop(folder: Path, work: Callable[[Disk], None], check: Callable[[Path], None]) -> int:
-    """Runs `work` on disks that stop before each of its calls, and `check` on what may be there then; how many calls.
+    """Run `work` on disks that stop before each of its calls, `check` on what survives; return the number of calls.
 
-    `folder` holds what was there before; it is put back each time. The last three checks are of all that was done.
+    `folder` holds the initial files, which are restored each time. The last three checks are after complete work.
     """
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     whole = Recorder()
@@ -162,7 +163,7 @@ def after_every_stop(folder: Path, work: Callable[[Disk], None], check: Callable
 
 
 def restore(folder: Path, files: dict[Path, bytes]) -> None:
-    """Makes `folder` hold these files and nothing else."""
+    """Make `folder` contain exactly these files."""
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
     for path, content in files.items():

@@ -1,4 +1,4 @@
-"""A local S3 (moto), and a proxy in front of it that fails as networks and stores do."""
+"""A local S3 server (moto), and a proxy in front of it that fails as networks and stores do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 @contextmanager
 def serving(bucket: str) -> Iterator[tuple[str, int]]:
-    """The host and port of an S3 with this bucket; its keys are in the environment, also for processes begun now."""
+    """Yield host and port of an S3 server with this bucket; its keys are in the environment, also of new processes."""
     boto3 = pytest.importorskip("boto3")
     moto = pytest.importorskip("moto.server")
     logging.getLogger("werkzeug").setLevel(logging.WARNING)
@@ -34,12 +34,12 @@ def serving(bucket: str) -> Iterator[tuple[str, int]]:
 
 
 def at(place: str, server: str) -> str:
-    """The address of a place on a server of ours."""
+    """Return the address of a place on a test server."""
     return f"{place}?endpoint_override={server}&region=us-east-1&scheme=http"
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on to a store, one at a time: moto looks and puts in two steps, which S3 does in one."""
+    """A proxy that forwards one request at a time: moto checks and puts in two steps, S3 in one."""
 
     daemon_threads = True
 
@@ -50,16 +50,16 @@ class Proxy(ThreadingHTTPServer):
         self.well()
 
     def well(self) -> None:
-        """From now on every request is passed on, and every answer."""
+        """Reset: forward every request and every answer from now on."""
         self.answers: list[tuple[int, str]] = []
-        """Statuses and codes of the next answers, given without asking the store."""
+        """Statuses and codes of the next answers, which are given without asking the store."""
         self.refuse: Callable[[str, str], bool] = lambda method, path: False
         """Whether a request is refused."""
         self.lose: Callable[[str, str], bool] = lambda method, path: False
         """Whether the answer to a request gets lost."""
         self.seen: list[tuple[str, str]] = []
         self.careless = False
-        """Whether it knows no conditions: what is to be created takes the place of what is there."""
+        """Whether it ignores conditions: creating an object replaces an existing one."""
         self.down = False
         """Whether every request is answered with 500."""
 
@@ -131,7 +131,7 @@ class Relay(BaseHTTPRequestHandler):
 
 @contextmanager
 def relaying(store: tuple[str, int]) -> Iterator[Proxy]:
-    """The proxy in front of a store."""
+    """Yield a proxy in front of a store."""
     server = Proxy(store)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()

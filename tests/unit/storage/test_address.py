@@ -1,4 +1,4 @@
-"""Paths and addresses, spelled."""
+"""Paths and addresses of folders, taken apart and put together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_examples_in_the_docstrings_hold() -> None:
         ("file:///", "tmp", "file:///tmp"),
     ],
 )
-def test_what_is_put_together_comes_apart_again(storage: str, name: str, run: str) -> None:
+def test_split_is_the_inverse_of_within(storage: str, name: str, run: str) -> None:
     assert within(storage, name) == run
     assert split(run) == (storage, name)
 
@@ -43,6 +43,6 @@ def test_a_path_may_be_relative_and_an_address_end_in_a_slash(monkeypatch: pytes
     assert split(f"s3://bucket/runs/a%20b/{SETTINGS}") == (f"s3://bucket/runs{SETTINGS}", "a b")
 
 
-def test_no_name_leads_out_of_an_address() -> None:
-    with pytest.raises(InputError, match="no name"):
+def test_names_outside_an_address_are_refused() -> None:
+    with pytest.raises(InputError, match="not a valid name"):
         within("s3://bucket/runs", "../other")

@@ -1,4 +1,4 @@
-"""A run's folder changes only while its claim lies in it; nothing makes a folder that was moved away again."""
+"""A run's folder changes only while its claim is in it; a folder that was moved away is never created again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def held(run: Folder) -> Claimed:
     return made
 
 
-def test_who_holds_the_claim_changes_the_folder(run: Folder) -> None:
+def test_the_holder_of_the_claim_changes_the_folder(run: Folder) -> None:
     made = held(run)
     made.write("checkpoints/a/b", [b"b"])
     made.inside("tensorboard").write("c", [b"c"])
@@ -31,7 +31,7 @@ def test_who_holds_the_claim_changes_the_folder(run: Folder) -> None:
     assert (made.read("checkpoints/a/b"), made.where, made.exclusive) == (b"b", run.where, run.exclusive)
 
 
-def test_who_holds_no_claim_changes_nothing(run: Folder) -> None:
+def test_without_its_claim_a_holder_changes_nothing(run: Folder) -> None:
     made = held(run)
     run.write("kept", [b"kept"])
     for name in run.files("claims"):
@@ -47,7 +47,7 @@ def test_who_holds_no_claim_changes_nothing(run: Folder) -> None:
     assert set(run.files()) == {"kept"}
 
 
-def test_another_runs_claim_is_none_of_ours(run: Folder) -> None:
+def test_a_claim_of_another_run_does_not_count(run: Folder) -> None:
     made = held(run)
     [name] = run.files("claims")
     run.write(name, [b'{"pid": 1}'])
@@ -55,7 +55,7 @@ def test_another_runs_claim_is_none_of_ours(run: Folder) -> None:
         made.write("a", [b"a"])
 
 
-def test_a_claim_that_goes_while_a_file_is_written_leaves_no_file(run: Folder) -> None:
+def test_a_claim_removed_during_a_write_leaves_no_file(run: Folder) -> None:
     made = held(run)
     [claim] = run.files("claims")
 
@@ -69,7 +69,7 @@ def test_a_claim_that_goes_while_a_file_is_written_leaves_no_file(run: Folder) -
     assert not run.files()
 
 
-def test_a_folder_that_is_moved_away_is_not_made_again(tmp_path: Path) -> None:
+def test_a_moved_folder_is_not_created_again(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path / "runs" / "x")
     made = held(run)
     made.write("checkpoints/1/a", [b"a"])
@@ -78,7 +78,7 @@ def test_a_folder_that_is_moved_away_is_not_made_again(tmp_path: Path) -> None:
         with pytest.raises(FolderGone):
             made.write(name, [b"a"])
     assert not (tmp_path / "runs" / "x").exists()
-    # Nor when it goes after the look, nor with the storage that it lies in.
+    # Nor if it disappears after the check, or together with its storage.
     existing = run.existing()
     for folder in (existing, existing.inside("checkpoints")):
         with pytest.raises(FileNotFoundError):
@@ -89,7 +89,7 @@ def test_a_folder_that_is_moved_away_is_not_made_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["moved"]
 
 
-def test_a_folder_without_a_claim_is_anybodys(tmp_path: Path) -> None:
+def test_a_folder_without_a_claim_can_be_changed_by_anyone(tmp_path: Path) -> None:
     made = Claimed(LocalFolder(tmp_path / "new"))
     made.write("a", [b"a"])
     assert made.claim is None

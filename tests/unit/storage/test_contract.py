@@ -1,4 +1,4 @@
-"""What every folder promises, wherever it lies."""
+"""What every kind of folder promises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytrain_plus.storage.remote import RemoteFolder
 
 @pytest.fixture(params=["local", "s3", "mounted"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
-    """An empty folder; `mounted` is one of those that pyarrow reaches and that are no object store."""
+    """An empty folder; `mounted` is one that pyarrow reaches and that is not an object store."""
     if request.param == "local":
         return LocalFolder(tmp_path / "run")
     if request.param == "mounted":
@@ -28,12 +28,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     return whole.inside(tmp_path.name)
 
 
-def test_what_is_written_is_read(folder: Folder) -> None:
+def test_written_bytes_are_read_back(folder: Folder) -> None:
     folder.write("deep/er/file", [b"one ", bytearray(b"two "), memoryview(b"three"), np.arange(2, dtype=np.uint8)])
     assert folder.read("deep/er/file") == b"one two three\x00\x01"
 
 
-def test_a_later_write_takes_the_place_of_an_earlier_one(folder: Folder) -> None:
+def test_a_later_write_replaces_an_earlier_one(folder: Folder) -> None:
     folder.write("file", [b"a longer one"])
     folder.write("file", [b"short"])
     assert folder.read("file") == b"short"
@@ -46,7 +46,7 @@ def test_an_empty_file_is_a_file(folder: Folder) -> None:
     assert folder.files()["empty"].bytes == 0
 
 
-def test_what_is_created_stays(folder: Folder) -> None:
+def test_a_created_file_is_not_replaced(folder: Folder) -> None:
     assert folder.create("claims/1", b"mine")
     assert not folder.create("claims/1", b"yours")
     assert folder.read("claims/1") == b"mine"
@@ -67,7 +67,7 @@ def test_a_file_shorter_than_the_range_is_an_error(folder: Folder, start: int) -
         folder.read_into("file", start, memoryview(bytearray(10)))
 
 
-def test_what_is_not_there_is_said_so(folder: Folder) -> None:
+def test_missing_files_are_reported(folder: Folder) -> None:
     with pytest.raises(FileNotFoundError, match="nothing"):
         folder.read("nothing")
     with pytest.raises(FileNotFoundError, match="nothing"):
@@ -91,7 +91,7 @@ def test_files_are_found_however_deep(folder: Folder) -> None:
     assert stat.time > 1.7e9
 
 
-def test_what_was_begun_and_never_finished_is_no_file_and_can_be_removed(folder: Folder) -> None:
+def test_unfinished_files_are_listed_apart_and_can_be_removed(folder: Folder) -> None:
     for name in ("top", ".top.0a1b.part", "a/.one.2c3d.part"):
         folder.write(name, [b"xyz"])
     assert set(folder.files()) == {"top"}
@@ -114,7 +114,7 @@ def test_a_file_or_everything_under_a_folder_is_removed(folder: Folder) -> None:
     assert set(folder.files()) == {"ab/three"}
 
 
-def test_a_folder_takes_another_name(folder: Folder) -> None:
+def test_a_folder_is_renamed(folder: Folder) -> None:
     run = folder.inside("run")
     run.write("a/one", [b"1"])
     run.write("two", [b"2"])
@@ -124,7 +124,7 @@ def test_a_folder_takes_another_name(folder: Folder) -> None:
     assert folder.inside("run.old").read("a/one") == b"1"
 
 
-def test_a_folder_never_takes_the_place_of_another(folder: Folder) -> None:
+def test_a_folder_never_replaces_another(folder: Folder) -> None:
     for run in ("run", "run.old"):
         folder.inside(run).write("file", [run.encode()])
     with pytest.raises(FileExistsError, match=r"run\.old"):
@@ -144,7 +144,7 @@ def test_a_folder_inside_is_a_folder(folder: Folder) -> None:
 
 def test_an_address_leads_to_the_same_folder(folder: Folder, request: pytest.FixtureRequest) -> None:
     if "mounted" in request.node.name:
-        pytest.skip("a stand-in, which has no address")
+        pytest.skip("a stand-in without an address")
     folder.inside("a").write("file", [b"x"])
     again = open_folder(folder.inside("a").address)
     assert again.read("file") == b"x"
@@ -152,7 +152,7 @@ def test_an_address_leads_to_the_same_folder(folder: Folder, request: pytest.Fix
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../file", "a/../b", "a//b", "./a", "a/"])
-def test_no_name_leads_out_of_the_folder(folder: Folder, name: str) -> None:
+def test_names_outside_the_folder_are_refused(folder: Folder, name: str) -> None:
     calls: list[Callable[[], object]] = [
         lambda: folder.write(name, [b""]),
         lambda: folder.create(name, b""),
@@ -162,7 +162,7 @@ def test_no_name_leads_out_of_the_folder(folder: Folder, name: str) -> None:
         lambda: folder.move(name),
     ]
     for call in calls:
-        with pytest.raises(InputError, match="no name"):
+        with pytest.raises(InputError, match="not a valid name"):
             call()
 
 

@@ -1,4 +1,4 @@
-"""Records in parts: each there once and in order, whatever the storage does meanwhile."""
+"""Records in parts: each is stored once and in order, even if the storage fails meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytrain_plus.storage.outage import Outages
 
 
 class Failing(LocalFolder):
-    """Fails as often as it is told to; what it fails at may have been done."""
+    """A folder whose next `fails` calls fail; with `done`, a failed call has taken effect all the same."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -29,7 +29,7 @@ class Failing(LocalFolder):
         self._fail(name, lambda: super(Failing, self).write(name, data))
 
     def create(self, name: str, data: bytes) -> bool:
-        # As object stores do it: the same bytes are ours.
+        # As on object stores: an existing file with the same bytes counts as created.
         return self._fail(name, lambda: super(Failing, self).create(name, data) or self.read(name) == data) or False
 
     def _fail(self, name: str, act: Callable[[], bool | None]) -> bool | None:
@@ -51,7 +51,7 @@ def parts(folder: Folder) -> dict[str, bytes]:
     return {name: folder.read(name) for name in sorted(folder.files())}
 
 
-def test_records_come_in_parts_and_none_is_cut(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_stored_in_parts_and_never_split(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_BYTES", 7)
     grown = growing(run, head=b"#")
     for number in range(5):
@@ -62,7 +62,7 @@ def test_records_come_in_parts_and_none_is_cut(run: Folder, monkeypatch: pytest.
     assert parts(run) == {"part-1": b"#rec0rec1", "part-2": b"#rec2rec3", "part-3": b"#rec4"}
 
 
-def test_what_is_not_new_is_not_written(tmp_path: Path) -> None:
+def test_nothing_is_written_without_new_records(tmp_path: Path) -> None:
     folder = Failing(tmp_path)
     grown = growing(folder)
     grown.sync()
@@ -86,7 +86,7 @@ def test_it_is_written_in_the_background(run: Folder) -> None:
     assert parts(run) == {"part": b"a"}
 
 
-def test_what_is_forgotten_is_never_written(run: Folder) -> None:
+def test_abandoned_records_are_never_written(run: Folder) -> None:
     grown = growing(run)
     grown.append(b"a")
     grown.abandon()
@@ -96,7 +96,7 @@ def test_what_is_forgotten_is_never_written(run: Folder) -> None:
 
 @pytest.mark.parametrize("done", [True, False])
 @pytest.mark.parametrize("fails", [1, 2, 3])
-def test_what_fails_is_written_later_and_once(
+def test_records_of_failed_writes_are_written_later_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int, done: bool
 ) -> None:
     monkeypatch.setattr(module, "PART_BYTES", 4)
@@ -105,7 +105,7 @@ def test_what_fails_is_written_later_and_once(
     grown = growing(folder)
     grown.append(b"ab")
     for number in range(6):
-        # The answer to the first create, too, can get lost.
+        # The answer to the first create can get lost, too.
         folder.fails = fails if number % 2 == 0 else 0
         try:
             grown.sync()
@@ -127,7 +127,7 @@ def test_the_parts_of_another_are_never_touched(run: Folder) -> None:
     assert parts(run) == {"part-1": b"theirs", "part-2": b"theirs, too", "part-3": b"mine"}
 
 
-def test_a_storage_that_fails_is_tried_again_in_the_background(tmp_path: Path) -> None:
+def test_a_failing_storage_is_retried_in_the_background(tmp_path: Path) -> None:
     folder = Failing(tmp_path)
     folder.fails = 3
     outages = Outages()

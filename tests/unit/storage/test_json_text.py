@@ -1,4 +1,4 @@
-"""What is told as JSON is JSON."""
+"""`json_text` writes strict JSON."""
 
 import doctest
 import json
@@ -8,11 +8,11 @@ import raytrain_plus.storage.json_text as module
 from raytrain_plus.storage.json_text import json_text
 
 
-def test_what_is_not_finite_is_text_that_reads_back() -> None:
+def test_numbers_that_are_not_finite_become_text() -> None:
     text = json_text({"a": [math.nan, (math.inf,)], "b": {"c": -math.inf}, "d": 1.5, "e": None})
 
     def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON")
+        raise AssertionError(f"{word} is not JSON")
 
     read = json.loads(text, parse_constant=refuse)
     assert read == {"a": ["nan", ["inf"]], "b": {"c": "-inf"}, "d": 1.5, "e": None}

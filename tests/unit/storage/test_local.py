@@ -1,4 +1,4 @@
-"""A folder on a file system: what is written is whole and durable, or not there."""
+"""A folder on a file system: written files are whole and durable, or do not exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytrain_plus.storage.open import open_folder
 from tests.unit.storage.disk import Full, Linkless, after_every_stop
 
 
-def test_whenever_the_machine_stops_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+def test_after_any_stop_a_file_is_the_old_or_the_new_one(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "file").write_bytes(b"old")
@@ -34,7 +34,7 @@ def test_whenever_the_machine_stops_a_file_is_the_old_one_or_the_new_one(tmp_pat
     assert calls > 6
 
 
-def test_whenever_the_machine_stops_a_created_file_is_whole_or_none(tmp_path: Path) -> None:
+def test_after_any_stop_a_created_file_is_whole_or_missing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "other").write_bytes(b"stays")
@@ -49,12 +49,12 @@ def test_whenever_the_machine_stops_a_created_file_is_whole_or_none(tmp_path: Pa
 
     after_every_stop(folder, lambda disk: LocalFolder(folder, disk).create("a/b/made", b"content") and None, check)
     assert set(seen) == {("other",), ("a/b/made", "other")}
-    # When it has been said to be there it is, folders and all.
+    # After `create` has returned, the file and its folders exist.
     assert seen[-3:] == [("a/b/made", "other")] * 3
 
 
 @pytest.mark.parametrize("disk", [Disk(), Linkless()], ids=["links", "no links"])
-def test_of_many_that_create_a_file_one_does(tmp_path: Path, disk: Disk) -> None:
+def test_only_one_of_many_concurrent_creates_succeeds(tmp_path: Path, disk: Disk) -> None:
     ready = threading.Barrier(16)
     made: list[int] = []
 
@@ -73,7 +73,7 @@ def test_of_many_that_create_a_file_one_does(tmp_path: Path, disk: Disk) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["claim"]
 
 
-def test_where_there_are_no_links_a_file_that_cannot_be_created_is_not_there(tmp_path: Path) -> None:
+def test_without_hard_links_a_failed_create_leaves_no_file(tmp_path: Path) -> None:
     class Failing(Linkless):
         def open(self, path: Path) -> int:
             self.last = path
@@ -92,11 +92,11 @@ def test_where_there_are_no_links_a_file_that_cannot_be_created_is_not_there(tmp
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../up", "a/../../b", "a//b", ".", "a\\b"])
 def test_names_stay_inside(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match="no name of a file inside"):
+    with pytest.raises(InputError, match="not a valid name of a file inside"):
         LocalFolder(tmp_path).create(name, b"")
 
 
-def test_links_do_not_lead_out(tmp_path: Path) -> None:
+def test_links_to_the_outside_are_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "secret").write_text("x")
     (tmp_path / "run" / "out").symlink_to(tmp_path)
@@ -104,16 +104,14 @@ def test_links_do_not_lead_out(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path / "run")
     for name in ("out/secret", "file", "out/new"):
         for use in (run.read, run.path_of, lambda name: run.write(name, [b"y"])):
-            with pytest.raises(InputError, match=f"{name}: a link leads out of {tmp_path}/run"):
+            with pytest.raises(InputError, match=f"{name}: a link points outside {tmp_path}/run"):
                 use(name)
     assert dict(run.files()) == {}
     assert (tmp_path / "secret").read_text() == "x"
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else_and_is_named(
-    tmp_path: Path, call: str
-) -> None:
+def test_a_failed_write_keeps_the_old_file_and_names_it(tmp_path: Path, call: str) -> None:
     LocalFolder(tmp_path).write("run/file", [b"old"])
     run = LocalFolder(tmp_path / "run", Full(call))
     for use in (lambda: run.write("file", [b"new"]), lambda: run.create("file", b"new")):
@@ -124,7 +122,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else_and_i
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["file"]
 
 
-def test_what_the_system_refuses_is_an_error_of_ours_and_names_the_file(tmp_path: Path) -> None:
+def test_system_errors_become_storage_errors_that_name_the_file(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path / "run")
     run.write("taken", [b""])
     run.write("folder/file", [b""])
@@ -150,7 +148,7 @@ def test_parts_of_files_are_read(tmp_path: Path) -> None:
     into = bytearray(10)
     run.read_into("sub/file", 20, memoryview(into))
     assert into == bytes(range(20, 30))
-    with pytest.raises(OSError, match="ends after 100 bytes, before 105"):
+    with pytest.raises(OSError, match="ends after 100 bytes; 105 are needed"):
         run.read_into("sub/file", 95, memoryview(into))
     with pytest.raises(FileNotFoundError):
         run.read("nothing")

@@ -1,4 +1,4 @@
-"""A storage that takes nothing is one thing to say, whoever meets it and however often."""
+"""A failing storage is reported once, whichever and however many writers fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(module).failed == 0
 
 
-def test_many_writers_that_meet_one_cause_have_one_line_and_one_more_at_its_end() -> None:
+def test_many_writers_with_one_cause_give_two_events() -> None:
     clock = Clock()
     outages = Outages(clock)
     for _ in range(500):
@@ -67,7 +67,7 @@ def test_all_writers_of_a_bucket_meet_one_outage(bucket: Folder) -> None:
     assert found[0].place == "s3://contract"
 
 
-def test_a_disk_that_takes_a_little_now_and_then_is_not_told_each_time() -> None:
+def test_a_nearly_full_disk_is_reported_once() -> None:
     clock = Clock()
     outages = Outages(clock)
     told = []
@@ -78,7 +78,7 @@ def test_a_disk_that_takes_a_little_now_and_then_is_not_told_each_time() -> None
         clock.now += 1
         told += kinds(outages)
     assert told == [("storage_failed", "/mnt")]
-    # Nothing comes later that could tell of it.
+    # The final call reports what later calls would have.
     assert kinds(outages, last=True) == [("storage_recovered", "/mnt")]
 
 
@@ -96,7 +96,7 @@ def test_what_is_known_of_a_file_system(tmp_path: Path) -> None:
     assert (found.place, found.wanted) == (str(mount_of(tmp_path)), 7)
     assert found.free is not None
     assert found.free > 0
-    # Where the trouble is another one, space explains nothing.
+    # Free space explains nothing if the error has another cause.
     assert outage_of(PermissionError(errno.EACCES, "no"), LocalFolder(tmp_path)).free is None
     assert outage_of(OSError("said the store"), LocalFolder(tmp_path)).reason == "said the store"
 
@@ -130,6 +130,6 @@ def test_a_file_that_grows_follows_its_folder(tmp_path: Path, growing: Appended)
     assert growing.place() is None
 
 
-def test_a_run_that_cannot_say_where_it_lies(run: Folder) -> None:
+def test_an_outage_names_the_bucket_or_mount_point(run: Folder) -> None:
     store = outage_of(OSError("said the store"), run)
     assert store.place == ("s3://contract" if run.path is None else str(mount_of(run.path)))

@@ -1,4 +1,4 @@
-"""What a machine says of a storage in which another has left a file."""
+"""What one machine finds out about a storage in which another has written a file."""
 
 import os
 from pathlib import Path
@@ -9,26 +9,26 @@ from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.storage.probe import amiss_with, left, refusal
 
 
-def test_the_same_folder_another_and_none(tmp_path: Path) -> None:
+def test_the_same_folder_another_one_and_none(tmp_path: Path) -> None:
     with left(LocalFolder(tmp_path), "run") as probe:
         assert amiss_with(probe) == ""
         file = tmp_path / ".probe-run"
         assert os.listdir(tmp_path) == [file.name]
         file.write_bytes(b"a run of this name, elsewhere")
-        assert amiss_with(probe) == "has another folder there"
+        assert amiss_with(probe) == "sees a different directory at this path"
         file.unlink()
-        assert amiss_with(probe) == "has another folder there, or none"
+        assert amiss_with(probe) == "sees a different directory, or none, at this path"
     assert not os.listdir(tmp_path)
 
 
-def test_what_an_earlier_one_left_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_an_earlier_probe_is_replaced(tmp_path: Path) -> None:
     (tmp_path / ".probe-run").write_bytes(b"earlier")
     with left(LocalFolder(tmp_path), "run") as probe:
         assert amiss_with(probe) == ""
     assert not os.listdir(tmp_path)
 
 
-def test_what_a_later_one_left_stays(tmp_path: Path) -> None:
+def test_a_later_probe_is_not_removed(tmp_path: Path) -> None:
     with left(LocalFolder(tmp_path), "run"):
         later = left(LocalFolder(tmp_path), "run")
         probe = later.__enter__()
@@ -42,12 +42,12 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         raise PermissionError(13, "Permission denied")
 
     with left(LocalFolder(tmp_path), "run") as probe:
-        # Root may write anywhere.
+        # Root can write anywhere, so removing permissions would have no effect.
         monkeypatch.setattr(LocalFolder, "create", refused)
-        assert amiss_with(probe) == "cannot write there: Permission denied"
+        assert amiss_with(probe) == "cannot write to this path: Permission denied"
 
 
 def test_a_refusal_shows_no_keys() -> None:
-    told = str(refusal("m", "has another folder there", "s3://KEY:hidden@bucket/runs"))
+    told = str(refusal("m", "sees a different directory at this path", "s3://KEY:hidden@bucket/runs"))
     assert "storage: s3://***@bucket/runs" in told
     assert "hidden" not in told

@@ -35,7 +35,7 @@ MEGABYTE = 1 << 20
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[tuple[str, int]]:
-    """The host and port of an S3 with a bucket."""
+    """The host and port of an S3 server with a bucket."""
     with serving(BUCKET) as where:
         yield where
 
@@ -55,13 +55,13 @@ def root(relay: Proxy) -> Folder:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """boto3 waits up to 2 s by chance between its tries, otherwise."""
+    """Shorten the pauses of boto3 between its attempts, which are random and up to 2 s."""
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
 
 
 @pytest.fixture
 def proxy(relay: Proxy) -> Proxy:
-    """The proxy, doing what it should."""
+    """The proxy without any failures."""
     relay.well()
     return relay
 
@@ -82,32 +82,32 @@ def bare(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folde
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts as small as S3 takes them."""
+    """Upload in parts of the smallest size that S3 takes."""
     monkeypatch.setattr(s3, "PART", 5 * MEGABYTE)
 
 
 def address(proxy: Proxy, path: str, bucket: str = BUCKET) -> str:
-    """Where a folder lies, through the proxy."""
+    """Return the address of a folder, through the proxy."""
     return at(f"s3://{bucket}/{path}", proxy.address)
 
 
 def uploads(store: tuple[str, int]) -> list[object]:
-    """The uploads that were begun and neither completed nor aborted."""
+    """Return the uploads that were neither completed nor aborted."""
     client = boto3.client("s3", endpoint_url="http://{}:{}".format(*store), region_name="us-east-1")
     found: list[object] = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
     return found
 
 
 def pieces(*sizes: int) -> Iterator[bytes]:
-    """Pieces that differ."""
+    """Yield pieces with different bytes."""
     for number, size in enumerate(sizes):
         yield bytes([number]) * size
 
 
-# What pyarrow does, and why nothing is ever closed that must not be seen.
+# The behaviour of pyarrow because of which incomplete files are never closed under their own name.
 
 
-def test_a_stream_of_pyarrow_that_is_closed_half_way_completes_the_object(store: tuple[str, int]) -> None:
+def test_closing_a_pyarrow_stream_completes_the_object(store: tuple[str, int]) -> None:
     system = fs.S3FileSystem(endpoint_override="http://{}:{}".format(*store), region="us-east-1")
 
     def write() -> None:
@@ -157,7 +157,7 @@ def test_an_upload_whose_data_fails_is_aborted(folder: Folder, store: tuple[str,
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_an_upload_of_which_a_part_fails_is_aborted(folder: Folder, proxy: Proxy, store: tuple[str, int]) -> None:
+def test_an_upload_with_a_failed_part_is_aborted(folder: Folder, proxy: Proxy, store: tuple[str, int]) -> None:
     folder.write("object", [b"whole"])
     proxy.refuse = lambda method, path: "partNumber=2" in path
     with pytest.raises(OSError, match=r"object could not be written: .*AccessDenied"):
@@ -185,7 +185,7 @@ def test_a_write_without_boto3_whose_data_fails_leaves_nothing(bare: Folder, pro
 # Creating.
 
 
-def test_of_two_that_create_at_the_same_moment_one_does(folder: Folder) -> None:
+def test_only_one_of_two_concurrent_creates_succeeds(folder: Folder) -> None:
     start = threading.Barrier(2, timeout=30)
 
     def create(number: int, who: bytes) -> bool:
@@ -200,7 +200,7 @@ def test_of_two_that_create_at_the_same_moment_one_does(folder: Folder) -> None:
             assert folder.read(f"claim-{number}") == (b"first" if first else b"second")
 
 
-def test_what_was_created_although_the_answer_was_lost_is_ours(folder: Folder, proxy: Proxy) -> None:
+def test_a_create_whose_answer_is_lost_succeeds(folder: Folder, proxy: Proxy) -> None:
     lost: list[str] = []
 
     def lose(method: str, path: str) -> bool:
@@ -216,25 +216,25 @@ def test_what_was_created_although_the_answer_was_lost_is_ours(folder: Folder, p
     assert not folder.create("claim", b"token-2")
 
 
-def test_a_conflict_is_tried_again(folder: Folder, proxy: Proxy) -> None:
+def test_a_conflict_is_retried(folder: Folder, proxy: Proxy) -> None:
     proxy.answers = [(409, "ConditionalRequestConflict")]
     assert folder.create("claim", b"x")
     assert folder.read("claim") == b"x"
 
 
-def test_conflicts_without_end_have_one(folder: Folder, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_conflicts_are_an_error(folder: Folder, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "CONFLICT_WAIT_S", 0.0)
     proxy.answers = [(409, "ConditionalRequestConflict")] * 100
-    with pytest.raises(OSError, match="claim could not be created: 10 tries met others"):
+    with pytest.raises(OSError, match="claim could not be created: 10 attempts conflicted with other writers"):
         folder.create("claim", b"x")
 
 
-def test_what_is_gone_when_it_is_looked_at_was_not_ours(folder: Folder, proxy: Proxy) -> None:
+def test_an_object_removed_after_a_failed_create_is_not_ours(folder: Folder, proxy: Proxy) -> None:
     proxy.answers = [(412, "PreconditionFailed")]
     assert not folder.create("claim", b"x")
 
 
-def test_a_store_that_creates_without_looking_is_found_out(folder: Folder, proxy: Proxy) -> None:
+def test_a_store_that_ignores_conditions_is_detected(folder: Folder, proxy: Proxy) -> None:
     assert keeps_others_out(folder)
     proxy.careless = True
     assert folder.exclusive
@@ -245,7 +245,7 @@ def test_a_store_that_creates_without_looking_is_found_out(folder: Folder, proxy
     assert set(folder.files()) == {"run/claims/00000001.json"}
 
 
-def test_without_boto3_nothing_is_promised_and_all_works(bare: Folder) -> None:
+def test_without_boto3_everything_but_exclusive_create_works(bare: Folder) -> None:
     assert not bare.exclusive
     assert bare.create("claim", b"mine")
     assert not bare.create("claim", b"yours")
@@ -261,7 +261,7 @@ def test_without_boto3_nothing_is_promised_and_all_works(bare: Folder) -> None:
 # Listing and moving.
 
 
-def test_markers_of_folders_and_unfinished_files_are_no_files(folder: Folder, proxy: Proxy, tmp_path: Path) -> None:
+def test_folder_markers_and_unfinished_files_are_not_listed(folder: Folder, proxy: Proxy, tmp_path: Path) -> None:
     system, path = fs.FileSystem.from_uri(address(proxy, tmp_path.name))
     system.create_dir(f"{path}/empty/folder", recursive=True)
     with system.open_output_stream(f"{path}/.object.0123.part") as stream:
@@ -270,17 +270,17 @@ def test_markers_of_folders_and_unfinished_files_are_no_files(folder: Folder, pr
     assert set(folder.files()) == {"object"}
 
 
-def test_a_bucket_keeps_its_name(root: Folder) -> None:
-    with pytest.raises(OSError, match=r"s3://runs is a whole bucket"):
+def test_a_bucket_cannot_be_renamed(root: Folder) -> None:
+    with pytest.raises(OSError, match=r"s3://runs is a whole bucket and cannot be renamed"):
         root.move("other")
 
 
-def test_what_is_not_there_cannot_be_moved(folder: Folder) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+def test_a_missing_folder_cannot_be_moved(folder: Folder) -> None:
+    with pytest.raises(FileNotFoundError, match="folder not found"):
         folder.inside("nothing").move("other")
 
 
-def test_a_move_that_fails_leaves_everything_where_it_was(folder: Folder, proxy: Proxy) -> None:
+def test_a_failed_move_changes_nothing(folder: Folder, proxy: Proxy) -> None:
     run = folder.inside("run")
     run.write("file", [b"x"])
     proxy.lose = lambda method, path: method == "PUT"
@@ -315,7 +315,7 @@ def test_a_refusal_says_what_could_not_be_done(folder: Folder, proxy: Proxy, don
     ("done", "status", "code"),
     [("created", 503, "SlowDown"), pytest.param("listed", 500, "InternalError", marks=pytest.mark.slow)],
 )
-def test_a_store_that_fails_is_tried_again_and_then_told(
+def test_a_failing_store_is_retried_and_then_reported(
     folder: Folder, proxy: Proxy, done: str, status: int, code: str
 ) -> None:
     proxy.answers = [(status, code)] * 10
@@ -324,14 +324,14 @@ def test_a_store_that_fails_is_tried_again_and_then_told(
     assert len(proxy.answers) == 7, "the libraries try three times"
 
 
-def test_a_store_that_fails_once_is_no_failure(folder: Folder, proxy: Proxy) -> None:
+def test_a_single_failure_of_a_store_is_retried(folder: Folder, proxy: Proxy) -> None:
     proxy.answers = [(503, "SlowDown")]
     folder.write("object", [b"x"])
     assert folder.read("object") == b"x"
 
 
 @pytest.mark.slow
-def test_a_store_that_never_answers_is_given_up(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_never_answers_times_out(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
     folder = open_folder(address(proxy, "never"))
     free = threading.Event()
@@ -348,7 +348,7 @@ def test_a_store_that_never_answers_is_given_up(proxy: Proxy, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("kind", ["folder", "bare"])
-def test_a_bucket_that_is_not_there_is_said_so(proxy: Proxy, request: pytest.FixtureRequest, kind: str) -> None:
+def test_a_missing_bucket_is_reported(proxy: Proxy, request: pytest.FixtureRequest, kind: str) -> None:
     request.getfixturevalue(kind)
     nowhere = open_folder(address(proxy, "a", bucket="nowhere"))
     with pytest.raises(OSError, match=r"s3://nowhere/a/object could not be written: .*bucket does not exist"):
@@ -374,7 +374,7 @@ def test_a_bucket_that_is_not_there_is_said_so(proxy: Proxy, request: pytest.Fix
         ("abfs://box@account.dfs.core.windows.net/runs?keey=secret", "Unexpected query parameter"),
     ],
 )
-def test_what_is_no_address_is_the_users_mistake(where: str, why: str) -> None:
+def test_an_invalid_address_is_an_input_error(where: str, why: str) -> None:
     with pytest.raises(InputError) as caught:
         open_folder(where)
     assert caught.value.where == where.partition("?")[0]
@@ -396,8 +396,8 @@ def test_what_is_no_address_is_the_users_mistake(where: str, why: str) -> None:
         "s3://bucket/runs?secret_key=pa55word",
     ],
 )
-def test_an_address_with_a_credential_is_no_folders(where: str) -> None:
-    """Its user name and password were used, and kept out of messages one by one; its parameters were not."""
+def test_an_address_with_a_credential_is_refused(where: str) -> None:
+    """In the past its user name and password were used and only hidden from messages, and its parameters were not."""
     with pytest.raises(InputError, match="the address contains a credential: ") as caught:
         open_folder(where)
     for text in (str(caught.value), repr(caught.value)):
@@ -405,8 +405,8 @@ def test_an_address_with_a_credential_is_no_folders(where: str) -> None:
         assert "KEYID" not in text
 
 
-def test_what_a_client_says_of_an_address_keeps_its_secrets() -> None:
-    """The environment may name a proxy or an endpoint with a password in it."""
+def test_errors_of_a_client_show_no_credentials() -> None:
+    """The environment may name a proxy or an endpoint with a password in its address."""
     folder = RemoteFolder(Telling(), "runs", "hdfs://host/runs")
     with pytest.raises(OSError, match=r"could not be listed: no answer from http://\*\*\*@proxy") as caught:
         folder.files()
@@ -414,7 +414,7 @@ def test_what_a_client_says_of_an_address_keeps_its_secrets() -> None:
 
 
 class Telling:
-    """A file system that repeats where it looked."""
+    """A file system whose errors repeat an address."""
 
     type_name = "hdfs"
 
@@ -440,10 +440,10 @@ def test_a_path_in_the_form_of_an_address_is_a_local_folder(tmp_path: Path) -> N
     assert folder.where == f"{tmp_path}/runs"
 
 
-# File systems that are no object stores.
+# File systems that are not object stores.
 
 
-def test_a_file_system_gets_the_file_beside_and_then_by_its_name(tmp_path: Path) -> None:
+def test_a_file_system_file_is_written_under_another_name_first(tmp_path: Path) -> None:
     folder = RemoteFolder(fs.LocalFileSystem(), str(tmp_path), "hdfs://host/runs")
     before: list[set[str]] = []
 
@@ -457,11 +457,11 @@ def test_a_file_system_gets_the_file_beside_and_then_by_its_name(tmp_path: Path)
     assert not folder.exclusive
 
 
-# Checkpoints, where the store fails for good at any moment.
+# Checkpoints, if the store fails for good at any moment.
 
 
 def fails_from(number: int, lost: bool, proxy: Proxy) -> None:
-    """The request of this number and all later ones are refused, or done without an answer."""
+    """Refuse all requests from this number on, or (`lost`) perform them without an answer."""
     proxy.well()
 
     def late(method: str, path: str) -> bool:
@@ -476,7 +476,7 @@ def fails_from(number: int, lost: bool, proxy: Proxy) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["refused", "lost"])
 @pytest.mark.parametrize("kind", ["folder", pytest.param("bare", marks=pytest.mark.slow)])
-def test_whichever_request_fails_for_good_the_older_or_the_newer_checkpoint_is_there_whole(
+def test_after_any_permanent_failure_a_whole_checkpoint_exists(
     kind: str, lost: bool, proxy: Proxy, request: pytest.FixtureRequest
 ) -> None:
     run: Folder = request.getfixturevalue(kind)
