@@ -1,4 +1,4 @@
-"""Secrets in a job's `args`: `${env:NAME}` stands for an environment variable, and is what is written down. Pure."""
+"""Resolve secrets in a job's `args`: `${env:NAME}` is an environment variable; only the name is written. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ REFERENCE = re.compile(r"\$\{env:([^}]*)\}")
 
 
 def resolved(value: Any, environment: Mapping[str, str], where: str = "args") -> Any:
-    """The value, in which texts say what the variables hold that they refer to; `where` it stands in the job.
+    """Return `value` with every `${env:NAME}` in its texts replaced by the variable's value in `environment`.
 
-    Raises `InputError` for a variable that is not set.
+    `where` is the key of `value` in the job, for errors. Raises `InputError` if a variable is not set.
 
     >>> resolved({"token": "${env:TOKEN}", "depth": 2, "hosts": ["${env:HOST}:80"]}, {"TOKEN": "x", "HOST": "here"})
     {'token': 'x', 'depth': 2, 'hosts': ['here:80']}
@@ -32,7 +32,7 @@ def resolved(value: Any, environment: Mapping[str, str], where: str = "args") ->
             raise InputError(
                 f"the environment variable {name} is not set",
                 where=where,
-                remedy="set it where the job is begun, and on a cluster for the processes of every machine",
+                remedy="set it where the job is launched and, on a cluster, for the processes of every node",
             )
         return environment[name]
 

@@ -1,4 +1,4 @@
-"""Every setting of a job: its name, its meaning, its check. YAML and Python are one definition."""
+"""Define every setting of a job, with its meaning, default and check: one definition for YAML and Python."""
 
 from __future__ import annotations
 
@@ -22,53 +22,63 @@ from raytrain_plus.storage.address import SCHEMES, is_address
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
     path: str
-    """A Parquet file or a folder of them (searched recursively). Relative paths start at the working directory."""
+    """Parquet file, or folder of Parquet files (searched recursively), with the training rows.
+
+    Relative paths start at the working directory.
+    """
 
     prepare: str | None = None
-    """`module:function` that writes the data where `path` is missing, called as function(folder, name).
+    """`module:function` that writes the data if `path` is missing; None expects the data to be there.
 
-    `folder` is empty and becomes `path`, `name` is its last part; once per node, the same bytes everywhere.
+    It is called once per node as function(folder, name) and must write the same bytes on every node. `folder` is an
+    empty folder that becomes `path`; `name` is the last part of `path`.
     """
 
     batch_size: int
-    """Rows in the global batch of one step: a multiple of `shards`."""
+    """Rows in the global batch of one step. Must be a multiple of `shards`; no default."""
 
     shards: int = 8
-    """Logical shares of every global batch, for the job's life; bounds the useful number of workers."""
+    """Logical shares of every global batch, fixed for the job's life. Limits how many workers are useful."""
 
     shuffle: Literal["none", "units", "rows"] = "rows"
-    """What an epoch permutes: nothing, the order of row groups, or that and the rows inside each."""
+    """What each epoch shuffles: `none`; `units`: the order of row groups; `rows`: also the rows inside each group."""
 
     transform: str | None = None
-    """`module:function(table, rng)` applied to granules of rows before batching; keeps the number of rows, and bears
-    being called from two threads, or two processes, at once."""
+    """`module:function(table, rng)` applied to blocks of at most `granule` rows before batching; None applies nothing.
+
+    It must keep the number of rows, and be safe to call from two threads or two processes at once.
+    """
 
     granule: int = 1024
-    """Rows that `transform` sees at once, at most."""
+    """Transform block: the largest number of rows that `transform` gets in one call."""
 
     cache_mb: int = 256
-    """Megabytes of decoded row groups that a worker may keep in memory over epochs."""
+    """Megabytes of decoded row groups that a worker may keep in memory from one epoch to the next; 0 disables it.
+
+    Row groups are kept only if the whole dataset fits and there is no `transform`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workers:
     min: int = 1
-    """The run starts with at least so many workers, and waits when it has fewer."""
+    """Minimum number of workers. The run starts with at least this many, and waits while it has fewer."""
 
     max: int | None = None
-    """At most so many workers, as the cluster has room; `min` where it is not given."""
+    """Maximum number of workers; the run grows to it while the cluster has room. None: the same as `min`."""
 
     spares: int = 0
-    """Warm workers beside the group, ready to take a lost one's place: held back from growth, never from `min`."""
+    """Warm spare workers that replace a lost worker at once. They are held back when the run grows, but not when it
+    has fewer than `min` workers."""
 
     cpus: float = 1
-    """Logical CPUs that Ray reserves for a worker."""
+    """Logical CPUs that Ray reserves for each worker; fractions are allowed."""
 
     gpus: float = 0
-    """GPUs that Ray reserves for a worker: 0 or 1."""
+    """GPUs that Ray reserves for each worker: 0 (train on the CPU) or 1."""
 
     threads: int = 1
-    """Threads that torch uses inside a worker. Part of the job, because results depend on it in the last bits."""
+    """Threads that torch uses in each worker. Part of the job, because the last bits of the results depend on it."""
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
@@ -77,146 +87,163 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
     pipeline: int = 1
-    """Stages that the model's layers are cut into, each on a worker of its own; together they are a cell."""
+    """Pipeline stages that the model's layers are partitioned into. Each stage runs on its own worker; together they
+    form one model replica. 1 keeps the whole model on every worker."""
 
     schedule: Schedule = "1f1b"
-    """In which order a cell's stages make their forward and backward passes: `gpipe`, `1f1b`, `interleaved` (two chunks
-    of layers a stage), `zero-bubble` (two chunks, and backward passes in two parts), `pipedream` (steps overlap: no
-    bubble between them, and gradients of weights that are some microbatches old)."""
+    """Order in which the stages of a replica make their forward and backward passes.
+
+    `gpipe`; `1f1b`; `interleaved`: two chunks of layers per stage; `zero-bubble`: two chunks per stage, and backward
+    passes in two parts; `pipedream`: steps overlap without a bubble, and gradients belong to weights that are some
+    microbatches old.
+    """
 
     commit_every: int = 16
-    """Under `pipedream`, the steps after which all stages come together; these are committed together."""
+    """Steps after which all stages synchronize and these steps are committed together. Only used by `pipedream`."""
 
     microbatches: int = 1
-    """Parts in which a shard's rows of a step pass through the model; divides `batch_size / shards`."""
+    """Microbatches that each shard's rows of a step are split into. Must divide `batch_size / shards`."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether a stage begins with a step before all stages have done with the one before."""
+        """Return whether a stage starts a step before all stages have finished the previous one."""
         return self.schedule == "pipedream"
 
     @property
     def steps_together(self) -> int:
-        """The steps that are committed together."""
+        """Return the number of steps that are committed together."""
         return self.commit_every if self.overlaps else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elastic:
     hang_timeout_s: float = 30.0
-    """Seconds without a sign of progress after which a worker is hung; a first step and evaluations have 300."""
+    """Seconds without progress after which a worker is treated as hung and leaves the group. A worker's first step and
+    evaluations have 300 s."""
 
     max_failures: int | None = None
-    """Failures that a run survives; None for any number. Ten in a row with no step between them always end it."""
+    """Failures that the run survives; one more ends it. None sets no limit. Ten failures in a row without a step in
+    between always end the run."""
 
     wait_s: float = 60.0
-    """Seconds to wait for the workers that a run needs before it gives up."""
+    """Maximum seconds to wait until the run has the workers it needs; then it fails."""
 
     copy_every: int = 1
-    """Steps between two copies of state that one worker alone holds into another's memory."""
+    """Steps between two copies of the state that only one worker holds into another worker's memory. Higher values
+    cost less time, and lose more steps when that worker is lost."""
 
     stop_grace_s: float = 3.0
-    """Seconds that a stopped run has to come to a step boundary and save its result."""
+    """Seconds that a stopped run has to reach a step boundary and save its result."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What follows a step whose loss or gradient is not finite: `stop` ends the run and names the shard and the
-    parameter; `skip` uses up its rows and changes nothing, up to ten steps in a row. Neither applies the step."""
+    """What to do when the loss or gradient of a step is not finite; the step is never applied.
+
+    `stop` ends the run and names the shard and the parameter. `skip` consumes the rows of the step and changes nothing;
+    the tenth such step in a row ends the run.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepBest:
     metric: str
-    """A figure that `Task.evaluate` returns."""
+    """Name of a metric that `Task.evaluate` returns; decides which checkpoint is the best. No default."""
 
     mode: Literal["min", "max"] = "min"
-    """Whether the lowest or the highest is the best."""
+    """Whether the lowest (`min`) or the highest (`max`) value of `metric` is the best."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """There is one at the end of a run and when it is stopped, in any case."""
+    """When checkpoints are written. One is always written at the end of a run, and when the run is stopped."""
 
     every_steps: int | None = None
-    """Steps between checkpoints."""
+    """Steps between checkpoints; None writes none by step number."""
 
     every_s: float | None = 600.0
-    """Seconds after which there is one, if there was none; None for no such limit."""
+    """Maximum seconds between checkpoints; None disables the timer."""
 
     keep: int = 3
-    """How many are kept, the newest ones."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
 
     keep_best: KeepBest | None = None
-    """Keeps the best one, too; with it there is one after every evaluation."""
+    """Also keeps the best checkpoint, and writes a checkpoint after every evaluation. None keeps only the newest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluate:
     path: str
-    """Held-out Parquet file or folder, with the columns of `data.path`."""
+    """Parquet file or folder with held-out rows; it has the columns of `data.path`. No default."""
 
     every_steps: int
-    """Steps between evaluations; there is one before the first step and one after the last, too."""
+    """Steps between evaluations; no default. The run also evaluates before the first and after the last step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One training job. Raises `JobError`, with every problem found, where the values do not fit together."""
+    """One training job. Raises `JobError` with every problem found if a value is wrong or values contradict."""
 
     name: str
-    """The run's name and folder: letters, digits, dot, dash, underscore. In a file: its stem unless given."""
+    """Name of the run and of its folder inside `storage`: letters, digits, dot, dash, underscore.
+
+    A job file that gives no name uses its own file name without the suffix.
+    """
 
     task: str | type
-    """`module:Class` of a `Task`, looked up from the working directory; from Python also the class itself."""
+    """`module:Class` of the `Task`, imported from the working directory; in Python also the class itself."""
 
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the task's constructor."""
+    """Keyword arguments of the task's constructor. `${env:NAME}` in a text stands for an environment variable."""
 
     seed: int = 0
-    """Seeds weights, random keys and the order of the data."""
+    """Seed of the initial weights, all random numbers and the sample order."""
 
     data: Data
-    """The rows to train on."""
+    """Training data: where it is, and how it is shuffled, batched and transformed."""
 
     steps: int | None = None
-    """Optimizer steps to make; either this or `epochs`."""
+    """Length of the training in optimizer steps. Give exactly one of `steps` and `epochs`."""
 
     epochs: int | None = None
-    """Passes over the data to make; either this or `steps`."""
+    """Length of the training in passes over the data. Give exactly one of `steps` and `epochs`."""
 
     workers: Workers = field(default_factory=Workers)
-    """How many workers, and what each needs."""
+    """Number of workers, and the resources of each."""
 
     parallel: Parallel = field(default_factory=Parallel)
-    """How a step is divided."""
+    """How a step is divided into pipeline stages and microbatches."""
 
     collective: Literal["auto", "horovod", "torch"] = "auto"
-    """The library that sums gradients. `auto`: Horovod where it is really built, else torch.distributed."""
+    """Library that sums gradients. `auto`: Horovod if it is really built, otherwise torch.distributed."""
 
     reduction: Literal["ring", "exact"] = "ring"
-    """How gradients are summed. `exact`: rounded to a common grid first, so that the result has the same bits on any
-    number of workers and through any failure; twice the bytes."""
+    """How gradients are summed. `ring`: an ordinary ring all-reduce; results differ by rounding with the number of
+    workers. `exact`: gradients are first rounded to a common grid, so the result has the same bits on any number of
+    workers and after any failure; it sends twice the bytes."""
 
     clip_norm: float | None = None
-    """Largest global norm of the gradient; None leaves it alone."""
+    """Maximum global norm of the gradient; larger gradients are scaled down to it. None disables clipping."""
 
     elastic: Elastic = field(default_factory=Elastic)
-    """How long to wait for what."""
+    """Timeouts, and how the run reacts to failures."""
 
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """When the state is written to `storage`, and how much of it is kept."""
+    """When checkpoints are written to `storage`, and how many are kept."""
 
     evaluate: Evaluate | None = None
-    """Held-out evaluation, if any."""
+    """Evaluation on held-out rows; None disables it."""
 
     trackers: Sequence[str] = field(default_factory=list)
-    """Who is told the run's figures beside TensorBoard: `mlflow`, `wandb`. Where they are, and what they need to be let
-    in, the environment says: MLFLOW_TRACKING_URI, WANDB_PROJECT and their like, as their own libraries read them."""
+    """Experiment trackers that get the run's metrics, in addition to TensorBoard: `mlflow`, `wandb`. Default: none.
+
+    The destination and credentials come from each tracker's usual environment variables, such as MLFLOW_TRACKING_URI
+    and WANDB_PROJECT.
+    """
 
     storage: str = "runs"
-    """The folder in which the run's folder is made: a path, or an address such as `s3://bucket/runs`.
+    """Folder in which the run's folder is created: a path, or an address such as `s3://bucket/runs`.
 
-    An address holds settings as pyarrow takes them (`?region=eu-west-1`). Here as in every other setting, an address
-    with a credential in it is refused: credentials come from the environment.
+    An address can carry pyarrow's settings (`?region=eu-west-1`). An address that contains a credential is refused,
+    here and in every other setting: credentials come from the environment.
     """
 
     def __post_init__(self) -> None:
@@ -228,14 +255,17 @@ class Job:
             raise JobError(problems)
 
     def to_yaml(self) -> str:
-        """The job with every setting spelled out; loads back equal. A task given as a class is named `module:Class`."""
+        """Return the job as YAML with every setting spelled out, which loads back as an equal job.
+
+        A task given as a class is written as `module:Class`.
+        """
         values = _plain(self)
         if not isinstance(self.task, str):
             values["task"] = f"{self.task.__module__}:{self.task.__qualname__}"
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
     def same_as(self, resolved: str) -> list[str]:
-        """The keys in which this job differs from the one that a `job.yaml` says, of those that make a job the same."""
+        """Return the result-relevant keys in which this job differs from `resolved`, the text of a `job.yaml`."""
         mine, theirs = yaml.safe_load(self.to_yaml()), yaml.safe_load(resolved)
         return [key for key in _SAME if _at(mine, key) != _at(theirs, key)]
 
@@ -252,12 +282,12 @@ _SAME = (
     "reduction",
     "clip_norm",
 )
-"""What makes two jobs the same: all that the result depends on."""
+"""Keys that must agree for two jobs to be the same: everything that the result depends on."""
 
 
 @functools.cache
 def fields_of(cls: type) -> Mapping[str, tuple[Any, bool]]:
-    """The settings of one level: name -> (type, whether it must be given)."""
+    """Return the settings of one level: name -> (type, whether it is required)."""
     hints = get_type_hints(cls)
     return {
         entry.name: (hints[entry.name], entry.default is MISSING and entry.default_factory is MISSING)
@@ -266,13 +296,13 @@ def fields_of(cls: type) -> Mapping[str, tuple[Any, bool]]:
 
 
 def nested(hint: Any) -> type | None:
-    """The dataclass that a setting holds, if it holds one."""
+    """Return the dataclass in a setting's type, or None."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return next((option for option in options if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
 
 
 def flatten(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting by its dotted key; groups that are not given are left out."""
+    """Yield every setting as (dotted key, value); groups that are not given are left out."""
     for entry in dataclasses.fields(settings):
         value = getattr(settings, entry.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -282,7 +312,7 @@ def flatten(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def hint_of(key: str) -> Any:
-    """The type of a dotted key; raises KeyError where there is no such setting."""
+    """Return the type of a dotted key. Raises `KeyError` if the setting does not exist."""
     cls: type | None = Job
     hint: Any = Job
     for part in key.split("."):
@@ -294,7 +324,7 @@ def hint_of(key: str) -> Any:
 
 
 def check_type(key: str, value: Any) -> InputError | None:
-    """What is wrong with the type of one setting, if anything."""
+    """Return what is wrong with the type of one setting, or None."""
     hint = hint_of(key)
     if nested(hint) is not None:
         return (
@@ -328,21 +358,24 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def spell_type(hint: Any) -> str:
-    """A setting's type in words."""
+    """Return a setting's type in words."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return " or ".join(spell_type(option) for option in get_args(hint))
     if origin is Literal:
         return "one of " + ", ".join(str(option) for option in get_args(hint))
     if origin is Mapping:
-        return "a mapping with words as keys"
+        return "a mapping with strings as keys"
     if origin is Sequence:
-        return "a list of words"
-    return {float: "a number", int: "a whole number", str: "text", type(None): "nothing", type: "a class"}[hint]
+        return "a list of strings"
+    return {float: "a number", int: "an integer", str: "a string", type(None): "null", type: "a class"}[hint]
 
 
 def check_values(values: Mapping[str, Any]) -> list[InputError]:
-    """What is wrong with settings whose types are right; a check whose settings are not all there is left out."""
+    """Return what is wrong with settings whose types are right.
+
+    `values` maps dotted keys to values; a check is skipped unless all of its settings are in it.
+    """
     problems = [problem for key, value in values.items() for problem in _credentials(value, key)]
     for keys, check in _CHECKS:
         if all(key in values for key in keys):
@@ -353,7 +386,7 @@ def check_values(values: Mapping[str, Any]) -> list[InputError]:
 
 
 def _credentials(value: Any, key: str) -> Iterator[InputError]:
-    """Find addresses with credentials in a setting: it is written to the run's folder and shown in many places."""
+    """Yield an error per address with a credential: settings are written to the run's folder and widely shown."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             yield from _credentials(name, key)
@@ -362,7 +395,7 @@ def _credentials(value: Any, key: str) -> Iterator[InputError]:
         for place, one in enumerate(value):
             yield from _credentials(one, f"{key}[{place}]")
     elif isinstance(value, str) and (part := credential_in(value)):
-        reference = "; or refer to a variable, as in ${env:NAME}" * key.startswith("args")
+        reference = "; or refer to an environment variable with ${env:NAME}" * key.startswith("args")
         yield InputError(f"the address contains a credential: {part}", where=key, remedy=f"{REMEDY}{reference}")
 
 
@@ -372,16 +405,16 @@ _Problem = tuple[str, str, str] | None
 def _name(name: str) -> _Problem:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
         return None
-    why = "has a path in it" if "/" in name or "\\" in name else "is no name"
+    why = "contains a path separator" if "/" in name or "\\" in name else "is not a valid name"
     return (
         f"{name!r} {why}",
-        "letters, digits, '.', '_' and '-', a letter or digit first",
-        "the folder goes into `storage`",
+        "letters, digits, '.', '_' and '-', starting with a letter or digit, at most 128 characters",
+        "set the folder with `storage`",
     )
 
 
 MOST = 10**9
-"""Of whatever is counted, or waited for in seconds: more is a mistake, and overflows 64 bits or a clock somewhere."""
+"""Limit of every count and every time in seconds: a larger value is a mistake, and overflows 64 bits or a clock."""
 
 
 def _at_least(lowest: float, highest: float = MOST) -> Callable[[float | None], _Problem]:
@@ -412,9 +445,9 @@ def _batch(batch_size: int, shards: int) -> _Problem:
     below = batch_size // shards * shards
     nearest = " or ".join(str(value) for value in (below, below + shards) if value)
     return (
-        f"{batch_size} is no multiple of data.shards = {shards}",
-        f"{nearest}, say",
-        "every shard gives every step as many rows",
+        f"{batch_size} is not a multiple of data.shards = {shards}",
+        f"{nearest}, for example",
+        "choose a multiple of data.shards: every shard gives every step the same number of rows",
     )
 
 
@@ -422,7 +455,7 @@ def _microbatches(microbatches: int, batch_size: int, shards: int) -> _Problem:
     if min(microbatches, batch_size, shards) < 1 or batch_size % shards or batch_size // shards % microbatches == 0:
         return None
     rows = batch_size // shards
-    return f"{microbatches} does not divide the {rows} rows that a shard gives to a step", f"a divisor of {rows}", ""
+    return f"{microbatches} does not divide the {rows} rows that each shard gives to a step", f"a divisor of {rows}", ""
 
 
 def _length(steps: int | None, epochs: int | None) -> _Problem:
@@ -443,7 +476,7 @@ def _shard_room(minimum: int, shards: int, pipeline: int) -> _Problem:
         return None
     of = "" if pipeline == 1 else f" and parallel.pipeline = {pipeline}"
     return (
-        f"{minimum} workers for data.shards = {shards}{of}: some would have nothing to do",
+        f"{minimum} workers for data.shards = {shards}{of}: some would be idle",
         f"at most {shards * pipeline}",
         "raise data.shards",
     )
@@ -462,30 +495,30 @@ def _pipedream(
     if schedule != "pipedream":
         return None
     if pipeline == 1:
-        return "pipedream is a schedule of stages, and there is one", "parallel.pipeline of 2 or more", ""
+        return "the pipedream schedule needs at least two stages", "parallel.pipeline of 2 or more", ""
     if reduction == "exact":
-        what = "what it makes of a step depends on how far each stage is; reduction: exact cannot go with it"
+        what = "pipedream does not support reduction: exact; its results depend on how far each stage is"
         return what, "reduction: ring, or another schedule", ""
     if clip_norm is not None:
-        what = "clip_norm needs the gradients of all stages at one step, and pipedream's stages are at different ones"
+        what = "pipedream does not support clip_norm, which needs the gradients of all stages at the same step"
         return what, "no clip_norm, or another schedule", ""
     if on_nonfinite == "skip":
-        what = "on_nonfinite: skip needs all stages to leave a step out together; pipedream's apply it one by one"
+        what = "pipedream does not support on_nonfinite: skip; its stages apply a step one by one, not together"
         return what, "on_nonfinite: stop, or another schedule", ""
     if minimum < pipeline:
-        what = f"with workers.min = {minimum} the model would be cut anew in the run, which pipedream does not bear"
+        what = f"workers.min = {minimum} lets the run repartition the model, which pipedream does not support"
         return what, f"workers.min of at least parallel.pipeline = {pipeline}", ""
     return None
 
 
 EXACT_SHARDS = 4096
-"""With more of them the grid of `reduction: exact` would have to be coarser than float32 is."""
+"""Maximum shards with `reduction: exact`: with more, its grid would have to be coarser than float32."""
 
 
 def _exact(reduction: str, shards: int) -> _Problem:
     if reduction != "exact" or shards <= EXACT_SHARDS:
         return None
-    return f"data.shards = {shards} is more than an exact sum holds", f"at most {EXACT_SHARDS} shards", ""
+    return f"data.shards = {shards} is too many for an exact sum", f"at most {EXACT_SHARDS} shards", ""
 
 
 def _gpus(gpus: float) -> _Problem:
@@ -495,11 +528,11 @@ def _gpus(gpus: float) -> _Problem:
 def _reference(spec: str | type | None) -> _Problem:
     if not isinstance(spec, str) or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", spec):
         return None
-    return f"{spec!r} names nothing that can be imported", "module:name, as in examples.digits:Digits", ""
+    return f"{spec!r} is not an import path", "module:name, such as examples.digits:Digits", ""
 
 
 def _best(metric: str, evaluate: None) -> _Problem:
-    return f"nothing is evaluated that {metric!r} could be", "an `evaluate` group", ""
+    return f"{metric!r} needs an evaluation, and none is configured", "an `evaluate` group", ""
 
 
 def _folder(storage: str) -> _Problem:
@@ -507,20 +540,20 @@ def _folder(storage: str) -> _Problem:
     if not is_address(storage) or scheme in SCHEMES:
         return None
     # Not the whole address: it may hold a password.
-    return f"nothing is known of '{scheme}://...'", f"a path, or {', '.join(f'{known}://' for known in SCHEMES)}", ""
+    return f"unsupported address '{scheme}://...'", f"a path, or {', '.join(f'{known}://' for known in SCHEMES)}", ""
 
 
 TRACKERS = ("mlflow", "wandb")
-"""By the names of their packages."""
+"""Supported trackers, by the names of their packages."""
 
 
 def _trackers(names: Sequence[str]) -> _Problem:
     unknown = [name for name in names if name not in TRACKERS]
     if unknown:
-        there = f"{' and '.join(TRACKERS)}; TensorBoard's files are written in any case"
+        there = f"{' or '.join(TRACKERS)}; TensorBoard files are always written"
         near = difflib.get_close_matches(unknown[0], TRACKERS, 1)
-        return f"there is no tracker {unknown[0]!r}", there, f"did you mean '{near[0]}'?" if near else ""
-    return ("one is named twice", "each once", "") if len(set(names)) < len(names) else None
+        return f"unknown tracker {unknown[0]!r}", there, f"did you mean '{near[0]}'?" if near else ""
+    return ("a tracker is listed twice", "each tracker once", "") if len(set(names)) < len(names) else None
 
 
 _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
@@ -574,7 +607,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("trackers",), _trackers),
     (("storage",), _folder),
 )
-"""(keys, check of their values); the first key is the one at fault."""
+"""(keys, check of their values); an error is reported at the first key."""
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Finding what a job names as `module:name`: a task, `data.prepare`, `data.transform`; and whose fault it is if not."""
+"""Import what a job names as `module:name` (task, `data.prepare`, `data.transform`) and attribute failures.
+
+Errors in the user's code become `TaskError`s that show the user's own frames.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,18 @@ from raytrain_plus.task import Task
 
 
 def _folder(file: str | None) -> str:
-    # With the separator: `raytrain_plus_mine` beside us is not ours.
+    # With the separator, so that a folder `raytrain_plus_mine` beside this package does not match.
     return os.path.join(os.path.dirname(file or ""), "")
 
 
 _OURS = _folder(os.path.dirname(__file__))
 _BENEATH_TASKS = (_OURS, _folder(torch.__file__), _folder(importlib.__file__), "<frozen ")
-"""What calls a task, or is called by it, and never is one: this package, torch, the import system."""
+"""Code that calls a task or is called by it, and is never a task itself: this package, torch, the import system."""
 _STANDARD = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
 
 
 def load_task(task: str | type, roots: Sequence[Path]) -> type[Task]:
-    """The class that `module:Class` names, looked up from `roots` first; or one given as it is. Raises `TaskError`."""
+    """Return the class named by `module:Class`, searching `roots` first, or a given class. Raises `TaskError`."""
     value = _load(task, roots, "task") if isinstance(task, str) else task
     if not (isinstance(value, type) and issubclass(value, Task)):
         name = task if isinstance(task, str) else f"{task.__module__}:{task.__qualname__}"
@@ -42,7 +45,7 @@ def load_task(task: str | type, roots: Sequence[Path]) -> type[Task]:
 
 
 def load_function(spec: str, roots: Sequence[Path]) -> Callable[..., Any]:
-    """The function that `module:function` names. Raises `TaskError`."""
+    """Return the function named by `module:function`. Raises `TaskError`."""
     value = _load(spec, roots, "data")
     if not callable(value):
         raise TaskError(f"{spec} is {_spell(value)}", where="data", expected="a function")
@@ -50,10 +53,9 @@ def load_function(spec: str, roots: Sequence[Path]) -> Callable[..., Any]:
 
 
 def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
-    """An instance of the task; `${env:NAME}` in its arguments is what this process's environment holds.
+    """Return an instance of the task, with `${env:NAME}` in its arguments resolved from this process's environment.
 
-    Raises `TaskError` with the user's own frames where the constructor does, and `InputError` for a variable that is
-    not set.
+    Raises `TaskError` with the user's own frames if the constructor raises, `InputError` if a variable is not set.
     """
     known = resolved(args, os.environ)
     try:
@@ -72,7 +74,7 @@ def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
 
 @contextmanager
 def told_as_task_error(what: str, where: str) -> Iterator[None]:
-    """What the task's code raises while it is open becomes a `TaskError` that says `what` went wrong, in its frames."""
+    """Turn exceptions of the task's code into a `TaskError` that says `what` failed and shows the user's frames."""
     try:
         yield
     except RaytrainError:
@@ -84,9 +86,9 @@ def told_as_task_error(what: str, where: str) -> Iterator[None]:
 
 
 def trim_traceback(error: BaseException) -> str:
-    """The traceback of `error` with the user's own frames alone, without this package's and those of libraries.
+    """Return the traceback of `error` with the user's own frames only, without this package and libraries.
 
-    Where only libraries have frames, a task that was installed is one of them: theirs are kept then.
+    If only libraries have frames, the task was installed as one of them, and their frames are kept.
     """
     frames = users_frames(error)
     lines = [line.rstrip() for line in traceback.format_list(frames)]
@@ -99,7 +101,7 @@ def trim_traceback(error: BaseException) -> str:
 
 
 def users_frames(error: BaseException) -> list[FrameSummary]:
-    """Where the user's code was when `error` was raised, the innermost place last; see `trim_traceback`."""
+    """Return the user's frames at which `error` was raised, innermost last; see `trim_traceback`."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_BENEATH_TASKS)
     ]
@@ -107,15 +109,14 @@ def users_frames(error: BaseException) -> list[FrameSummary]:
 
 
 def fault_of(error: BaseException) -> str:
-    """What an error is and where it was raised: the same words whenever it comes again."""
+    """Return the type and place of an error, as text that is the same whenever the error recurs."""
     frames = users_frames(error) or list(traceback.extract_tb(error.__traceback__))
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{place}"
 
 
 def is_signal(error: BaseException) -> bool:
-    """Whether this is a signal's `SystemExit`, which our own handlers raise in whatever runs, and no call of a task's
-    to `sys.exit`."""
+    """Return whether a signal handler of this package raised this `SystemExit`, and not a task's `sys.exit`."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, SystemExit) and bool(frames) and frames[-1].filename.startswith(_OURS)
 
@@ -127,7 +128,7 @@ def _is_librarys(filename: str) -> bool:
 
 def _load(spec: str, roots: Sequence[Path], what: str) -> Any:
     module_name, _, name = spec.partition(":")
-    # In front of the search path, and left there, as running a script does with its folder.
+    # First in the search path, and left there, as for the folder of a script.
     sys.path[:0] = [text for root in roots if (text := str(root.absolute())) not in sys.path]
     importlib.invalidate_caches()
     try:
@@ -136,10 +137,10 @@ def _load(spec: str, roots: Sequence[Path], what: str) -> Any:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             searched = ", ".join(str(root) for root in roots)
             raise TaskError(
-                f"there is no module '{error.name}'",
+                f"module '{error.name}' not found",
                 where=f"{what}: {spec}",
                 expected=f"module:name, importable from {searched}",
-                remedy="run from the folder that holds it, or correct the name",
+                remedy="run from the folder that contains it, or correct the name",
             ) from None
         raise _raised(error, module_name, what, spec) from None
     except (Exception, SystemExit) as error:
@@ -168,4 +169,4 @@ def _raised(error: BaseException, module: str, what: str, spec: str) -> TaskErro
 
 
 def _spell(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Reads a job from YAML: strictly, with the place of every mistake, and all mistakes at once."""
+"""Read a job from YAML, strictly: report all mistakes at once, each with its place."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MOST_NODES = 10_000
 MOST_DEPTH = 32
 MOST_DIGITS = 100
 MOST_SHOWN = 200
-"""Characters of an override that an error repeats."""
-TOO_LARGE = f"it has more than {MOST_NODES:,} values, or is nested more than {MOST_DEPTH} deep"
+"""Maximum characters of an override that an error repeats."""
+TOO_LARGE = f"it has more than {MOST_NODES:,} values or is nested more than {MOST_DEPTH} levels deep"
 
 
 class _TooLarge(yaml.MarkedYAMLError):
-    """A document has more nodes, or is nested deeper, than any job."""
+    """A document has more nodes, or is nested deeper, than any valid job."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain scalars: `1e-3` is a number; `no`, `010` and `1:30` are text."""
+    """Loader with YAML 1.2's plain scalars: `1e-3` is a number; `no`, `010` and `1:30` are text."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - yaml's own name for it
 
@@ -43,7 +43,7 @@ class _Loader(yaml.SafeLoader):
         if self._nodes > MOST_NODES or self._depth > MOST_DEPTH:
             raise _TooLarge(problem=TOO_LARGE, problem_mark=event.start_mark)
         if getattr(event, "tag", None) == "!":
-            # It makes text of what follows, in YAML; PyYAML passes over it.
+            # In YAML this tag turns what follows into text; PyYAML ignores it.
             raise yaml.MarkedYAMLError(problem="the tag ! is not allowed", problem_mark=event.start_mark)
         self._depth += 1
         node = super().compose_node(parent, index)
@@ -54,7 +54,7 @@ class _Loader(yaml.SafeLoader):
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF"), "true or false"),
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""], "null or nothing"),
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""], "null or an empty value"),
     "int": (r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789"), "digits, without a leading 0"),
     "float": (
         r"[-+]?((\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
@@ -62,24 +62,24 @@ _SCALARS = {
         "a number, such as 0.5 or 1e-3",
     ),
 }
-"""The scalars that are no text: their spelling, how it may begin, and the spelling in words."""
+"""Scalars that are not text: kind -> (pattern, possible first characters, description)."""
 for _kind, (_pattern, _first, _) in _SCALARS.items():
     _Loader.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Job, tuple[Path, ...]]:
-    """The job in a file, with `a.b=c` overrides applied, and the folders from which its task is imported.
+    """Return the job in a file with `a.b=c` overrides applied, and the folders to import its task from.
 
-    Raises `JobError` with every problem, each placed `file:line:column key`.
+    Raises `JobError` with every problem, each with its place as `file:line:column key`.
     """
     file = Path(path)
     return read_job(_text(file), str(file), file.stem, overrides), (file.absolute().parent,)
 
 
 def read_job(text: str, where: str, name: str, overrides: Sequence[str] = ()) -> Job:
-    """The job that `text` from `where` says, with overrides applied; its name where it has none is `name`.
+    """Return the job in `text`, which was read from `where`, with overrides applied. `name` is its default name.
 
-    Raises `JobError` with every problem, each placed.
+    Raises `JobError` with every problem, each with its place.
     """
     root = _parse(text, where)
     reading = _Reading(where)
@@ -98,16 +98,16 @@ def _text(file: Path) -> str:
     where = str(file)
     try:
         if file.is_dir():
-            raise JobError([InputError("is a folder", where=where, expected="a job file, as in jobs/digits.yaml")])
+            raise JobError([InputError("is a folder", where=where, expected="a job file such as jobs/digits.yaml")])
         if file.stat().st_size > MOST_BYTES:
-            raise JobError([InputError("is longer than 1 MB", where=where, expected="a job file")])
+            raise JobError([InputError("is larger than 1 MB", where=where, expected="a job file")])
         text = file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         near = difflib.get_close_matches(file.name, _names_beside(file), 1)
         remedy = f"did you mean {file.with_name(near[0])}?" if near else ""
-        raise JobError([InputError("there is no such file", where=where, remedy=remedy)]) from None
+        raise JobError([InputError("file not found", where=where, remedy=remedy)]) from None
     except UnicodeDecodeError:
-        raise JobError([InputError("is no text", where=where, expected="a job file in YAML")]) from None
+        raise JobError([InputError("is not UTF-8 text", where=where, expected="a job file in YAML")]) from None
     except OSError as error:
         raise JobError([InputError(f"cannot be read: {error.strerror}", where=where)]) from None
     return text
@@ -123,9 +123,9 @@ def _parse(text: str, where: str) -> yaml.MappingNode | None:
     except yaml.YAMLError as error:
         raise JobError([_no_yaml(error, where)]) from None
     if node is None:
-        raise JobError([InputError("is empty", where=where, expected="a job; jobs/digits.yaml is a short one")])
+        raise JobError([InputError("is empty", where=where, expected="a job such as jobs/digits.yaml")])
     if not isinstance(node, yaml.MappingNode):
-        raise JobError([InputError("holds no settings", where=where, expected="lines of the form `key: value`")])
+        raise JobError([InputError("contains no settings", where=where, expected="lines of the form `key: value`")])
     return node
 
 
@@ -135,22 +135,22 @@ def _compose(text: str) -> yaml.Node | None:
         node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
         return node
     except (ValueError, OverflowError) as error:
-        # An escape such as "\\U00110000" names no character.
-        raise yaml.YAMLError(f"an escape names no character: {error}") from None
+        # An escape such as "\\U00110000" is beyond the last character.
+        raise yaml.YAMLError(f"an escape is not a valid character: {error}") from None
 
 
 def _no_yaml(error: yaml.YAMLError, where: str) -> InputError:
     if not isinstance(error, yaml.MarkedYAMLError):
-        return InputError(f"is not YAML: {str(error).splitlines()[0]}", where=where)
+        return InputError(f"is not valid YAML: {str(error).splitlines()[0]}", where=where)
     mark = error.problem_mark or error.context_mark
     place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
     if isinstance(error, _TooLarge):
         return InputError(f"is too large for a job: {error.problem}", where=place)
-    return InputError(f"is not YAML: {error.problem or error.context}", where=place)
+    return InputError(f"is not valid YAML: {error.problem or error.context}", where=place)
 
 
 class _Reading:
-    """Turns YAML nodes into plain values, and notes where each key stands and what is wrong."""
+    """Turn YAML nodes into plain values; record the place of each key, and the problems found."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -166,7 +166,7 @@ class _Reading:
             dotted = f"{prefix}{key}"
             place = f"{self.file}:{key_node.start_mark.line + 1}:{key_node.start_mark.column + 1} {dotted}"
             if not isinstance(key, str):
-                self.problems.append(InputError(f"the key {key!r} is no word", where=place))
+                self.problems.append(InputError(f"the key {key!r} is not a string", where=place))
                 continue
             if key == "<<":
                 what = "merge keys are not supported"
@@ -174,8 +174,8 @@ class _Reading:
                 continue
             if key in values:
                 first = self.places.get(dotted, "").split(" ")[0].split(":")[-2:-1]
-                line = f"line {first[0]}" if first else "above"
-                self.problems.append(InputError(f"is given twice, first in {line}", where=place, remedy="remove one"))
+                line = f"on line {first[0]}" if first else "above"
+                self.problems.append(InputError(f"is given twice, first {line}", where=place, remedy="remove one"))
                 continue
             self.places[dotted] = place
             values[key] = self.value(value_node, dotted, depth + 1)
@@ -183,7 +183,7 @@ class _Reading:
 
     def value(self, node: yaml.Node, dotted: str, depth: int = 0) -> Any:
         self._nodes += 1
-        # Aliases make many nodes out of few.
+        # Aliases turn a few nodes into many.
         if self._nodes > MOST_NODES or depth > MOST_DEPTH:
             raise JobError([InputError(f"is too large for a job: {TOO_LARGE}", where=self.file)])
         if isinstance(node, yaml.MappingNode):
@@ -199,7 +199,7 @@ class _Reading:
         if kind in _SCALARS:
             pattern, _, spelled = _SCALARS[kind]
             if not re.fullmatch(pattern, text) and not (kind == "float" and re.fullmatch(_SCALARS["int"][0], text)):
-                self._problem(f"{text[:50]!r} is not what its tag !!{kind} says", node, dotted, spelled)
+                self._problem(f"{text[:50]!r} does not match its tag !!{kind}", node, dotted, spelled)
                 return None
         if kind == "bool":
             return text.lower() == "true"
@@ -214,7 +214,7 @@ class _Reading:
         if kind not in _SCALARS:
             self._check_tag(node, "str", dotted)
         if re.search("[\ud800-\udfff]", text):
-            self._problem("the text contains half of a surrogate pair, which is no character", node, dotted)
+            self._problem("the text contains half of a surrogate pair, which is not a valid character", node, dotted)
         return text
 
     def _check_tag(self, node: yaml.Node, kind: str, dotted: str) -> None:
@@ -226,12 +226,12 @@ class _Reading:
         self.problems.append(InputError(what, where=place, expected=expected))
 
     def override(self, values: dict[str, Any], text: str) -> None:
-        """Applies one `a.b=c`."""
+        """Apply one `a.b=c` override to `values`."""
         key, equals, spelled = text.partition("=")
         where = f"--set {text}" if len(text) <= MOST_SHOWN else f"--set {text[:MOST_SHOWN]}..."
         if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key):
             self.problems.append(
-                InputError("is no override", where=where, expected="key=value, as in data.batch_size=128")
+                InputError("is not an override", where=where, expected="key=value, such as data.batch_size=128")
             )
             return
         try:
@@ -258,7 +258,7 @@ class _Reading:
 
 
 def _problems(values: Mapping[str, Any], places: Mapping[str, str], file: str) -> list[InputError]:
-    """Unknown and missing keys, wrong types, and values that do not fit together."""
+    """Return unknown and missing keys, wrong types, and values that contradict each other."""
     good: dict[str, Any] = {}
     problems = list(_check_level(Job, values, "", good))
     problems += check_values(good)
@@ -269,7 +269,7 @@ def _problems(values: Mapping[str, Any], places: Mapping[str, str], file: str) -
 
 
 def _place(key: str, places: Mapping[str, str], file: str) -> str:
-    """Where a key stands; where it is not given, the nearest group above it."""
+    """Return the place of a key, or of the nearest group above it if it is not given."""
     if key in places:
         return places[key]
     above = key.rpartition(".")[0]
@@ -284,7 +284,7 @@ def _check_level(cls: type, values: Mapping[str, Any], prefix: str, good: dict[s
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             yield InputError(
-                "there is no such setting",
+                "unknown setting",
                 where=f"{prefix}{key}",
                 expected=f"one of {', '.join(known)}",
                 remedy=f"did you mean '{near[0]}'?" if near else "",
@@ -321,7 +321,7 @@ def _meaning(cls: type, name: str) -> str:
 
 
 def _build(cls: type, values: Mapping[str, Any]) -> Any:
-    """The dataclass for checked values."""
+    """Return the dataclass for checked values."""
     known = fields_of(cls)
     return cls(
         **{

@@ -121,7 +121,7 @@ def test_byte_gpt_trains_and_writes_json(tmp_path: Path) -> None:
     ("changes", "expected"),
     [
         ({"task": "tasks:Nett"}, ["did you mean 'Net'?"]),
-        pytest.param({"task": "no_tasks:Net"}, ["there is no module 'no_tasks'"], marks=pytest.mark.slow),
+        pytest.param({"task": "no_tasks:Net"}, ["module 'no_tasks' not found"], marks=pytest.mark.slow),
         ({"data": {"path": "nowhere", "batch_size": 48}}, ["nowhere: there is no such file or folder"]),
         pytest.param({"steps": None}, ["neither `steps` nor `epochs`"], marks=pytest.mark.slow),
         pytest.param(

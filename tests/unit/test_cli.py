@@ -100,7 +100,7 @@ def test_a_wrong_job_is_reported_before_anything_is_loaded(tmp_path: Path, capsy
     out, err = capsys.readouterr()
     assert out == ""
     assert "did you mean 'steps'?" in err
-    assert "7 is no multiple of data.shards = 2" in err
+    assert "7 is not a multiple of data.shards = 2" in err
 
 
 def test_values_that_json_lacks_are_text_on_stdout(

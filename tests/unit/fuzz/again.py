@@ -1,6 +1,6 @@
-"""Fuzz a kind of input, from one seed up to another: `python -m tests.unit.fuzz.again jobs 0 20000`.
+"""Fuzz one kind of input for a range of seeds: `python -m tests.unit.fuzz.again jobs 0 20000`.
 
-With one number: that seed alone, and what it made. Prints what the inputs came to, and ends with 1 at the first fault.
+With one number, run only that seed and print its input. Prints the outcomes, and exits with 1 at the first fault.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ KINDS = ("jobs", "parquet", "folders")
 
 @contextlib.contextmanager
 def ready(kind: str, folder: Path) -> Iterator[Callable[[int], str]]:
-    """What tries one seed of a kind, in an empty folder, which is the working directory meanwhile."""
+    """Yield a function that tries one seed of a kind; an empty folder is the working directory meanwhile."""
     before = Path.cwd()
-    # What a job names above its folder is inside of ours.
+    # Two levels down, so that paths with `..` in a job stay inside the folder.
     inside = folder / "in" / "side"
     inside.mkdir(parents=True)
     os.chdir(inside)
@@ -43,13 +43,13 @@ def ready(kind: str, folder: Path) -> Iterator[Callable[[int], str]]:
 
 
 def found(kind: str, first: int, last: int, folder: Path) -> Counter[Any]:
-    """What the seeds from `first` to before `last` came to. Raises `Fault`."""
+    """Return the outcomes of the seeds from `first` up to, not including, `last`. Raises `Fault`."""
     with ready(kind, folder) as one:
         return Counter(tried(range(first, last), one, kind))
 
 
 def main() -> None:
-    """Fuzz as the command line says."""
+    """Fuzz with the arguments of the command line."""
     kind, first, *rest = sys.argv[1:]
     last = int(rest[0]) if rest else int(first) + 1
     if kind == "jobs" and not rest:

@@ -1,7 +1,7 @@
-"""Run folders that something has gone wrong with, and what every command that reads one makes of them.
+"""Damage run folders, and check every command that reads them.
 
-A whole run is made once, without Ray: two checkpoints, a ledger, events, a result. A copy of it is damaged, by bytes,
-by the structure of a JSON document, or by what lies where; then each command answers with words, or right figures.
+A complete run is made once, without Ray: two checkpoints, a ledger, events, a result. A copy of it is damaged: bytes,
+the structure of a JSON document, or which files exist. Each command must then report an error or correct values.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Base:
     folder: Path
     job: Job
     weights: Mapping[int, Mapping[str, torch.Tensor]]
-    """Of each checkpoint."""
+    """Weights of each checkpoint, by step."""
     audited: Mapping[str, Any]
-    """What an audit says of it."""
+    """Result of its audit."""
 
 
 @contextmanager
 def patient_for_nothing() -> Iterator[None]:
-    """No lease is waited for: each would take its 10 s."""
+    """Do not wait for leases, each of which would take 10 s."""
     before = folder.LEASE_S, follow.LEASE_S, follow.HERE_S
     folder.LEASE_S = follow.LEASE_S = 0.0
     follow.HERE_S = 0.001
@@ -76,7 +76,7 @@ def patient_for_nothing() -> Iterator[None]:
 
 
 def base_in(folder: Path) -> Base:
-    """Make data and a run that has finished, in this folder, which is the working directory."""
+    """Make data and a finished run in this folder, which is the working directory."""
     for name in ("data", "held_out"):
         (folder / name).mkdir()
         for number in range(2):
@@ -221,21 +221,21 @@ events-00000001.ndjson
 job.yaml/x
 result.json/x""".splitlines()
 SELDOM = ("pipeline.json", "mlflow.json")
-"""Documents that little depends on."""
+"""Documents on which little depends."""
 
 
 @dataclass(slots=True)
 class Damage:
-    """What was done to a folder."""
+    """How a folder was damaged."""
 
     forged: bool = False
-    """A document was changed and its hash made right again."""
+    """Whether a document was changed and its hash updated."""
     touched: set[str] | None = None
     """The files whose bytes changed, or None after anything else."""
 
 
 def damaged(base: Base, folder: Path, seed: int) -> Damage:
-    """Make a copy of the base's folder and damage it, in the way of this seed."""
+    """Copy the base's folder and damage the copy as the seed determines."""
     draw = random.Random(seed)
     shutil.copytree(base.folder, folder)
     done = Damage(touched=set())
@@ -243,7 +243,7 @@ def damaged(base: Base, folder: Path, seed: int) -> Damage:
         files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
         if not files:
             break
-        # Documents have more to go wrong than what is hashed.
+        # Prefer documents: damage to hashed files is easily noticed.
         documents = [path for path in files if path.suffix in (".json", ".ndjson", ".yaml")]
         told = [path for path in documents if path.name not in SELDOM]
         file = draw.choice(told if told and draw.random() < 0.75 else files)
@@ -275,7 +275,7 @@ def _garbage(folder: Path, file: Path, draw: random.Random, done: Damage) -> Non
 
 
 def _structure(folder: Path, file: Path, draw: random.Random, done: Damage) -> None:
-    """Change a JSON document, or one line of JSON, in its structure; a manifest gets a hash that is right."""
+    """Change the structure of a JSON document or of one line of JSON; a manifest's hash is updated."""
     if file.name == JOB:
         file.write_bytes(jobs.made(draw.randrange(10**6)).text)
         return
@@ -295,13 +295,13 @@ def _structure(folder: Path, file: Path, draw: random.Random, done: Damage) -> N
 
 
 def hashed(manifest: dict[str, Any]) -> bytes:
-    """A manifest's document, with the hash of what it says."""
+    """Return a manifest as bytes, with the correct hash."""
     rest = json.dumps({name: value for name, value in manifest.items() if name != "xxh3_128"})[1:].encode()
     return f'{{"xxh3_128": "{xxhash.xxh3_128(rest).hexdigest()}", '.encode() + rest
 
 
 def _changed(value: Any, draw: random.Random) -> Any:
-    """The same with one thing inside it changed, removed, or doubled."""
+    """Return `value` with one item inside it changed, removed or duplicated."""
     if not value or not isinstance(value, (dict, list)) or draw.random() < 0.05:
         return draw.choice(WRONG)
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))
@@ -337,7 +337,7 @@ def _lines(folder: Path, file: Path, draw: random.Random, done: Damage) -> None:
 
 
 def _place(folder: Path, file: Path, draw: random.Random, done: Damage) -> None:
-    """Have something else lie where a file or a folder does, or something where nothing is."""
+    """Replace a file or folder by something else, or add something where nothing was."""
     done.touched = None
     target = draw.choice([file, file, file.parent])
     if target == folder:
@@ -370,7 +370,7 @@ def _place(folder: Path, file: Path, draw: random.Random, done: Damage) -> None:
 
 
 def check(seed: int, base: Base) -> str:
-    """Try one damaged folder, beside the base's; what the commands came to, in a word each."""
+    """Try one damaged folder next to the base's; return the exit codes of the commands."""
     folder = base.folder.parent / f"damaged-{seed}"
     try:
         with patient_for_nothing():
@@ -383,7 +383,7 @@ def check(seed: int, base: Base) -> str:
 
 
 def check_folder(folder: Path, base: Base, done: Damage) -> str:
-    """The same for a folder that is there. Raises `Fault`, or what must not escape."""
+    """Try a given folder. Raises `Fault`, or the exception that should not have escaped."""
     codes = []
     to = folder.with_name(f"{folder.name}.safetensors")
     for words in (
@@ -410,15 +410,15 @@ def check_folder(folder: Path, base: Base, done: Damage) -> str:
 
 
 def _check_audit(found: Mapping[str, Any], base: Base, done: Damage) -> None:
-    """A clean audit is right: the ledger holds each row that was due once. What was due, other files say."""
+    """Check that a clean audit is right: only damage outside the ledger may change which rows were due."""
     if done.touched is not None and all(name.startswith("ledger/") for name in done.touched):
         same = {key: value for key, value in found.items() if key != "run"}
         if same != {key: value for key, value in base.audited.items() if key != "run"}:
-            raise Fault(f"the audit says {found}, and of the whole run {base.audited}")
+            raise Fault(f"the audit says {found}, but for the undamaged run {base.audited}")
 
 
 def _check_export(to: Path, said: str, base: Base, done: Damage) -> None:
-    """What is exported is a checkpoint's, to the bit, and of the step that is said."""
+    """Check that the export equals, to the bit, the checkpoint of the step that is reported."""
     if done.forged:
         return
     step = int(said.partition("after step ")[2].split()[0]) - 1
@@ -437,7 +437,7 @@ def _told(look: Callable[[], Any]) -> int:
     except (RaytrainError, OSError) as error:
         if not str(error).strip():
             raise Fault(f"{type(error).__name__} without a word") from error
-        # The storage's own failures may pass; everything else is ours to tell.
+        # Failures of the storage may pass; every other error must be one of ours.
         if isinstance(error, OSError) and not isinstance(error, RaytrainError | FileNotFoundError):
             raise
         return 2
@@ -449,7 +449,7 @@ def _seen(run: LocalFolder, base: Base, done: Damage) -> int:
 
 
 def _resumed(run: LocalFolder, base: Base, done: Damage) -> int:
-    """What `resume` finds out before it needs Ray."""
+    """Run the part of `resume` that does not need Ray."""
     own = [f"name={json.dumps(run.path.name)}", f"storage={json.dumps(str(run.path.parent))}"]
 
     def preflight() -> None:
@@ -478,5 +478,5 @@ def _tracked(run: LocalFolder, base: Base, done: Damage) -> int:
 
 
 def _claimed(run: LocalFolder, base: Base, done: Damage) -> int:
-    """What a controller does first; it changes the folder."""
+    """Claim the folder, as a controller does first; this changes the folder."""
     return _told(lambda: claim(run, fresh=False, claims=folder.claims_of(run)))

@@ -1,8 +1,8 @@
-"""Job files as nobody should write them, and what they say by another reader's word.
+"""Generate broken and unusual job files, and compare accepted jobs with an independent reader, libyaml.
 
-A file is made of a job with some of its keys, whose values are snippets of YAML, some of them broken on purpose; then a
-few things are done to its text. An accepted job must be what the file and its `--set` say, key by key, as libyaml
-reads them (the platform reads with PyYAML's own parser), and load back equal from its own `job.yaml`.
+A file consists of some of a job's keys, whose values are snippets of YAML, some broken on purpose; then its text is
+damaged a little. An accepted job must equal, key by key, what libyaml reads from the file and its `--set` options (the
+platform uses PyYAML's own parser), and must load back equal from its own `job.yaml`.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ GOOD = {
     "trackers": ["[]"],
     "storage": ["runs", "./runs", "deep/er/runs"],
 }
-"""For each setting values that it takes, by themselves."""
+"""Valid values of each setting, taken alone."""
 NEEDED = ("task", "data.path", "data.batch_size", "steps")
 SELDOM = ("epochs", "workers.gpus", "parallel.pipeline", "parallel.schedule", "parallel.microbatches", "reduction")
-"""What excludes much else."""
+"""Settings that exclude many others."""
 TOGETHER = (
     ("checkpoint.keep_best.mode", "checkpoint.keep_best.metric", "evaluate.path"),
     ("evaluate.path", "evaluate.every_steps"),
@@ -81,7 +81,7 @@ DEEP = 400
 
 
 def _apart(text: str) -> list[str]:
-    """What two spaces or line ends separate."""
+    """Split a text at two or more spaces and at line ends."""
     return re.split(r"  +|\n\s*", text.strip())
 
 
@@ -122,14 +122,14 @@ CHARACTERS = " \n\t\r:-#,[]{}'\"!&*%@`|>?\\\0\x07\u0085\u2028\ufeff\u00e9\U0001f
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A job file and what is set beside it."""
+    """A job file and its `--set` overrides."""
 
     text: bytes
     overrides: tuple[str, ...]
 
 
 def made(seed: int) -> Made:
-    """The job of a seed."""
+    """Return the job of a seed."""
     draw = random.Random(seed)
     chosen = {key for key in GOOD if key in NEEDED or (draw.random() < 0.15 and key not in SELDOM)}
     chosen |= {key for key in SELDOM if draw.random() < 0.04}
@@ -147,7 +147,7 @@ def made(seed: int) -> Made:
         )
         values[key] = draw.choice(SCALARS if draw.random() < 0.7 else COLLECTIONS)
     if draw.random() < 0.1:
-        # Sizes that go together: nothing may count up to them.
+        # Huge sizes that are consistent: no code may loop up to them.
         size = draw.choice(SIZES)
         values |= dict.fromkeys(draw.sample(NUMBERS, draw.choice([1, 1, 2, 4])), size)
         values |= dict.fromkeys(draw.choice([(), ("data.batch_size", "data.shards", "workers.max")]), size)
@@ -159,7 +159,7 @@ def made(seed: int) -> Made:
 
 
 def _written(values: Mapping[str, str], draw: random.Random) -> str:
-    """The settings as YAML: groups in flow or block style, sometimes one twice."""
+    """Return the settings as YAML: groups in flow or block style, and sometimes an entry twice."""
     groups: dict[str, Any] = {}
     for key, value in values.items():
         *above, last = key.split(".") if re.fullmatch(r"[\w.]+", key) else [key]
@@ -241,18 +241,18 @@ def _override(draw: random.Random) -> str:
     return draw.choice([f"{key}={value}"] * 8 + [key, f"{key}:{value}", f"{key} = {value}", "=", ""])
 
 
-# What a file says, by libyaml.
+# The content of a file, read by libyaml.
 
 
 class Unclear(Exception):
-    """The other reader cannot say what the file says, or it says what no job may."""
+    """libyaml cannot read the file, or the file contains something that no job may contain."""
 
 
 _CORE = (
     (re.compile(r"|~|null|Null|NULL"), lambda text: None),
     (re.compile(r"true|True|TRUE"), lambda text: True),
     (re.compile(r"false|False|FALSE"), lambda text: False),
-    # Documented: what other languages would take for octal or base 60 is text.
+    # Documented: spellings of octal or base-60 numbers are text.
     (re.compile(r"[-+]?(0|[1-9][0-9]*)"), int),
     (re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
     (re.compile(r"[-+]?\.(inf|Inf|INF)"), lambda text: float(text.replace(".", ""))),
@@ -262,7 +262,10 @@ _TAGS = {"null": _CORE[:1], "bool": _CORE[1:3], "int": _CORE[3:4], "float": _COR
 
 
 def spoken(text: str) -> Any:
-    """What YAML says in its core schema. Raises `Unclear` for other tags, keys that are no text, and doubles."""
+    """Return a document's value in YAML's core schema.
+
+    Raises `Unclear` for other tags, and for keys that are not text or are repeated.
+    """
     try:
         events = iter(list(yaml.parse(text, Loader=yaml.CSafeLoader)))
     except (yaml.YAMLError, UnicodeError, ValueError) as error:
@@ -317,12 +320,12 @@ def _scalar(event: yaml.ScalarEvent) -> Any:
             value = read(event.value)
             return float(value) if tag == "float" else value
     if tag:
-        raise Unclear(f"{event.value!r} is no {tag}")
+        raise Unclear(f"{event.value!r} does not match tag {tag}")
     return event.value
 
 
 def expected(job: Made) -> dict[str, Any]:
-    """What the file and its overrides say together. Raises `Unclear`."""
+    """Return the settings in the file with its overrides. Raises `Unclear`."""
     try:
         values = spoken(job.text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -334,7 +337,7 @@ def expected(job: Made) -> dict[str, Any]:
         try:
             value = spoken(text) if text else None
         except Unclear:
-            # Documented: what is no YAML is text.
+            # Documented: an override that is not YAML is text.
             value = text
         *groups, last = key.split(".")
         inner = values
@@ -350,19 +353,19 @@ def expected(job: Made) -> dict[str, Any]:
 
 
 def data_in(folder: Path) -> None:
-    """The data that good jobs name."""
+    """Write the data that good jobs refer to."""
     for name in ("data", "held_out"):
         (folder / name).mkdir()
         prepare(folder / name, "0")
 
 
 def check(seed: int, folder: Path) -> str:
-    """Try one job in a folder with data, which is the working directory; `refused`, `accepted`, or `sound`."""
+    """Try one job; `folder` holds data and is the working directory. Return `refused`, `accepted` or `sound`."""
     return check_made(made(seed), folder)
 
 
 def check_made(job: Made, folder: Path) -> str:
-    """The same for a job that is there. Raises `Fault`, or what must not escape."""
+    """Try a given job. Raises `Fault`, or the exception that should not have escaped."""
     file = folder / "job.yaml"
     file.write_bytes(job.text)
     words = [word for override in job.overrides for word in ("--set", override)]
@@ -374,11 +377,11 @@ def check_made(job: Made, folder: Path) -> str:
             loaded, roots = load_job(file, job.overrides)
     except RaytrainError:
         if code != 2:
-            raise Fault(f"validate ended with {code}, though no job is in the file") from None
+            raise Fault(f"validate exited with {code}, although the file has no valid job") from None
         return "refused"
     _check_said(loaded, job, file.stem)
     if code not in (0, 2):
-        raise Fault(f"validate ended with {code}: {err}")
+        raise Fault(f"validate exited with {code}: {err}")
     try:
         with limited():
             order_of(loaded, roots=roots)
@@ -388,7 +391,7 @@ def check_made(job: Made, folder: Path) -> str:
 
 
 def _check_said(loaded: Job, job: Made, name: str) -> None:
-    """Raise `Fault` if a job is not what the file says, or does not load back equal."""
+    """Raise `Fault` if a job differs from its file, or does not load back equal."""
     with limited():
         again = read_job(loaded.to_yaml(), "job.yaml", "other")
     if repr(again) != repr(loaded):
@@ -396,19 +399,19 @@ def _check_said(loaded: Job, job: Made, name: str) -> None:
     try:
         values = expected(job)
     except (Unclear, RecursionError) as unclear:
-        raise Fault(f"accepted, though libyaml has another mind: {unclear}: {loaded}") from None
+        raise Fault(f"accepted, but libyaml disagrees: {unclear}: {loaded}") from None
     told = dict(_said(Job, {"name": name, **values}))
     got = dict(flatten(loaded))
     for key, value in told.items():
         if key not in got or repr(_plain(got[key])) != repr(_plain(value)):
-            raise Fault(f"{key} is {got.get(key)!r}, and the file says {value!r}")
+            raise Fault(f"{key} is {got.get(key)!r}, but the file says {value!r}")
 
 
 def _said(cls: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting that is given, by its dotted key."""
+    """Yield every given setting as (dotted key, value)."""
     for name, value in values.items():
         if name not in fields_of(cls):
-            raise Fault(f"accepted with the setting {prefix}{name}, which there is not")
+            raise Fault(f"accepted with the setting {prefix}{name}, which does not exist")
         group = nested(fields_of(cls)[name][0])
         if group is not None and isinstance(value, Mapping):
             yield from _said(group, value, f"{prefix}{name}.")

@@ -1,8 +1,8 @@
-"""Parquet files with flipped, lost and foreign bytes, and what reading them gives.
+"""Damage Parquet files (flipped, lost and foreign bytes) and check what reading them gives.
 
-A damaged file raises an error of ours, or gives the rows that were written. Parquet has no checksum for its footer: a
-footer that is damaged and still parses must at least be noticed as another one, which is what stops a run that has
-seen the file before.
+Reading a damaged file must raise one of our errors or give the rows that were written. Parquet has no checksum for its
+footer: a damaged footer that still parses must at least be noticed as a different one, which stops a run that has seen
+the file before.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ SETTINGS: tuple[dict[str, object], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A file as it was written."""
+    """An undamaged file."""
 
     data: bytes
     seen: Index
     units: tuple[pa.Table, ...]
     footer: int
-    """Where its footer begins."""
+    """Offset of its footer."""
 
 
 def bases_in(folder: Path) -> list[Base]:
-    """Files of every kind, each in a folder of its own."""
+    """Return files of every kind, each in its own folder."""
     return [_base(folder / str(number), number) for number in range(2 * len(SETTINGS))]
 
 
@@ -86,7 +86,7 @@ def _rich(rows: int) -> pa.Table:
 
 
 def damaged(base: Base, draw: random.Random) -> bytes:
-    """The bytes of a file, damaged: its footer more often than its size alone would have it."""
+    """Return the damaged bytes of a file; the footer is damaged more often than its size alone would imply."""
     data = bytearray(base.data)
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         if not data:
@@ -111,7 +111,7 @@ def damaged(base: Base, draw: random.Random) -> bytes:
 
 
 def check(seed: int, bases: list[Base]) -> str:
-    """Try one damaged file; `refused`, `noticed` (its footer is another) or `same`."""
+    """Try one damaged file; return `refused`, `noticed` (the footer differs) or `same`."""
     draw = random.Random(seed)
     base = draw.choice(bases)
     data = damaged(base, draw)
@@ -119,14 +119,14 @@ def check(seed: int, bases: list[Base]) -> str:
 
 
 def check_file(base: Base, data: bytes) -> str:
-    """The same for bytes that are there. Raises `Fault`, or what must not escape."""
+    """Try given bytes. Raises `Fault`, or the exception that should not have escaped."""
     file = Path(base.seen.path) / "x.parquet"
     file.write_bytes(data)
-    # As a disk damages it, and no program.
+    # A disk that damages a file does not change its modification time; a program would.
     times = file.stat().st_atime_ns, base.seen.file_sights[0].modified_ns
     os.utime(file, ns=times)
     with limited():
-        # A run that saw the file as it was written, then one that begins now.
+        # First for a run that saw the undamaged file, then for a run that starts now.
         before = _read(base.seen, base)
         try:
             seen = index(base.seen.path)
@@ -145,7 +145,7 @@ def check_file(base: Base, data: bytes) -> str:
 
 
 def _whatever(seen: Index) -> str:
-    """Read what is another dataset by now: as many rows as it says, or an error of ours."""
+    """Read a dataset that counts as another one: it must give the rows that it claims, or one of our errors."""
     for unit, rows in enumerate(seen.unit_rows):
         try:
             table = read_unit(seen, unit)
@@ -158,7 +158,7 @@ def _whatever(seen: Index) -> str:
 
 
 def _read(seen: Index, base: Base) -> str:
-    """What reading every unit comes to: `same` rows as were written, `other` ones, or `refused`."""
+    """Read every unit; return whether its rows are the `same` as written, `other` ones, or `refused`."""
     found = "same"
     for unit, written in enumerate(base.units):
         try:

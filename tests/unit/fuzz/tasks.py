@@ -1,4 +1,4 @@
-"""What fuzzed jobs name: tasks that take any arguments, and functions for their data."""
+"""Tasks that take any arguments, and functions for data, that fuzzed jobs refer to."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def prepare(folder: Path, name: str) -> None:
 
 
 def same(table: pa.Table, rng: np.random.Generator) -> pa.Table:
-    """Change nothing."""
+    """Return the table unchanged."""
     return table
 
 
 def explode(**given: Any) -> None:
-    """No task."""
+    """Raise, as a function that is not a task."""
     raise ValueError("as a user's code does")

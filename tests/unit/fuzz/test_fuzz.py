@@ -1,5 +1,7 @@
-"""Nothing that a user or a disk can do to a job, a Parquet file or a run's folder gives a traceback, hangs, or is read
-as something else. Each fault that fuzzing found stays below as a case, with what it was."""
+"""Fuzz jobs, Parquet files and run folders: no damage may give a traceback, hang, or be read as something else.
+
+Each fault that fuzzing found is kept below as a case, with a comment on what went wrong.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def test_a_few(kind: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_many(kind: str) -> None:
-    """Other seeds than the few, on all cores; a process that a library's fault ends is a failure of the test."""
+    """Other seeds than `test_a_few`, on all cores; a process that crashes in a library fails the test."""
     cores = os.cpu_count() or 1
     bounds = [FEW[kind] + part * MANY[kind] // cores for part in range(cores + 1)]
     running = [
@@ -66,14 +68,14 @@ GOOD = f"task: {jobs.TASK}\nsteps: 2\ndata: {{path: data, batch_size: 8}}\n"
 @pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
-        # Tracebacks: the tag made a number of what is none.
-        ("seed: !!int abc", [], "job.yaml:4:7 seed: 'abc' is not what its tag !!int says\n  expected: digits"),
-        ("clip_norm: !!float x", [], "job.yaml:4:12 clip_norm: 'x' is not what its tag !!float says"),
-        ("", ["seed=!!int 1_0"], "seed: '1_0' is not what its tag !!int says"),
-        # Taken for false, and for nothing.
-        ("args: {x: !!bool maybe}", [], "job.yaml:4:11 args.x: 'maybe' is not what its tag !!bool says"),
-        ("args: {x: !!null x}", [], "args.x: 'x' is not what its tag !!null says"),
-        # Collections lost their tags, whatever these were.
+        # Tracebacks: the tag forced a conversion to a number.
+        ("seed: !!int abc", [], "job.yaml:4:7 seed: 'abc' does not match its tag !!int\n  expected: digits"),
+        ("clip_norm: !!float x", [], "job.yaml:4:12 clip_norm: 'x' does not match its tag !!float"),
+        ("", ["seed=!!int 1_0"], "seed: '1_0' does not match its tag !!int"),
+        # Read as false, and as null.
+        ("args: {x: !!bool maybe}", [], "job.yaml:4:11 args.x: 'maybe' does not match its tag !!bool"),
+        ("args: {x: !!null x}", [], "args.x: 'x' does not match its tag !!null"),
+        # All tags of collections were ignored.
         ("args: {x: !!seq {a: 1}}", [], "job.yaml:4:11 args.x: the tag tag:yaml.org,2002:seq is not allowed"),
         (
             "args: {x: !!python/object:os.system {a: 1}}",
@@ -81,19 +83,19 @@ GOOD = f"task: {jobs.TASK}\nsteps: 2\ndata: {{path: data, batch_size: 8}}\n"
             "the tag tag:yaml.org,2002:python/object:os.system is",
         ),
         ("args: {x: !!set {a}}", [], "args.x: the tag tag:yaml.org,2002:set is not allowed"),
-        # A number, where YAML says text.
-        ("args: {x: ! 5}", [], "job.yaml:4:11: is not YAML: the tag ! is not allowed"),
+        # Read as a number, although YAML makes it text.
+        ("args: {x: ! 5}", [], "job.yaml:4:11: is not valid YAML: the tag ! is not allowed"),
         # Tracebacks: RecursionError.
         ("", [f"args.x={'[' * 3000}"], "--set args.x:1:34: is too large for a job: it has more than"),
-        ("", [f"args.x={'{a: ' * 3000}"], "nested more than 32 deep"),
+        ("", [f"args.x={'{a: ' * 3000}"], "nested more than 32 levels deep"),
         (f"args: {'[' * 3000}", [], "job.yaml:4:39: is too large for a job"),
-        # Tracebacks: OverflowError, ValueError, out of an escape.
-        ('args: {x: "\\UFFFFFFFF"}', [], "is not YAML: an escape names no character"),
-        ('args: {x: "\\U00110000"}', [], "is not YAML: an escape names no character"),
-        # Taken as it is, to be a traceback wherever it is written or printed.
+        # Tracebacks: OverflowError, ValueError, from an escape.
+        ('args: {x: "\\UFFFFFFFF"}', [], "is not valid YAML: an escape is not a valid character"),
+        ('args: {x: "\\U00110000"}', [], "is not valid YAML: an escape is not a valid character"),
+        # Accepted, and a traceback later, when it was written or printed.
         ('args: {x: "\\uD800"}', [], "job.yaml:4:11 args.x: the text contains half of a surrogate pair"),
         ("", ['data.path="\\uDFFF"'], "data.path: the text contains half of a surrogate pair"),
-        # A key of its own, so that the task's constructor was called with `<<`.
+        # Read as an ordinary key, so that the task's constructor was called with `<<`.
         ("args: {<<: {width: 3}}", [], "job.yaml:4:8 args.<<: merge keys are not supported"),
         # `validate` counted up to them, for hours.
         ("workers: {max: 4294967296}", ["data.shards=4294967296", "data.batch_size=4294967296"], "at most 100,000"),
@@ -102,7 +104,7 @@ GOOD = f"task: {jobs.TASK}\nsteps: 2\ndata: {{path: data, batch_size: 8}}\n"
             [],
             "pipeline: 4294967296 is not allowed\n  expected: at most 1,000",
         ),
-        # Steps times rows overflowed 64 bits; waits, the clock.
+        # Steps times rows overflowed 64 bits; timeouts overflowed the clock.
         ("", ["steps=9223372036854775807"], "expected: at most 1,000,000,000"),
         (
             "elastic: {wait_s: 1e308}",
@@ -125,7 +127,7 @@ def test_a_job(text: str, overrides: list[str], expected: str, tmp_path: Path) -
     assert err.strip() == str(caught.value)
 
 
-def test_what_is_no_yaml_is_text_beside_set(tmp_path: Path) -> None:
+def test_overrides_that_are_not_yaml_are_text(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(GOOD)
     for text in ("a: b: c", "@x", '"\\U00110000"', "[1"):
@@ -136,7 +138,7 @@ def test_what_is_no_yaml_is_text_beside_set(tmp_path: Path) -> None:
 
 
 def test_a_column_whose_name_is_damaged(tmp_path: Path) -> None:
-    """A traceback: UnicodeDecodeError, which is no error of pyarrow's own."""
+    """A traceback: UnicodeDecodeError, which is not one of pyarrow's own errors."""
     file = tmp_path / "x.parquet"
     pq.write_table(pa.table({"é": np.arange(4)}), file, store_schema=False)
     seen = index(tmp_path)
@@ -169,7 +171,7 @@ def run(base: folders.Base) -> Iterator[Path]:
 
 
 def put(file: str, **changes: Any) -> Callable[[Path], None]:
-    """Changes some of a document's values."""
+    """Return a change of some of a document's values."""
 
     def act(run: Path) -> None:
         path = run / file
@@ -179,7 +181,7 @@ def put(file: str, **changes: Any) -> Callable[[Path], None]:
 
 
 def told(kind: str, **changes: Any) -> Callable[[Path], None]:
-    """Changes some of the first event of a kind; what becomes `...` is left out."""
+    """Return a change of some fields of the first event of a kind; fields set to `...` are removed."""
 
     def act(run: Path) -> None:
         lines = [json.loads(line) for line in (run / "events.ndjson").read_text().splitlines()]
@@ -193,7 +195,7 @@ def told(kind: str, **changes: Any) -> Callable[[Path], None]:
 
 
 def text(file: str, content: bytes) -> Callable[[Path], None]:
-    """Puts other bytes in a file's place."""
+    """Return a change that replaces a file's bytes."""
 
     def act(run: Path) -> None:
         (run / file).write_bytes(content)
@@ -202,7 +204,7 @@ def text(file: str, content: bytes) -> Callable[[Path], None]:
 
 
 def forged(**changes: Any) -> Callable[[Path], None]:
-    """Changes some of the newest manifest, and makes its hash right again."""
+    """Return a change of some fields of the newest manifest, with its hash updated."""
 
     def act(run: Path) -> None:
         file = run / "checkpoints" / "000000000007-00000000.json"
@@ -217,17 +219,22 @@ DEEP, LONG = b"[" * 100_000, b"1" * 5000
 @pytest.mark.parametrize(
     ("damage", "verb", "code", "expected"),
     [
-        # Tracebacks, each.
-        (text("dataset.json", b"{}"), "audit", 2, "one/dataset.json, line 1: the file is damaged: there is no 'path'"),
+        # Each was a traceback.
+        (
+            text("dataset.json", b"{}"),
+            "audit",
+            2,
+            "one/dataset.json, line 1: the file is damaged: the field 'path' is missing",
+        ),
         (
             put("dataset.json", path=[1]),
             "audit",
             2,
             "dataset.json, line 1: the file is damaged: path: a list",
         ),
-        (put("dataset.json", path="\0"), "audit", 2, "path: '\\x00' holds what is no character"),
-        (put("dataset.json", path="\ud800"), "audit", 2, "path: '\\ud800' holds what is no character"),
-        (put("dataset.json", files=[{"path": 1.5}]), "audit", 2, "files: entry 0: path: 1.5 is no text"),
+        (put("dataset.json", path="\0"), "audit", 2, "path: '\\x00' contains an invalid character"),
+        (put("dataset.json", path="\ud800"), "audit", 2, "path: '\\ud800' contains an invalid character"),
+        (put("dataset.json", files=[{"path": 1.5}]), "audit", 2, "files: entry 0: path: 1.5 is not a string"),
         (text("dataset.json", DEEP), "audit", 2, "dataset.json, line 1: the file is damaged: RecursionError"),
         (text("job.yaml", b"a: " + DEEP), "audit", 2, "one/job.yaml:1:36: is too large for a job"),
         (text("result.json", DEEP), "audit", 1, "result.json cannot be read"),
@@ -235,7 +242,7 @@ DEEP, LONG = b"[" * 100_000, b"1" * 5000
             put("result.json", metrics=7),
             "status",
             2,
-            "it holds no result that this version writes: metrics: 7",
+            "not a valid result for this version: metrics: 7",
         ),
         (
             text("result.json", b'{"a": ' + LONG + b"}"),
@@ -243,38 +250,38 @@ DEEP, LONG = b"[" * 100_000, b"1" * 5000
             2,
             "line 1: the file is damaged: ValueError",
         ),
-        (put("result.json", stall_s=[]), "attach", 2, "stall_s: a list is no finite number"),
-        (put("result.json", recoveries="7"), "attach", 2, "recoveries: '7' is no whole number from 0"),
+        (put("result.json", stall_s=[]), "attach", 2, "stall_s: a list is not a finite number"),
+        (put("result.json", recoveries="7"), "attach", 2, "recoveries: '7' is not an integer from 0 up"),
         (text("lease.json", DEEP), "status", 0, "one: finished"),
         (put("lease.json", time=[]), "status", 0, "one: finished"),
         (text("claims/00000001.json", DEEP), "status", 0, "one: finished"),
         (forged(generation=0.0), "status", 0, "complete"),
-        (forged(step="7"), "status", 0, "step: '7' is no whole number from 0"),
-        (forged(time=[1]), "status", 0, "time: a list is no finite number"),
-        (forged(tensors=[]), "status", 0, "tensors: a list is no object"),
+        (forged(step="7"), "status", 0, "step: '7' is not an integer from 0 up"),
+        (forged(time=[1]), "status", 0, "time: a list is not a finite number"),
+        (forged(tensors=[]), "status", 0, "tensors: a list is not an object"),
         (forged(tree=None), "export", 0, "the model after step 4"),
         (forged(tree={"persistent": None}), "export", 0, "the model after step 4"),
         (
             told("step_committed", loss=None),
             "logs",
             2,
-            "line 5: the file is damaged: loss: None is no number",
+            "line 5: the file is damaged: loss: None is not a number",
         ),
-        (told("drain_notice", node=7), "logs", 2, "node: 7 is no text"),
-        (told("view_formed", members=[{"worker": "w"}]), "logs", 2, "members: entry 0: there is no 'cell'"),
+        (told("drain_notice", node=7), "logs", 2, "node: 7 is not a string"),
+        (told("view_formed", members=[{"worker": "w"}]), "logs", 2, "members: entry 0: the field 'cell' is missing"),
         (told("view_formed", members=[]), "logs", 2, "members: the list is empty"),
         (told("worker_lost", time=1e300), "logs", 2, "time: 1e+300 is out of range"),
-        (told("rescaled", to=True), "logs", 2, "to: True is no whole number from 0"),
+        (told("rescaled", to=True), "logs", 2, "to: True is not an integer from 0 up"),
         (
             told("waiting", generation=10**30),
             "status",
             2,
-            "generation: a number of more than 64 bits is no",
+            "generation: a number of more than 64 bits is not",
         ),
-        (told("run_finished", steps="8"), "logs", 2, "steps: '8' is no whole number from 0"),
+        (told("run_finished", steps="8"), "logs", 2, "steps: '8' is not an integer from 0 up"),
         (text("events.ndjson", LONG + b"\n"), "logs", 2, "events.ndjson, line 1: the file is damaged: ValueError"),
-        # The exit code was what the file said.
-        (put("result.json", exit_code=-1), "attach", 2, "exit_code: -1 is no whole number from 0 to 255"),
+        # The exit code was taken from the file without a check.
+        (put("result.json", exit_code=-1), "attach", 2, "exit_code: -1 is not an integer from 0 to 255"),
     ],
 )
 def test_a_run_folder(
@@ -287,7 +294,7 @@ def test_a_run_folder(
 
 @pytest.mark.parametrize("length", ["steps: 1000000000", "epochs: 1000000"])
 def test_a_job_that_became_longer_is_audited_in_no_time(length: str, run: Path) -> None:
-    """The audit laid out 60 GiB of entries that were missing, or took a minute for a million epochs."""
+    """The audit allocated 60 GiB for missing entries, or took a minute for a million epochs."""
     job = run / "job.yaml"
     longer = job.read_text().replace("epochs: 2", "epochs: null").replace("steps: null", "steps: null")
     key = length.partition(":")[0]
@@ -297,8 +304,8 @@ def test_a_job_that_became_longer_is_audited_in_no_time(length: str, run: Path) 
     assert "is due, but the ledger has only 32 entries" in err
 
 
-def test_a_dataset_whose_rows_are_no_number_has_no_length(run: Path) -> None:
-    """What a notebook shows was a traceback: a share of NaN."""
+def test_a_dataset_whose_rows_are_nan_has_no_length(run: Path) -> None:
+    """The notebook view was a traceback, because of a share of NaN."""
     from raytrain_plus.runs.follow import seen
     from raytrain_plus.storage.local import LocalFolder
 
@@ -307,6 +314,6 @@ def test_a_dataset_whose_rows_are_no_number_has_no_length(run: Path) -> None:
 
 
 def test_every_field_of_an_event_has_a_shape() -> None:
-    """One without would be read as whatever a damaged line says."""
+    """A field without a shape would be read from a damaged line without a check."""
     assert {name for fields in FIELDS.values() for name in fields} <= _SHAPES.keys()
     assert has.object_of(a=has.whole(0))({"a": True})

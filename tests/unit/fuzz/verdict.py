@@ -1,4 +1,4 @@
-"""What every kind of fuzzing asks of a call: an answer or one of our errors, no traceback, within a limit."""
+"""Check a fuzzed call: it must give an answer or one of our errors within a time limit, and no traceback."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any
 from raytrain_plus import cli
 
 LIMIT_S = 20.0
-"""Seconds of this process's own time that one call may take: what is waited for, and a busy machine, do not count."""
+"""Seconds of this process's own CPU time that one call may take; waiting and a busy machine do not count."""
 
 
 class Hung(BaseException):
-    """A call took longer than `LIMIT_S`. No `Exception`, so that nothing takes it for an error of the call."""
+    """A call took longer than `LIMIT_S`. Not an `Exception`, so that no handler takes it for an error of the call."""
 
 
 class Fault(AssertionError):
-    """The code under test did what it must not; the message says what."""
+    """The code under test misbehaved; the message says how."""
 
 
 @contextlib.contextmanager
 def limited(seconds: float = LIMIT_S) -> Iterator[None]:
-    """Raise `Hung` in what runs inside once it has used this much of the process's time."""
+    """Raise `Hung` in the context once it has used this many seconds of the process's CPU time."""
 
     def hung(number: int, frame: object) -> None:
         raise Hung(f"still computing after {seconds:g} s")
@@ -41,7 +41,7 @@ def limited(seconds: float = LIMIT_S) -> Iterator[None]:
 
 
 def raytrain(*words: str | Path) -> tuple[int, str, str]:
-    """Run a verb in this process; its exit code, stdout and stderr. Raises `Fault` for a traceback of ours."""
+    """Run a command in this process; return exit code, stdout and stderr. Raises `Fault` for an internal traceback."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limited():
         code = cli._guarded(partial(cli.cli.main, [str(word) for word in words], standalone_mode=False))
@@ -54,7 +54,7 @@ def raytrain(*words: str | Path) -> tuple[int, str, str]:
 
 
 def tried(seeds: Sequence[int], one: Callable[[int], Any], kind: str) -> list[Any]:
-    """Try every seed; what each came to. Raises `Fault` at the first that fails, with the command that repeats it."""
+    """Try every seed and return the outcomes. Raises `Fault` at the first failure, with the command that repeats it."""
     found = []
     for seed in seeds:
         try:

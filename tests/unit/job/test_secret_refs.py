@@ -1,4 +1,4 @@
-"""Secrets that a job refers to."""
+"""Secrets that a job refers to by environment variable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding what a job names, and saying whose fault it is if not."""
+"""Import what a job names, and attribute the failures."""
 
 import sys
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_a_task_is_found_beside_the_job(tmp_path: Path) -> None:
 
 def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
     text = failure("nowhere_at_all:Mine", tmp_path)
-    assert "there is no module 'nowhere_at_all'" in text
+    assert "module 'nowhere_at_all' not found" in text
     assert str(tmp_path) in text
 
 
@@ -45,14 +45,14 @@ def test_a_missing_class_suggests_the_nearest(tmp_path: Path) -> None:
     assert "did you mean 'Digits'?" in failure("near_task:Digit", tmp_path)
 
 
-def test_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_class_that_is_not_a_task_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "odd_task", "class Mine: pass\n")
     text = failure("odd_task:Mine", tmp_path)
     assert "is the class Mine" in text
     assert "derived from raytrain_plus.Task" in text
 
 
-def test_a_module_that_raises_shows_the_users_frames_alone(tmp_path: Path) -> None:
+def test_a_module_that_raises_shows_only_the_users_frames(tmp_path: Path) -> None:
     write(tmp_path, "raising_task", "def deep():\n    return 1 / 0\ndeep()\n")
     text = failure("raising_task:Mine", tmp_path)
     assert "return 1 / 0" in text
@@ -77,7 +77,7 @@ def test_a_task_that_was_installed_shows_its_own_frames(tmp_path: Path, folder: 
 
 
 def raised_in(file: Path, inner: str) -> Exception:
-    """An error that code raised which lies in `file`."""
+    """Return an error raised by code in `file`."""
     space: dict[str, object] = {}
     exec(compile(f"import json\ndef call():\n    {inner}\n", str(file), "exec"), space)
     with pytest.raises(Exception) as caught:
@@ -85,7 +85,7 @@ def raised_in(file: Path, inner: str) -> Exception:
     return caught.value
 
 
-def test_whose_a_frame_is_depends_on_whole_names_of_folders(tmp_path: Path) -> None:
+def test_frames_are_attributed_by_whole_folder_names(tmp_path: Path) -> None:
     beside = Path(task_loader.__file__).parents[2]
     for file in (beside / "raytrain_plus_mine" / "a.py", tmp_path / "my-site-packages" / "a.py"):
         text = trim_traceback(raised_in(file, "json.loads('{')"))
@@ -129,7 +129,7 @@ def test_a_syntax_error_is_placed(tmp_path: Path) -> None:
     assert 'broken_task.py", line 2' in failure("broken_task:Mine", tmp_path)
 
 
-def test_a_module_that_imports_what_is_missing_is_the_users(tmp_path: Path) -> None:
+def test_a_module_with_a_missing_import_is_the_users_mistake(tmp_path: Path) -> None:
     write(tmp_path, "needing_task", "import surely_not_installed\n")
     assert "No module named 'surely_not_installed'" in failure("needing_task:Mine", tmp_path)
 
@@ -137,5 +137,5 @@ def test_a_module_that_imports_what_is_missing_is_the_users(tmp_path: Path) -> N
 def test_load_function(tmp_path: Path) -> None:
     write(tmp_path, "function_task", "def f(): return 7\nx = 1\n")
     assert load_function("function_task:f", [tmp_path])() == 7
-    with pytest.raises(TaskError, match="is a int"):
+    with pytest.raises(TaskError, match="is of type int"):
         load_function("function_task:x", [tmp_path])
