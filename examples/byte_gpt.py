@@ -1,4 +1,4 @@
-"""A byte-level GPT, 0.9 M parameters, on text that every machine has: the source of Python's standard library."""
+"""Train a byte-level GPT (0.9 M parameters) on text that every machine has: the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward net, each behind a layer norm and added to what came in."""
+    """Attention and a feed-forward network, each after a layer norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int, depth: int, dropout: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Vectors to a score for each next byte."""
+    """Vectors to scores of the next byte: (rows, context, width) -> (rows, context, 256)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Head(nn.Module):
 
 
 class ByteGPT(Task):
-    """Predicts the next byte of Python source."""
+    """Predict the next byte of Python source."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class ByteGPT(Task):
         return {"loss": loss, "bits_per_byte": loss / math.log(2)}
 
     def show(self, model: nn.Module) -> str:
-        """What the model writes after `def `: 300 bytes, the same for the same weights."""
+        """Return 300 bytes that the model writes after `def `; the same weights write the same bytes."""
         generator = torch.Generator().manual_seed(0)
         text = list(b"def ")
         for _ in range(300):
@@ -136,7 +136,7 @@ class ByteGPT(Task):
 
 
 def printable(text: bytes) -> str:
-    """Text as it stands, line ends included; whatever else a terminal might act upon, or is no text, as its escape.
+    """Return printable text and line ends unchanged, and every other character or byte as its escape.
 
     >>> print(printable(b"a = 1\\n\\x1b[31m\\xff"))
     a = 1
@@ -150,9 +150,9 @@ LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
 def prepare(folder: Path, name: str, library: Path = LIBRARY) -> None:
-    """Writes the split `name` (train or held_out) into `folder`: rows of 129 bytes, in row groups of 512.
+    """Write the split `name` (train or held_out) into `folder`: rows of 129 bytes, in row groups of 512.
 
-    A window of source never lies in two rows, and a source file never in both splits.
+    No window of source is in two rows, and no source file is in both splits.
     """
     windows = []
     for source in sources(library):
@@ -162,7 +162,7 @@ def prepare(folder: Path, name: str, library: Path = LIBRARY) -> None:
             windows.append(text[:whole].reshape(-1, CONTEXT + 1))
     rows = np.concatenate(windows)
     if name == "held_out":
-        rows = rows[:: max(1, len(rows) // 480)][:480]  # enough for a figure, short enough to be asked for often
+        rows = rows[:: max(1, len(rows) // 480)][:480]  # enough for a metric, and few enough for frequent evaluations
     files = 1 if name == "held_out" else 4
     for number, part in enumerate(np.array_split(rows, files)):
         column = pa.FixedSizeListArray.from_arrays(pa.array(part.reshape(-1)), CONTEXT + 1)
@@ -171,7 +171,7 @@ def prepare(folder: Path, name: str, library: Path = LIBRARY) -> None:
 
 
 def sources(library: Path) -> list[str]:
-    """The library's own modules, in order: no tests, nothing that was installed, nothing that differs by machine."""
+    """Return the library's own modules, sorted: without tests, installed packages and machine-specific files."""
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
     found = (path.relative_to(library) for path in library.rglob("*.py"))
     own = (path for path in found if not left_out & set(path.parts) and not path.parts[0].startswith("config-"))
@@ -179,5 +179,5 @@ def sources(library: Path) -> list[str]:
 
 
 def held_out(source: str) -> bool:
-    """Whether a file is for evaluation: one in sixteen, by a hash of its name, the same on every machine."""
+    """Return whether a file is for evaluation: one in sixteen, by a hash of its name, so equal on every machine."""
     return hashlib.sha256(source.encode()).digest()[0] < 16

@@ -1,4 +1,4 @@
-"""Handwritten digits: the 1,797 images of 8 x 8 pixels that come with scikit-learn."""
+"""Classify handwritten digits: the 1,797 images of 8 x 8 pixels that come with scikit-learn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytrain_plus import Task
 
 
 class Digits(Task):
-    """Classifies a digit."""
+    """Classify a digit."""
 
     def __init__(self, width: int = 64, lr: float = 3e-3) -> None:
         self.width, self.lr = width, lr
@@ -42,7 +42,7 @@ class Digits(Task):
 
 
 def prepare(folder: Path, name: str) -> None:
-    """Writes the split `name` into `folder`: every fifth image is held out, the others are for training."""
+    """Write the split `name` into `folder`: every fifth image is held out, the others are for training."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

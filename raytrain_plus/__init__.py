@@ -1,4 +1,4 @@
-"""raytrain_plus: elastic PyTorch training on Ray. Machines come and go; the training does not notice.
+"""raytrain_plus: elastic PyTorch training on Ray. Training continues while machines join and leave.
 
 from raytrain_plus import Data, Job, Task, run
 """
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What brings torch or Ray along, which take seconds to load, comes when it is asked for."""
+    """Load names that need torch or Ray on first use, because these take seconds to import."""
     if name == "Task":
         from raytrain_plus.task import Task
 

@@ -4,7 +4,7 @@
 
 A credential is a password before the host (for S3, HTTP and HTTPS also a user name alone: an access key or a token), or
 the value of a query parameter with a name such as `secret_key`. Percent-encoding and upper case make no difference. A
-`${env:NAME}` reference is no credential: each process resolves it, and only the name is written.
+`${env:NAME}` reference is not a credential: each process resolves it, and only the name is written.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 HIDDEN = "***"
-"""What stands in place of a credential."""
+"""Text that replaces a credential."""
 REMEDY = (
-    "remove it, and let every machine find its credentials itself: in environment variables (AWS_ACCESS_KEY_ID and "
-    "AWS_SECRET_ACCESS_KEY, say) or in the cloud's own credentials files"
+    "remove it, and give every machine its credentials in environment variables (such as AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY) or in the cloud's credentials files"
 )
-"""What to do about an address that is refused."""
+"""What to do about a refused address."""
 
 _REFERENCE = re.compile(r"\$\{env:[^}$]*\}")
 _STORES = "s3|gs|gcs|abfs|abfss|hdfs|viewfs"
 _START = re.compile(r"(?i)(?<![\w+.-])[a-z][\w+.-]+(?::|%(?:25)*3a)(?:/|%(?:25)*2f)+")
-"""How an address begins; `Path` leaves one slash of two."""
+"""Start of an address; `Path` reduces its two slashes to one."""
 _PLACE = re.compile(r"(?:\$\{env:[^}$]*\}|[^/?#\\$]+|\$)*")
-"""User and host, which end with the first slash."""
+"""User and host, up to the first slash."""
 _PARAMETER = re.compile(r"([?&;#])([^=?&;#]*)=((?:\$\{env:[^}$]*\}|[^?&;#$]+|\$)*)")
 _SECRET = re.compile(r"secret|passw|passphrase|pwd|credential|signature|accesskey|apikey")
 _SECRET_AT_END = re.compile(r"(?:key|keyid|token)$|^(?:sig|auth|authorization|bearer|pass|pw|jwt|sas)$")
@@ -35,19 +35,19 @@ _USER_IS_SECRET = ("s3", "http", "https")
 _NEVER_A_PORT = ("s3", "gs", "gcs")
 _WORD = re.compile(r"[^\s'\"`<>]*")
 _LONGEST = 8192
-"""Characters of an address; nobody decodes one that is longer."""
+"""Maximum characters of an address whose percent-encoding is decoded."""
 _DEPTH = 8
-"""Addresses inside one another, and layers of percent-encoding, that are looked into."""
+"""Maximum depth of addresses inside addresses, and of layers of percent-encoding, that are examined."""
 
 
 class _Cleaned(NamedTuple):
     text: str
     part: str
-    """What the first credential is, in words; empty if there is none."""
+    """Description of the first credential; empty if there is none."""
 
 
 def credential_in(value: str) -> str:
-    """Return what the first credential in a setting is, in words, without the credential; empty if there is none.
+    """Describe the first credential in a setting, without repeating it; empty if there is none.
 
     >>> credential_in("s3://KEY:SECRET@bucket/runs")
     'a user name or password before the host'
@@ -82,7 +82,7 @@ def hide_credentials(value: Any) -> Any:
 
 
 def _may_hold_address(text: str) -> bool:
-    """Rule out most texts at little cost: every event passes through here."""
+    """Return False for most texts without an address, at little cost: every event is checked."""
     return ":/" in text or "%" in text
 
 
@@ -103,23 +103,23 @@ def _end_of_line(text: str, start: int, limit: int) -> int:
 
 
 def _end(text: str, start: int) -> int:
-    """Return where the address that begins at `start` ends, in a text that says more than it."""
+    """Return the end of the address that begins at `start` inside a longer text."""
     quote = text[start - 1 : start]
     line = _end_of_line(text, start, min(len(text), start + _LONGEST))
     if quote and quote in "'\"`" and (closing := text.find(quote, start, line)) >= 0:
         return closing
     end = _WORD.match(text, start, line).end()  # type: ignore[union-attr]
     if end < line and "@" not in text[start:end] and _has_odd_port(_place(text[start:end])):
-        # A password with a space in it.
+        # The password may contain a space.
         user = text.find("@", end, line)
         return end if user < 0 else _WORD.match(text, user, line).end()  # type: ignore[union-attr]
     return end
 
 
 def _one(address: str, depth: int) -> _Cleaned:
-    """Clean one address; if more is found in what its percent-encoding stands for, that is returned, decoded."""
+    """Clean one address; if its decoded form contains more credentials, return that form, cleaned."""
     if depth > _DEPTH:
-        return _Cleaned(HIDDEN, f"an address inside more than {_DEPTH} others")
+        return _Cleaned(HIDDEN, f"more than {_DEPTH} nested addresses")
     cleaned = _raw(address, depth)
     if len(address) > _LONGEST:
         return cleaned
@@ -161,7 +161,7 @@ def _clean_place(address: str, place: str, after: int) -> tuple[str, int, str]:
     odd = _has_odd_port(place)
     later = address.rfind("@")
     if later >= after and (odd or (scheme in _NEVER_A_PORT and ":" in place)):
-        # A slash or a question mark in a password: it ends with the @.
+        # A password with a slash or a question mark ends at the @.
         host = _PLACE.match(address, later + 1)[0]  # type: ignore[index]
         return f"{HIDDEN}@{host}", later + 1 + len(host), said
     if odd and re.fullmatch(_STORES, scheme):
@@ -170,7 +170,7 @@ def _clean_place(address: str, place: str, after: int) -> tuple[str, int, str]:
 
 
 def _has_odd_port(place: str) -> bool:
-    """Whether what follows the colon is no port, and thus perhaps a password."""
+    """Return whether the text after the colon is not a port, and so may be a password."""
     host, colon, port = _REFERENCE.sub("0", place).rpartition(":")
     return bool(colon) and not port.isdecimal() and port != "" and not host.startswith("[")
 

@@ -1,24 +1,24 @@
-"""Every error this package raises on purpose, and what each asks of whoever meets it.
+"""Define every error that this package raises on purpose, and what each one means.
 
     RaytrainError
     +-- InputError        the user's input is wrong: stop, exit code 2, no traceback
-    |   +-- JobError      the job file or a `Job(...)`; holds every problem found, not the first alone
+    |   +-- JobError      the job file or a `Job(...)`; holds every problem found, not only the first
     |   +-- DataError     the data that the job names
-    |   |   +-- DataChanged     a file has changed since the run first saw it, or is damaged: a run that uses it fails
+    |   |   +-- DataChanged     a file changed since the run first saw it, or is damaged: a run using it fails
     |   +-- TaskError     the task cannot be imported, built or sent; holds the user's own traceback
-    |   +-- CheckpointError     a checkpoint is another job's, or a newer version's
-    |       +-- DamagedError    its bytes are not those that were written: the one before is taken
+    |   +-- CheckpointError     a checkpoint belongs to another job or a newer version
+    |       +-- DamagedError    its bytes differ from those written: the previous one is used
     +-- RunError          the run failed: exit code 1
     |   +-- TrainingError the task failed or diverged while it trained (an exception, a loss that is not finite)
     |   +-- WorkerLost    a worker process died
-    |   +-- WaitExpired   something we waited for did not come in time; says what, and for how long
-    |   +-- StorageError  a storage failed; an `OSError`, too, so that it is met as a full disk is
-    |   +-- FolderGone    the run's folder was moved, removed or taken over: nothing more is written there
-    +-- Interrupted       a collective was left early because the group changes
+    |   +-- WaitExpired   a wait timed out; says what for, and how long
+    |   +-- StorageError  a storage failed; also an `OSError`, so it is handled as a full disk is
+    |   +-- FolderGone    the run's folder was moved, removed or taken over: nothing more is written
+    +-- Interrupted       a collective was left early because the group is changing
 
-Anything else that escapes is a fault of ours and keeps its traceback.
+Any other exception that escapes is a bug in this package and keeps its traceback.
 
-No error repeats a credential of an address, whoever's words it quotes: each strips its texts when it is made.
+No error contains a credential of an address: each error strips its texts when it is created.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raytrain_plus.credentials import without_credentials
 
 
 class RaytrainError(Exception):
-    """Base of all errors raised on purpose; they survive pickling between processes."""
+    """Base of all errors raised on purpose; they can be pickled between processes."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
@@ -38,8 +38,8 @@ class RaytrainError(Exception):
 class InputError(RaytrainError):
     """The user's input is wrong.
 
-    `what` says what is wrong, `where` gives the file, key or row, `expected` what would have been right and `remedy`
-    what to do. All four are plain sentences or fragments; empty ones are left out.
+    `what` says what is wrong, `where` the file, key or row, `expected` what would be right, and `remedy` what to do.
+    All four are plain sentences or fragments; empty ones are left out.
     """
 
     def __init__(self, what: str, where: str = "", expected: str = "", remedy: str = "") -> None:
@@ -53,7 +53,7 @@ class InputError(RaytrainError):
 
 
 class JobError(InputError):
-    """The job is wrong in one or more places; `problems` holds them all, in the order of the file."""
+    """The job has one or more mistakes; `problems` holds all of them, in the order of the file."""
 
     def __init__(self, problems: Sequence[InputError]) -> None:
         first = problems[0]
@@ -68,14 +68,14 @@ class JobError(InputError):
 
 
 class DataError(InputError):
-    """The data that the job names is missing, empty, broken, or not one table."""
+    """The job's data is missing, empty, broken, or not a single table."""
 
 
 class DataChanged(DataError):
     """A data file has changed since the run first saw it, or its pages are damaged.
 
-    A run that has begun fails at once (exit code 1): reading again, by whatever worker, makes nothing better. `first`:
-    which file of which dataset has changed, and what the run first saw of it; the run resumes only with that.
+    A running job fails at once (exit code 1), because reading again, on any worker, does not help. `first` says which
+    file of which dataset has changed, and its state when the run first saw it; the run resumes only with that state.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class CheckpointError(InputError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint's bytes are not those that were written, or are not there."""
+    """A checkpoint's bytes are missing, or differ from those that were written."""
 
 
 class RunError(RaytrainError):
@@ -120,7 +120,7 @@ class RunError(RaytrainError):
 
 
 class TrainingError(RunError):
-    """The task failed while it trained. `user_traceback` holds the user's own frames, if there are any."""
+    """The task failed during training. `user_traceback` holds the user's own frames, if any."""
 
     def __init__(self, what: str, user_traceback: str = "") -> None:
         super().__init__(what, user_traceback)
@@ -136,19 +136,19 @@ class WorkerLost(RunError):
 
 
 class WaitExpired(RunError):
-    """A wait reached its limit; the message says what for and how long."""
+    """A wait timed out; the message says what for and how long."""
 
 
 class StorageError(OSError, RunError):
-    """A storage failed, for good or for now; the message says what could not be done."""
+    """A storage failed, permanently or for now; the message says what could not be done."""
 
     def __init__(self, *args: object) -> None:
-        # `OSError` comes first, and takes its arguments to itself.
+        # `OSError` is the first base, and stores the arguments itself.
         super().__init__(*(without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class FolderGone(RunError):
-    """The run's folder was moved or removed, or belongs to another run: nothing may be written there any more."""
+    """The run's folder was moved or removed, or belongs to another run: nothing more may be written there."""
 
 
 class Interrupted(RaytrainError):

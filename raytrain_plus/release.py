@@ -1,3 +1,3 @@
-"""Which release of the package this is; also where only its files were sent, and nothing was installed."""
+"""State the version of the package, also if only its files were copied and nothing was installed."""
 
 VERSION = "0.1.0"

@@ -1,4 +1,4 @@
-"""What a run comes back with, in Python and as `result.json`. Pure."""
+"""Define the result of a run, returned in Python and saved as `result.json`. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.json_text import json_text
 
 RESULT = "result.json"
-"""The file's name in a run's folder."""
+"""Name of the file in a run's folder."""
 _SHAPE = has.object_of(
     name=has.text,
     status=has.one_of("finished", "stopped", "failed"),
@@ -39,13 +39,13 @@ _IF_THERE = {
     "skipped": has.whole(0),
     "show": has.maybe(has.text),
 }
-"""What earlier versions did not write."""
-_REMEDY = "move the file away; the run then counts as one that has not ended"
+"""Shapes of the fields that earlier versions did not write."""
+_REMEDY = "move the file away; the run then counts as not ended"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """The end of a run."""
+    """How a run ended, and its totals."""
 
     name: str
     status: str
@@ -53,53 +53,53 @@ class Result:
     exit_code: int
     """0 finished, 1 failed, 130 and 143 stopped by SIGINT and SIGTERM."""
     path: Path | str
-    """The run's folder: a path, or the address where `storage` is one."""
+    """The run's folder: a path, or an address if `storage` is one."""
     steps: int
-    """Committed steps."""
+    """Number of committed steps."""
     samples: int
-    """Rows in the committed steps."""
+    """Number of rows in the committed steps."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The last evaluation's figures, and `train_loss`, the last committed step's."""
+    """Metrics of the last evaluation, and `train_loss`, the loss of the last committed step."""
     state_sha256: str | None = None
-    """Hash of parameters, persistent buffers and optimizer state at the end."""
+    """SHA-256 hash of parameters, persistent buffers and optimizer state at the end; None if unknown."""
     recoveries: int = 0
-    """Workers' losses that the run recovered from."""
+    """Number of worker losses that the run recovered from."""
     stall_s: float = 0.0
-    """Seconds that those cost, together."""
+    """Total seconds that the recoveries cost."""
     goodput: float = 1.0
     """1 - (stalled + recomputed) / time after the first step."""
     data_wait: float = 0.0
-    """Share of step time spent waiting for data, the first second left out."""
+    """Share of the step time spent waiting for data, without the first second."""
     setup_s: float | None = None
-    """Seconds from Ray being there to the first step made."""
+    """Seconds from Ray being ready to the end of the first step; None if the run made no step."""
     seconds: float = 0.0
-    """From the first step made to the last."""
+    """Seconds from the end of the first step to the end of the last."""
     bubble: float | None = None
-    """Where the model was in stages: the share of their time in which they waited for one another."""
+    """Share of their time that pipeline stages spent waiting for each other; None without pipeline stages."""
     copies: int = 0
-    """How often the state, where workers held parts of it alone, was copied into others' memory."""
+    """Number of copies of state that only one worker held into another worker's memory."""
     copy_s: float = 0.0
-    """Seconds for which those copies held the steps up, together."""
+    """Total seconds that those copies delayed the steps."""
     error: str | None = None
-    """What ended a failed run."""
+    """Why a failed run ended; None for other runs."""
     skipped: int = 0
-    """Committed steps that changed nothing, because their sums were not finite (`elastic.on_nonfinite: skip`)."""
+    """Committed steps that changed nothing because their sums were not finite (`elastic.on_nonfinite: skip`)."""
     show: str | None = None
-    """What the task had to show."""
+    """The text that `Task.show` returned."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return the result as plain values."""
         return {**asdict(self), "path": str(self.path), "metrics": dict(self.metrics)}
 
     def save(self, run: Folder) -> None:
-        """Writes `result.json` into the run's folder, whole or not at all."""
+        """Write `result.json` into the run's folder, whole or not at all."""
         run.write(RESULT, [json_text(self.to_json(), indent=2).encode() + b"\n"])
 
     @classmethod
     def load(cls, run: Folder) -> Result | None:
-        """The result in a run's folder, or None where the run has not ended.
+        """Return the result in a run's folder, or None if the run has not ended.
 
-        Raises `InputError` where there is one that this version does not write.
+        Raises `InputError` if the file is damaged or not a result of this version.
         """
         try:
             values = read_object(run, RESULT, _REMEDY)
@@ -107,9 +107,9 @@ class Result:
             return None
         wrong = _misfit(values)
         if wrong:
-            what = f"it holds no result that this version writes: {wrong}"
+            what = f"not a valid result for this version: {wrong}"
             raise InputError(what, where=f"{run.where}/{RESULT}", remedy=_REMEDY)
-        # What is not finite stands there as text.
+        # NaN and infinities are saved as text.
         metrics = {name: float(value) for name, value in values.get("metrics", {}).items()}
         return cls(**{**values, "path": run.path or run.address, "metrics": metrics})
 
@@ -118,5 +118,5 @@ def _misfit(values: Mapping[str, Any]) -> str:
     wrong = ((name, shape(values[name])) for name, shape in _IF_THERE.items() if name in values)
     unknown = values.keys() - {entry.name for entry in fields(Result)}
     if unknown:
-        return f"there is {min(unknown)!a}, which is no part of one"
+        return f"unknown field {min(unknown)!a}"
     return _SHAPE(values) or next((f"{name}: {what}" for name, what in wrong if what), "")

@@ -1,4 +1,4 @@
-"""What a user writes: the model, the optimizer, the loss. No Ray, no Horovod, no rank.
+"""Define `Task`, the class that a user writes: model, optimizer, loss; without Ray, Horovod or ranks.
 
 class Digits(Task):
     def model(self):
@@ -21,80 +21,84 @@ BufferRule = Literal["mean", "first", "max", "refuse"]
 
 
 class Task:
-    """One training task. `args` of the job become the constructor's keyword arguments.
+    """One training task. The job's `args` become the constructor's keyword arguments.
 
-    Only `loss`, and one of `model` and `layers`, must be written; everything else has a default.
+    Only `loss`, and one of `model` and `layers`, must be defined; everything else has a default.
     """
 
     def layers(self) -> Mapping[str, Callable[[], nn.Module]] | None:
-        """The model as consecutive layers, name -> builder, each taking what the one before it returns.
+        """Return the model as consecutive layers, name -> builder; each layer takes what the one before it returns.
 
-        A model that says its layers gets its random numbers keyed per layer (initial values and dropout alike) and can
-        be cut between any two of them. Return None (the default) to write `model` instead.
+        A model with layers gets its random numbers per layer (initial values and dropout alike) and can be partitioned
+        into stages between any two of them. Return None (the default) to define `model` instead.
         """
         return None
 
     def model(self) -> nn.Module:
-        """The whole model, freshly initialised on the CPU."""
+        """Return the whole model, freshly initialised on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} must define model() or layers()")
 
     def tied(self) -> Mapping[str, str]:
-        """Parameters that are one and the same, in different `layers`: {"head.out.weight": "embed.tokens.weight"}.
+        """Return the parameters tied across `layers`, such as {"head.out.weight": "embed.tokens.weight"}.
 
-        Each layer keeps a copy of its own, so that the model can be cut between them. The first-named starts with the
-        other's values, and both take the sum of their gradients; `optimizer` must give them the same settings. What an
-        nn.Sequential shares between its modules is found by itself, and what a layer shares inside needs no word.
+        Each layer keeps its own copy, so that the model can be partitioned between them. The key's parameter starts
+        with the values of the other, and both get the sum of their gradients; `optimizer` must give them the same
+        settings. Parameters shared between the modules of an nn.Sequential are found automatically; parameters shared
+        inside one layer need no entry.
         """
         return {}
 
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """The optimizer over (name, parameter) pairs. Default: AdamW with a learning rate of 1e-3."""
+        """Return the optimizer for (name, parameter) pairs. Default: AdamW with a learning rate of 1e-3."""
         return torch.optim.AdamW([parameter for _, parameter in parameters], lr=1e-3)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """A learning-rate scheduler, stepped once after every optimizer step, or None."""
+        """Return a learning-rate scheduler, stepped once after every optimizer step, or None (the default)."""
         return None
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | tuple[torch.Tensor, float]:
-        """The mean loss of `batch`, a scalar; or (mean, weight) where rows do not count alike (weight: tokens, say).
+        """Return the mean loss of `batch`, a scalar tensor; or (mean, weight) if rows do not count equally.
 
-        Without a weight, a batch weighs as many rows as it has.
+        The weight is, for example, the number of tokens in the batch; by default it is the number of rows.
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch)")
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor | float]:
-        """Held-out figures of `batch`, each a mean over its rows. Default: the loss, as `loss`.
+        """Return the metrics of a held-out `batch`, each a mean over its rows. Default: the loss, as `loss`.
 
-        Called without gradients and with the model in evaluation mode. The run's figure is the mean over all rows.
+        Called without gradients and with the model in evaluation mode. The run reports the mean over all rows.
         """
         result = self.loss(model, batch)
         return {"loss": result[0] if isinstance(result, tuple) else result}
 
     def collate(self, table: pa.Table) -> Any:
-        """A batch from its rows. Default: a dict of tensors, one per column.
+        """Return the batch for a table of rows. Default: a dict of tensors, one per column.
 
-        Numeric and boolean columns become (rows,) tensors, fixed-size and equally long lists (rows, length, ...).
+        Numeric and boolean columns become tensors of shape (rows,), lists of equal length (rows, length, ...).
         Override it for strings, ragged lists, or anything that needs the whole batch. It is called on a thread that
-        runs ahead of the steps, and during an evaluation on the training thread as well: it must bear both at once, and
+        runs ahead of the steps, and during an evaluation also on the training thread: it must support both at once and
         draw no random numbers (`data.transform` has a generator for them).
         """
         return {name: column_tensor(table, name) for name in table.column_names}
 
     def buffer_rule(self, name: str) -> BufferRule | None:
-        """What becomes of the buffer `name` when the shards of a step each leave their own value in it.
+        """Return how the shards' values of the buffer `name` are combined after a step.
 
-        `mean` over shards weighted by rows (the default for floating buffers), `max` (the default for integers),
-        `first`: shard 0's value, `refuse`: changing it is an error. None takes the default.
+        `mean`: over shards, weighted by rows (the default for floating buffers); `max` (the default for integers);
+        `first`: shard 0's value; `refuse`: changing the buffer is an error. None selects the default.
         """
         return None
 
     def show(self, model: nn.Module) -> str | None:
-        """A few lines to print when training is done (a sample that the model wrote, say), or None."""
+        """Return a few lines to print at the end of training, such as a sample from the model, or None."""
         return None
 
 
 def column_tensor(table: pa.Table, name: str) -> torch.Tensor:
-    """One column as a tensor: (rows,) for numbers, (rows, length, ...) for lists of equal length. Raises TypeError."""
+    """Return a column as a tensor: (rows,) for numbers, (rows, length, ...) for lists of equal length.
+
+    Raises `TypeError` for nulls, lists of different lengths, and types that are not numeric.
+    """
     column = table.column(name).combine_chunks()
     if isinstance(column, pa.ChunkedArray):
         column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
@@ -110,6 +114,6 @@ def column_tensor(table: pa.Table, name: str) -> torch.Tensor:
     if column.null_count:
         raise TypeError(f"column '{name}' holds {column.null_count} nulls: fill them in data.prepare or Task.collate")
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)):
-        raise TypeError(f"column '{name}' has type {column.type}, which is no number: override Task.collate")
+        raise TypeError(f"column '{name}' has type {column.type}, which is not numeric: override Task.collate")
     array = column.to_numpy(zero_copy_only=False)
     return torch.tensor(array).reshape(shape)

@@ -1,4 +1,4 @@
-"""Credentials in addresses: refused where a user writes one, stripped from what others say, written down nowhere."""
+"""Credentials in addresses are refused in user input, stripped from other texts, and never written."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ FORMS = [
     "postgresql://me:hunter2@host/db",
 ]
 SOME = [FORMS[0], FORMS[9], FORMS[11], FORMS[20], FORMS[-1]]
-"""For tests of many places."""
+"""A selection of forms, for tests of many places."""
 LEGITIMATE = [
     "runs@home/a:b",
     "C:/runs",
@@ -109,7 +109,7 @@ def test_a_credential_is_found_and_stripped_in_every_form(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", LEGITIMATE)
-def test_what_is_no_credential_stays(address: str) -> None:
+def test_text_without_credentials_is_unchanged(address: str) -> None:
     assert credential_in(address) == ""
     assert without_credentials(f"cannot read {address} of 'a@b:c'") == f"cannot read {address} of 'a@b:c'"
 
@@ -142,13 +142,13 @@ def test_every_error_strips_its_texts() -> None:
         assert SECRET not in "".join(traceback.format_exception(error))
 
 
-# What a job says.
+# Job files.
 
 GOOD = {"task": "examples.digits:Digits", "steps": 2, "data": {"path": "data", "batch_size": 8}}
 
 
 def settings(cls: type = Job, prefix: str = "") -> Iterator[str]:
-    """Every key of a job, dotted."""
+    """Yield every key of a job, dotted."""
     for name, (hint, _) in fields_of(cls).items():
         yield f"{prefix}{name}"
         if (group := nested(hint)) is not None:
@@ -159,8 +159,8 @@ PLACES = [*settings(), "args.hub", "args.hubs.first", "unknown", "data.unknown"]
 
 
 @pytest.mark.parametrize("key", PLACES)
-def test_no_setting_of_a_job_file_takes_one(key: str, tmp_path: Path) -> None:
-    """`data.path` passed with `data.prepare`, and `storage` with its parameters."""
+def test_no_setting_of_a_job_file_accepts_a_credential(key: str, tmp_path: Path) -> None:
+    """In the past `data.path` was accepted with `data.prepare`, and `storage` with its parameters."""
     for number, address in enumerate(FORMS if key in ("storage", "data.path") else SOME):
         file = tmp_path / f"{number}.yaml"
         values = json.loads(json.dumps(GOOD)) | {"data": {**GOOD["data"], "prepare": "a:b"}}  # type: ignore[dict-item]
@@ -193,10 +193,10 @@ def test_no_setting_of_a_job_file_takes_one(key: str, tmp_path: Path) -> None:
         ),
         ("args: {to: ['x', 's3://KEY:hunter2@b']}", "args.to[1]: the address contains a credential"),
         ("args: {'s3://KEY:hunter2@b': 1}", "args: the address contains a credential"),
-        ("args: {to: 's3://K:hunter2@b'}", "as in ${env:NAME}"),
+        ("args: {to: 's3://K:hunter2@b'}", "refer to an environment variable with ${env:NAME}"),
         ("evaluate: {path: 's3://K:hunter2@b', every_steps: 1}", "evaluate.path: the address contains a credential"),
         ("trackers: ['https://hunter2@host']", "trackers[0]: the address contains a credential"),
-        ("s3://KEY:hunter2@b: 1", "there is no such setting"),
+        ("s3://KEY:hunter2@b: 1", "unknown setting"),
         ("args: !!s3://KEY:hunter2@b x", "is not allowed"),
         ("steps: s3://KEY:hunter2@b", "steps"),
     ],
@@ -220,7 +220,7 @@ def test_a_job_in_python_is_refused_and_a_reference_is_not() -> None:
     assert dict(flatten(job))["storage"] == LEGITIMATE[2]
 
 
-# What the command line is told.
+# The command line.
 
 VERBS = [
     ["run", "{}"],
@@ -254,7 +254,7 @@ VERBS = [
 
 
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)
-def test_no_verb_repeats_one(
+def test_no_command_repeats_a_credential(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -270,7 +270,7 @@ def test_no_verb_repeats_one(
         assert not [path for path in tmp_path.rglob("*") if SECRET in str(path)]
 
 
-def test_our_own_fault_is_told_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_internal_error_is_shown_without_credentials(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise ValueError(f"cannot parse '{FORMS[0]}'")
 
@@ -284,7 +284,7 @@ def test_our_own_fault_is_told_without_one(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     "address", ["http://me:hunter2@head:8265", "me:hunter2@head:6379", "http://head?token=hunter2"]
 )
-def test_the_address_of_a_cluster_holds_none(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_address_with_a_credential_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_ADDRESS", address)
     for use in (
@@ -300,11 +300,13 @@ def test_the_address_of_a_cluster_holds_none(address: str, monkeypatch: pytest.M
     check_cluster("auto")
 
 
-# What a run tells.
+# The output of a run.
 
 
-def test_words_of_others_are_stripped_before_they_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A cause of death is Ray's word, an error that of whatever library the task uses."""
+def test_texts_from_others_are_stripped_before_they_are_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cause of death is text from Ray; an error is text from any library that the task uses."""
     run = LocalFolder(tmp_path / "run")
     journal = Journal(run, 8, 100, None, Past())
     said = f"no answer from {FORMS[0]} at all"

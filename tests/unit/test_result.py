@@ -1,4 +1,4 @@
-"""A result survives its file, whole or not at all."""
+"""A result is saved whole or not at all, and loads equal."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_a_saved_result_loads_equal_and_says_everything_in_json(run: Folder) -> 
     assert set(run.files()) == {"result.json"}
 
 
-def test_figures_that_are_not_finite_survive_a_file_of_plain_json(run: Folder) -> None:
+def test_metrics_that_are_not_finite_survive_plain_json(run: Folder) -> None:
     result = replace(result_of(Totals(), run.path or run.address), metrics={"loss": math.nan, "most": math.inf})
     result.save(run)
-    read = json.loads(run.read("result.json"), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    read = json.loads(run.read("result.json"), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert read["metrics"] == {"loss": "nan", "most": "inf"}
     loaded = Result.load(run)
     assert loaded is not None
@@ -59,16 +59,16 @@ def test_figures_that_are_not_finite_survive_a_file_of_plain_json(run: Folder) -
     ("damaged", "match"),
     [
         (b'{\n"name": "run",\n"status" "finished"}', r"result\.json, line 3: the file is damaged: Expecting"),
-        (b"[]", r"result\.json, line 1: the file is damaged: it is no object"),
+        (b"[]", r"result\.json, line 1: the file is damaged: it is not an object"),
         (b"\xff", r"result\.json, line 1: the file is damaged: UnicodeDecodeError"),
-        (b'{"name": "run"}', r"result\.json: it holds no result that this version writes: there is no 'status'"),
+        (b'{"name": "run"}', r"result\.json: not a valid result for this version: the field 'status' is missing"),
         (
             b'{"name": "run", "nome": ""}',
-            r"result\.json: it holds no result that .*: there is 'nome', which is no part of",
+            r"result\.json: not a valid result for this version: unknown field 'nome'",
         ),
     ],
 )
-def test_a_damaged_result_is_told_by_its_place(run: Folder, damaged: bytes, match: str) -> None:
+def test_a_damaged_result_is_reported_with_its_place(run: Folder, damaged: bytes, match: str) -> None:
     run.write("result.json", [damaged])
     with pytest.raises(InputError, match=match):
         Result.load(run)
@@ -81,7 +81,7 @@ def test_a_result_says_where_it_lies() -> None:
 
 def test_steps_add_up(tmp_path: Path) -> None:
     totals = Totals()
-    # The first second is warm-up: what is waited for in it is not counted.
+    # The first second is warm-up: waiting in it is not counted.
     totals.add(record(0, 10.0, waited_s=0.9))
     totals.add(record(1, 10.0 + WARM_UP_S, seconds=1.0, waited_s=0.25))
     totals.add(record(2, 12.0, seconds=1.0, waited_s=0.25))
@@ -101,6 +101,6 @@ def test_losses_lower_the_goodput(tmp_path: Path) -> None:
     assert (result.recoveries, result.stall_s, result.goodput) == (2, 2.5, 0.75)
 
 
-def test_a_run_without_a_step_has_no_figures(tmp_path: Path) -> None:
+def test_a_run_without_a_step_has_no_metrics(tmp_path: Path) -> None:
     result = result_of(Totals(), tmp_path)
     assert (result.steps, result.setup_s, result.seconds, result.goodput) == (0, None, 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""The byte GPT: its shape, and the data that it makes."""
+"""The byte GPT example: its model, and the data that it prepares."""
 
 import doctest
 import hashlib
@@ -29,7 +29,7 @@ def batch(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"bytes": torch.randint(0, 256, (rows, CONTEXT + 1), dtype=torch.uint8, generator=generator)}
 
 
-def test_it_has_the_size_that_was_promised() -> None:
+def test_the_model_has_the_documented_size() -> None:
     model = whole(ByteGPT())
     block = 12 * WIDTH**2 + 13 * WIDTH
     expected = (VOCABULARY + CONTEXT) * WIDTH + DEPTH * block + 2 * WIDTH + WIDTH * VOCABULARY
@@ -37,7 +37,7 @@ def test_it_has_the_size_that_was_promised() -> None:
     assert not list(model.buffers())
 
 
-def test_its_layers_stand_in_order_and_each_takes_what_the_one_before_returns() -> None:
+def test_each_layer_takes_the_output_of_the_previous_one() -> None:
     layers = ByteGPT().layers()
     assert list(layers) == ["embed", "block0", "block1", "block2", "block3", "head"]
     text = batch(2)["bytes"][:, :-1].long()
@@ -59,20 +59,20 @@ def test_an_untrained_one_guesses() -> None:
 
 
 class CountsOn(nn.Module):
-    """Is sure that each byte is followed by the next larger one."""
+    """A model that predicts with certainty that each byte is followed by the next larger one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 50.0 * nn.functional.one_hot((x + 1) % VOCABULARY, VOCABULARY).float()
 
 
-def test_the_loss_asks_for_the_next_byte_not_for_the_present_one() -> None:
+def test_the_loss_is_about_the_next_byte_not_the_present_one() -> None:
     counting = {"bytes": torch.arange(CONTEXT + 1, dtype=torch.uint8).expand(2, -1)}
     standing = {"bytes": torch.zeros(2, CONTEXT + 1, dtype=torch.uint8)}
     assert float(ByteGPT().loss(CountsOn(), counting)) < 1e-6
     assert float(ByteGPT().loss(CountsOn(), standing)) == pytest.approx(50.0)
 
 
-def test_no_byte_sees_those_behind_it() -> None:
+def test_no_byte_sees_later_bytes() -> None:
     model = whole(ByteGPT()).eval()
     text = batch(1)["bytes"][:, :-1].long()
     other = text.clone()
@@ -82,7 +82,7 @@ def test_no_byte_sees_those_behind_it() -> None:
     assert not torch.allclose(before[60], after[60], atol=1e-3)
 
 
-def test_a_shorter_text_will_do() -> None:
+def test_a_shorter_text_is_accepted() -> None:
     assert whole(ByteGPT()).eval()(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, VOCABULARY)
 
 
@@ -119,7 +119,7 @@ def test_a_few_steps_learn_a_pattern() -> None:
     assert float(loss.detach()) < 1.0
 
 
-def test_what_it_shows_is_a_function_of_the_weights() -> None:
+def test_the_shown_text_is_a_function_of_the_weights() -> None:
     task = ByteGPT(width=16, depth=1)
     model = whole(task).eval()
     with torch.no_grad():
@@ -131,14 +131,14 @@ def test_what_it_shows_is_a_function_of_the_weights() -> None:
     assert len(said) >= 300
 
 
-def test_nothing_that_it_says_moves_a_cursor() -> None:
+def test_the_shown_text_has_no_control_characters() -> None:
     assert printable(b"a\n\x1b[2J\t\r\x00\xff\xc3\xa9\xe2\x80\xa8") == "a\n\\x1b[2J\\t\\r\\x00\\xffé\\u2028"
     assert doctest.testmod(byte_gpt).failed == 0
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty source files of known sizes, and some that are to be left out."""
+    """Return a folder with sixty source files of known sizes, and some that must be left out."""
     folder = tmp_path_factory.mktemp("library")
     for number in range(60):
         (folder / f"pack{number % 3}").mkdir(exist_ok=True)

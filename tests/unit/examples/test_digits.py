@@ -1,4 +1,4 @@
-"""The digits: the data that it makes, and that it learns them."""
+"""The digits example: the data that it prepares, and that it learns from them."""
 
 import hashlib
 from pathlib import Path

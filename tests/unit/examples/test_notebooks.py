@@ -1,4 +1,4 @@
-"""The notebooks as they are kept: small, executed without an error, and of no machine in particular."""
+"""The notebooks in the repository are small, executed without an error, and free of traces of a machine."""
 
 import re
 
