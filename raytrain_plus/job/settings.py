@@ -21,64 +21,71 @@ from raytrain_plus.storage.address import SCHEMES, is_address
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
+    """Which rows to train on, and how to shuffle, batch and transform them."""
+
     path: str
     """Parquet file, or folder of Parquet files (searched recursively), with the training rows.
 
-    Relative paths start at the working directory.
+    Relative paths start at the working directory. Required.
     """
 
     prepare: str | None = None
-    """`module:function` that writes the data if `path` is missing; None expects the data to be there.
+    """`module:function` that writes the data if `path` is missing. Default None: the data must exist.
 
     It is called once per node as function(folder, name) and must write the same bytes on every node. `folder` is an
     empty folder that becomes `path`; `name` is the last part of `path`.
     """
 
     batch_size: int
-    """Rows in the global batch of one step. Must be a multiple of `shards`; no default."""
+    """Rows in the global batch of one step. Must be a multiple of `shards`. Required."""
 
     shards: int = 8
-    """Logical shares of every global batch, fixed for the job's life. Limits how many workers are useful."""
+    """Logical shares of every global batch, fixed for the job's life; limits how many workers are useful. Default 8."""
 
     shuffle: Literal["none", "units", "rows"] = "rows"
-    """What each epoch shuffles: `none`; `units`: the order of row groups; `rows`: also the rows inside each group."""
+    """What each epoch shuffles: `none`: nothing; `units`: the order of row groups; `rows` (the default): also the rows
+    inside each group."""
 
     transform: str | None = None
-    """`module:function(table, rng)` applied to blocks of at most `granule` rows before batching; None applies nothing.
+    """`module:function(table, rng)` applied to blocks of at most `granule` rows before batching.
 
-    It must keep the number of rows, and be safe to call from two threads or two processes at once.
+    Default None: rows are used as they are. The function must keep the number of rows, and be safe to call from two
+    threads or two processes at once.
     """
 
     granule: int = 1024
-    """Transform block: the largest number of rows that `transform` gets in one call."""
+    """Transform block: the largest number of rows that `transform` gets in one call. Default 1024."""
 
     cache_mb: int = 256
-    """Megabytes of decoded row groups that a worker may keep in memory from one epoch to the next; 0 disables it.
+    """Megabytes of decoded row groups that a worker may keep in memory from one epoch to the next.
 
-    Row groups are kept only if the whole dataset fits and there is no `transform`.
+    Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits and there is no `transform`.
     """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workers:
+    """How many workers to use, and what Ray reserves for each."""
+
     min: int = 1
-    """Minimum number of workers. The run starts with at least this many, and waits while it has fewer."""
+    """Minimum number of workers. The run starts with at least this many, and waits while it has fewer. Default 1."""
 
     max: int | None = None
-    """Maximum number of workers; the run grows to it while the cluster has room. None: the same as `min`."""
+    """Maximum number of workers; the run grows to it while the cluster has room. Default None: the same as `min`."""
 
     spares: int = 0
     """Warm spare workers that replace a lost worker at once. They are held back when the run grows, but not when it
-    has fewer than `min` workers."""
+    has fewer than `min` workers. Default 0."""
 
     cpus: float = 1
-    """Logical CPUs that Ray reserves for each worker; fractions are allowed."""
+    """Logical CPUs that Ray reserves for each worker; fractions are allowed. Default 1."""
 
     gpus: float = 0
-    """GPUs that Ray reserves for each worker: 0 (train on the CPU) or 1."""
+    """GPUs that Ray reserves for each worker: 0 (the default: train on the CPU) or 1."""
 
     threads: int = 1
-    """Threads that torch uses in each worker. Part of the job, because the last bits of the results depend on it."""
+    """Threads that torch uses in each worker; default 1. The last bits of the results depend on it, so it cannot change
+    when a run is resumed."""
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
@@ -86,12 +93,14 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
+    """How to divide the model into pipeline stages and a step into microbatches."""
+
     pipeline: int = 1
     """Pipeline stages that the model's layers are partitioned into. Each stage runs on its own worker; together they
-    form one model replica. 1 keeps the whole model on every worker."""
+    form one model replica. Default 1: every worker holds the whole model."""
 
     schedule: Schedule = "1f1b"
-    """Order in which the stages of a replica make their forward and backward passes.
+    """Order in which the stages of a replica make their forward and backward passes. Default `1f1b`.
 
     `gpipe`; `1f1b`; `interleaved`: two chunks of layers per stage; `zero-bubble`: two chunks per stage, and backward
     passes in two parts; `pipedream`: steps overlap without a bubble, and gradients belong to weights that are some
@@ -99,10 +108,10 @@ class Parallel:
     """
 
     commit_every: int = 16
-    """Steps after which all stages synchronize and these steps are committed together. Only used by `pipedream`."""
+    """Steps after which all stages synchronize and commit these steps together. Default 16; only for `pipedream`."""
 
     microbatches: int = 1
-    """Microbatches that each shard's rows of a step are split into. Must divide `batch_size / shards`."""
+    """Microbatches that each shard's rows of a step are split into. Must divide `batch_size / shards`. Default 1."""
 
     @property
     def overlaps(self) -> bool:
@@ -117,39 +126,43 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elastic:
+    """Timeouts, and how the run reacts to failures."""
+
     hang_timeout_s: float = 30.0
-    """Seconds without progress after which a worker is treated as hung and leaves the group. A worker's first step and
-    evaluations have 300 s."""
+    """Seconds without progress after which a worker counts as hung and is removed from the group. Default 30; a
+    worker's first step and evaluations have 300 s."""
 
     max_failures: int | None = None
-    """Failures that the run survives; one more ends it. None sets no limit. Ten failures in a row without a step in
-    between always end the run."""
+    """Failures that the run survives; one more ends it. Default None: no limit. Ten failures in a row without a step
+    in between always end the run."""
 
     wait_s: float = 60.0
-    """Maximum seconds to wait until the run has the workers it needs; then it fails."""
+    """Maximum seconds to wait until the run has the workers it needs; then it fails. Default 60."""
 
     copy_every: int = 1
-    """Steps between two copies of the state that only one worker holds into another worker's memory. Higher values
-    cost less time, and lose more steps when that worker is lost."""
+    """Steps between two copies of the state that only one worker holds into another worker's memory. Default 1;
+    higher values cost less time, but more steps are recomputed if that worker is lost."""
 
     stop_grace_s: float = 3.0
-    """Seconds that a stopped run has to reach a step boundary and save its result."""
+    """Seconds that a stopped run has to reach a step boundary and save its result. Default 3."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when the loss or gradient of a step is not finite; the step is never applied.
 
-    `stop` ends the run and names the shard and the parameter. `skip` consumes the rows of the step and changes nothing;
-    the tenth such step in a row ends the run.
+    `stop` (the default) ends the run and names the shard and the parameter. `skip` consumes the rows of the step and
+    changes nothing; the tenth such step in a row ends the run.
     """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepBest:
+    """Which evaluation metric decides the best checkpoint."""
+
     metric: str
-    """Name of a metric that `Task.evaluate` returns; decides which checkpoint is the best. No default."""
+    """Name of a metric that `Task.evaluate` returns; decides which checkpoint is the best. Required."""
 
     mode: Literal["min", "max"] = "min"
-    """Whether the lowest (`min`) or the highest (`max`) value of `metric` is the best."""
+    """Whether the lowest (`min`, the default) or the highest (`max`) value of `metric` is the best."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,25 +170,27 @@ class Checkpoint:
     """When checkpoints are written. One is always written at the end of a run, and when the run is stopped."""
 
     every_steps: int | None = None
-    """Steps between checkpoints; None writes none by step number."""
+    """Steps between checkpoints. Default None: checkpoints do not depend on the step number."""
 
     every_s: float | None = 600.0
-    """Maximum seconds between checkpoints; None disables the timer."""
+    """Maximum seconds between checkpoints. Default 600; None disables the timer."""
 
     keep: int = 3
-    """Number of newest checkpoints to keep; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted. Default 3."""
 
     keep_best: KeepBest | None = None
-    """Also keeps the best checkpoint, and writes a checkpoint after every evaluation. None keeps only the newest."""
+    """Also keep the best checkpoint, and write one after every evaluation. Default None: keep only the newest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluate:
+    """Evaluation on held-out rows."""
+
     path: str
-    """Parquet file or folder with held-out rows; it has the columns of `data.path`. No default."""
+    """Parquet file or folder with held-out rows; it has the columns of `data.path`. Required."""
 
     every_steps: int
-    """Steps between evaluations; no default. The run also evaluates before the first and after the last step."""
+    """Steps between evaluations; required. The run also evaluates before the first and after the last step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,20 +200,24 @@ class Job:
     name: str
     """Name of the run and of its folder inside `storage`: letters, digits, dot, dash, underscore.
 
-    A job file that gives no name uses its own file name without the suffix.
+    Required in Python. In a job file it defaults to the name of that file without its suffix.
     """
 
     task: str | type
-    """`module:Class` of the `Task`, imported from the working directory; in Python also the class itself."""
+    """`module:Class` of the `Task`; in Python also the class itself. Required.
+
+    It is imported from the working directory, then from the folder of the job file.
+    """
 
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the task's constructor. `${env:NAME}` in a text stands for an environment variable."""
+    """Keyword arguments of the task's constructor; none by default. `${env:NAME}` in a text stands for an environment
+    variable."""
 
     seed: int = 0
-    """Seed of the initial weights, all random numbers and the sample order."""
+    """Seed of the initial weights, all random numbers and the sample order. Default 0."""
 
     data: Data
-    """Training data: where it is, and how it is shuffled, batched and transformed."""
+    """Training data: where it is, and how it is shuffled, batched and transformed. Required."""
 
     steps: int | None = None
     """Length of the training in optimizer steps. Give exactly one of `steps` and `epochs`."""
@@ -213,15 +232,15 @@ class Job:
     """How a step is divided into pipeline stages and microbatches."""
 
     collective: Literal["auto", "horovod", "torch"] = "auto"
-    """Library that sums gradients. `auto`: Horovod if it is really built, otherwise torch.distributed."""
+    """Library that sums gradients. `auto` (the default): Horovod if it is really built, otherwise torch.distributed."""
 
     reduction: Literal["ring", "exact"] = "ring"
-    """How gradients are summed. `ring`: an ordinary ring all-reduce; results differ by rounding with the number of
-    workers. `exact`: gradients are first rounded to a common grid, so the result has the same bits on any number of
+    """How gradients are summed. `ring` (the default): a ring all-reduce; results differ by rounding with the number
+    of workers. `exact`: gradients are first rounded to a common grid, so the result has the same bits on any number of
     workers and after any failure; it sends twice the bytes."""
 
     clip_norm: float | None = None
-    """Maximum global norm of the gradient; larger gradients are scaled down to it. None disables clipping."""
+    """Maximum global norm of the gradient; larger gradients are scaled down to it. Default None: no clipping."""
 
     elastic: Elastic = field(default_factory=Elastic)
     """Timeouts, and how the run reacts to failures."""
@@ -230,7 +249,7 @@ class Job:
     """When checkpoints are written to `storage`, and how many are kept."""
 
     evaluate: Evaluate | None = None
-    """Evaluation on held-out rows; None disables it."""
+    """Evaluation on held-out rows. Default None: no evaluation."""
 
     trackers: Sequence[str] = field(default_factory=list)
     """Experiment trackers that get the run's metrics, in addition to TensorBoard: `mlflow`, `wandb`. Default: none.
@@ -242,8 +261,8 @@ class Job:
     storage: str = "runs"
     """Folder in which the run's folder is created: a path, or an address such as `s3://bucket/runs`.
 
-    An address can carry pyarrow's settings (`?region=eu-west-1`). An address that contains a credential is refused,
-    here and in every other setting: credentials come from the environment.
+    Default `runs`. An address can carry pyarrow's settings (`?region=eu-west-1`). An address that contains a
+    credential is refused, here and in every other setting: credentials come from the environment.
     """
 
     def __post_init__(self) -> None:
