@@ -1,4 +1,4 @@
-"""Who keeps a copy of whose state, where a worker alone holds it. Pure."""
+"""Assign in-memory copies of state that only one worker holds. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def buddies(
     nodes: Mapping[str, str],
     before: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """For each of the `owners`, who keeps a copy of its state: another of them, or a spare; nobody where there is none.
+    """Return, for each of the `owners`, the worker that keeps a copy of its state: another owner or a spare.
 
-    `nodes`: where everyone is; `before`: who has kept copies till now, and goes on with it. A copy lies on another node
-    where there is one, and as evenly as can be; of those that are equal, spares come first, since they have the room,
-    and then the next owner.
+    An owner without candidates is left out. `nodes`: the node of every worker. `before`: the keepers so far, which stay
+    if they still can. A copy lies on another node if possible, and copies are spread as evenly as possible. Among equal
+    candidates, spares come first, since they have the memory, then the next owner.
 
     >>> buddies(["a", "b", "c"], [], {"a": "x", "b": "x", "c": "y"})
     {'a': 'c', 'b': 'c', 'c': 'a'}

@@ -1,7 +1,7 @@
-"""Which applied steps are committed, and what is told of them. Pure.
+"""Decide which applied steps are committed, and report each once. Pure.
 
 Step s is committed when every member of the generation has reported it applied, or when any member has applied a later
-one: its sums could not be complete unless all had entered that step, and so had applied s.
+step: the sums of a later step are complete only if all members entered it, and so had applied s.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Record = TypeVar("Record", bound=_Step)
 
 
 class Commits(Generic[Record]):
-    """Turns the members' reports, in any order, into each committed step once and in order."""
+    """Turn the members' reports, which come in any order, into committed steps: each once and in order."""
 
     def __init__(self, members: Iterable[str], first_step: int) -> None:
         self._applied = dict.fromkeys(members, first_step - 1)
@@ -33,10 +33,11 @@ class Commits(Generic[Record]):
         return max(self._applied.values())
 
     def regroup(self, members: Iterable[str], held: int) -> list[Record]:
-        """A new generation begins, of these members and with the state after step `held`, which they all have or copy.
+        """Begin a new generation of these members with the state after step `held`, which they all have or copy.
 
-        The records of the steps that this commits, in order: a living member holds them. Later ones are forgotten: who
-        applied them is gone, and they will be made again. What is committed stays so, though it may be made again, too.
+        Return the records of the steps that this commits, in order: a living member holds them. Later records are
+        dropped: the workers that applied those steps are gone, and the steps are recomputed. Committed steps stay
+        committed, though they may be recomputed too.
         """
         committed = [self._records[step] for step in range(self.next_step, held + 1)]
         self._records.clear()
@@ -45,10 +46,10 @@ class Commits(Generic[Record]):
         return committed
 
     def report(self, member: str, records: Sequence[Record]) -> list[Record]:
-        """Takes one member's newly applied steps; the records of the steps that this commits, in order.
+        """Take one member's newly applied steps and return the records of the steps that this commits, in order.
 
-        Word of who is no member any more changes nothing. Where several members report a step, the record that came
-        last stands: it is the one that completed it.
+        Reports of former members change nothing. If several members report a step, the last record counts: it completed
+        the step.
         """
         if member not in self._applied:
             return []

@@ -1,6 +1,6 @@
-"""What the group's machine hears, and what it asks for. Pure.
+"""Define the events that the group's state machine handles and the commands that it returns. Pure.
 
-Messages of a generation carry its number; those of another one than the present are refused.
+Messages of a generation carry its number; those of any generation but the current one are refused.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.view import View
 
 Why = Literal["paused", "finished", "interrupted", "failed"]
-"""Why a member came back: at a boundary that was wished for, at the last step, out of a broken world, by an error."""
+"""Why a member came back: paused at a requested boundary, finished the last step, left a broken world, or failed."""
 
 Lacks = Literal["initial", "newer", "stage"]
-"""What a member does not have when its generation begins: the initial state, which it makes by itself; the state that
-others hold, which it takes from them; or its new stage of the state that it holds another stage of, taken alike. Until
-a step is made that one is kept: no other worker may have it."""
+"""What a member lacks when its generation begins.
+
+`initial`: the initial state, which it makes by itself. `newer`: the state that others hold, which it takes from them.
+`stage`: its new stage of the state of which it holds another stage, also taken from others. It keeps that other stage
+until a step is made: no other worker may have it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """A worker's process is there; it still prepares."""
+    """A worker's process has started; it is still preparing."""
 
     worker: str
 
@@ -35,7 +38,7 @@ class Warm:
     worker: str
     holds: int | None
     stage: Stage | None = None
-    """Of which stage; None for the initial state, which it can make of any."""
+    """The stage of that state; None for the initial state, which the worker can make of any stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Step `step`, and all before, will never be undone."""
+    """Step `step`, and all before it, will never be undone."""
 
     generation: int
     step: int
@@ -56,27 +59,27 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A member came back from its generation. `holds` is None where its state is dirty or incomplete."""
+    """A member came back from its generation. `holds` is None if its state is partially applied or incomplete."""
 
     worker: str
     generation: int
     holds: int | None
     why: Why
     fault: str = ""
-    """What names an error of the task, for telling whether it came again; empty where there was none."""
+    """Identifies an error of the task, to recognise it if it recurs; empty without an error."""
     final: bool = False
-    """The error would come again whatever is tried."""
+    """The error would recur on every retry."""
     stage: Stage | None = None
-    """Of which stage the state that it holds is."""
+    """The stage of the state that it holds."""
     ready: int | None = None
-    """The step after `holds`, where it has all the sums of it, and has not applied them."""
+    """The step after `holds`, if the worker has all sums of that step and has not applied them."""
     copy: int | None = None
     """The newest step of which it has a copy of that stage, made in that generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker's process is gone, or counts as gone."""
+    """A worker's process is gone, or is considered gone."""
 
     worker: str
     cause: str = ""
@@ -84,14 +87,14 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A worker's machine will go."""
+    """A worker's node will be preempted or drained."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Rescale:
-    """The user wishes other numbers of workers."""
+    """The user requests other numbers of workers."""
 
     minimum: int
     maximum: int
@@ -100,12 +103,13 @@ class Rescale:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The user wishes the run to end."""
+    """The user requests that the run end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """The present phase of this generation has reached its limit; training has, when a member's machine goes soon."""
+    """The current phase of this generation has reached its limit; training reaches it when a member's node leaves
+    soon."""
 
     generation: int
 
@@ -119,19 +123,19 @@ class Stuck:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """The model was handed over."""
+    """The model was exported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """There is a complete checkpoint of the state after `step`."""
+    """A complete checkpoint of the state after `step` exists."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """The checkpoint that a worker was to read is damaged; the one before, of the state after `durable`, is left."""
+    """The checkpoint that a worker should read is damaged; the previous one, of the state after `durable`, remains."""
 
     worker: str
     durable: int
@@ -139,17 +143,17 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The state after `step` is in memory twice: of each stage there is a copy beside its owner's own."""
+    """The state after `step` is in memory twice: each stage has a copy beside its owner's own."""
 
     generation: int
     step: int
     copies: Mapping[str, tuple[Stage, ...]]
-    """Of which stages each of these workers keeps it from now on, whatever it does; no older one is kept."""
+    """The stages whose copies each of these workers keeps from now on, whatever it does; no older copy is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """A worker does not have a copy that it was thought to keep, or a damaged one."""
+    """A worker lacks a copy that it was believed to keep, or its copy is damaged."""
 
     worker: str
 
@@ -186,28 +190,28 @@ class Start:
 class Join:
     """Form the view's worlds and train from `first_step` on, each member from its stage's state after the step before.
 
-    `donors` have that state, one for each stage of the shape in which it is held; none where it is the initial one.
+    `donors` have that state, one for each stage of the shape in which it is held; empty if it is the initial state.
     """
 
     view: View
     first_step: int
     donors: tuple[str, ...]
     lacks: Mapping[str, Lacks]
-    """Of the members that do not have it."""
+    """What each member that does not have the state lacks."""
     again: bool = False
-    """Its first steps were made before, in the same history: nothing of them is told again."""
+    """Its first steps were made before, in the same history: they are not reported again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wish that the generation's members stop at one step boundary."""
+    """Ask the generation's members to stop at one step boundary."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """These members leave their world at once; a formation under way is cancelled."""
+    """Make these members leave their world at once; a formation in progress is cancelled."""
 
     workers: tuple[str, ...]
     generation: int
@@ -215,7 +219,10 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """These members apply `step`, of which they have all sums, since another has, and say `Left` once more."""
+    """Make these members apply `step`, of which they have all sums and which another member has applied.
+
+    Each of them sends `Left` once more.
+    """
 
     workers: tuple[str, ...]
     step: int
@@ -224,7 +231,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """These members take their copies of their own states after `step` in, and say `Left` once more."""
+    """Make these members load their copies of their own states after `step` and send `Left` once more."""
 
     workers: tuple[str, ...]
     step: int
@@ -233,14 +240,14 @@ class Recall:
 
 @dataclass(frozen=True, slots=True)
 class Rehearse:
-    """This idle worker makes a step for practice; it holds no state afterwards, and says `Warm` again."""
+    """Make this idle worker run a warm-up step; it holds no state afterwards, and sends `Warm` again."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """This idle worker takes a stage's state after `step` from its checkpoint, and says `Warm` again."""
+    """Make this idle worker read a stage's state after `step` from its checkpoint and send `Warm` again."""
 
     worker: str
     step: int
@@ -249,21 +256,21 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Make a checkpoint of the state after `step`, by all who hold it: they will go, and nobody else has it."""
+    """Make a checkpoint of the state after `step`, by all who hold it: they will leave, and nobody else has it."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """This worker is needed no more, or counts as lost: end its process."""
+    """End this worker's process: it is no longer needed, or is considered lost."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """These workers, one for each stage, give the model after `step` out."""
+    """Make these workers, one for each stage, provide the model after `step` for export."""
 
     workers: tuple[str, ...]
     step: int
@@ -271,7 +278,7 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """There are too few workers: `have` of `need`."""
+    """Report that there are too few workers: `have` of `need`."""
 
     have: int
     need: int

@@ -1,4 +1,4 @@
-"""What is known of the group: its phase, its generation, its workers. Pure."""
+"""Define what is known of the group: its phase, its generation, its workers. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from raytrain_plus.membership.mesh import Shape, Stage, useful_shape
 
 
 class Phase(Enum):
-    """What the group is doing."""
+    """What the group is doing. The values complete "... took too long"."""
 
     GATHER = "waiting for enough workers"
-    JOIN = "forming a world, copying state"
+    JOIN = "forming a world and copying state"
     TRAIN = "training"
-    PAUSE = "asked to stop at one boundary"
+    PAUSE = "stopping at a step boundary"
     LEAVE = "leaving a broken world"
-    CLOSE = "handing the model over"
+    CLOSE = "exporting the model"
     END = "over"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What of the job the machine goes by."""
+    """The limits of the job that the state machine obeys."""
 
     minimum: int
     maximum: int
@@ -33,9 +33,10 @@ class Limits:
     steps: int
     max_failures: int | None
     expected: int
-    """Workers, spares among them, that the cluster seemed to have room for: the first world waits for so many."""
+    """The number of workers, including spares, that the cluster seemed to have room for: the first world waits for
+    them."""
     cuts: tuple[int, ...] = (1,)
-    """The numbers of stages that the model can be cut into, the wished one first."""
+    """The numbers of stages that the model can be partitioned into, the requested one first."""
 
     @property
     def useful(self) -> int:
@@ -49,82 +50,87 @@ class Worker:
     """What is known of one living worker."""
 
     state: Literal["coming", "up", "rehearsing", "restoring", "idle", "in"]
-    """Asked for; process there; making a step for practice; reading a checkpoint; able to take any place; inside the
+    """Requested; process started; running a warm-up step; reading a checkpoint; able to take any place; inside the
     generation."""
     holds: int | None = None
-    """The step whose state it has: -1 the initial one; None a dirty one, half a copy, or none that counts."""
+    """The step whose state it has: -1 for the initial one; None if partially applied, half copied, or without
+    meaning."""
     stage: Stage | None = None
-    """Of which stage; None where it is the initial state, of any, or none."""
+    """The stage of that state; None for the initial state, which fits any stage, or without a state."""
     ready: int | None = None
-    """The step after it, where it could apply that, too."""
+    """The step after `holds`, if it could apply that step too."""
     copies: frozenset[tuple[int, Stage]] = frozenset()
-    """Steps and stages of which it keeps copies in memory, beside what it holds."""
+    """Steps and stages of which it keeps copies in memory, in addition to what it holds."""
     leaving: bool = False
     unwanted: bool = False
-    """It leaves because fewer are wished, and stays where too few are left."""
+    """It leaves because fewer workers are requested; it stays if too few would be left."""
     joined: bool = False
     proved: bool = False
-    """It was in a world that was formed."""
+    """It was in a world that formed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Everything that decides what happens next."""
+    """Everything that determines what happens next."""
 
     limits: Limits
     phase: Phase = Phase.GATHER
     generation: int = -1
     shape: Shape = field(default_factory=lambda: Shape(1))
     seats: tuple[str, ...] = ()
-    """The present view's members, by seat in its shape."""
+    """The current view's members, by seat in its shape."""
     workers: Mapping[str, Worker] = field(default_factory=dict)
     named: int = 0
-    """Workers ever asked for: names are never used again."""
+    """The number of workers ever requested: names are never reused."""
     committed: int = -1
     durable: int = -1
-    """The step of the newest complete checkpoint; the state after -1, the initial one, can always be had again."""
+    """The step of the newest complete checkpoint; -1 stands for the initial state, which can always be rebuilt."""
     again: int = -1
-    """Up to this step all were committed in this very history, though the group has gone back and makes some again."""
+    """All steps up to this one were committed in this same history, though the group has gone back and recomputes
+    some."""
     recalled: bool = False
-    """Whether the members of the present generation were asked to take copies in."""
+    """Whether the members of the current generation were asked to load copies."""
     kept: int = -1
-    """The newest step whose state was to be kept because all who hold it will go."""
+    """The newest step for which a checkpoint was requested because all who hold its state will leave."""
     leads: tuple[str, ...] = ()
-    """Who hands the model over, by stage."""
+    """The workers that provide the model for export, by stage."""
     stopping: bool = False
     finished: bool = False
     """A member came back from the last step and what follows it."""
     failure: str = ""
-    """Why the run has failed; empty while it has not."""
+    """Why the run has failed; empty if it has not."""
     faults: tuple[tuple[int, str, int], ...] = ()
     """(step, fault, generation) of the task's errors so far."""
     failures: int = 0
     fruitless: int = 0
-    """Failures since the last one that had a step committed before it."""
+    """The number of failures since the last one that followed a newly committed step."""
     fruitless_at: int = -2
     """The committed step at the last failure."""
     cause: str = ""
-    """Of the last failure, in words."""
+    """The cause of the last failure, in words."""
     unformed: int = 0
-    """Worlds in a row that did not form."""
+    """The number of consecutive worlds that did not form."""
     stillborn: int = 0
-    """Workers lost before they were warm, since the last one that became so."""
+    """The number of workers lost before they were ready, since the last one that became ready."""
 
 
 def members_in(group: Group) -> tuple[str, ...]:
-    """Members that have not come back from the present generation."""
+    """Return the members that have not come back from the current generation."""
     return tuple(name for name, worker in group.workers.items() if worker.state == "in")
 
 
 def free(group: Group) -> list[str]:
-    """Workers that can sit in the next view; those inside now will, once they are out. Better ones first."""
+    """Return the workers that can sit in the next view, better ones first; members still inside can once they are
+    out."""
     able = [name for name, worker in group.workers.items() if worker.state in ("idle", "in") and not worker.leaving]
     return sorted(able, key=lambda name: (name not in group.seats, -holds(group, name)))
 
 
 def holders(group: Group) -> list[list[str]]:
-    """For each stage, the workers that may have its state after the last committed step; of those inside, nothing newer
-    is known."""
+    """Return, for each stage, the workers that may have its state after the last committed step.
+
+    A worker inside the generation counts, since nothing newer is known of it.
+    """
     found: list[list[str]] = [[] for _ in range(group.shape.stages)]
     for name, worker in group.workers.items():
         if worker.state == "in" and name in group.seats:
@@ -138,20 +144,21 @@ def holders(group: Group) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A state that workers hold, all stages of it."""
+    """A complete state, all stages of which workers hold."""
 
     step: int
     donors: tuple[str, ...]
-    """For each stage, one who has it; none where it is the initial state, which anybody makes anew."""
+    """For each stage, a worker that has it; empty for the initial state, which any worker can build."""
     copied: bool = False
-    """Whether of some stage there is nothing but a copy."""
+    """Whether some stage exists only as a copy."""
 
 
 def standing(group: Group) -> Standing | None:
-    """The newest state of which clean workers have every stage; the initial one where there is none, but workers.
+    """Return the newest state of which workers hold every stage; the initial one if there is none; None without
+    workers.
 
-    Of those who have a stage alike, one that holds it comes before one that keeps a copy, then one that stays and sits
-    first.
+    A worker whose state is partially applied holds none. Of the workers that have the same stage, one that holds it
+    comes before one that keeps a copy; then come those that stay, in the order of their seats.
     """
     idle = {name: worker for name, worker in group.workers.items() if worker.state == "idle"}
     order = {name: place for place, name in enumerate(group.seats)}
@@ -167,7 +174,7 @@ def standing(group: Group) -> Standing | None:
             found.setdefault((step, stage.of), {}).setdefault(stage.number, name)
     whole = [(held, of) for (held, of), donors in found.items() if len(donors) == of]
     if whole:
-        # The same state in two cuts is there only where a checkpoint has been read.
+        # The same state exists in two partitions only after a checkpoint was read.
         held, of = max(whole, key=lambda one: (one[0], one[1] == group.shape.stages))
         copied = len(held_ones.get((held, of), ())) < of
         return Standing(held, tuple(found[held, of][number] for number in range(of)), copied)
@@ -175,7 +182,8 @@ def standing(group: Group) -> Standing | None:
 
 
 def unfinished(group: Group) -> tuple[str, ...]:
-    """Workers that have all sums of a step which others have applied: they can, too, and then hold what those hold."""
+    """Return the workers that have all sums of a step that others applied: they can apply it and then hold the same
+    state."""
     newest = max((holds(group, name) for name, worker in group.workers.items() if worker.state == "idle"), default=-2)
     return tuple(
         name for name, worker in group.workers.items() if worker.state == "idle" and worker.ready == newest >= 0
@@ -183,8 +191,10 @@ def unfinished(group: Group) -> tuple[str, ...]:
 
 
 def recallable(group: Group, best: Standing) -> tuple[str, ...]:
-    """Workers that have a copy of their own stage of that state, and not the state itself: where all stages can be held
-    by these and those who hold one; else nobody."""
+    """Return the workers that have a copy of their own stage of that state but not the state itself.
+
+    Return nobody unless these workers and those who hold a stage together cover all stages.
+    """
     idle = {name: worker for name, worker in group.workers.items() if worker.state == "idle" and worker.stage}
     held = {worker.stage for worker in idle.values() if worker.holds == best.step}
     able = {
@@ -210,7 +220,7 @@ def without(group: Group, name: str) -> Group:
 
 
 def shape_for(group: Group, count: int) -> Shape | None:
-    """What `count` workers are to form; None where they are too few.
+    """Return the shape that `count` workers should form; None if they are too few.
 
     Spares are held back from growth, not from taking a lost worker's place.
     """
@@ -221,9 +231,9 @@ def shape_for(group: Group, count: int) -> Shape | None:
 
 
 def suspects(group: Group) -> list[str]:
-    """Members because of whom, it seems, no world forms for the second time: those that were never in one.
+    """Return the members suspected when no world forms for the second time: those that were never in one.
 
-    Nobody, while too few others would be left.
+    Return nobody if too few others would be left.
     """
     if group.phase is not Phase.JOIN or group.unformed < 1:
         return []
@@ -238,11 +248,11 @@ def preparing(group: Group) -> bool:
 
 
 def wants_change(group: Group) -> bool:
-    """Whether another view than the present one should be formed, though nothing is broken."""
+    """Return whether another view than the current one should be formed, though nothing is broken."""
     shape = shape_for(group, len(free(group)))
     if shape is None:
         return False
     if any(group.workers[name].leaving for name in members_in(group)):
         return True
-    # Workers that come up together join together: one change, not one each.
+    # Workers that start together join together: one change, not one each.
     return shape.size > len(group.seats) and not preparing(group)

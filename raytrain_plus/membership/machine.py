@@ -1,7 +1,8 @@
-"""The life of the group as a table: (phase, event) -> what is done, and where that can lead. Pure.
+"""Define the group's state machine as a table: (phase, event) -> action and possible next phases. Pure.
 
-`step(group, event)` looks the rule up and gives the new group and the commands for the shell. Whatever comes - late,
-twice, or out of order - there is a rule; messages of another generation and of unknown workers change nothing.
+`step(group, event)` looks up the rule and returns the new group and the commands for the shell. Every event has a rule
+in every phase, even if it comes late, twice or out of order. Messages of another generation and of unknown workers
+change nothing.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ Outcome = tuple[Group, list[e.Command]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is done, and the phases that can follow."""
+    """An action, and the phases that can follow it."""
 
     act: Callable[[Group, Any], Outcome]
     leads: tuple[Phase, ...]
 
 
 def begin(limits: Limits, durable: int = -1) -> Outcome:
-    """A group that has asked for its first workers, to go on from the checkpoint of step `durable` if there is one."""
+    """Return a group that requests its first workers and resumes from the checkpoint of step `durable`, if any."""
     return _staff(Group(limits=limits, committed=durable, durable=durable))
 
 
 def step(group: Group, event: e.Event) -> Outcome:
-    """The group after `event`, and the commands to carry out, in order."""
+    """Return the group after `event`, and the commands to carry out, in order."""
     generation = getattr(event, "generation", group.generation)
     worker = getattr(event, "worker", None)
     if generation != group.generation or (worker is not None and worker not in group.workers):
@@ -59,11 +60,11 @@ def step(group: Group, event: e.Event) -> Outcome:
     return TABLE[group.phase, type(event)].act(group, event)
 
 
-# What is done
+# Actions
 
 
 def _staff(group: Group) -> Outcome:
-    """Asks for the workers that the group lacks."""
+    """Request the workers that the group lacks."""
     limits = group.limits
     staying = sum(not worker.leaving for worker in group.workers.values())
     missing = limits.useful + limits.spares - staying
@@ -77,7 +78,7 @@ def _staff(group: Group) -> Outcome:
 
 
 def _settle(group: Group) -> Outcome:
-    """Decides what follows once nobody is inside: close, form the next view, or wait for workers."""
+    """Decide what follows once nobody is inside: close, form the next view, or wait for workers."""
     if members_in(group):
         return group, []
     if late := unfinished(group):
@@ -97,7 +98,7 @@ def _settle(group: Group) -> Outcome:
 
 
 def _wanted_again(group: Group) -> Group:
-    """Who was to leave because fewer were wished stays after all."""
+    """Keep the workers that were to leave only because fewer were requested."""
     for name, worker in group.workers.items():
         if worker.unwanted:
             group = with_worker(group, name, leaving=False, unwanted=False)
@@ -105,12 +106,12 @@ def _wanted_again(group: Group) -> Group:
 
 
 def _ended(group: Group, best: Standing | None) -> bool:
-    # Who has a copy of a stage alone takes it in first, as a member.
+    # A worker that has a copy of a stage, and is the only one, first loads it as a member.
     return group.finished and best is not None and best.step == group.limits.steps - 1 and not best.copied
 
 
 def _finish(group: Group, late: tuple[str, ...]) -> Outcome:
-    """Has the step applied that others have: these are inside once more until they have done so."""
+    """Make workers apply the step that others have applied: they are inside again until they have done so."""
     step = group.workers[late[0]].ready
     assert step is not None
     for name in late:
@@ -119,12 +120,12 @@ def _finish(group: Group, late: tuple[str, ...]) -> Outcome:
 
 
 def _go_back(group: Group) -> Outcome:
-    """Nobody alive holds the state after the last committed step: the newest that can be had counts from now on."""
+    """Fall back to the newest available state: nobody alive holds the one after the last committed step."""
     made = max(group.committed, group.again)
     group = replace(group, committed=group.durable, finished=False)
     best = standing(group)
     if best is not None and best.step >= group.committed:
-        # Copies are older by a step or a few, and of the same history: nothing of it is undone.
+        # Copies are older by a few steps, and of the same history: nothing of it is undone.
         return _settle(replace(group, committed=best.step, again=made if best.copied else -1))
     group = _forget(replace(group, again=-1), group.committed)
     group, read = _restore(group)
@@ -133,7 +134,7 @@ def _go_back(group: Group) -> Outcome:
 
 
 def _forget(group: Group, step: int) -> Group:
-    """What idle workers hold of later steps counts no more: made again, these may end in other last bits."""
+    """Discard what idle workers hold of later steps: recomputed, these may differ in their last bits."""
     for name, worker in group.workers.items():
         copies = frozenset(copy for copy in worker.copies if copy[0] <= step)
         if copies != worker.copies:
@@ -144,7 +145,7 @@ def _forget(group: Group, step: int) -> Group:
 
 
 def _restore(group: Group) -> Outcome:
-    """Has every stage read out of the newest checkpoint that is neither held nor being read."""
+    """Have every stage read from the newest checkpoint that is neither held nor being read."""
     busy = sum(worker.state == "restoring" and not worker.leaving for worker in group.workers.values())
     shape = shape_for(group, len(free(group)) + busy)
     of = group.limits.cuts[0] if shape is None else shape.stages
@@ -164,7 +165,7 @@ def _restore(group: Group) -> Outcome:
 
 
 def _gather(group: Group) -> Outcome:
-    # Who was lost while others trained says nothing of who comes now.
+    # Workers lost while others trained say nothing about those that start now.
     stillborn = group.stillborn if group.phase is Phase.GATHER else 0
     group, started = _staff(replace(group, phase=Phase.GATHER, stillborn=stillborn))
     group, kept = _keep(group)
@@ -172,7 +173,7 @@ def _gather(group: Group) -> Outcome:
 
 
 def _keep(group: Group) -> Outcome:
-    """Has a checkpoint made of the newest state where all who hold a stage of it will go with their machines."""
+    """Request a checkpoint of the newest state if all who hold one of its stages will leave with their nodes."""
     best = standing(group)
     if best is None or best.copied or not any(group.workers[name].leaving for name in best.donors):
         return group, []
@@ -185,7 +186,7 @@ def _enough(group: Group, patient: bool = True) -> bool:
     count = len(free(group))
     if count < group.limits.minimum or shape_for(group, count) is None:
         return False
-    # A group that has trained goes on with those who can; who still prepares joins later, and stops nobody.
+    # A group that has trained continues with the ready workers; those still preparing join later and stop nobody.
     return not patient or group.generation >= 0 or (not preparing(group) and count >= group.limits.expected)
 
 
@@ -202,7 +203,7 @@ def _join(group: Group, best: Standing) -> Outcome:
     }
     seats = seated(group.seats, group.shape, able, shape, holding)
     lacks: dict[str, e.Lacks] = {}
-    # Sums of a step that was not applied are those of this generation alone.
+    # Sums of a step that was not applied belong to this generation alone.
     workers = {name: replace(worker, ready=None) for name, worker in group.workers.items()}
     for place, name in enumerate(seats):
         worker, stage = workers[name], shape.stage(place)
@@ -222,7 +223,7 @@ def _join(group: Group, best: Standing) -> Outcome:
         workers=workers,
         recalled=False,
         committed=max(group.committed, best.step),
-        # Where steps are made again, nothing of them is undone.
+        # If steps are recomputed in the same history, nothing of them is undone.
         durable=group.durable if best.step < group.again else min(group.durable, best.step),
     )
     view = form_view(generation, seats, shape, limits.shards)
@@ -245,7 +246,7 @@ def _close(group: Group) -> Outcome:
 
 
 def _recall(group: Group, step: int, able: tuple[str, ...]) -> Outcome:
-    """Has copies taken in, so that the state can be kept: these are inside once more until they have done so."""
+    """Have copies loaded so that the state can be kept: these workers are inside again until they have done so."""
     for name in able:
         group = with_worker(group, name, state="in", holds=None, ready=None)
     return replace(group, phase=Phase.LEAVE, recalled=True), [e.Recall(able, step, group.generation)]
@@ -257,7 +258,7 @@ def _all_lost(group: Group) -> str:
 
 
 def _end(group: Group, unsaved: str = "") -> Outcome:
-    """Ends the run; `unsaved` says why the model could not be handed over, where it could not."""
+    """End the run; `unsaved` says why the model could not be exported, if it could not."""
     status: Literal["finished", "stopped", "failed"] = "stopped"
     if group.failure or (unsaved and not group.stopping):
         status = "failed"
@@ -267,7 +268,7 @@ def _end(group: Group, unsaved: str = "") -> Outcome:
 
 
 def _break(group: Group) -> Outcome:
-    """The world is broken: whoever is inside leaves it, and what follows is decided when all are out."""
+    """Leave the broken world: what follows is decided once all members are out."""
     same = group.fruitless_at == group.committed
     for name in suspects(group):
         group = with_worker(group, name, leaving=True)
@@ -298,13 +299,13 @@ def _last(group: Group) -> str:
 
 
 def _run(group: Group) -> Outcome:
-    """The world is formed and steps: what was put off till now."""
+    """Start training in the formed world, and do what was deferred until now."""
     group = replace(group, phase=Phase.TRAIN, unformed=0)
     for name in members_in(group):
         group = with_worker(group, name, proved=True)
     commands: list[e.Command] = []
     for name, worker in list(group.workers.items()):
-        # Who is back from the last step already may be the only one who holds its stage.
+        # A worker that is already back from the last step may be the only one that holds its stage.
         if worker.state != "idle" or name in group.seats:
             continue
         if worker.leaving:
@@ -319,7 +320,7 @@ def _run(group: Group) -> Outcome:
 
 
 def _review(group: Group) -> Outcome:
-    """Pauses a training group that is to stop or to change."""
+    """Pause a training group that should stop or change."""
     if not members_in(group):
         return _settle(group)
     if not _enough(group, patient=False):
@@ -348,14 +349,14 @@ def _up(group: Group, event: e.Up) -> Outcome:
 
 def _warm(group: Group, event: e.Warm) -> Outcome:
     state = group.workers[event.worker].state
-    # Whoever rehearses, or reads a checkpoint, has lost the initial state: word of that is late.
+    # A worker in a warm-up step, or reading a checkpoint, has lost the initial state: this report is outdated.
     late = (state == "rehearsing" and event.holds is not None) or (state == "restoring" and event.holds == -1)
     if state not in ("coming", "up", "rehearsing", "restoring") or late:
         return group, []
-    # One that has not rehearsed while others train has yet to show that it can make a step.
+    # A worker that starts while others train has yet to prove, by a warm-up step, that it can make a step.
     proved = state == "rehearsing" or group.generation < 0
     group = replace(group, stillborn=0 if proved else group.stillborn)
-    # What was read of a checkpoint that cannot be used after all is none.
+    # State read from a checkpoint that turned out to be unusable does not count.
     void = state == "restoring" and group.workers[event.worker].stage is None
     held = (None, None) if void else (event.holds, event.stage)
     return with_worker(group, event.worker, state="idle", holds=held[0], stage=held[1]), []
@@ -422,7 +423,7 @@ def _unreadable_gather(group: Group, event: e.Unreadable) -> Outcome:
 def _committed_join(group: Group, event: e.Committed) -> Outcome:
     if event.step <= group.committed:
         return group, []
-    # A step of this generation is there, so all have joined, though not all word of it has come.
+    # A step of this generation exists, so all have joined, though not all reports of that have arrived.
     return _run(_committed(group, event)[0])
 
 
@@ -430,7 +431,7 @@ def _out(group: Group, event: e.Left) -> Group:
     held = {"holds": event.holds, "stage": event.stage, "ready": event.ready}
     copies = group.workers[event.worker].copies
     if event.copy is not None and event.stage is not None:
-        # Its own counts as long as it lives itself, though a buddy may not have it yet.
+        # Its own copy counts as long as it lives, though a buddy may not have it yet.
         copies |= {(event.copy, event.stage)}
     group = with_worker(group, event.worker, state="idle", joined=False, copies=copies, **held)
     group = replace(group, finished=group.finished or event.why == "finished")
@@ -443,7 +444,7 @@ def _out(group: Group, event: e.Left) -> Group:
 
 
 def _fault(group: Group, held: int, fault: str) -> Group:
-    """Notes a fault at the step after `held`; the same one there in an earlier generation, too, ends the run."""
+    """Record a fault at the step after `held`; the same fault there in an earlier generation ends the run."""
     again = any((at, what) == (held + 1, fault) and before < group.generation for at, what, before in group.faults)
     if again and not group.failure:
         return replace(group, failure=fault)
@@ -461,7 +462,7 @@ def _left(group: Group, event: e.Left) -> Outcome:
 
 def _left_leave(group: Group, event: e.Left) -> Outcome:
     worker = group.workers[event.worker]
-    # One that finishes a step has said before that it could.
+    # A worker that finishes a step has said before that it could.
     if worker.state != "in" or (worker.ready is not None and event.ready is not None):
         return group, []
     return _settle(_out(group, event))
@@ -475,7 +476,7 @@ def _gone(group: Group, event: e.Lost) -> Group:
 def _lost_gather(group: Group, event: e.Lost) -> Outcome:
     group = _gone(group, event)
     if group.stillborn > FRUITLESS:
-        failure = f"{FRUITLESS} workers in a row were lost while they started{_last(group)}"
+        failure = f"{FRUITLESS} workers in a row were lost while starting{_last(group)}"
         return _close(replace(group, failure=failure))
     group, started = _staff(group)
     group, settled = _settle(group)
@@ -518,7 +519,7 @@ def _notice_gather(group: Group, event: e.Notice) -> Outcome:
 
 def _notice_train(group: Group, event: e.Notice) -> Outcome:
     group = _notice(group, event)[0]
-    # One that came back from the last step before the others did may be the only one who holds its stage.
+    # A worker that came back from the last step before the others did may be the only one that holds its stage.
     if group.workers[event.worker].state == "idle" and event.worker not in group.seats:
         group = without(group, event.worker)
         group, started = _staff(group)
@@ -529,13 +530,13 @@ def _notice_train(group: Group, event: e.Notice) -> Outcome:
 
 
 def _rescale(group: Group, event: e.Rescale) -> Outcome:
-    """Whoever is not wanted any more leaves, as if its machine went; who holds nothing goes at once."""
+    """Release surplus workers as if their nodes were leaving; those that hold no state go at once."""
     group = _wanted_again(_rescale_close(group, event)[0])
     limits = group.limits
     staying = [name for name in reversed(tuple(group.workers)) if not group.workers[name].leaving]
     order = {name: place for place, name in enumerate(group.seats)}
     held = ("idle", "restoring", "in")
-    # First those who are not there yet, the last ones first; then who has no seat; then the last seats.
+    # First those that have not started, the last ones first; then those without a seat; then the last seats.
     ranked = sorted(staying, key=lambda name: (group.workers[name].state in held, -order.get(name, len(order))))
     commands: list[e.Command] = []
     for name in ranked[: max(0, len(staying) - limits.useful - limits.spares)]:
@@ -549,7 +550,7 @@ def _rescale(group: Group, event: e.Rescale) -> Outcome:
 
 
 def _rescale_close(group: Group, event: e.Rescale) -> Outcome:
-    """Nobody leaves any more, unless the group trains again."""
+    """Change the limits only: nobody leaves any more, unless the group trains again."""
     limits = replace(group.limits, minimum=event.minimum, maximum=event.maximum, spares=event.spares)
     return replace(group, limits=limits), []
 
@@ -583,7 +584,7 @@ def _stop_train(group: Group, event: e.Stop) -> Outcome:
 def _late_train(group: Group, event: e.Late) -> Outcome:
     if not any(group.workers[name].leaving for name in members_in(group)):
         return group, []
-    # Too few stay: better to stand still with the state in safety than to be cut off in a step.
+    # Too few stay: better to stop with the state safe than to be cut off within a step.
     return replace(group, phase=Phase.PAUSE), [e.Pause(group.generation)]
 
 
@@ -596,7 +597,7 @@ def _late_gather(group: Group, event: e.Late) -> Outcome:
             group, commands = _lost_gather(group, e.Lost(name, f"{name} did not read the checkpoint in time"))
             return group, [e.Dismiss(name), *commands]
     limits = group.limits
-    why = f"only {len(free(group))} of at least {limits.minimum} workers could be had within elastic.wait_s"
+    why = f"only {len(free(group))} of at least {limits.minimum} workers were available within elastic.wait_s"
     return _close(replace(group, failure=why))
 
 
@@ -605,7 +606,7 @@ def _late(group: Group, event: e.Late) -> Outcome:
 
 
 def _stuck(group: Group, event: e.Stuck) -> Outcome:
-    what = f"all workers waited for one another in step {group.committed + 1}, twice: the collective does not move"
+    what = f"all workers waited for one another in step {group.committed + 1}, twice: the collective makes no progress"
     return _break(_fault(group, group.committed, what))
 
 
@@ -618,7 +619,7 @@ def _late_leave(group: Group, event: e.Late) -> Outcome:
 
 
 def _late_close(group: Group, event: e.Late) -> Outcome:
-    return _end(group, f"{' and '.join(group.leads)} did not hand the model over in time")
+    return _end(group, f"{' and '.join(group.leads)} did not export the model in time")
 
 
 def _handed(group: Group, event: e.Handed) -> Outcome:
@@ -707,11 +708,11 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     **{(phase, e.Unreadable): Rule(_unreadable, (phase,)) for phase in (_J, _T, _P, _L, _C)},
     **{(_E, kind): Rule(_nothing, (_E,)) for kind in get_args(e.Event)},
 }
-"""Every pair of a phase and an event."""
+"""A rule for every pair of a phase and an event."""
 
 
 def diagram() -> str:
-    """The table as a picture, in Mermaid's words: which event can lead from which phase to which."""
+    """Return the table as a Mermaid state diagram: which event can lead from which phase to which."""
     arrows: dict[tuple[Phase, Phase], list[str]] = {}
     for (phase, kind), rule in TABLE.items():
         for after in rule.leads:

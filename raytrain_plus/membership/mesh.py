@@ -1,6 +1,7 @@
-"""Who holds which place: seats in cells of stages, and who talks to whom. Pure.
+"""Assign workers to seats of model replicas and stages, and derive who communicates with whom. Pure.
 
-A seat is a number: the seats of cell 0, by stage, then those of cell 1. A cell holds one whole copy of the model.
+A seat is a number: first the seats of replica 0, by stage, then those of replica 1. A replica (called `cell` in the
+code) holds one whole copy of the model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from raytrain_plus.membership.sizes import useful_size
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A position in a cell: its number, counted from the model's front, of so many."""
+    """A position in a model replica: its number, counted from the model's front, out of `of` stages."""
 
     number: int = 0
     of: int = 1
@@ -23,7 +24,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """So many cells, each of so many stages."""
+    """`cells` model replicas, each of `stages` stages."""
 
     cells: int
     stages: int = 1
@@ -34,11 +35,11 @@ class Shape:
         return self.cells * self.stages
 
     def seat(self, cell: int, stage: int) -> int:
-        """The number of a seat."""
+        """Return the number of a seat."""
         return cell * self.stages + stage
 
     def place(self, seat: int) -> tuple[int, int]:
-        """A seat's cell and stage.
+        """Return a seat's replica and stage.
 
         >>> Shape(2, 3).place(4)
         (1, 1)
@@ -46,7 +47,7 @@ class Shape:
         return divmod(seat, self.stages)
 
     def stage(self, seat: int) -> Stage:
-        """What is held there.
+        """Return the stage that a seat holds.
 
         >>> Shape(2, 3).stage(4)
         Stage(number=1, of=3)
@@ -54,7 +55,7 @@ class Shape:
         return Stage(seat % self.stages, self.stages)
 
     def ring(self, stage: int) -> tuple[int, ...]:
-        """The seats that sum their gradients: those that hold the same layers.
+        """Return the seats that sum their gradients: those that hold the same layers.
 
         >>> Shape(3, 2).ring(1)
         (1, 3, 5)
@@ -62,7 +63,7 @@ class Shape:
         return tuple(self.seat(cell, stage) for cell in range(self.cells))
 
     def cell(self, cell: int) -> tuple[int, ...]:
-        """The seats that hand activations on to one another, by stage.
+        """Return the seats of one model replica, by stage; they pass activations to one another.
 
         >>> Shape(3, 2).cell(1)
         (2, 3)
@@ -71,11 +72,12 @@ class Shape:
 
 
 def useful_shape(available: int, minimum: int, maximum: int, shards: int, cuts: Sequence[int]) -> Shape | None:
-    """What to form out of `available` workers; None where `minimum` cannot be had, or no cell.
+    """Return the shape to form out of `available` workers; None if `minimum` or a single replica cannot be formed.
 
-    `cuts`: the numbers of stages that the model can be cut into, the wished one first; a later one is taken only where
-    not even one cell of those before it can be formed. Of cells there are the fewest with as few shards for each as
-    the most would have: a further cell would make no step faster. `minimum` is formed, gain or not.
+    `cuts`: the numbers of stages that the model can be partitioned into, the requested one first; a later one is used
+    only if not even one replica of those before it can be formed. The shape has the fewest replicas that keep the
+    shards per replica as low as the largest number would: a further replica would make no step faster. `minimum` is
+    formed even without a gain.
 
     >>> [useful_shape(n, 1, 8, 12, (1,)).cells for n in (1, 2, 5, 6, 8)]
     [1, 2, 4, 6, 6]
@@ -98,12 +100,14 @@ def seated(
     new: Shape,
     holding: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[str, ...]:
-    """Who sits where in `new`: `new.size` of the `available`, by seat; `before`, by seat in `old`, is who sat where.
-    `holding`: of which stage of `new` some have the state.
+    """Return which of the `available` workers sits in each seat of `new`.
 
-    Nobody changes the stage without need, since its state would have to come from another. A cell that goes on keeps
-    who is left of it. Its holes are filled by members of the same stage out of cells that do not go on, then by those
-    who had no seat, then by any. Where the number of stages changes, who was at the front stays at the front.
+    `before`: the workers by seat in `old`. `holding`: for some workers, the stage of `new` whose state they have.
+
+    A worker changes its stage only if necessary, since its state would have to come from another. A replica that
+    continues keeps its remaining members. Its holes are filled by members of the same stage from replicas that do not
+    continue, then by workers without a seat, then by any. If the number of stages changes, workers at the front stay at
+    the front.
 
     >>> seated(("a0", "a1", "b0", "b1"), Shape(2, 2), ("a0", "b0", "b1", "x"), Shape(2, 2))
     ('a0', 'x', 'b0', 'b1')
@@ -114,7 +118,7 @@ def seated(
 
 
 def _at_home(seats: Sequence[str], shape: Shape, holding: Mapping[str, int]) -> tuple[str, ...]:
-    """Has those change places who hold the stage of another's seat."""
+    """Swap workers that hold the stage of each other's seat."""
     found = list(seats)
     for seat in range(shape.size):
         stage = shape.place(seat)[1]

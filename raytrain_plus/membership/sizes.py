@@ -1,4 +1,4 @@
-"""How many workers to form, and how patient to be. Pure."""
+"""Compute how many workers to form and how long to wait before replacing lost ones. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 VERY_MANY = 1_000_000
 FRUITLESS = 10
-"""Failures in a row with no step committed between them that end a run."""
+"""Number of consecutive failures without a committed step between them that end a run."""
 
 
 def useful_size(available: int, minimum: int, maximum: int, shards: int) -> int:
-    """The number of workers to form out of `available`, or 0 where `minimum` cannot be had.
+    """Return the number of workers to form out of `available`, or 0 if fewer than `minimum` are available.
 
-    The smallest number with as few shards per cell as the largest possible number would give: a further worker would
-    make no step faster. `minimum` is formed, gain or not.
+    It is the smallest number with as few shards per replica as the largest possible number would give: a further worker
+    would make no step faster. `minimum` is formed even without a gain.
 
     >>> [useful_size(n, 1, 8, 12) for n in (1, 2, 5, 6, 8)]
     [1, 2, 4, 6, 6]
@@ -27,7 +27,7 @@ def useful_size(available: int, minimum: int, maximum: int, shards: int) -> int:
 
 
 def backoff_s(fruitless: int) -> float:
-    """Seconds to wait before lost workers are replaced, after so many failures without a step between them.
+    """Return the seconds to wait before lost workers are replaced, after so many failures without a step between them.
 
     >>> [backoff_s(n) for n in (0, 1, 2, 3, 9)]
     [0.0, 0.0, 1.0, 2.0, 30.0]
@@ -36,9 +36,9 @@ def backoff_s(fruitless: int) -> float:
 
 
 def room_for(nodes: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> int:
-    """How many workers that each need `need` fit on nodes with these resources; no worker spans two nodes.
+    """Return how many workers that each need `need` fit on nodes with these resources; no worker spans two nodes.
 
-    On any node there is room for very many that need nothing.
+    If a worker needs nothing, any node has room for `VERY_MANY`.
     """
     needed = {name: amount for name, amount in need.items() if amount > 0}
     if not needed:

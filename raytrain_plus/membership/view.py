@@ -1,4 +1,4 @@
-"""Views: who is in the group and hosts what. Pure."""
+"""Define views: which workers are in the group and which shards each hosts. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raytrain_plus.membership.mesh import Shape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One worker's place in a view."""
+    """One worker's place in a view; `cell` is the index of its model replica."""
 
     worker: str
     cell: int
@@ -25,11 +25,13 @@ class View:
     generation: int
     shape: Shape
     members: tuple[Member, ...]
-    """By seat."""
+    """In the order of seats."""
 
 
 def host_shards(shards: int, cells: int) -> tuple[tuple[int, ...], ...]:
-    """Which shards each cell hosts: consecutive, as even as can be, the larger shares first (8 on 3: 3, 3, 2).
+    """Return the shards that each model replica hosts: consecutive, as even as possible, the larger shares first.
+
+    For example 8 shards on 3 replicas: 3, 3, 2.
 
     >>> host_shards(8, 3)
     ((0, 1, 2), (3, 4, 5), (6, 7))
@@ -41,7 +43,7 @@ def host_shards(shards: int, cells: int) -> tuple[tuple[int, ...], ...]:
 
 
 def form_view(generation: int, seats: Sequence[str], shape: Shape, shards: int) -> View:
-    """A view of that shape; `seats`: who sits where. All stages of a cell have to do with its shards."""
+    """Return a view of that shape with worker `seats[i]` in seat i. All stages of a replica work on its shards."""
     hosted = host_shards(shards, shape.cells)
     places = [shape.place(seat) for seat in range(shape.size)]
     return View(

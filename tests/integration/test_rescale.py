@@ -264,7 +264,7 @@ def test_too_few_for_too_long_end_the_run_with_the_model_of_the_last_commit(tmp_
     cluster.remove_node(node, allow_graceful=False)
     result = run.finish()
     assert (result.status, result.exit_code) == ("failed", 1)
-    assert result.error == "only 1 of at least 2 workers could be had within elastic.wait_s"
+    assert result.error == "only 1 of at least 2 workers were available within elastic.wait_s"
     assert (result.path / "model.safetensors").exists()
     assert result.steps == run.committed() + 1
 

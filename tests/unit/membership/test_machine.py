@@ -97,7 +97,7 @@ def seen(before: Group, event: e.Event) -> Seen:
 
 FEWER = {"limits": replace(LIMITS, minimum=1, maximum=1, spares=0)}
 FAILED = {"failures": 1, "fruitless": 1, "fruitless_at": 1}
-STUCK = "all workers waited for one another in step 2, twice: the collective does not move"
+STUCK = "all workers waited for one another in step 2, twice: the collective makes no progress"
 
 EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (G, e.Warm): (G, ["Wait"], {"a.state": "idle", "a.holds": -1}),
@@ -105,7 +105,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (G, e.Notice): (G, ["Start", "Wait"], {"named": 3, "a.leaving": True, "worker-2": "coming"}),
     (G, e.Rescale): (G, ["Dismiss", "Wait"], {**FEWER, "b": None}),
     (G, e.Stop): (E, ["End"], {"stopping": True}),
-    (G, e.Late): (E, ["End"], {"failure": "only 0 of at least 1 workers could be had within elastic.wait_s"}),
+    (G, e.Late): (E, ["End"], {"failure": "only 0 of at least 1 workers were available within elastic.wait_s"}),
     (J, e.Joined): (T, [], {"a.joined": True, "a.proved": True, "b.proved": True}),
     (J, e.Committed): (T, [], {"committed": 2, "a.proved": True, "b.proved": True}),
     (J, e.Left): (J, [], {"a.state": "idle"}),
@@ -434,7 +434,7 @@ def test_workers_that_wait_for_one_another_twice_at_one_step_end_the_run() -> No
             for name in ("a", "b"):
                 group, _ = step(group, e.Joined(name, 1))
     assert commands == [e.HandOver(("a",), 1)]
-    assert group.failure == "all workers waited for one another in step 2, twice: the collective does not move"
+    assert group.failure == "all workers waited for one another in step 2, twice: the collective makes no progress"
 
 
 def test_a_loss_in_what_follows_the_last_step_does_not_cost_it() -> None:
