@@ -1,8 +1,7 @@
-"""The controller: one Ray actor that carries out what the group's machine decides, and brings it what happens.
+"""Run the controller: one Ray actor that executes the state machine's commands and feeds it events.
 
-Everything that happens - an answer, a death, a report, a wish - goes through one inbox and is looked at by one thread,
-in order. It is never in a step's way: workers report in batches, and one call to each worker that never answers tells
-of a death at once.
+Every answer, death, report and request goes through one inbox and is handled by one thread, in order. The controller
+never delays a step: workers report in batches, and one never-answering call to each worker reveals a death at once.
 """
 
 from __future__ import annotations
@@ -82,50 +81,53 @@ from raytrain_plus.workers.messages import (
 from raytrain_plus.workers.pool import Pool, answer
 
 TICK_S = 0.05
-"""Longest time between two looks at the clock."""
+"""Maximum seconds between two looks at the clock."""
 PULSE_S = 0.5
 """Seconds between two questions to a worker."""
 LEAVE_PULSE_S = 0.1
-"""The same while it leaves a world."""
+"""Seconds between two questions to a worker that leaves a world."""
 PAUSED_S = 1.0
-"""If the controller itself stood still for longer, nobody else is blamed for it."""
+"""If the controller itself stood still for longer, no worker is blamed for it."""
 NODE_SILENT_S = 2.0
-"""A node whose worker has not answered for so long, and on which nobody takes a connection, is lost: after 3 s or 4."""
+"""Seconds after which a node counts as lost if its worker does not answer and nothing there accepts a connection.
+
+In total that takes 3 to 4 s.
+"""
 COLLECTIVE_S = 3600.0
-"""Limit of a collective for a worker that hears nothing; otherwise the controller decides, and much sooner."""
+"""Maximum seconds of a collective in a worker that hears nothing; otherwise the controller decides, and much sooner."""
 RESTORE_AGAIN_S = 5.0
-"""Seconds after which a checkpoint that could not be read is read again."""
+"""Seconds after which reading a checkpoint is retried."""
 ENDS_KEPT = 2
-"""How often it is tried to keep the state that a run ends with."""
+"""Maximum number of attempts to save the state that a run ends with."""
 EXPORT_TRIES = 3
-"""How often the model is handed over again where something was in the way."""
+"""Number of retries of the export after a failure."""
 EXPORT_AGAIN_S = 1.0
 LINGER_S = 5.0
-"""For so long after a run its controller can be asked how it ended, where nobody else ends it."""
+"""Seconds for which the controller of a detached run can still be asked how the run ended."""
 EARLY_WAIT_S = 5.0
-"""For so long a run that starts says nothing of the workers that it waits for."""
+"""Seconds for which a starting run does not report that it waits for workers."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Round:
-    """The present generation: its worlds' rendezvous, and what its members have said."""
+    """The current generation: its worlds' rendezvous servers, and what its members have reported."""
 
     view: View
     rings: list[RendezvousServer] = field(default_factory=list)
     cells: list[RendezvousServer] = field(default_factory=list)
     buddies: dict[str, str] = field(default_factory=dict)
-    """For each member whose state nobody else holds, who keeps a copy of it."""
+    """For each member whose state nobody else holds, the worker that keeps a copy of it."""
     sent: dict[int, dict[str, Sent]] = field(default_factory=dict)
-    """For each step of which not all copies are known to be where they belong: those that are, by member."""
+    """The copies that arrived, by step and member, for each step whose copies are not all known to be in place."""
     settled: int = -1
-    """The newest step of which all were."""
+    """The newest step whose copies were all in place."""
     slowest_s: float = 0.0
-    """Of those that have joined, how long the slowest took to form its worlds."""
+    """The longest time that a joined member took to form its worlds."""
     shas: dict[str, str] = field(default_factory=dict)
     squares: Mapping[str, float] = field(default_factory=dict)
-    """Of the last step that a member which came back has applied: see `Stepper.squares`."""
+    """The squares of the newest step that a returned member has applied: see `Stepper.squares`."""
     squares_of: int = -1
 
     @property
@@ -135,12 +137,12 @@ class _Round:
         return len({(stages[name], sha) for name, sha in self.shas.items()}) > len({stages[name] for name in self.shas})
 
     def cancel(self) -> None:
-        """Whoever waits for others to come is told that they do not."""
+        """Tell members that wait for others that these will not come."""
         for server in (*self.rings, *self.cells):
             server.cancel()
 
     def close(self) -> None:
-        """Nobody comes any more."""
+        """Close the rendezvous servers."""
         for server in (*self.rings, *self.cells):
             server.close()
 
@@ -149,15 +151,15 @@ class Controller:
     """The class behind the actor; `cluster.begin` makes it one. Public methods may run at the same time as `run`."""
 
     def __init__(self, order: Order, limits: Limits, began: float) -> None:
-        """`began`: Unix seconds at which Ray was there."""
+        """`began`: Unix seconds at which Ray was available."""
         job = order.plan.job
         self._order = order
         self._plan = order.plan
-        """As workers get it."""
+        """The plan as workers get it."""
         self._began = began
         self._elastic = job.elastic
         self._overlaps = job.parallel.overlaps
-        """Whether a loss in the midst of steps takes all back to where they began."""
+        """Whether a loss while steps overlap takes all members back to where those steps began."""
         self._pool = Pool(job.workers.cpus, job.workers.gpus)
         past = order.past or Past()
         self._run = Claimed(open_folder(order.plan.folder))
@@ -175,7 +177,7 @@ class Controller:
         self._metrics = Metrics(job.name)
         self._ends_kept = self._tries_to_export = 0
         self._handing = -1
-        """The step whose model is handed over."""
+        """The step whose model is being exported."""
         self._restored: Manifest | None = None
         self._going_on = order.past is not None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -184,18 +186,18 @@ class Controller:
         self._places: dict[str, Place] = {}
         self._ready: dict[str, Ready] = {}
         self._sights: dict[str, Mapping[str, tuple[Sight, ...]]] = {}
-        """For each node, what its first worker saw of the data files: those that replace it compare theirs with it."""
+        """For each node, what its first worker saw of the data files: its replacements compare their view with it."""
         self._draining: dict[str, float | None] = {}
         self._round: _Round | None = None
         self._copies = False
-        """Whether any may be kept somewhere."""
+        """Whether any copies may be kept somewhere."""
         self._cuts: dict[int, tuple[Chunks, ...]] = {}
-        """For each number of stages, the layers of each."""
+        """For each number of stages, the layers of each stage."""
         self._errors: dict[str, RaytrainError] = {}
         self._export: Export | None = None
         self._closing: Closing | None = None
         self._over = True
-        """Whether nobody runs it: not yet, or not any more."""
+        """Whether nobody runs the job: not yet, or no longer."""
         self._stopping_since: float | None = None
         self._asked_aside = False
         self._nodes = Nodes(
@@ -209,9 +211,10 @@ class Controller:
         self._clock: tuple[object, float] = (clock_of(self._group), time.monotonic())
 
     def run(self, detached: bool = False) -> Closing:
-        """Runs the job to its end. Input errors that only a worker can see are raised before a folder is made.
+        """Run the job to its end. Input errors that only a worker can see are raised before a folder is made.
 
-        If `detached` nobody else ends this actor: it goes a moment after the run, when followers have heard.
+        If `detached`, nobody else ends this actor: it exits `LINGER_S` seconds after the run, so that followers hear
+        the end.
         """
         self._over = False
         self._me = ray.get_runtime_context().current_actor
@@ -223,11 +226,11 @@ class Controller:
                 threading.Timer(LINGER_S, ray.kill, [self._me]).start()
 
     def _run_to_the_end(self) -> Closing:
-        # On a cluster this may be another machine than the one where the job was looked at.
+        # On a cluster this may be another machine than the one that checked the job.
         check_installed(self._order.plan.job.trackers)
         place, name = split(self._run.address)
         with left(check_writable(place), name) as probe:
-            # Machines that come later are asked, too, by their workers.
+            # Workers on nodes that come later run this check too.
             self._plan = replace(self._order.plan, probe=probe)
             return self._train()
 
@@ -248,7 +251,7 @@ class Controller:
         except Exception as failure:
             if self._journal.opened:
                 ours = "" if isinstance(failure, RaytrainError) else f"\n{traceback.format_exc()}"
-                # Where that cannot be written either, the first failure is the one to tell of.
+                # If that cannot be written either, the first failure is the one to report.
                 with contextlib.suppress(RunError):
                     self._finish("failed", f"{failure}{ours}", None)
             raise
@@ -263,31 +266,32 @@ class Controller:
             self._journal.close()
 
     def report(self, worker: str, generation: int, records: Sequence[StepRecord | Evaluated]) -> None:
-        """Takes a batch of applied steps and evaluations from a worker."""
+        """Accept a batch of applied steps and evaluations from a worker."""
         self._post(partial(self._reported, worker, generation, records))
 
     def written(self, told: Written) -> None:
-        """A worker has written its share of a checkpoint, or could not."""
+        """Record that a worker has written its share of a checkpoint, or could not."""
         self._post(partial(self._wrote, told))
 
     def joined(self, worker: str, generation: int, form_s: float) -> None:
-        """A worker is in its world, which took `form_s` seconds, and has the state."""
+        """Record that a worker is in its world, which took `form_s` seconds to form, and has the state."""
         self._post(partial(self._joined, worker, generation, form_s))
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
-        """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
+        """Return the events from number `cursor` on; wait up to `timeout_s` for the first of them."""
         return self._journal.follow(cursor, timeout_s)
 
     def folder(self) -> str | None:
-        """The folder of the run; None where nobody runs it."""
+        """Return the run's folder; None if nobody runs the job."""
         return None if self._over else self._run.where
 
     def stop(self) -> None:
-        """Asks the run to stop at the next step boundary."""
+        """Ask the run to stop at the next step boundary."""
         self._post(self._stop)
 
     def rescale(self, minimum: int | None, maximum: int | None, spares: int | None) -> None:
-        """Wishes other numbers of workers; what is None stays. Raises `InputError` where the job does not bear them."""
+        """Request other numbers of workers; None keeps a number. Raises `InputError` if the job does not support
+        them."""
         job, now = self._order.plan.job, self._group.limits
         workers = replace(
             job.workers,
@@ -298,18 +302,18 @@ class Controller:
         cuts_of(replace(job, workers=workers))
         fewest = max(job.workers.min, now.cuts[-1])
         if job.parallel.pipeline > 1 and workers.min < fewest:
-            # Which cuts fit the workers' memory was looked at for so many.
+            # The check whether the partitions fit the workers' memory assumed so many workers.
             raise InputError(
-                f"a model in stages keeps the fewest workers that it began with: {fewest}",
+                f"a model in stages cannot shrink below the minimum that it began with: {fewest} workers",
                 where=f"workers.min: {workers.min}",
-                remedy="stop the run, and go on with: raytrain resume RUN --set 'workers={min: ...}'",
+                remedy="stop the run, and continue with: raytrain resume RUN --set 'workers={min: ...}'",
             )
         self._post(lambda: self._feed(e.Rescale(workers.min, workers.max or workers.min, workers.spares)))
 
     # The loop
 
     def _hear(self) -> None:
-        """Does what is in the inbox, or waits a moment for something."""
+        """Do what is in the inbox, or wait a moment for something."""
         try:
             self._inbox.get(timeout=TICK_S)()
             while self._closing is None:
@@ -318,7 +322,7 @@ class Controller:
             return
 
     def _look(self, now: float) -> None:
-        """Does what is due by the clock."""
+        """Do what is due by the clock."""
         self._journal.renew()
         self._checkpoints.make()
         self._save_in_time(now)
@@ -366,14 +370,15 @@ class Controller:
             for name in members_in(group) if group.phase is Phase.LEAVE else ():
                 self._journal.gone(name, "it did not leave its world in time")
             if group.phase is Phase.CLOSE and self._handed_over:
-                # The model is there; what is late is the last checkpoint.
-                self._checkpoints.wait_no_longer("it was not written in time, and the run ends")
+                # The model is exported; only the last checkpoint is late.
+                self._checkpoints.wait_no_longer("it was not written before the run ended")
                 self._feed(e.Handed())
                 return
             self._feed(e.Late(group.generation))
 
     def _goes_within(self, seconds: float, untold: bool) -> bool:
-        """Whether a machine that hosts a member goes so soon; `untold` where nobody has told when."""
+        """Whether a node that hosts a member leaves so soon; `untold` is the answer for a node without a known
+        deadline."""
         nodes = {self._places[name].node for name in members_in(self._group) if name in self._places}
         deadlines = [deadline for node, deadline in self._draining.items() if node in nodes]
         return any(untold if deadline is None else time.time() > deadline - seconds for deadline in deadlines)
@@ -393,7 +398,7 @@ class Controller:
             self._out(name, generation, outcome)
 
     def _ask(self, now: float) -> None:
-        """Asks the workers what they do; those that are to leave are told so again, with what has been published."""
+        """Ask the workers what they do; remind those that should leave, with the addresses published so far."""
         leaving = members_in(self._group) if self._group.phase is Phase.LEAVE else ()
         for name in self._pulses.due(leaving, LEAVE_PULSE_S, now):
             self._tell_to_leave(name, now)
@@ -402,7 +407,7 @@ class Controller:
             self._pool.ask(name, self._posted(self._pulse, name), "activity")
 
     def _feed(self, event: e.Event) -> None:
-        """Gives the machine an event, and does what it says."""
+        """Give the machine an event, and carry out its commands."""
         before = self._group
         self._group, commands = machine.step(before, event)
         formed = before.phase is Phase.JOIN and self._group.phase in (Phase.TRAIN, Phase.PAUSE)
@@ -449,12 +454,12 @@ class Controller:
             self._tries_to_export = EXPORT_TRIES
             self._handing = command.step
             if self._journal.opened and command.step < self._journal.committed:
-                # Nobody holds what was committed, and nothing more will be made.
+                # Nobody holds what was committed, and nothing more will be computed.
                 self._journal.base += 1
                 self._go_back_to(command.step, self._group.generation)
             self._export_model(command.workers, command.step)
             if self._journal.committed >= command.step and not self._checkpoints.busy:
-                # Beside it: a run that is stopped has little time.
+                # At the same time as the export: a run that is stopped has little time.
                 self._keeps_the_end()
         elif isinstance(command, e.Wait):
             if self._group.generation >= 0:
@@ -466,14 +471,14 @@ class Controller:
         self._timers.append((when, act))
 
     def _posted(self, act: Callable[..., None], *arguments: Any) -> Callable[[Future[Any]], None]:
-        """Puts an answer into the inbox when it comes."""
+        """Return a callback that puts an answer into the inbox when it comes."""
         return lambda future: self._post(partial(act, *arguments, future))
 
     def _post(self, act: Callable[[], None]) -> None:
-        """Has something done on the controller's thread, when its turn comes."""
+        """Run `act` on the controller's thread, when its turn comes."""
         self._inbox.put(act)
 
-    # Workers come
+    # Workers start
 
     def _start(self, name: str) -> None:
         if name not in self._group.workers:
@@ -521,16 +526,16 @@ class Controller:
                 self._lost(name, str(error))
             return
         self._sights.setdefault(self._places[name].node, ready.sights)
-        # Kept once a node: workers may come and go by the hundred.
+        # Kept once per node: workers may come and go by the hundred.
         self._ready[name] = replace(ready, sights={})
         if ready.layers and self._group.generation < 0:
             self._look_what_fits()
         self._feed(e.Warm(name, -1))
 
     def _look_what_fits(self) -> None:
-        """Leaves out the cuts of the model of which a stage is too large for a worker.
+        """Drop the partitions of the model in which a stage is too large for a worker.
 
-        Raises `InputError` where that is the wished one.
+        Raises `InputError` if the requested partition is one of them.
         """
         limits, parallel = self._group.limits, self._order.plan.job.parallel
         self._cuts = {}
@@ -542,7 +547,7 @@ class Controller:
                 raise InputError(
                     f"the model does not fit: {found}",
                     where=f"parallel.pipeline: {stages}",
-                    remedy="take more stages, smaller layers, more microbatches, or larger machines",
+                    remedy="use more stages, smaller layers, more microbatches, or larger machines",
                 )
             else:
                 log.warning("fewer than %d workers cannot hold the model: %s", min(self._cuts), found)
@@ -551,7 +556,7 @@ class Controller:
         self._group = replace(self._group, limits=limits)
 
     def _laid(self, stages: int) -> tuple[Chunks, ...] | Misfit:
-        """The layers of each of so many stages, where they fit."""
+        """Return the layers of each of so many stages, or why they do not fit."""
         job = self._order.plan.job
         living = {name: ready for name, ready in self._ready.items() if name in self._group.workers}
         sharing = Counter(self._places[name].node for name in living)
@@ -572,7 +577,7 @@ class Controller:
             self._fail(error)
             return
         except RaytrainError as error:
-            self._lost(name, f"its step for practice failed: {error}")
+            self._lost(name, f"its warm-up step failed: {error}")
             return
         self._feed(e.Warm(name, None))
 
@@ -581,7 +586,7 @@ class Controller:
     def _join(self, command: e.Join) -> None:
         view = command.view
         if not self._journal.opened:
-            # Only now, when nothing is wrong with what was asked for.
+            # Only now: nothing is wrong with what was requested.
             self._open_folder()
         self._journal.renew()
         if not command.again:
@@ -628,14 +633,14 @@ class Controller:
             came_out = self._posted(self._came_out, name, view.generation)
             self._pool.ask(name, came_out, "serve", self._me, assignment)
             if name in takes:
-                # Where the model is cut as before, one of them has all that is wanted.
+                # If the model is partitioned as before, a single donor has all that this member needs.
                 same = len(command.donors) == stage.of
                 given = (sources[stage.number],) if same else sources
-                # A call of its own, which ends: a reference lives as long as the call that it was given to.
+                # A separate call, which ends: a reference lives as long as the call that received it.
                 self._pool.call(name, "take", view.generation, given)
 
     def _open_folder(self) -> None:
-        """Takes the run's folder. Raises `RunError` if the storage does not take what a run begins with."""
+        """Claim the run's folder and open it. Raises `RunError` if the storage does not take what a run begins with."""
         order = self._order
         address = ray.get_runtime_context().gcs_address
         try:
@@ -646,18 +651,19 @@ class Controller:
             relays = begun(names, self._run, order.job_yaml, order.environment, where)
             self._journal.open(fence, order.job_yaml, order.versions, address, order.plan.index.to_json(), name, relays)
         except StorageError as failure:
-            raise RunError(f"the run cannot begin in {self._run.where}: {outage_of(failure, self._run)}") from failure
+            raise RunError(f"the run cannot start in {self._run.where}: {outage_of(failure, self._run)}") from failure
         self._checkpoints.restart_clock()
 
     def _snapshots(self, donors: Sequence[str], step: int) -> tuple[Any, ...]:
-        """References to the states after `step`, by stage."""
+        """Return references to the states after `step`, by stage."""
         generation = self._group.generation
         return tuple(
             self._pool.call(name, "snapshot", generation, step, stage) for name, stage in self._holders(donors, step)
         )
 
     def _holders(self, donors: Sequence[str], step: int) -> list[tuple[str, Stage]]:
-        """Who gives which stage of the state after `step`; who has but a copy of it is asked whether it is sound."""
+        """Return which worker provides which stage of the state after `step`; ask those with a copy whether it is
+        intact."""
         stages = [Stage(number, len(donors)) for number in range(len(donors))]
         for name, stage in zip(donors, stages, strict=True):
             worker = self._group.workers[name]
@@ -668,7 +674,7 @@ class Controller:
     # Copies in memory
 
     def _buddies(self) -> dict[str, str]:
-        """For each member of the present generation, who keeps copies of its state, where nobody else holds that."""
+        """Return, for each member whose state nobody else holds, the worker that keeps copies of it."""
         now, group = self._round, self._group
         if now is None or now.view.shape.cells > 1:
             return {}
@@ -676,7 +682,7 @@ class Controller:
         spares = [
             name
             for name, worker in group.workers.items()
-            # Who is to rehearse is away for a while.
+            # A worker about to run a warm-up step is busy for a while.
             if (worker.state, worker.holds) == ("idle", None) and not worker.leaving and name not in owners
         ]
         owners = [name for name in owners if name in group.workers]
@@ -691,7 +697,7 @@ class Controller:
         return None if name is None or name not in self._pool else Buddy(name, self._pool.actor(name))
 
     def _look_for_buddies(self) -> None:
-        """Has others keep the copies that a worker kept which is gone, or could not be kept till now."""
+        """Reassign the copies of workers that are gone, and assign those that had no keeper until now."""
         now = self._round
         if now is None or self._group.phase not in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE):
             return
@@ -701,26 +707,28 @@ class Controller:
                 self._pool.call(owner, "copy_to", self._group.generation, self._buddy(owner))
 
     def copied(self, sent: Sent) -> None:
-        """A copy of a worker's state is in its buddy's memory."""
+        """Record that a copy of a worker's state is in its buddy's memory."""
         self._post(partial(self._sent, sent))
 
     def _sent(self, sent: Sent) -> None:
         now = self._round
-        if now is None or self._stale(sent.generation, f"a copy of {sent.worker}") or sent.step <= now.settled:
+        if now is None or self._stale(sent.generation, f"a copy from {sent.worker}") or sent.step <= now.settled:
             return
         now.sent.setdefault(sent.step, {})[sent.worker] = sent
         self._look_at_copies()
 
     def _look_at_copies(self) -> None:
-        """Those of a step count when all are where they belong, and the step is committed: what was never told could
-        not be gone back to."""
+        """Settle the copies of a step once all are in place and the step is committed.
+
+        The group could not go back to a step that was never announced.
+        """
         now = self._round
         if now is None or self._group.phase not in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE, Phase.LEAVE):
             return
         members = [member.worker for member in now.view.members]
         for step in sorted(step for step in now.sent if step <= self._journal.committed):
             told = now.sent[step]
-            # Who has a new buddy meanwhile sends the copy to that one.
+            # A worker whose buddy has changed sends the copy to the new one.
             if any(name not in told or told[name].buddy != now.buddies.get(name, "") for name in members):
                 continue
             del now.sent[step]
@@ -733,7 +741,7 @@ class Controller:
             self._settle_copies(step, copies)
 
     def _settle_copies(self, step: int, copies: Mapping[str, tuple[Stage, ...]]) -> None:
-        """Only these are needed from now on."""
+        """Announce that only these copies are needed from now on."""
         self._feed(e.Copied(self._group.generation, step, copies))
         for name in self._pool:
             self._pool.call(name, "copied", self._group.generation, step)
@@ -744,17 +752,17 @@ class Controller:
         except WorkerLost:
             return
         if not sound and name in self._group.workers:
-            log.error("%s does not have the copy that it was to give, or a damaged one; please report this", name)
+            log.error("%s: the copy that it should provide is missing or damaged; please report this", name)
             self._feed(e.Bare(name))
 
     def _formations(self, world: str, seats: Sequence[int], names: Sequence[str]) -> list[Formation]:
-        """The invitations to one world of the present generation, for the workers of these seats."""
+        """Return the invitations to one world of the current generation, for the workers of these seats."""
         now = self._round
         assert now is not None
         members = [names[seat] for seat in seats]
         addresses = [self._places[name].address for name in members]
         where, credentials = (self._here, 0), [Credentials()] * len(members)
-        # Who is alone needs nobody's address.
+        # A single member needs nobody's address.
         if len(members) > 1:
             server = RendezvousServer(self._here, len(members), set(addresses))
             (now.rings if world.startswith("stage") else now.cells).append(server)
@@ -776,7 +784,7 @@ class Controller:
         ]
 
     def _layers(self, stage: Stage) -> Layers:
-        """What of the model belongs to a stage: the same for as long as this controller lives."""
+        """Return the layers that belong to a stage: the same for as long as this controller lives."""
         if stage.of == 1:
             return WHOLE
         cut = self._cuts[stage.of]
@@ -792,7 +800,7 @@ class Controller:
         return stage.number == min(stages[name] for name in stages if name in trains)
 
     def _parameters(self, view: View) -> dict[str, int]:
-        """How many numbers each member trains."""
+        """Return how many parameters each member trains."""
         found = {}
         for seat, member in enumerate(view.members):
             ready, layers = self._ready[member.worker], self._layers(view.shape.stage(seat))
@@ -802,10 +810,10 @@ class Controller:
         return found
 
     def _finish_step(self, command: e.Finish) -> None:
-        """Has the step applied of which these hold all sums; the norms that belong to it come from who has done so."""
+        """Have the step applied by workers that hold all its sums; its norms come from a worker that has applied it."""
         now = self._round
         assert now is not None
-        assert now.squares_of == command.step, "who has applied it has come back"
+        assert now.squares_of == command.step, "a worker that has applied it has come back"
         for name in command.workers:
             came_out = self._posted(self._came_out, name, command.generation)
             self._pool.ask(name, came_out, "finish", command.generation, now.squares)
@@ -825,7 +833,7 @@ class Controller:
             if name not in members and not worker.leaving and worker.state in ("idle", "rehearsing")
         ]
         if self._copies and not (formed.buddies or self._overlaps):
-            # All that is held is held twice now.
+            # All state is held by two workers now.
             self._copies = False
             self._settle_copies(self._group.committed, {})
         collective = self._order.plan.collective
@@ -833,7 +841,7 @@ class Controller:
         self._journal.formed(time.time(), formed.view, counts, spares, collective, formed.slowest_s)
 
     def _reported(self, name: str, generation: int, records: Sequence[StepRecord | Evaluated]) -> None:
-        if self._stale(generation, f"a report of {name}"):
+        if self._stale(generation, f"a report from {name}"):
             return
         before = self._journal.committed
         best = self._order.plan.job.checkpoint.keep_best
@@ -857,7 +865,7 @@ class Controller:
         self._out(name, generation, outcome)
 
     def _out(self, name: str, generation: int, outcome: Outcome) -> None:
-        if self._stale(generation, f"{name} came out") or name not in self._group.workers:
+        if self._stale(generation, f"{name} left") or name not in self._group.workers:
             return
         self._reported(name, generation, outcome.records)
         self._pulses.left(name, time.monotonic())
@@ -886,10 +894,10 @@ class Controller:
         )
 
     def _stale(self, generation: int, what: str) -> bool:
-        """Whether a message is of another generation: it is refused then."""
+        """Whether a message belongs to another generation: then it is refused."""
         if generation == self._group.generation:
             return False
-        log.warning("refused: %s in generation %d; the present one is %d", what, generation, self._group.generation)
+        log.warning("refused: %s in generation %d; the current one is %d", what, generation, self._group.generation)
         return True
 
     def _tell_to_leave(self, name: str, now: float) -> None:
@@ -906,8 +914,8 @@ class Controller:
         except WorkerLost:
             return
         except Exception:
-            # It owes an answer still, and is lost when it owes it for too long.
-            log.warning("%s cannot say what it does", name, exc_info=True)
+            # The worker still owes an answer, and is lost if it owes it for too long.
+            log.warning("%s cannot report its activity", name, exc_info=True)
             return
         now = time.monotonic()
         self._pulses.heard(name, activity.doing, activity.since_s, activity.limit_s, now)
@@ -918,7 +926,7 @@ class Controller:
         self._checkpoints.wrote(told, self._group.workers)
 
     def _settled(self, step: int, number: int) -> None:
-        """A checkpoint is no longer under way: the next one may be begun."""
+        """Announce that a checkpoint is no longer in progress: the next one may begin."""
         for name in self._pool:
             self._pool.call(name, "settled", step, number)
         self._hand_over()
@@ -926,14 +934,15 @@ class Controller:
     def _save_in_time(self, now: float) -> None:
         group = self._group
         if group.phase is Phase.TRAIN and self._checkpoints.wanted(group.generation, now):
-            # The header carries one member's wish to all: a second one could come when the first is fulfilled.
+            # The header carries one member's request to all: a second request could arrive after the first is
+            # fulfilled.
             self._pool.call(members_in(group)[0], "save", group.generation)
 
     def _restore(self, name: str, stage: Stage) -> None:
         if name not in self._pool:
             return
         if self._checkpoints.publishing:
-            # It may be newer; and it may remove older ones.
+            # The one being published may be newer, and publishing may remove older ones.
             self._at(time.monotonic() + TICK_S, partial(self._restore, name, stage))
             return
         manifest = self._checkpoints.newest
@@ -956,8 +965,8 @@ class Controller:
         self._feed(e.Warm(name, manifest.step, stage))
 
     def _restore_later(self, name: str, stage: Stage, error: OSError) -> None:
-        """A storage that is away for a while is waited for, as long as a worker may take to read a checkpoint."""
-        self._journal.waits(f"the storage of the checkpoints: {error}")
+        """Wait for a storage that is temporarily unavailable, as long as a worker may take to read a checkpoint."""
+        self._journal.waits(f"the checkpoint storage: {error}")
         self._at(time.monotonic() + RESTORE_AGAIN_S, partial(self._restore, name, stage))
 
     def _damaged(self, name: str, stage: Stage, manifest: Manifest, error: DamagedError) -> None:
@@ -968,23 +977,23 @@ class Controller:
             return
         if hidden:
             raise InputError(
-                f"{name} cannot see the checkpoint that the controller sees ({manifest.name})",
+                f"{name} cannot see the checkpoint {manifest.name}, which the controller sees",
                 where=f"run folder {self._run.where}",
                 expected="a storage that all nodes share",
             ) from error
         self._checkpoints.drop(manifest)
         if self._checkpoints.newest is None:
             raise CheckpointError(
-                f"no checkpoint can be used; the last one that was tried: {error.what}",
+                f"no checkpoint can be used; the last one tried: {error.what}",
                 where=error.where,
-                remedy="mend the file if you have a copy; or start over with --fresh, which keeps this run's folder",
+                remedy="restore the file from a copy, or start over with --fresh, which keeps this run's folder",
             ) from error
         log.warning("%s", error)
-        self._journal.not_saved(manifest.step, f"{error.where}: {error.what}; the one before is taken")
+        self._journal.not_saved(manifest.step, f"{error.where}: {error.what}; the previous checkpoint is used")
         self._feed(e.Unreadable(name, self._checkpoints.durable))
 
     def _go_back_to(self, step: int, generation: int) -> None:
-        """Tells of it where a generation goes on after fewer steps than were committed, or is a controller's first."""
+        """Record it if a generation continues after fewer steps than were committed, or is a controller's first."""
         past = self._order.past
         going_on, self._going_on = self._going_on, False
         if past is not None and going_on:
@@ -999,7 +1008,8 @@ class Controller:
         self._checkpoints.go_back(self._journal.generation, step)
 
     def _keeps_the_end(self) -> bool:
-        """Has a checkpoint made of the state that the run ends with, by all who hold it; whether one is being made."""
+        """Request a checkpoint of the state that the run ends with, by all who hold it; return whether one is being
+        made."""
         step = self._handing
         differ = self._round is not None and self._round.differ
         if step <= self._checkpoints.durable or self._ends_kept == ENDS_KEPT or differ:
@@ -1008,7 +1018,8 @@ class Controller:
         return self._keep(step)
 
     def _keep(self, step: int) -> bool:
-        """Has a checkpoint made by all who hold the state after `step`, and are in no world; whether anybody does."""
+        """Request a checkpoint from all who hold the state after `step` and are in no world; return whether anybody
+        does."""
         group = self._group
         able = [name for name, worker in group.workers.items() if worker.state == "idle" and name in self._pool]
         keepers = [name for name in able if group.workers[name].holds == step]
@@ -1017,7 +1028,7 @@ class Controller:
             return False
         stages = {name: group.workers[name].stage or Stage() for name in keepers}
         keepers = [name for name in keepers if stages[name].of == len(best.donors)]
-        # A number that no generation has: what is left of an earlier try may lie there.
+        # A number that no generation has: the remains of an earlier attempt may exist under the old one.
         self._journal.base += 1
         number = self._journal.base + group.generation
         self._checkpoints.begin(step, number, keepers)
@@ -1043,7 +1054,7 @@ class Controller:
         except RaytrainError as error:
             self._checkpoints.wait_no_longer(f"{name} could not copy its state: {error}")
 
-    # Workers go
+    # Workers leave
 
     def _died(self, name: str, future: Future[Any]) -> None:
         if name not in self._pool:
@@ -1054,7 +1065,7 @@ class Controller:
             self._lost(name, str(error).removeprefix(f"{name} died: "))
 
     def _lost(self, name: str, cause: str) -> None:
-        """A worker is gone, or counts as gone: then its process is ended."""
+        """Handle a worker that is gone or is considered gone; end its process in the latter case."""
         worker = self._group.workers.get(name)
         if worker is not None:
             self._journal.gone(name, cause)
@@ -1070,7 +1081,7 @@ class Controller:
         self._checkpoints.lost(self._group.workers.keys() - {name})
 
     def _silent_nodes(self) -> set[str]:
-        """Nodes whose worker owes an answer for long."""
+        """Return the nodes whose worker has owed an answer for long."""
         now = time.monotonic()
         names = silent(dict(self._pulses.all), holders(self._group), NODE_SILENT_S, now)
         return {self._places[name].node for name in names}
@@ -1082,7 +1093,7 @@ class Controller:
             if node in before:
                 continue
             if not hosted:
-                log.warning("node %s, which hosts no worker of this run, will leave", node)
+                log.warning("node %s will leave; it hosts no worker of this run", node)
                 continue
             self._journal.will_leave(node, deadline)
             for name in hosted:
@@ -1107,17 +1118,17 @@ class Controller:
     def _waits(self, have: int) -> None:
         need = self._group.limits.minimum
         if have >= need:
-            # They are all there, and prepare.
+            # All of them have started, and are preparing.
             return
         self._journal.waits(f"{need - have} more of at least {need} workers (each needs {self._pool.need})")
 
     def _exported(self, leads: tuple[str, ...], step: int, came: str | RaytrainError) -> None:
-        """The model is written, and this the hash of the state; or this was in the way."""
+        """Handle the end of an export: `came` is the hash of the state, or the error."""
         if not self._hands_over(leads, step) or isinstance(came, WorkerLost):
-            # That a holder is lost is told by itself.
+            # The loss of a holder is reported separately.
             return
         if isinstance(came, Interrupted) and self._tries_to_export:
-            # So is what is wrong with a copy: whoever hands it over then is another.
+            # A fault of a copy is reported separately too: then another worker provides the model.
             self._tries_to_export -= 1
             self._at(time.monotonic() + EXPORT_AGAIN_S, partial(self._export_model, leads, step))
             return
@@ -1128,7 +1139,7 @@ class Controller:
             self._pool.ask(leads[0], self._posted(self._showed, leads, step, came), "show", step)
 
     def _export_model(self, leads: tuple[str, ...], step: int) -> None:
-        """Has the model written, by those who hand it over still."""
+        """Export the model, unless other workers provide it by now."""
         if self._hands_over(leads, step):
             came = partial(self._exported, leads, step)
             self._exporter.export(self._holders(leads, step), step, lambda sha: self._post(partial(came, sha)))
@@ -1145,16 +1156,16 @@ class Controller:
         self._handed(leads)
 
     def _hands_over(self, leads: tuple[str, ...], step: int) -> bool:
-        """Whether it is still they who hand that step over."""
+        """Whether these workers still provide the model of that step."""
         return self._group.phase is Phase.CLOSE and (self._group.leads, self._handing) == (leads, step)
 
     def _handed(self, leads: tuple[str, ...]) -> None:
-        # What they alone hold is committed now that it is out of their hands.
+        # The state that these workers alone hold is committed, now that the model is stored.
         self._journal.regroup(time.time(), leads[:1], self._handing, self._group.generation)
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """The run can end when the model is here, and the last checkpoint is made or given up."""
+        """End the run once the model is exported and the last checkpoint is made or given up."""
         if self._group.phase is not Phase.CLOSE or not self._handed_over or self._checkpoints.busy:
             return
         if not self._keeps_the_end():
@@ -1175,7 +1186,7 @@ class Controller:
             digests = ", ".join(f"{name}: {sha[:12]}" for name, sha in self._round.shas.items())
             status, error = "failed", RunError(f"the workers' states differ at the end ({digests}); please report this")
         if error is not None and not self._journal.opened:
-            # Nothing was ever trained: there is no run to speak of, and no folder.
+            # Nothing was ever trained: there is no run to report, and no folder.
             raise error
         if isinstance(error, DataChanged) and error.first is not None:
             self._journal.data_changed(error.first)
@@ -1187,5 +1198,5 @@ class Controller:
 
 
 def _published(servers: Sequence[RendezvousServer]) -> frozenset[tuple[str, int]]:
-    """Where the members of these worlds listen."""
+    """Return the addresses at which the members of these worlds listen."""
     return frozenset(place for server in servers for places in server.published().values() for place in places)

@@ -1,4 +1,4 @@
-"""How much of their time the stages of cells wait for one another, and one step of theirs to look at. Pure."""
+"""Measure how much of their time the stages of a replica wait for one another, and record one step to draw. Pure."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.records import StepRecord
 
 Drawing = Mapping[tuple[int, int], tuple[Bar, ...]]
-"""For each cell and stage, what it did when, in seconds since the first of them began."""
+"""(replica, stage) -> its activities, with times in seconds since the first of them began."""
 
 
 class Bubble:
-    """Adds up what the members of a run's views report."""
+    """Accumulates what the members of a run's views report."""
 
     def __init__(self) -> None:
         self._busy_s = 0.0
         self._whole_s = 0.0
         self._open: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
-        """(step, cell) -> of each of its stages that has told: busy for so long, from when, to when."""
+        """(step, replica) -> for each of its stages that has reported: busy seconds, start, end."""
         self._stages = 1
         self._places: dict[str, tuple[int, int]] = {}
         self._bars: dict[str, tuple[Bar, ...]] = {}
         self._step = -1
 
     def formed(self, view: View) -> None:
-        """These are the members from now on."""
+        """Set the members for the following reports."""
         self._places = {member.worker: (member.cell, member.stage) for member in view.members}
         self._stages = view.shape.stages
         self._bars, self._open = {}, {}
 
     def report(self, worker: str, record: StepRecord, offset_s: float) -> Drawing | None:
-        """Takes a member's step; `offset_s` brings its clock to ours. A step's drawing, when all of it is there."""
+        """Accept a member's step; `offset_s` converts its clock to ours. Return a step's drawing once it is
+        complete."""
         if worker not in self._places or record.passes is None:
             return None
         start, end = record.passes
@@ -60,6 +61,8 @@ class Bubble:
 
     @property
     def share(self) -> float | None:
-        """Of the time between a cell's first pass of a step and its last, what its stages did not compute; None where
-        the model was in no stages."""
+        """The share of the time from a replica's first pass of a step to its last in which its stages did not compute.
+
+        None for a model without stages.
+        """
         return max(0.0, 1.0 - self._busy_s / self._whole_s) if self._whole_s > 0 else None

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: when one is wanted, which are being made, and which of them the run can go back to."""
+"""Manage the checkpoints of one run: when one is due, which are in progress, and which the run can resume from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """What is known of them, on the controller's thread; what takes long, the publisher does on its own."""
+    """The checkpoint state on the controller's thread; the publisher does what takes long on its own thread."""
 
     def __init__(
         self,
@@ -42,8 +42,11 @@ class Checkpoints:
         saved: Callable[[int], None],
         settled: Callable[[int, int], None],
     ) -> None:
-        """`post` puts what another thread has to say into the controller's inbox; `saved` is told the step of each
-        that is complete, and `settled` step and generation of each that is no longer under way."""
+        """`post` puts work of another thread into the controller's inbox.
+
+        `saved` gets the step of each complete checkpoint; `settled` gets step and generation of each that is no longer
+        in progress.
+        """
         past, job = order.past or Past(), order.plan.job
         self._order = order
         self._journal = journal
@@ -71,41 +74,41 @@ class Checkpoints:
 
     @property
     def newest(self) -> Manifest | None:
-        """The newest that is complete and can be used, as far as is known."""
+        """The newest checkpoint that is complete and can be used, as far as is known."""
         return next(iter(self._publisher.complete), None)
 
     @property
     def durable(self) -> int:
-        """The step of the newest."""
+        """The step of the newest checkpoint; -1 if there is none."""
         return -1 if self.newest is None else self.newest.step
 
     @property
     def publishing(self) -> bool:
-        """Whether one whose shares are written is being made; older ones may go then."""
+        """Whether a checkpoint whose shares are written is being published; older ones may be removed then."""
         return bool(self._publishing)
 
     @property
     def busy(self) -> bool:
-        """Whether any is under way."""
+        """Whether any checkpoint is in progress."""
         return bool(self._saving) or self.publishing
 
     def wanted(self, generation: int, now: float) -> bool:
-        """Whether there was none for so long that this generation is to make one; it says so once."""
+        """Whether the last checkpoint is so old that this generation must make one; True once per generation."""
         if self._every_s is None or self._wished == generation or self.busy or now - self._last <= self._every_s:
             return False
         self._wished = generation
         return True
 
     def formed(self, number: int, members: Sequence[Member]) -> None:
-        """These write the checkpoints whose names have that generation's number, in this order."""
+        """Set the workers that write checkpoints with that generation number, in this order."""
         self._writers[number] = self._layout = members
 
     def begin(self, step: int, number: int, writers: Sequence[str]) -> None:
-        """These workers write one after they have left their world."""
+        """Begin a checkpoint written by these workers after they have left their world."""
         self._saving.begin(step, number, writers)
 
     def wrote(self, told: Written, living: Collection[str]) -> None:
-        """A worker has written its share, or could not."""
+        """Handle a worker's written share, or its failure to write one."""
         if told.outage is not None:
             self._journal.outages.failed(WRITER, told.outage)
         members = self._writers.get(told.generation)
@@ -113,18 +116,18 @@ class Checkpoints:
             self._saving.begin(told.step, told.generation, [member.worker for member in members])
         elif not self._saving.knows(told.step, told.generation):
             log.warning(
-                "refused: a share of step %d in generation %d, in which nobody writes", told.step, told.generation
+                "refused: a share of step %d in generation %d, which has no writers", told.step, told.generation
             )
             return
         if self._saving.given_up(told.step, told.generation):
-            # Its last writers may come late, and so may have heard it before they began.
+            # The last writers may come late, and so may have heard this before they began.
             self._publisher.discard(name_of(told.step, told.generation))
             self._settled(told.step, told.generation)
             return
         self._give_up(self._saving.written(told, living))
 
     def make(self) -> None:
-        """Makes those whose shares are all written, as far as their steps are committed."""
+        """Publish the checkpoints whose shares are all written, as far as their steps are committed."""
         for shares in self._saving.whole(self._journal.committed):
             try:
                 manifest = self._manifest(shares)
@@ -135,33 +138,33 @@ class Checkpoints:
             self._publisher.publish(manifest)
 
     def left(self, name: str, number: int, copied: int) -> None:
-        """A worker has left the generation with that number, having copied its state up to step `copied`."""
+        """Record that a worker left the generation with that number, with its state copied up to step `copied`."""
         self._give_up(self._saving.left(name, number, copied))
 
     def lost(self, living: Collection[str]) -> None:
-        """Only these workers are left."""
+        """Record that only these workers are left."""
         self._give_up(self._saving.lost(living))
 
     def wait_no_longer(self, why: str) -> None:
-        """Those whose shares are not all written are given up."""
+        """Give up the checkpoints whose shares are not all written."""
         self._give_up(self._saving.give_up_all(why))
 
     def drop(self, manifest: Manifest) -> None:
-        """This one cannot be used; it is not removed either."""
+        """Stop using this checkpoint, without removing it."""
         self._publisher.drop(manifest)
 
     def go_back(self, generation: int, step: int) -> None:
-        """The run goes on from that step: what is above it counts no more."""
+        """Continue from that step: checkpoints above it no longer count."""
         self._resumptions.append((generation, step))
         self._publisher.forget(self._resumptions)
         self._give_up(self._saving.give_up_void(self._resumptions))
 
     def restart_clock(self) -> None:
-        """What is waited until the next one counts from now."""
+        """Restart the time until the next checkpoint."""
         self._last, self._wished = time.monotonic(), None
 
     def close(self) -> None:
-        """Nothing more is begun."""
+        """Begin nothing more."""
         self._publisher.close()
 
     def _manifest(self, shares: Sequence[Written]) -> Manifest:
@@ -200,7 +203,7 @@ class Checkpoints:
         if published.error:
             self._journal.not_saved(manifest.step, published.error)
         elif void(manifest.name, self._resumptions):
-            self._journal.not_saved(manifest.step, "the run has gone on from an earlier one meanwhile")
+            self._journal.not_saved(manifest.step, "the run has resumed from an earlier step meanwhile")
         else:
             self._journal.outages.worked(WRITER)
             self._journal.saved(manifest.step, time.time() - manifest.time, manifest.stall_s)

@@ -1,6 +1,7 @@
-"""Writes the trained model into the run's folder, out of what the holders of its stages give: on a thread of its own.
+"""Export the trained model into the run's folder, on a thread, from the workers that hold its stages.
 
-It comes a few tensors at a time, so that neither a worker nor the controller has to hold a model that is in stages.
+It arrives a few tensors at a time, so that neither a worker nor the controller has to hold a whole model of several
+stages.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class Exporter:
         ours: Callable[[], None],
         outages: Outages | None = None,
     ) -> None:
-        """`begin` starts a worker's method; what it returns waits for the answer, up to so many seconds, and raises
-        `WorkerLost`, `Interrupted`, or what the method raised. `ours` raises where the run is somebody else's by now.
-        `outages` hears whether the storage takes the model.
+        """`begin` starts a worker's method and returns a function that waits for the answer.
+
+        That function takes the maximum seconds and raises `WorkerLost`, `Interrupted`, or what the method raised.
+        `ours` raises if another controller owns the run by now. `outages` records whether the storage takes the model.
         """
         self._outages = outages or Outages()
         self._run = run
@@ -46,15 +48,15 @@ class Exporter:
     def export(
         self, holders: Sequence[tuple[str, Stage]], step: int, done: Callable[[str | RaytrainError], None]
     ) -> None:
-        """Writes the model after `step`, of which each of these holds that stage; returns at once.
+        """Export the model after `step`, of which each of the `holders` has that stage; return at once.
 
-        `done` gets the hash of the whole state, or what was in the way, on the thread. What was begun before ends.
+        `done` gets the hash of the whole state, or the error, on the thread. An earlier export is cancelled.
         """
         self.stop()
         self._thread.submit(self._export, self._wanted, tuple(holders), step, done)
 
     def stop(self) -> None:
-        """What is under way is not wanted any more; it is told as interrupted."""
+        """Cancel the export in progress; it ends as interrupted."""
         self._wanted += 1
 
     def close(self) -> None:
@@ -75,12 +77,12 @@ class Exporter:
         except RaytrainError as failure:
             done(failure)
         except Exception as failure:
-            log.exception("the model could not be handed over")
+            log.exception("the model could not be exported")
             what = f"{type(failure).__name__}: {failure}"
-            done(RunError(f"the model could not be handed over: {what}; please report this"))
+            done(RunError(f"the model could not be exported: {what}; please report this"))
 
     def _written(self, number: int, holders: Sequence[tuple[str, Stage]], step: int) -> str:
-        """Writes the file; the hash of the state. Raises `OSError` where the storage fails."""
+        """Write the file and return the hash of the state. Raises `OSError` if the storage fails."""
         self._ours()
         waiting = [self._begin(worker, "inventory", step, stage) for worker, stage in holders]
         inventories = [wait(EXPORT_S) for wait in waiting]
@@ -95,12 +97,12 @@ class Exporter:
         def pieces() -> Generator[Any, None, None]:
             for piece in model_file(inventories, begin, digest):
                 if number != self._wanted:
-                    raise Interrupted("the model is not wanted any more")
+                    raise Interrupted("the export was cancelled")
                 yield piece
-            # That took a while: it gets its name now.
+            # Writing took a while: check the claim again before the file gets its name.
             self._ours()
 
-        # Closed here, so that nothing of the workers' memory is held on to.
+        # Closed here, so that no worker's memory stays referenced.
         size = sum(entry.size for inventory in inventories for entry in inventory if entry.of_model)
         with contextlib.closing(pieces()) as file, self._outages.watching("model", self._run, lambda: size):
             self._run.write(MODEL, file)

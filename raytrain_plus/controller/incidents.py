@@ -1,4 +1,4 @@
-"""What a loss cost: from the last commit before it to the first after it, phase by phase. Pure; times are given.
+"""Measure the cost of a loss: from the last commit before it to the first after it, by phase. Pure; times are given.
 
 last commit |-- detect --| known |-- interrupt --| all out |-- form --|-- transfer --| joined |-- resume --| commit
 """
@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Members = Mapping[str, Mapping[str, object]]
-"""Worker -> what is told of it (worker, pid, node)."""
+"""Worker -> its fields in events (worker, pid, node)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One loss that was recovered from."""
+    """One completed recovery from a loss."""
 
     cause: str
     stall_s: float
     steps_lost: int
-    """Committed ones that nobody held any more."""
+    """Committed steps that nobody held any more."""
     steps_recomputed: int
     kept: Sequence[Mapping[str, object]]
     replaced: Sequence[Mapping[str, object]]
@@ -27,7 +27,7 @@ class Recovery:
 
 
 class Incidents:
-    """Keeps the open incident, if there is one. A loss during a recovery is part of it."""
+    """Tracks the open incident, if there is one. A loss during a recovery is part of it."""
 
     def __init__(self) -> None:
         self._last_commit: float | None = None
@@ -41,7 +41,7 @@ class Incidents:
         self._form_s = 0.0
 
     def broke(self, now: float, cause: str) -> None:
-        """A world is broken; `cause` may be empty, where it is not known yet."""
+        """Record that a world broke; `cause` is empty if not known yet."""
         if not self._open:
             self._open = True
             self._began = now if self._last_commit is None else self._last_commit
@@ -55,43 +55,43 @@ class Incidents:
             self._causes.append(cause)
 
     def gone(self, worker: str) -> None:
-        """A worker's process is gone."""
+        """Record that a worker's process is gone."""
         self._dead.add(worker)
 
     def left(self, now: float, recomputed: int) -> None:
-        """All survivors are out, and the next world is asked for; so many steps will be made again."""
+        """Record that all survivors are out and the next world is requested; `recomputed` steps will be recomputed."""
         self._out = now
         self._recomputed += recomputed
 
     def forgot(self, steps: int) -> None:
-        """So many committed steps are lost, and will be made again."""
+        """Record that so many committed steps are lost, and will be recomputed."""
         self._lost += steps
 
     def joined(self, now: float, members: Members, form_s: float) -> None:
-        """All members are in their world and have the state; forming it took the slowest `form_s`."""
+        """Record that all members are in their world and have the state; the slowest took `form_s` to form it."""
         self._together = True
         self._joined = now
         self._members = members
         self._form_s = form_s
 
     def committed(self, time: float) -> Recovery | None:
-        """A step was committed; the recovery that this completes, if any."""
+        """Record a committed step; return the recovery that it completes, if any."""
         self._last_commit = time
         if not self._open:
             return None
         if not self._together:
-            # Applied before the loss; word of it came after.
+            # The step was applied before the loss; its report came after.
             self._began = time
             self._known = max(self._known, time)
             return None
         return self._closed(time)
 
     def ended(self, now: float) -> Recovery | None:
-        """The run finished; the recovery after which no step was to be made, if any: from a loss after the last one."""
+        """Record the end of the run; return the recovery from a loss after the last step, if any."""
         if not self._open:
             return None
         if not self._together:
-            # Nothing was to be formed any more.
+            # No further world was needed.
             self._members = {name: what for name, what in self._members.items() if name not in self._dead}
             self._joined, self._form_s = self._out, 0.0
         return self._closed(now)

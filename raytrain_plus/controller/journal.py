@@ -1,4 +1,4 @@
-"""What a run tells: its events, in its folder and for who follows it, and what they add up to."""
+"""Record a run: write its events to its folder, serve them to followers, and add them up to a result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from raytrain_plus.workers.messages import Export, Place, Sent
 log = logging.getLogger(__name__)
 
 KEPT = 1_000
-"""Events kept in memory, at least: 1 MB. Whoever follows from further back gets them out of the folder,"""
+"""Minimum number of events kept in memory, 1 MB. Followers further back get them from the folder,"""
 READ_BACK = 10_000
 """so many at a time."""
 
@@ -57,16 +57,16 @@ READ_BACK = 10_000
 class Journal:
     """Written by the controller's loop; followed from other threads. Nothing is in the run's folder before `open`.
 
-    While the run goes on, no storage holds the loop up: what takes a while is done on threads.
+    During the run, no storage delays the loop: slow work is done on threads.
     """
 
     def __init__(self, run: Folder, batch_size: int, rows: int, end: tuple[int, int] | None, past: Past) -> None:
-        """`run`: its folder; `batch_size`: rows of a step; `rows`: rows of the data, which tell the epoch.
+        """`run`: its folder; `batch_size`: rows of a step; `rows`: rows of the data, which determine the epoch.
 
-        `end`: where a job is given in epochs, its steps and all their rows. `past`: what the run goes on from.
+        `end`: if a job is given in epochs, its steps and all their rows. `past`: what the run resumes from.
         """
         self.base = past.generation + 1
-        """What is added to generations: earlier controllers of the run had some."""
+        """The offset added to generations: earlier controllers of the run had some."""
         self._run = run
         self._end = end
         self._batch_size = batch_size
@@ -78,7 +78,7 @@ class Journal:
         self.outages = Outages()
         """What the storage does not take; every writer of the run reports here."""
         self._gave_up = False
-        """Whether the storage was waited for at the end, in vain."""
+        """Whether waiting for the storage at the end was in vain."""
         self._fence: Fence | None = None
         self._overtaken = ""
         self._newest = max((found.step for found in past.found if found.manifest is not None), default=-1)
@@ -96,7 +96,7 @@ class Journal:
         self._incidents = Incidents()
         self._bubble = Bubble()
         self._waited: dict[int, float] = {}
-        """Of steps that are not committed: the longest that any member waited for data."""
+        """For steps not yet committed: the longest that any member waited for data."""
         self._figures: dict[int, Mapping[str, float]] = dict(past.figures)
         self._places: dict[str, Place] = {}
         self._offsets: dict[str, float] = {}
@@ -104,7 +104,7 @@ class Journal:
         self._waiting = ""
         self.generation = self.base
         self.evaluated = -2
-        """The highest step whose evaluation has been heard of."""
+        """The highest step whose evaluation was reported."""
 
     @property
     def committed(self) -> int:
@@ -121,8 +121,11 @@ class Journal:
         controller: str = "",
         relays: Sequence[Relay] = (),
     ) -> None:
-        """Begins in the run's folder. `dataset`: what the data is, as in `Index.to_json`; `controller`: its name on its
-        cluster; `relays`: who is told of figures, beside TensorBoard."""
+        """Begin writing to the run's folder.
+
+        `dataset`: the description of the data, as in `Index.to_json`; `controller`: its name on its cluster; `relays`:
+        the receivers of metrics, in addition to TensorBoard.
+        """
         run = self._run
         self._fence = fence
         self._lease = Lease(run, address, controller)
@@ -146,7 +149,7 @@ class Journal:
         return self._log is not None
 
     def renew(self) -> None:
-        """Says that the run is alive. Raises `RunError` where it belongs to somebody else by now."""
+        """Renew the lease that marks the run as alive. Raises `RunError` if another controller owns the run by now."""
         if self._overtaken:
             raise RunError(self._overtaken)
         self._tell_of_outages()
@@ -162,7 +165,7 @@ class Journal:
         self._renewing = self._later(renewed, "the run's lease cannot be renewed; trying again")
 
     def check_fence(self) -> None:
-        """Raises `RunError` where another controller has taken the run over; nothing is written from then on."""
+        """Raise `RunError` if another controller has taken over the run; nothing is written from then on."""
         self._look_for_another()
         if self._overtaken:
             for opened in (self._trackers, self._parts, self._log):
@@ -178,7 +181,7 @@ class Journal:
             )
 
     def _gone(self) -> str:
-        """What is said if the run's folder is not where it was; empty if it is."""
+        """Return the message if the run's folder is not where it was; empty if it is."""
         assert self._fence is not None
         was, now = self._run.path, None if self._log is None else self._log.place()
         moved = was is not None and now is not None and now.parent != Path(os.path.realpath(was))
@@ -198,20 +201,20 @@ class Journal:
         )
 
     def _before_entries(self) -> None:
-        """Comes before anything is entered into the ledger.
+        """Run before anything is entered into the ledger.
 
-        A resumption is durable first: what it makes void and what takes its place would both count, otherwise. Raises
-        `OSError` where it cannot be made so, `RunError` where the run belongs to somebody else.
+        A resumption must be durable first: otherwise both what it makes void and what takes its place would count.
+        Raises `OSError` if it cannot be made durable, `RunError` if another controller owns the run.
         """
         self._look_for_another()
         if self._overtaken:
-            # Who writes the ledger cannot be the one to end its writing.
+            # The ledger's writer cannot be the one that ends its writing.
             raise RunError(self._overtaken)
         assert self._log is not None
         self._log.sync()
 
     def _later(self, act: Callable[[], None], failing: str) -> Future[None]:
-        """Does something on a thread. Where the storage fails - a full disk, say - the training goes on."""
+        """Run `act` on a thread. If the storage fails (a full disk, say), the training continues."""
 
         def done() -> None:
             try:
@@ -219,7 +222,7 @@ class Journal:
             except OSError as error:
                 self._say_once(failing, error)
             except RunError as error:
-                # The loop ends the run with it.
+                # The loop ends the run with this error.
                 log.info("%s", self._overtaken or error)
             except Exception:
                 log.exception("%s", failing)
@@ -227,7 +230,7 @@ class Journal:
         return self._aside.submit(done)
 
     def _say_once(self, failing: str, error: OSError) -> None:
-        """Logs a failure of the storage in one line, unless its cause is reported already."""
+        """Log a failure of the storage in one line, unless its cause is reported already."""
         if not self.outages.knows(outage_of(error, self._run)):
             log.warning("%s: %s", failing, error)
 
@@ -236,7 +239,7 @@ class Journal:
             self._tell(kind, **fields)
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
-        """The events from number `cursor` on; waits up to `timeout_s` for the first of them."""
+        """Return the events from number `cursor` on; wait up to `timeout_s` for the first of them."""
         with self._news:
             self._news.wait_for(lambda: self._dropped + len(self._told) > cursor, timeout_s)
             if cursor >= self._dropped or self._log is None:
@@ -253,29 +256,30 @@ class Journal:
         return events
 
     def came(self, place: Place) -> None:
-        """A worker is there."""
+        """Record that a worker's process has started."""
         self._places[place.worker] = place
         self._offsets[place.worker] = 0.0
 
     def clocked(self, worker: str, clock_s: float, asked: float, answered: float) -> None:
-        """A worker, asked at one moment, said `clock_s`; its answer came at another. All in Unix seconds."""
-        # On one machine the clocks are one; between machines this is right to the length of the call.
+        """Record that a worker, asked at `asked`, said `clock_s`, and that its answer came at `answered`; all in Unix
+        seconds."""
+        # One machine has one clock; between machines this is accurate to the duration of the call.
         offset = (asked + answered) / 2 - clock_s
         self._offsets[worker] = offset if abs(offset) > answered - asked else 0.0
 
     def gone(self, worker: str, cause: str) -> None:
-        """A worker was lost."""
+        """Record that a worker was lost."""
         self._incidents.gone(worker)
         place = self._places.get(worker)
         if place is not None:
             self._tell("worker_lost", **_who(place), cause=cause)
 
     def broke(self, now: float, cause: str) -> None:
-        """The group's world is broken."""
+        """Record that the group's world broke."""
         self._incidents.broke(now, cause)
 
     def report(self, worker: str, records: Iterable[StepRecord | Evaluated]) -> None:
-        """Takes what a member of the present generation has applied and evaluated."""
+        """Record what a member of the current generation has applied and evaluated."""
         records = list(records)
         steps = [record for record in records if isinstance(record, StepRecord)]
         moved = [_on_our_clock(record, self._offsets[worker]) for record in steps]
@@ -294,16 +298,16 @@ class Journal:
                 self._tell("evaluated", step=told.step, metrics=dict(told.metrics))
 
     def regroup(self, now: float, members: Sequence[str], held: int, generation: int) -> None:
-        """All are out of the last generation; `held` is the step that goes on, in this one."""
+        """Begin a generation after all have left the last one; it continues from the state after step `held`."""
         self._incidents.left(now, max(0, self._commits.applied - held))
         self._commit(self._commits.regroup(members, held))
-        # What its members commit before all have joined is of the new one, too.
+        # What its members commit before all have joined belongs to the new generation too.
         self.generation = self.base + generation
 
     def go_back(self, step: int, generation: int, checkpoint: str | None, made: int, evaluated: int) -> None:
-        """The run goes on, in this generation, from the state after `step`, though steps up to `made` were committed.
+        """Continue in this generation from the state after `step`, though steps up to `made` were committed.
 
-        `checkpoint`: its name; None where a worker still held that state, or it is the initial one.
+        `checkpoint`: its name; None if a worker still held that state, or if it is the initial one.
         """
         self.generation = self.base + generation
         self._incidents.forgot(made - step)
@@ -319,12 +323,14 @@ class Journal:
             self._later(self._log.sync, "the resumption cannot be made durable yet")
 
     def copied(self, sent: Iterable[Sent]) -> None:
-        """The state after a step is in memory twice: these are the copies."""
+        """Record that the state after a step is in memory twice: these are the copies."""
         self._totals.copied(list(sent))
 
     def settle(self) -> None:
-        """Makes ledger and events durable, up to what is committed by now. Raises `OSError` where it cannot, and
-        `RunError` where the run belongs to somebody else."""
+        """Make ledger and events durable, up to what is committed by now.
+
+        Raises `OSError` if that fails, and `RunError` if another controller owns the run.
+        """
         self.check_fence()
         parts, log = self._parts, self._log
         assert parts is not None
@@ -333,22 +339,22 @@ class Journal:
         log.sync()
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:
-        """There is a complete checkpoint of `step`; it took so long, and held the training up for `stall_s`."""
+        """Record a complete checkpoint of `step`; it took `seconds`, and held the training up for `stall_s`."""
         self._newest = step
         self._tell("checkpoint_saved", step=step, seconds=seconds, stall_s=stall_s)
 
     def not_saved(self, step: int, error: str) -> None:
-        """There is none, or not one that can be used."""
-        # The cause comes first: who follows does not show it again.
+        """Record that a checkpoint was not saved, or cannot be used."""
+        # The cause comes first: followers do not show it again.
         self._tell_of_outages()
         self._tell("checkpoint_failed", step=step, error=error)
 
     def figures(self, step: int) -> Mapping[str, float]:
-        """Held-out figures of the state after `step`; none where it was not evaluated."""
+        """Return the evaluation metrics of the state after `step`; empty if it was not evaluated."""
         return self._figures.get(step, {})
 
     def samples(self, step: int) -> int:
-        """Rows in all steps up to `step`."""
+        """Return the number of rows in all steps up to `step`."""
         if self._end is not None and step == self._end[0] - 1:
             return self._end[1]
         return (step + 1) * self._batch_size
@@ -356,7 +362,10 @@ class Journal:
     def formed(
         self, now: float, view: View, params: Mapping[str, int], spares: Sequence[str], collective: str, form_s: float
     ) -> None:
-        """All members of a new generation are in their worlds and have the state; `params`: how many each trains."""
+        """Record that all members of a new generation are in their worlds and have the state.
+
+        `params`: how many parameters each member trains.
+        """
         self.generation = self.base + view.generation
         self._waiting = ""
         self._bubble.formed(view)
@@ -385,17 +394,18 @@ class Journal:
         self._incidents.joined(now, {name: _who(self._places[name]) for name in self._members}, form_s)
 
     def waits(self, what: str) -> None:
-        """The run waits for something."""
+        """Record that the run waits for something."""
         if what != self._waiting:
             self._waiting = what
             self._tell("waiting", **{"for": what})
 
     def will_leave(self, node: str, deadline: float | None) -> None:
-        """A node that hosts workers will go; `deadline` in Unix seconds."""
+        """Record that a node that hosts workers will leave; `deadline` in Unix seconds."""
         self._tell("drain_notice", node=node, deadline=deadline)
 
     def data_changed(self, first: Mapping[str, str | int]) -> None:
-        """A data file's change ends the run; `first`: see `DataChanged`. Raises `RunError` if it cannot be written."""
+        """Record that a data file's change ends the run; `first`: see `DataChanged`. Raises `RunError` if it cannot be
+        written."""
 
         def write() -> None:
             self.check_fence()
@@ -404,11 +414,11 @@ class Journal:
         self._at_last(write)
 
     def finish(self, name: str, status: str, error: str | None, export: Export | None, began: float) -> Result:
-        """The run is over: its last event and its result, in its folder where it has one.
+        """End the run: write its last event and its result, if it has a folder, and return the result.
 
-        The result is the last that is written: where it is, nothing of the run is missing, and nobody goes on with it.
+        The result is written last: if it exists, nothing of the run is missing, and nobody continues the run.
 
-        Raises `RunError` where that cannot be written, or belongs to somebody else by now.
+        Raises `RunError` if the result cannot be written, or if another controller owns the run by now.
         """
         error = error and without_credentials(error)
         if status == "finished":
@@ -462,15 +472,15 @@ class Journal:
         self._later(draw, "the picture of a step cannot be written")
 
     def _at_last(self, write: Callable[[], None]) -> None:
-        """Writes a part of the end. The storage is waited for once, for half a minute.
+        """Write a part of the end. The storage is waited for once, for half a minute.
 
-        Raises `RunError` where it does not take it.
+        Raises `RunError` if the storage does not take it.
         """
         outages: list[Outage] = []
 
         def failed(error: OSError) -> None:
             outages[:] = [outage_of(error, self._run)]
-            # Who follows hears it while this waits, and that the run is alive.
+            # Followers hear it while this waits, and that the run is alive.
             self.outages.failed("end", outages[0])
             self._tell_of_outages()
             if self._lease is not None:
@@ -490,7 +500,7 @@ class Journal:
         self.outages.worked("end")
 
     def close(self) -> None:
-        """Closes what is open. What the storage does not take by now is lost, and said so."""
+        """Close what is open. What the storage does not take by now is lost, and logged."""
         self._aside.shutdown()
         for opened in (self._parts, self._log, self._trackers):
             try:
@@ -504,11 +514,11 @@ class Journal:
             if self._lease is not None and not self._overtaken:
                 self._lease.release()
         except (OSError, FolderGone) as error:
-            log.warning("the run's lease cannot be given up; it ends by itself: %s", error)
+            log.warning("the run's lease cannot be released; it expires by itself: %s", error)
 
     def _commit(self, records: Iterable[StepRecord]) -> None:
         for record in records:
-            # Where the model is in stages, those that read no data do not wait for it.
+            # In a model of several stages, those that read no data do not wait for it.
             record = replace(record, waited_s=self._waited.pop(record.step, record.waited_s))
             self._enter(record)
             self._totals.add(record)
@@ -526,13 +536,13 @@ class Journal:
             self._recovered(self._incidents.committed(record.time))
 
     def _enter(self, record: StepRecord) -> None:
-        """Enters a step into the ledger. Raises `RunError` where the run's folder is gone, or another's."""
+        """Enter a step into the ledger. Raises `RunError` if the run's folder is gone, or another controller's."""
         if self._parts is None:
             return
         try:
             self._parts.add(self.generation, record.step, record.notes)
         except FolderGone:
-            # This says where it is.
+            # This check reports where the folder is.
             self.check_fence()
             raise
 
@@ -552,7 +562,7 @@ class Journal:
         )
 
     def _tell(self, kind: str, time_s: float | None = None, /, **fields: Any) -> None:
-        # Words of Ray's and of the task's are among them, and followers see them as they are here.
+        # Some fields hold messages of Ray and of the task, and followers see them as they are here.
         fields = hide_credentials(fields)
         if self._log is None or self._trackers is None or self._overtaken:
             event = {"time": time.time(), "generation": self.generation, "kind": kind, **fields}
@@ -570,7 +580,7 @@ class Journal:
 
 
 def _on_our_clock(record: StepRecord, offset_s: float) -> StepRecord:
-    """The record with its moment on the controller's clock."""
+    """Return the record with its time converted to the controller's clock."""
     return replace(record, time=record.time + offset_s) if offset_s else record
 
 

@@ -1,7 +1,7 @@
-"""A run's gauges, handed to Ray, which exports them where its nodes show metrics to Prometheus.
+"""Export a run's gauges through Ray, which offers them to Prometheus on nodes that export metrics.
 
-Ray collects what has been set every 10 s (`metrics_report_interval_ms`), and forgets a gauge that has not been set for
-two such times. So all are set again and again, and what is gone - a worker, a run - need not be taken back.
+Ray collects values every 10 s (`metrics_report_interval_ms`) and forgets a gauge that was not set for two such periods.
+So all gauges are set repeatedly, and those of a worker or run that is gone need no removal.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ray.util.metrics import Gauge
 from raytrain_plus.observe.gauges import OF_RUN, OF_WORKER, Figures
 
 PERIOD_S = 1.0
-"""Seconds between two showings."""
+"""Seconds between two updates."""
 
 log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """Shows figures from the controller's thread: that costs 2 to 4 us each, and waits for nobody."""
+    """Sets gauges from the controller's thread: that costs 2 to 4 us each and never blocks."""
 
     def __init__(self, run: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`run`: its name, which is a tag of every gauge."""
+        """`run`: its name, a tag of every gauge."""
         self._run = run
         self._clock = clock
         self._due = -math.inf
@@ -33,18 +33,18 @@ class Metrics:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to show figures again."""
+        """Whether it is time to update the gauges."""
         return self._clock() >= self._due
 
     def show(self, figures: Figures) -> None:
-        """These are the run's figures now. Where Ray does not take them, that is said once, and no more are shown."""
+        """Set the run's gauges. If Ray does not take them, that is logged once and no more are set."""
         self._due = self._clock() + PERIOD_S
         try:
             for (name, tags), value in figures.items():
                 self._gauge(name).set(value, dict(zip(("worker", "stage"), tags, strict=False)))
         except Exception:
             self._due = math.inf
-            log.warning("the run's metrics cannot be shown; it goes on without", exc_info=True)
+            log.warning("the run's metrics cannot be exported; the run continues without them", exc_info=True)
 
     def _gauge(self, name: str) -> Gauge:
         if name not in self._gauges:

@@ -1,4 +1,4 @@
-"""Looks after the nodes of a run, on a thread of its own, because Ray may take its time: who leaves, who is silent."""
+"""Watch the nodes of a run for draining and unresponsive ones, on a thread, because Ray may answer slowly."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import ray
 from raytrain_plus.ray_compat import draining_nodes
 
 POLL_S = 0.5
-"""Seconds between two looks."""
+"""Seconds between two polls."""
 KNOCK_S = 0.5
-"""Limit of taking a connection."""
+"""Maximum seconds to connect."""
 
 log = logging.getLogger(__name__)
 
 
 class Nodes:
-    """Tells of what it sees from its thread."""
+    """Reports what it sees from its thread."""
 
     def __init__(
         self,
@@ -28,9 +28,9 @@ class Nodes:
         draining: Callable[[Mapping[str, float | None]], None],
         lost: Callable[[str], None],
     ) -> None:
-        """`silent` gives the nodes to knock at, and `lost` is told of one that does not answer.
+        """`silent` returns the nodes to probe; `lost` gets each one that does not answer.
 
-        `draining` is told who will leave, and when in Unix seconds where that is known, each time that it changes.
+        `draining` gets the nodes that will leave, each with the Unix seconds if known, whenever that changes.
         """
         self._silent = silent
         self._draining = draining
@@ -39,11 +39,11 @@ class Nodes:
         self._thread = threading.Thread(target=self._watch, name="nodes", daemon=True)
 
     def start(self) -> None:
-        """Begins to look."""
+        """Start polling."""
         self._thread.start()
 
     def close(self) -> None:
-        """Looks no more; returns at once."""
+        """Stop polling; return at once."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -53,7 +53,7 @@ class Nodes:
             try:
                 if known:
                     now = draining_nodes()
-                    # A Ray that cannot tell never will.
+                    # A Ray that cannot report draining nodes never will.
                     known = now is not None
                     if now is not None and now != seen:
                         seen = now
@@ -62,12 +62,12 @@ class Nodes:
                     if not (_answers(node) or _answers(node)):
                         self._lost(node)
             except Exception:
-                # Ray's own head may be out of reach for a moment.
-                log.warning("cannot look after the nodes; trying again", exc_info=True)
+                # Ray's own head may be unreachable for a moment.
+                log.warning("cannot check the nodes; trying again", exc_info=True)
 
 
 def _answers(node: str) -> bool:
-    """Whether somebody takes a connection where the node's Ray listens."""
+    """Whether the node's Ray accepts a connection."""
     for entry in ray.nodes():
         if entry["NodeID"] == node:
             if not entry["Alive"]:

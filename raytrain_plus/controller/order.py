@@ -1,4 +1,4 @@
-"""What the driver and the controller hand one another: what is asked for, and how it ended."""
+"""Define what the driver and the controller exchange: the request and the outcome of a run."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from raytrain_plus.workers.messages import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What the driver asks of the controller."""
+    """The driver's request to the controller."""
 
     plan: Plan
     cuts: tuple[int, ...]
-    """Numbers of stages that the model can be cut into, the most first."""
+    """The numbers of stages that the model can be partitioned into, the largest first."""
     fresh: bool
-    """Whether an earlier run's folder is moved aside then."""
+    """Whether the folder of an earlier run is moved aside."""
     past: Past | None
-    """What the run goes on from; None where it begins."""
+    """What the run resumes from; None for a new run."""
     task_sha256: str | None
-    """Of the source file of the task's class."""
+    """The hash of the source file of the task's class."""
     job_yaml: str
     versions: Mapping[str, str]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """What the driver's environment says to the job's trackers; may hold secrets. Not in the actor's `runtime_env`,
-    which Ray's dashboard shows."""
+    """The driver's environment variables for the job's trackers; may hold secrets.
+
+    Not in the actor's `runtime_env`, which Ray's dashboard shows.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Closing:
-    """How a run ended, as the driver gets it."""
+    """How a run ended, as the driver receives it."""
 
     result: Result
     error: RaytrainError | None
-    """What ended a failed run."""
+    """The error that ended a failed run."""

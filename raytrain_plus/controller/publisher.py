@@ -1,6 +1,7 @@
-"""Makes checkpoints out of shares that are written: on a thread of its own, in order, one after the other.
+"""Publish checkpoints whose shares are written: on a thread, in order, one at a time.
 
-Ledger and events are made durable first, so that a checkpoint never knows more than they do; old checkpoints go last.
+Ledger and events are made durable first, so that a checkpoint never knows more than they do; old checkpoints are
+removed last.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """What became of a checkpoint whose shares are written."""
+    """The outcome of a checkpoint whose shares are written."""
 
     manifest: Manifest
     error: str
-    """Why it is none; empty where it is one."""
+    """Why it was not published; empty if it was."""
 
 
 class Publisher:
@@ -45,11 +46,11 @@ class Publisher:
         damaged: Iterable[str] = (),
         failed: Callable[[OSError, int], None] = lambda error, wanted: None,
     ) -> None:
-        """`settle` makes ledger and events durable; `done` is told on the thread what became of each.
+        """`settle` makes ledger and events durable; `done` gets each outcome, on the thread.
 
-        `ours` raises where the run belongs to somebody else by now: unlike `settle` it works on a full disk. The
-        `damaged` are not removed while this run goes on: who has a copy of a file may mend them.
-        `failed` gets each error of the storage, and how many bytes were to be written.
+        `ours` raises if another controller owns the run by now: unlike `settle` it works on a full disk. The `damaged`
+        are not removed during this run: a user with a copy of a file may repair them. `failed` gets each error of the
+        storage and the number of bytes that were to be written.
         """
         self._complete = sorted(complete, key=newness, reverse=True)
         self._resumptions: Sequence[tuple[int, int]] = ()
@@ -66,34 +67,34 @@ class Publisher:
 
     @property
     def complete(self) -> Sequence[Manifest]:
-        """Those that are complete and not void, newest first."""
+        """The checkpoints that are complete and not void, newest first."""
         return tuple(self._complete)
 
     def drop(self, manifest: Manifest) -> None:
-        """This one cannot be used; it is not removed either."""
+        """Stop using this checkpoint, without removing it."""
         with self._changing:
             self._damaged.add(manifest.name)
             self._complete = [one for one in self._complete if one.name != manifest.name]
 
     def publish(self, manifest: Manifest) -> None:
-        """Makes a checkpoint; returns at once."""
+        """Publish a checkpoint; return at once."""
         self._thread.submit(self._publish, manifest)
 
     def discard(self, name: str) -> None:
-        """Removes the shares of a checkpoint that will not be made; returns at once.
+        """Remove the shares of a checkpoint that will not be made; return at once.
 
-        On a disk that is full they would be in the way of the next one.
+        On a full disk they would be in the way of the next one.
         """
         self._thread.submit(self._discard, name)
 
     def forget(self, resumptions: Sequence[tuple[int, int]]) -> None:
-        """Those that a resumption has made void count no more, nor does one that is being made; returns at once."""
+        """Drop the checkpoints that a resumption made void, including one being published; return at once."""
         with self._changing:
             self._resumptions = tuple(resumptions)
             self._complete = [one for one in self._complete if not void(one.name, resumptions)]
 
     def close(self) -> None:
-        """Nothing more is begun. What is under way may end or not: it is whole or none."""
+        """Begin nothing more. A checkpoint in progress may complete or not: it is whole or does not count."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _publish(self, manifest: Manifest) -> None:
@@ -112,18 +113,18 @@ class Publisher:
         self._done(Published(manifest=manifest, error=error))
 
     def _commit(self, manifest: Manifest) -> str:
-        """Why it is no checkpoint; empty where it is one. Raises `OSError` where the storage fails."""
+        """Return why the checkpoint cannot be published; empty if it was. Raises `OSError` if the storage fails."""
         self._settle()
         fault = amiss(self._run, manifest)
         if fault:
             raise OSError(
-                f"{fault}, as the controller sees what a worker has written: {self._run.where} is not shared by their "
-                "machines; name a storage that is"
+                f"{fault}: the controller does not see what a worker has written. {self._run.where} is not shared by "
+                "their machines; set storage to one that is"
             )
-        gone_on = "the run has gone on from an earlier step meanwhile"
+        gone_on = "the run has resumed from an earlier step meanwhile"
         if void(manifest.name, self._resumptions):
             return gone_on
-        # Nobody waits for the storage to take it. Where it is void by then its name says so.
+        # No lock is held while the storage takes it. If it is void by then, its name shows that.
         commit(self._run, manifest)
         with self._changing:
             if void(manifest.name, self._resumptions):
@@ -134,17 +135,17 @@ class Publisher:
     def _discard(self, name: str) -> None:
         try:
             self._ours()
-            # Only where there is no manifest: a try that failed may have been one that succeeded.
+            # Only without a manifest: an attempt that seemed to fail may have succeeded.
             discard(self._run, name)
         except (OSError, RunError) as error:
-            log.warning("what is left of a checkpoint was not removed; the next one takes it along: %s", error)
+            log.warning("the remains of a checkpoint were not removed; the next checkpoint removes them: %s", error)
         except Exception:
-            log.exception("what is left of a checkpoint was not removed; the next one takes it along")
+            log.exception("the remains of a checkpoint were not removed; the next checkpoint removes them")
 
     def _sweep(self, newest: Manifest) -> None:
-        """Removes what is not kept any more."""
+        """Remove the checkpoints that are no longer kept."""
         try:
-            # Still ours to remove?
+            # Check that the run is still ours.
             self._settle()
             with self._changing:
                 if void(newest.name, self._resumptions):

@@ -1,4 +1,4 @@
-"""Which checkpoints are under way, what of them is written, and which are whole. Pure."""
+"""Track which checkpoints are in progress, which shares are written, and which are complete. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """A checkpoint that will never be whole."""
+    """A checkpoint that will never be complete."""
 
     step: int
     generation: int
@@ -33,21 +33,21 @@ class Saving:
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], _Open] = {}
         self._over: dict[tuple[int, int], bool] = {}
-        """Those that are none of the open any more -> whether they were given up."""
+        """Checkpoints no longer in progress -> whether they were given up."""
         self._left: dict[tuple[int, str], int] = {}
         """(generation, worker) -> the last step that it copied before it left."""
 
     def __bool__(self) -> bool:
-        """Whether any is under way."""
+        """Whether any checkpoint is in progress."""
         return bool(self._open)
 
     def begin(self, step: int, generation: int, names: Sequence[str]) -> None:
-        """These workers write the checkpoint of this step, in this order; said again, it changes nothing."""
+        """Begin the checkpoint of this step, written by these workers in this order; repeated calls change nothing."""
         if (step, generation) not in self._over:
             self._open.setdefault((step, generation), _Open(names))
 
     def knows(self, step: int, generation: int) -> bool:
-        """Whether that checkpoint is or was under way."""
+        """Whether that checkpoint is or was in progress."""
         return (step, generation) in self._open or (step, generation) in self._over
 
     def given_up(self, step: int, generation: int) -> bool:
@@ -55,9 +55,9 @@ class Saving:
         return self._over.get((step, generation), False)
 
     def written(self, told: Written, living: Collection[str]) -> list[Abandoned]:
-        """A worker has written its share, or could not; of the others, only the `living` still can.
+        """Record a worker's written share, or its failure; of the other writers, only the `living` still can write.
 
-        The checkpoint, where it is given up because of that.
+        Return the checkpoint if it is given up because of that.
         """
         key = (told.step, told.generation)
         if key not in self._open:
@@ -69,11 +69,12 @@ class Saving:
         return self._without(key, living)
 
     def lost(self, living: Collection[str]) -> list[Abandoned]:
-        """Only these workers are left; what is given up because of that."""
+        """Record that only these workers are left; return what is given up because of that."""
         return [given_up for key in list(self._open) for given_up in self._without(key, living)]
 
     def left(self, name: str, generation: int, copied: int) -> list[Abandoned]:
-        """A worker has left that generation, having copied up to step `copied`; what is given up because of that."""
+        """Record that a worker left that generation, with copies up to step `copied`; return what is given up because
+        of that."""
         self._left[generation, name] = copied
         return [given_up for key in list(self._open) for given_up in self._uncopied(key)]
 
@@ -94,16 +95,17 @@ class Saving:
         return Abandoned(*key, why)
 
     def give_up_void(self, resumptions: Sequence[tuple[int, int]]) -> list[Abandoned]:
-        """Those that a resumption has made void."""
+        """Give up the checkpoints that a resumption made void, and return them."""
         gone = [key for key in self._open if any(key[1] < later and key[0] > step for later, step in resumptions)]
-        return [self._give_up(key, "the run has gone on from an earlier step") for key in gone]
+        return [self._give_up(key, "the run has resumed from an earlier step") for key in gone]
 
     def give_up_all(self, why: str) -> list[Abandoned]:
-        """Nothing more is waited for."""
+        """Give up all checkpoints in progress, and return them."""
         return [self._give_up(key, why) for key in list(self._open)]
 
     def whole(self, committed: int) -> list[list[Written]]:
-        """The shares of those that are written whole, of committed steps, in the order of steps; each comes once."""
+        """Return the shares of each complete checkpoint of a committed step, in the order of steps; each is returned
+        once."""
         ready = sorted(key for key, one in self._open.items() if key[0] <= committed and not one.missing())
         self._over.update(dict.fromkeys(ready, False))
         return [[told for _, told in sorted(self._open.pop(key).written.items())] for key in ready]

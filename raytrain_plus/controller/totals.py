@@ -1,4 +1,4 @@
-"""What a run adds up to, from its committed steps. Pure."""
+"""Add up a run's committed steps to its result. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 from raytrain_plus.result import Result
 
 WARM_UP_S = 1.0
-"""Steps of a run's first second are left out of its data wait: files open and streams start then."""
+"""Steps of a run's first second do not count in its data wait: files open and streams start then."""
 
 
 class _Record(Protocol):
@@ -53,19 +53,19 @@ class Totals:
         self.recoveries = 0
         self.stall_s = 0.0
         self.again_s = 0.0
-        """Seconds of steps that had been made before."""
+        """Seconds of recomputed steps."""
         self.copies = 0
         self.copy_s = 0.0
         self._again_to = -1
 
     def back_to(self, step: int, samples: int, made: int) -> None:
-        """The run goes on after `step` and so many rows, though steps up to `made` had been committed."""
+        """Continue after `step` and so many rows, though steps up to `made` had been committed."""
         self.steps, self.samples = step + 1, samples
         self._skipped = {skipped for skipped in self._skipped if skipped <= step}
         self._again_to = max(self._again_to, made)
 
     def add(self, record: _Record) -> None:
-        """Counts one committed step; they come in order."""
+        """Count one committed step; steps come in order."""
         self.steps = record.step + 1
         self.samples += record.rows
         self.loss = record.loss
@@ -82,29 +82,30 @@ class Totals:
             self._warm_waited_s += record.waited_s
 
     def copied(self, sent: Sequence[_Sent]) -> None:
-        """Counts the copies of one step's state; all members stood still for as long as the slowest."""
+        """Count the copies of one step's state; all members stood still for as long as the slowest."""
         self.copies += 1
         self.copy_s += max(one.stall_s for one in sent)
 
     def recovered(self, stall_s: float) -> None:
-        """Counts one recovery, from the last commit before to the first after: steps made again lie in between."""
+        """Count one recovery, from the last commit before to the first after: steps recomputed in between are
+        included."""
         self.recoveries += 1
         self.stall_s += stall_s
 
     @property
     def skipped(self) -> int:
-        """Steps that were skipped, of those that count."""
+        """The number of skipped steps among those that count."""
         return len(self._skipped)
 
     @property
     def goodput(self) -> float:
-        """1 - (stalled + made again) / time after the first step."""
+        """1 - (stalled + recomputed) / time after the first step."""
         seconds = 0.0 if self.first_time is None else self.last_time - self.first_time
         return max(0.0, 1 - (self.stall_s + self.again_s) / seconds) if seconds > 0 else 1.0
 
     @property
     def data_wait(self) -> float:
-        """Share of the steps' time spent waiting for data, warm-up left out; 0 where there was nothing else."""
+        """The share of the steps' time spent waiting for data, without warm-up; 0 if no time was measured."""
         return self._warm_waited_s / self._warm_s if self._warm_s else 0.0
 
     def result(
@@ -120,7 +121,11 @@ class Totals:
         began: float,
         bubble: float | None,
     ) -> Result:
-        """The run's result; `began` is when Ray was there, in Unix seconds, `bubble` what the stages waited."""
+        """Return the run's result.
+
+        `began`: Unix seconds at which Ray was available; `bubble`: the share of the stages' time spent waiting for one
+        another.
+        """
         return Result(
             name=name,
             status=status,

@@ -73,7 +73,7 @@ def test_the_last_step_is_not_finite_and_an_older_version_saved_such_a_state(tmp
     [resumed] = again.events("resumed")
     assert (resumed["step"], resumed["checkpoint"]) == (28, good.name)
     [passed_over] = [event for event in again.events("checkpoint_failed") if event["step"] == bad.step]
-    assert "holds NaN or infinity; the one before is taken" in passed_over["error"]
+    assert "holds NaN or infinity; the previous checkpoint is used" in passed_over["error"]
 
 
 def test_steps_that_are_skipped_are_the_same_ones_after_a_kill(tmp_path: Path) -> None:

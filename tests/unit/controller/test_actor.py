@@ -24,9 +24,9 @@ from raytrain_plus.workers.messages import Place, Plan, Ready
 def test_a_message_of_another_generation_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     controller = object.__new__(Controller)
     controller._group = SimpleNamespace(generation=3)  # type: ignore[assignment]
-    assert not controller._stale(3, "a report of worker-1")
-    assert controller._stale(2, "a report of worker-1")
-    assert caplog.messages == ["refused: a report of worker-1 in generation 2; the present one is 3"]
+    assert not controller._stale(3, "a report from worker-1")
+    assert controller._stale(2, "a report from worker-1")
+    assert caplog.messages == ["refused: a report from worker-1 in generation 2; the current one is 3"]
 
 
 def test_a_notice_for_a_node_that_hosts_nobody_is_logged_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -34,7 +34,7 @@ def test_a_notice_for_a_node_that_hosts_nobody_is_logged_and_changes_nothing(cap
     controller._group = SimpleNamespace(workers={})  # type: ignore[assignment]
     controller._places, controller._draining = {}, {}
     controller._noticed({"abc": None})
-    assert caplog.messages == ["node abc, which hosts no worker of this run, will leave"]
+    assert caplog.messages == ["node abc will leave; it hosts no worker of this run"]
 
 
 def fitting(room: int, cuts: tuple[int, ...]) -> Controller:

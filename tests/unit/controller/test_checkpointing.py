@@ -183,7 +183,7 @@ def test_what_is_above_the_step_that_a_run_goes_on_from_counts_no_more(kept: Kep
     kept.told.clear()
     kept.it.go_back(5, 4)
     assert (kept.it.durable, kept.it.busy) == (3, False)
-    assert kept.told == [(8, "the run has gone on from an earlier step"), ("settled", 8, 4)]
+    assert kept.told == [(8, "the run has resumed from an earlier step"), ("settled", 8, 4)]
 
 
 def test_one_that_is_void_by_the_time_it_is_made_is_none(kept: Kept) -> None:
@@ -196,7 +196,7 @@ def test_one_that_is_void_by_the_time_it_is_made_is_none(kept: Kept) -> None:
     assert kept.it.durable == -1
     [(step, why), last] = kept.told
     assert (step, last) == (7, ("settled", 7, 4))
-    assert "gone on from an earlier" in why
+    assert "resumed from an earlier" in why
 
 
 def test_those_who_have_left_their_world_write_the_last_one(kept: Kept) -> None:
@@ -208,8 +208,8 @@ def test_those_who_have_left_their_world_write_the_last_one(kept: Kept) -> None:
     kept.hear()
     assert kept.it.durable == 8
     kept.it.begin(9, 7, ["b"])
-    kept.it.wait_no_longer("it was not written in time, and the run ends")
-    assert kept.told[-2:] == [(9, "it was not written in time, and the run ends"), ("settled", 9, 7)]
+    kept.it.wait_no_longer("it was not written before the run ended")
+    assert kept.told[-2:] == [(9, "it was not written before the run ended"), ("settled", 9, 7)]
     assert kept.it.newest is not None
     kept.it.drop(kept.it.newest)
     assert kept.it.newest is None

@@ -68,4 +68,4 @@ def test_where_ray_takes_none_that_is_said_once_and_all_goes_on(
     metrics.show({(STEPS, ()): 1.0})
     assert not metrics.due
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "it goes on without" in caplog.text
+    assert "the run continues without them" in caplog.text

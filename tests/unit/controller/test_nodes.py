@@ -134,7 +134,7 @@ def test_a_head_that_is_out_of_reach_for_a_moment_ends_nothing(
     looks = [{"a": None}, ConnectionError("no head"), {"a": None}, RuntimeError("still none"), {"a": 5.0}]
     cluster = Cluster(monkeypatch, looks, silent=[[], [], [], [], ["b"]])
     assert cluster.watch() == [{"a": None}, {"a": 5.0}, "b"]
-    assert [record.getMessage() for record in caplog.records] == ["cannot look after the nodes; trying again"] * 2
+    assert [record.getMessage() for record in caplog.records] == ["cannot check the nodes; trying again"] * 2
 
 
 def test_it_looks_no_more_when_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,7 +243,7 @@ def test_what_a_resumption_has_made_void_is_not_made(
     publisher = make()
     publish(publisher, tmp_path, told, 1)
     publisher.forget([(1, 1)])
-    assert "gone on from an earlier step" in publish(publisher, tmp_path, told, 2).error
+    assert "resumed from an earlier step" in publish(publisher, tmp_path, told, 2).error
     assert (steps(tmp_path), [one.step for one in publisher.complete]) == ([1], [1])
 
 
@@ -270,7 +270,7 @@ def test_who_goes_on_does_not_wait_for_a_storage_that_stands_still(
     publisher.forget([(1, 1)])
     publisher.discard(name_of(2, 0))
     run.go.set()
-    assert "gone on from an earlier step" in told.get(timeout=10).error
+    assert "resumed from an earlier step" in told.get(timeout=10).error
     assert publisher.complete == ()
     assert [found.why[:4] for found in survey(run, [(1, 1)])] == ["void"]
     assert publish(publisher, tmp_path, told, 1).error == ""
