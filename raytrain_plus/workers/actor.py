@@ -1,4 +1,4 @@
-"""A worker's Ray actor. Kept apart from the worker, so that who only starts it does not load torch."""
+"""Define a worker's Ray actor, apart from the worker, so that a process that only starts it does not load torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 class WorkerActor:
-    """Loads the worker in the process where it lives, and passes calls on to it."""
+    """Loads the worker in its own process, and passes calls on to it."""
 
     def __init__(self, name: str) -> None:
-        # Ray's own handler waits for the calls in progress, and `live` never ends; the raylet, which would end the
-        # process then, may have left itself: it does, once drained, as soon as nobody takes room on its node. And in a
-        # worker that still starts it raises, which ends up as a traceback of Ray's on the user's screen.
+        # Ray's own handler waits for the calls in progress, and `live` never ends. The raylet, which would then end the
+        # process, may have left itself: once drained, it leaves as soon as nobody takes room on its node. In a worker
+        # that still starts, the handler raises, which ends up as a Ray traceback on the user's screen.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
         from raytrain_plus.workers.worker import Worker
@@ -21,9 +21,9 @@ class WorkerActor:
         self._worker = Worker(name)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls the worker's `method`."""
+        """Call the worker's `method`."""
         return getattr(self._worker, method)(*arguments)
 
     def live(self) -> None:
-        """Never answers: that this call fails is how the controller learns, at once, that the process is gone."""
+        """Never answer: the failure of this call is how the controller learns, at once, that the process is gone."""
         threading.Event().wait()

@@ -1,8 +1,8 @@
-"""Keeps copies of states in memory: this worker's own in another's, too, where nobody else holds it; and others' here.
+"""Keep copies of states in memory: this worker's own, also in another worker if nobody else holds it; and others' here.
 
-The copy is made between two steps, and sent on a thread of its own while the training goes on, one at a time. Two of
-each kind are in memory at most: the newest of which the controller knows that every stage's is where it belongs, and
-the one that follows it. After a loss all go back to the former together.
+The copy is made between two steps, and sent on a thread while the training continues, one at a time. At most two of
+each kind are in memory: the newest one for which the controller knows that every stage's copy is in place, and its
+successor. After a loss all members go back to the former together.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from raytrain_plus.state.transfer import Snapshot, digest
 from raytrain_plus.workers.messages import Buddy, Sent
 
 SEND_S = 60.0
-"""Limit of one copy on its way, beyond what its size takes at `BYTES_PER_S`; it is sent again then."""
+"""Maximum seconds to send one copy, beyond what its size takes at `BYTES_PER_S`; then it is sent again."""
 BYTES_PER_S = 20e6
-"""The slowest that a copy may travel."""
+"""The slowest rate at which a copy may travel."""
 AGAIN_S = 0.05
-"""Seconds between two looks whether a copy has arrived, or is still wanted; the least until it is sent again,"""
+"""Seconds between two checks whether a copy has arrived or is still needed; the shortest wait before it is resent,"""
 LONGEST_AGAIN_S = 5.0
-"""and the most."""
+"""and the longest."""
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Out:
-    """A copy of its own state, which is not known to be where it belongs."""
+    """A copy of its own state that is not known to be in place."""
 
     kept: _Kept
     stage: Stage
@@ -54,7 +54,7 @@ class _Out:
 
 
 class Copier:
-    """See `training.loop.Copying`."""
+    """Implements `training.loop.Copying`."""
 
     def __init__(self, worker: str, holding: Callable[[], Holding], every_steps: int) -> None:
         self._worker = worker
@@ -71,15 +71,18 @@ class Copier:
         self._copies = self._alone = False
         self._buddy: Buddy | None = None
         self._early: tuple[int, Buddy | None] = (-1, None)
-        """Who keeps copies from a generation on that has not begun here."""
+        """The keeper of copies for a generation that has not begun here yet."""
         self._tell: Callable[[Sent], None] = lambda sent: None
         self._next = 0
 
     def begin(
         self, generation: int, stage: Stage, copies: bool, buddy: Buddy | None, tell: Callable[[Sent], None]
     ) -> None:
-        """In that generation it holds this stage; `copies`: whether copies of that are made, which `buddy` keeps, too,
-        where there is one."""
+        """Begin a generation in which this worker holds `stage`.
+
+        `copies`: whether copies of that state are made; `buddy`, if any, keeps them too. `tell` reports each that is in
+        place.
+        """
         with self._lock:
             self._generation, self._stage, self._tell = generation, stage, tell
             self._copies, self._alone = copies, copies and buddy is None
@@ -88,7 +91,7 @@ class Copier:
             self.send_to(*self._early)
 
     def send_to(self, generation: int, buddy: Buddy | None) -> None:
-        """From now on another one keeps the copies, the one under way among them."""
+        """Send copies to another keeper from now on, including the one in progress."""
         with self._lock:
             if generation > self._generation:
                 self._early = generation, buddy
@@ -97,27 +100,28 @@ class Copier:
             self._buddy = buddy
             self._copies = self._copies or buddy is not None
             self._alone = False
-            # Where it is on its way, who sends it looks for itself.
+            # If it is already being sent, the sender notices the change itself.
             if self._open is not None and (self._sending is None or self._sending.done()):
                 self._sending = self._thread.submit(self._send, self._open)
 
     def end(self) -> None:
-        """The generation is over: nothing more is sent."""
+        """End the generation: nothing more is sent."""
         with self._lock:
             self._generation, self._copies, self._open = -1, False, None
 
     def ready(self) -> bool:
-        """Whether a copy can be made: the one before is where it belongs."""
+        """Whether a copy can be made: the previous one is in place."""
         return self._copies and self._open is None
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` is to be copied, if all can; the same for every member."""
+        """Whether the state after `step` should be copied, if all can; the same for every member."""
         return step >= max(self._next, 0)
 
     def copy(self, step: int, check: Callable[[], None]) -> None:
-        """Copies the state after `step`, and sends it meanwhile. `check` is called while it waits, and may raise."""
+        """Copy the state after `step`, and send it in the background. `check` is called while this waits, and may
+        raise."""
         while self._sending is not None and not self._sending.done():
-            # What is no longer wanted ends as soon as it looks up.
+            # A copy that is no longer needed ends as soon as its thread notices.
             check()
             time.sleep(AGAIN_S)
         start = time.monotonic()
@@ -138,16 +142,16 @@ class Copier:
             self._sending = self._thread.submit(self._keep_and_send, self._open)
 
     def keep(self, generation: int, stage: Stage, snapshot: Snapshot) -> None:
-        """Keeps a copy of another's state. Raises `RunError` where it came damaged."""
+        """Keep a copy of another worker's state. Raises `RunError` if it arrived damaged."""
         if _digest(snapshot) != snapshot.digest:
-            raise RunError(f"a copy of step {snapshot.step} came damaged")
+            raise RunError(f"a copy of step {snapshot.step} arrived damaged")
         with self._lock:
             memory = self._free.pop() if self._free else HostMemory()
-        # What came lies in Ray's memory, which is whose who sent it.
+        # The received data lies in Ray's memory, which belongs to the sender.
         self._put(stage, _Kept(generation, memory.keep(snapshot), memory))
 
     def settled(self, generation: int, step: int) -> None:
-        """The copies of that step are all where they belong; older ones are not needed any more."""
+        """Record that the copies of that step are all in place; drop older ones."""
         with self._lock:
             if self._open is not None and (self._generation, self._open.sent.step) == (generation, step):
                 self._open = None
@@ -158,13 +162,13 @@ class Copier:
                 self._free.clear()
 
     def find(self, step: int, stage: Stage) -> Snapshot | None:
-        """The copy of that stage's state after `step`, if it is here."""
+        """Return the copy of that stage's state after `step`; None if it is not here."""
         with self._lock:
             kept = self._kept.get((step, stage))
             return None if kept is None else kept.snapshot
 
     def own(self) -> int | None:
-        """The newest step of which it has made a copy of its own state in the present generation."""
+        """Return the newest step whose state this worker copied in the current generation; None if there is none."""
         with self._lock:
             steps = [
                 step
@@ -174,7 +178,7 @@ class Copier:
             return max(steps, default=None)
 
     def sound(self, step: int, stage: Stage) -> bool:
-        """Whether that copy is here, and what it was."""
+        """Whether that copy is here, and undamaged."""
         found = self.find(step, stage)
         return found is not None and _digest(found) == found.digest
 
@@ -214,7 +218,7 @@ class Copier:
                 if buddy is not None and self._arrived(out, buddy, snapshot):
                     out.tell(replace(out.sent, buddy=buddy.name))
                     with self._lock:
-                        # Another may have been named while this one took it.
+                        # Another buddy may have been named while this one received it.
                         if self._buddy is buddy:
                             self._sending = None
                             return
@@ -227,14 +231,14 @@ class Copier:
                 time.sleep(AGAIN_S)
 
     def _arrived(self, out: _Out, buddy: Buddy, snapshot: Snapshot) -> bool:
-        """Whether the buddy has it; not, where it is wanted no longer."""
+        """Whether the buddy has it; False if it is no longer needed."""
         reference = buddy.actor.call.remote("keep_copy", out.kept.generation, out.stage, snapshot)
         until = time.monotonic() + SEND_S + out.sent.bytes / BYTES_PER_S
         while not ray.wait([reference], timeout=AGAIN_S)[0]:
             if self._open is not out:
                 return False
             if time.monotonic() > until:
-                raise WaitExpired(f"{buddy.name} did not take a copy of step {out.sent.step} in time")
+                raise WaitExpired(f"{buddy.name} did not receive a copy of step {out.sent.step} in time")
         ray.get(reference)
         return self._open is out
 

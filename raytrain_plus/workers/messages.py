@@ -1,4 +1,4 @@
-"""What the controller and a worker say to each other. Pure."""
+"""Define the messages between the controller and a worker. Pure."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from raytrain_plus.training.records import Evaluated, StepRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The same for every worker of a run."""
+    """What every worker of a run receives."""
 
     job: Job
-    """With `task` as `module:Class` where it can be imported; its class travels in `pickled_task` otherwise."""
+    """With `task` as `module:Class` if it can be imported; otherwise its class is in `pickled_task`."""
     pickled_task: bytes | None
     """A task class that only the driver's process knows (from a notebook, say), by value."""
     roots: tuple[str, ...]
     """Folders from which the task, `data.prepare` and `data.transform` are imported."""
     steps: int
-    """Steps of the whole job."""
+    """The number of steps of the whole job."""
     index: Index
     """The training data, as the driver saw it."""
     held_out: Index | None
@@ -43,14 +43,15 @@ class Plan:
     folder: str
     """The run's folder, as `open_folder` takes it; made by the controller when the first world is formed."""
     probe: Probe | None = None
-    """What the controller has left in the storage: who does not see it has another one."""
+    """What the controller wrote to the storage: a worker that does not see it has another storage."""
     sights: Mapping[str, tuple[Sight, ...]] = field(default_factory=dict)
-    """For each dataset's path, what an earlier worker on the same node saw first of its files; empty for the first."""
+    """For each dataset's path, what an earlier worker on the same node first saw of its files; empty for the first
+    worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a worker process is."""
+    """The process, node and address of a worker."""
 
     worker: str
     pid: int
@@ -60,29 +61,29 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """What a worker says when its task is built."""
+    """A worker's report once its task is built."""
 
     parameters: int
-    """Of the whole model."""
+    """The number of parameters of the whole model."""
     state_bytes: int
-    """What a copy of the training state may weigh."""
+    """The approximate size in bytes of a copy of the training state."""
     layers: tuple[Layer, ...] = ()
-    """What each costs, where the model is to be cut into stages."""
+    """The cost of each layer, if the model is to be partitioned into stages."""
     room: int = 0
-    """Bytes of memory where the model is: of its device, or of its machine, which it may share with others."""
+    """Bytes of memory for the model: of its device, or of its machine, which it may share with others."""
     sights: Mapping[str, tuple[Sight, ...]] = field(default_factory=dict)
     """For each dataset's path, what was first seen of its files on this worker's node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What of the model a worker holds."""
+    """The part of the model that a worker holds."""
 
     stage: Stage
     chunks: Chunks
-    """The layers of that stage; none where it is the whole model."""
+    """The layers of that stage; empty for the whole model."""
     stages: Mapping[str, int]
-    """For each layer of the model, the stage that has it; none where that is the only one."""
+    """For each layer of the model, its stage; empty if there is only one."""
 
     @property
     def others(self) -> frozenset[str]:
@@ -90,8 +91,10 @@ class Layers:
         return frozenset(layer for layer, stage in self.stages.items() if stage != self.stage.number)
 
     def apart(self, tied: Mapping[str, str]) -> dict[int, list[str]]:
-        """Of parameters that are tied (a copy -> what it is a copy of), those that each stage has, where others have
-        some that are tied to them."""
+        """Return, by stage, its tied parameters that are tied to parameters of another stage.
+
+        `tied`: a copy -> the parameter that it is a copy of.
+        """
         found: dict[int, list[str]] = {}
         for names in tied_groups(tied):
             places = {name: self.stages.get(name.partition(".")[0], 0) for name in names}
@@ -101,7 +104,7 @@ class Layers:
 
 
 WHOLE = Layers(Stage(), (), {})
-"""All of it."""
+"""The whole model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,22 +112,23 @@ class ShareOf:
     """A worker's part in the checkpoints of one generation."""
 
     generation: int
-    """Its number in the names of checkpoints, which rises through all controllers of a run."""
+    """The generation's number in the names of checkpoints, which rises through all controllers of a run."""
     writer: int
-    """Of all who write, this one; and how many they are."""
+    """This worker's index among all writers, followed by their number."""
     writers: int
     rank: int = 0
-    """Among those who hold the same stage, this one; and how many they are."""
+    """This worker's index among those that hold the same stage, followed by their number."""
     size: int = 1
     speaks: bool = True
-    """Whether it writes what belongs to no layer: the first stage that trains anything."""
+    """Whether it writes what belongs to no layer: the first stage that trains anything does."""
     claim: Claim | None = None
-    """The controller's claim: without it in the run's folder nothing is written there. None: nobody claims the run."""
+    """The controller's claim: without it in the run's folder nothing is written there. None if nobody claims the
+    run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buddy:
-    """Who keeps copies of a worker's state."""
+    """The worker that keeps copies of another worker's state."""
 
     name: str
     actor: Any
@@ -132,16 +136,16 @@ class Buddy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """A copy of a worker's state is made, and in its buddy's memory, too."""
+    """Reports that a copy of a worker's state is made, and in its buddy's memory."""
 
     worker: str
     buddy: str
-    """Empty where nobody but the worker keeps it."""
+    """Empty if only the worker itself keeps it."""
     generation: int
     step: int
     bytes: int
     stall_s: float
-    """For how long the copy held the training up."""
+    """Seconds for which the copy held the training up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,22 +155,22 @@ class Assignment:
     generation: int
     layers: Layers
     ring: Formation
-    """The world of those who hold the same stage."""
+    """The world of the members that hold the same stage."""
     cell: Formation | None
-    """The world of those who hold the stages of one model; None where that is one worker."""
+    """The world of the members of one model replica; None if the replica is one worker."""
     shards: tuple[int, ...]
     first_step: int
     lacks: Lacks | None
-    """What it does not have yet. `Worker.take` is told of what others give."""
+    """What the member does not have yet. `Worker.take` gets the references to what others provide."""
     gives: int
-    """How often it is asked for a state that others take."""
+    """How often other members copy a state from this one."""
     buddy: Buddy | None
-    """Who keeps copies of its state; None where others hold that, too, or there is nobody."""
+    """The worker that keeps copies of its state; None if others hold that state, or if no worker is available."""
     copies: bool
     """Whether its state is copied at all."""
     share: ShareOf
     evaluated: int
-    """The highest step whose evaluation has been heard of; -2 where none has."""
+    """The highest step whose evaluation was reported; -2 if none was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,34 +178,34 @@ class Outcome:
     """How a member came out of a generation."""
 
     holds: int | None
-    """The step whose state it has; None where that is dirty."""
+    """The step whose state it has; None if that is partially applied."""
     why: Why
     stage: Stage | None = None
-    """Of which stage that is."""
+    """The stage of that state."""
     ready: int | None = None
-    """The step after it, where it has all sums of that, and has not applied them."""
+    """The step after `holds`, if the worker has all sums of that step and has not applied them."""
     copy: int | None = None
     """The newest step of that generation of which it has a copy of that stage."""
     squares: Mapping[str, float] = field(default_factory=dict)
-    """Of the step that it holds, the squares of the norms of all gradients, where they are clipped."""
+    """The squares of the norms of all gradients of step `holds`, if gradients are clipped."""
     error: RaytrainError | None = None
     fault: str = ""
-    """What and where the error was, the same words whenever it comes again."""
+    """The error and its place, in the same words whenever it recurs."""
     final: bool = False
-    """The error would come again whatever is tried."""
+    """The error would recur on every retry."""
     records: Sequence[StepRecord | Evaluated] = ()
-    """What had not been reported yet."""
+    """Records that had not been reported yet."""
     copied: int = -1
     """The last step of the generation whose state was copied for a checkpoint."""
     saved_as: int = -1
     """The generation's number in the names of checkpoints."""
     state_sha256: str | None = None
-    """Of the finished state of its stage."""
+    """The hash of the finished state of its stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """A worker's share of a checkpoint is durable, or could not be written."""
+    """Reports that a worker's share of a checkpoint is durable, or could not be written."""
 
     step: int
     generation: int
@@ -210,23 +214,23 @@ class Written:
     writers: int
     share: Share | None
     tree: Any
-    """What is no tensor; the first writer of each stage alone says it."""
+    """The part of the state that is not tensors; only the first writer of each stage sends it."""
     metrics: Mapping[str, float]
-    """Held-out figures of this very state."""
+    """The evaluation metrics of exactly this state."""
     time: float
-    """Of the copy, in Unix seconds by the writer's clock."""
+    """When the copy was made, in Unix seconds by the writer's clock."""
     stall_s: float
-    """For how long the copy held the training up."""
+    """Seconds for which the copy held the training up."""
     error: str
-    """Why there is no share."""
+    """Why there is no share; empty if there is one."""
     outage: Outage | None = None
-    """What the storage said, if it did not take the share."""
+    """The storage's error, if it did not take the share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """What is told of a model that was handed over."""
+    """Information about an exported model."""
 
     show: str | None
-    """What the task has to show."""
+    """The return value of `Task.show`."""
     state_sha256: str

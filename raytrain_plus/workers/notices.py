@@ -1,7 +1,7 @@
-"""Listens for the cloud's word that it takes this machine back, and hands it to Ray; the controller does the rest.
+"""Listen for the cloud's preemption notice for this node and pass it to Ray; the controller does the rest.
 
-Each worker listens in its own process: an actor of its own for that, left on an empty machine, would keep an autoscaler
-from ever letting the machine go. Nothing of it stops or slows a run: what fails is said, and tried again.
+Each worker listens in its own process: a separate actor on an otherwise empty node would keep an autoscaler from ever
+releasing the node. Nothing here stops or slows a run: failures are logged and retried.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from raytrain_plus.ray_compat import drain_this_node
 from raytrain_plus.workers.spot import FIRMWARE, LOOK_S, SERVICE, Answer, Cloud, Request, cloud_of, look
 
 ANSWER_S = 5.0
-"""Limit of each wait for a metadata service."""
+"""Maximum seconds of each wait for a metadata service."""
 LONGEST = 1 << 16
-"""Bytes of an answer that are read."""
+"""Maximum bytes of an answer that are read."""
 SILENT = 30
-"""So many looks in a row fail before that is said: Azure may take two minutes to its first answer."""
+"""Number of consecutive failures before a warning: Azure may take two minutes to its first answer."""
 
 log = logging.getLogger(__name__)
 
 
 def hear_notices() -> None:
-    """Listens from now on, on a thread, where this machine is a cloud's; nowhere else is anybody asked.
+    """Start listening on a thread if this machine belongs to a known cloud; otherwise nothing is contacted.
 
-    To be called once, when all that adds variables to the environment has done so: see `load_horovod`.
+    Call this once, after everything that adds variables to the environment: see `load_horovod`.
     """
     cloud = cloud_of({name: _firmware(name) for name in FIRMWARE})
     if cloud is not None:
@@ -43,9 +43,9 @@ def listen(
     drain: Callable[[str, float], bool | None],
     wait: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Looks again and again, until the machine is to go and `drain` has been told why and when, in Unix seconds.
+    """Poll until the machine is to go and `drain` has accepted the reason and the time in Unix seconds.
 
-    `drain` returns whether it took that, or None where it never will; and `wait` is called between two looks.
+    `drain` returns whether it accepted, or None if it never will; `wait` is called between two polls.
     """
     goes: float | None = None
     failed = 0
@@ -53,19 +53,19 @@ def listen(
         try:
             told = ask(cloud, service)
             failed = 0
-            # GCP's word has no time, and each look would put it off.
+            # GCP's notice has no time, and each poll would postpone it.
             goes = min((when for when in (goes, told) if when is not None), default=None)
         except Exception as error:
             failed += 1
             if failed == SILENT:
-                log.warning("%s would not be heard if it took this machine back: %s; trying again", cloud, error)
+                log.warning("a preemption notice from %s would be missed: %s; trying again", cloud, error)
         if goes is not None and _handed_on(cloud, goes, drain):
             return
         wait(LOOK_S)
 
 
 def ask(cloud: Cloud, service: tuple[str, int]) -> float | None:
-    """When the machine goes, in Unix seconds; None where nobody has said so. Raises what is wrong with the answer."""
+    """Return when the machine goes, in Unix seconds; None without a notice. Raises if the answer is invalid."""
     asking = look(cloud, time.time())
     request = next(asking)
     while True:
@@ -86,15 +86,15 @@ def _answer(service: tuple[str, int], request: Request) -> Answer:
 
 
 def _handed_on(cloud: Cloud, goes: float, drain: Callable[[str, float], bool | None]) -> bool:
-    """Whether nothing is left to be done."""
+    """Whether nothing is left to do."""
     try:
-        taken = drain(f"{cloud} takes it back", goes)
+        taken = drain(f"{cloud} preempts it", goes)
     except Exception:
-        # Ray's own head may be out of reach for a moment.
-        log.warning("%s takes this machine back, and Ray cannot be told; trying again", cloud, exc_info=True)
+        # Ray's own head may be unreachable for a moment.
+        log.warning("%s preempts this node, and Ray cannot be told; trying again", cloud, exc_info=True)
         return False
     if taken:
-        log.warning("%s takes this machine back in %.0f s", cloud, goes - time.time())
+        log.warning("%s preempts this node in %.0f s", cloud, goes - time.time())
     return taken is not False
 
 

@@ -1,4 +1,4 @@
-"""The workers' Ray side: a placement group and an actor each, started and ended one by one."""
+"""Manage the workers' Ray side: one placement group and one actor each, started and ended one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytrain_plus.errors import Interrupted, RunError, WorkerLost
 from raytrain_plus.workers.actor import WorkerActor
 
 CALLS = 32
-"""Calls that a worker answers at the same time: those that stay pending, short ones, and copies that others send."""
+"""Concurrent calls that a worker answers: those that stay pending, short ones, and copies sent by others."""
 
 FREE_S = 5.0
 """Maximum seconds for Ray to free the places of the last workers; without its GCS it never does."""
@@ -36,7 +36,7 @@ class Handle:
 class Pool:
     """The worker actors of one run.
 
-    A worker that the cluster has no room for yet waits for it; that, too, is how an autoscaler hears of the wish.
+    A worker that the cluster has no room for yet waits for it; that is also how an autoscaler learns of the demand.
     """
 
     def __init__(self, cpus: float, gpus: float) -> None:
@@ -46,11 +46,11 @@ class Pool:
 
     @property
     def need(self) -> str:
-        """What one worker takes, in words."""
+        """The resources of one worker, in words."""
         return ", ".join(f"{amount:g} {name}" for name, amount in self._need.items()) or "nothing"
 
     def start(self, name: str) -> None:
-        """Starts a worker; it comes up on its own. Raises `RunError` if Ray's GCS does not answer within a minute."""
+        """Start a worker; it comes up on its own. Raises `RunError` if Ray's GCS does not answer within a minute."""
         try:
             group = placement_group([self._need or {"CPU": 0.001}], strategy="PACK")
         except GetTimeoutError:
@@ -64,7 +64,7 @@ class Pool:
                 num_gpus=self._need.get("GPU", 0),
                 max_restarts=0,
                 max_concurrency=CALLS,
-                # Else Ray's head keeps a record of each call, up to 100,000 of them: 5 MB a minute of pulses.
+                # Otherwise Ray's head keeps a record of each call, up to 100,000 of them: 5 MB a minute of pulses.
                 enable_task_events=False,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )
@@ -79,29 +79,33 @@ class Pool:
         return iter(tuple(self._handles))
 
     def actor(self, name: str) -> Any:
-        """A worker's actor, for others to call."""
+        """Return a worker's actor, for others to call."""
         return self._handles[name].actor
 
     def call(self, name: str, method: str, *arguments: Any) -> Any:
-        """Starts a worker's method; the reference of its answer."""
+        """Start a worker's method and return the reference of its answer."""
         return self._handles[name].actor.call.remote(method, *arguments)
 
     def ask(self, name: str, answered: Callable[[Future[Any]], None], method: str, *arguments: Any) -> None:
-        """Starts a worker's method; `answered` gets its answer's future, on a thread of Ray's, when it is there."""
+        """Start a worker's method; `answered` gets the future of its answer, on one of Ray's threads, when it is
+        there."""
         self.call(name, method, *arguments).future().add_done_callback(answered)
 
     def begin(self, name: str, method: str, *arguments: Any) -> Callable[[float], Any]:
-        """The same, for who waits: what it returns gives the answer, within so many seconds, and raises as `answer`."""
+        """Start a worker's method and return a function that waits for its answer, up to so many seconds.
+
+        That function raises like `answer`. Raises `WorkerLost` if the worker is gone.
+        """
         if name not in self._handles:
             raise WorkerLost(f"{name} is gone")
         future = self.call(name, method, *arguments).future()
         return lambda limit_s: answer(future, name, limit_s)
 
     def watch(self, name: str, died: Callable[[Future[Any]], None]) -> None:
-        """Tells `died` as soon as the worker's process is gone."""
+        """Call `died` as soon as the worker's process is gone."""
 
         def told(future: Future[Any]) -> None:
-            # A connection that broke may come back, and then the process has never been away.
+            # A broken connection may come back, and then the process was never gone.
             if isinstance(future.exception(), ActorUnavailableError) and name in self._handles:
                 self._live(name, died)
             else:
@@ -113,16 +117,16 @@ class Pool:
         self._handles[name].actor.live.remote().future().add_done_callback(answered)
 
     def end(self, name: str) -> None:
-        """Ends a worker, whatever it does, and frees its place."""
+        """End a worker, whatever it does, and free its place."""
         handle = self._handles.pop(name)
-        # One that is gone already, with its node perhaps, has nothing to end.
+        # A worker that is gone already, with its node perhaps, has nothing to end.
         with contextlib.suppress(RayError):
             ray.kill(handle.actor)
-        # Without Ray's GCS this takes a minute, in which nobody else may be kept waiting.
+        # Without Ray's GCS this takes a minute, during which nobody else may be blocked.
         self._freeing = [*(thread for thread in self._freeing if thread.is_alive()), _freed(handle.group)]
 
     def shutdown(self) -> None:
-        """Ends every worker, and waits for `FREE_S` at most until their places are free."""
+        """End every worker, and wait at most `FREE_S` until their places are free."""
         for name in self:
             self.end(name)
         until = time.monotonic() + FREE_S
@@ -143,8 +147,11 @@ def _freed(group: PlacementGroup) -> threading.Thread:
 
 
 def answer(future: Future[Any], worker: str, limit_s: float = 0) -> Any:
-    """What a worker answered. Errors of the call are raised as themselves, what is Ray's own as `WorkerLost`; and
-    `Interrupted` where the answer is not there within `limit_s`."""
+    """Return a worker's answer.
+
+    Errors of the call are raised as themselves, Ray's own errors as `WorkerLost`. Raises `Interrupted` if the answer is
+    not there within `limit_s`.
+    """
     try:
         return future.result(timeout=limit_s)
     except TimeoutError:
@@ -156,10 +163,10 @@ def answer(future: Future[Any], worker: str, limit_s: float = 0) -> Any:
 
 
 def cause_of_death(error: BaseException) -> str:
-    """The cause in Ray's message, which is many lines long, in a few words."""
+    """Return the cause in Ray's message, which is many lines long, in a few words."""
     text = str(error)
     if isinstance(error, ActorPlacementGroupRemoved):
-        return "its place was taken away"
+        return "its placement group was removed"
     if "NODE_OUT_OF_MEMORY" in text or "running low on memory" in text:
         return "out of memory: its node ran low, and Ray ended it"
     if "connection error code 2" in text:

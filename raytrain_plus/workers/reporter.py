@@ -1,4 +1,4 @@
-"""Tells the controller of applied steps in batches, from a thread of its own, so that no step waits for it."""
+"""Report applied steps to the controller in batches, from a thread, so that no step waits for it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from ray.exceptions import RayError
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.25
-"""Seconds between two batches: each costs a step of its time, here and where the controller lives."""
+"""Seconds between two batches: each costs a step some time, here and where the controller lives."""
 FLUSH_S = 30.0
-"""Limit of a batch's delivery."""
+"""Maximum seconds to deliver a batch."""
 
 
 class Reporter:
-    """Collects what `tell` is given and passes it on with `send`, which starts a Ray call and returns its reference."""
+    """Collects the records given to `tell` and sends them with `send`, which starts a Ray call and returns its
+    reference."""
 
     def __init__(self, send: Callable[[Sequence[Any]], Any]) -> None:
         self._send = send
@@ -32,11 +33,11 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
 
     def tell(self, record: Any) -> None:
-        """Hands over one record; never blocks."""
+        """Enqueue one record; never blocks."""
         self._queue.put(record)
 
     def soon(self) -> None:
-        """What there is goes now: the controller waits for it."""
+        """Send what is queued now: the controller waits for it."""
         self._wake.set()
 
     def __enter__(self) -> Reporter:
@@ -46,13 +47,13 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Returns when the controller has what was sent; what was not is in `rest`."""
+        """Return when the controller has what was sent; unsent records are in `rest`."""
         self._ending = True
         self._wake.set()
         self._thread.join(FLUSH_S)
 
     def rest(self) -> list[Any]:
-        """What has not been sent, or not surely. To be asked for when the thread has ended."""
+        """Return the records that were not sent, or not certainly. Call this when the thread has ended."""
         return [*self._kept, *self._waiting()]
 
     def _waiting(self) -> list[Any]:
@@ -75,5 +76,5 @@ class Reporter:
                 ray.get(self._send(self._kept), timeout=FLUSH_S)
                 self._kept = []
             except RayError:
-                # Sent again with what comes; that the controller has some of it twice changes nothing.
+                # Sent again with later records; duplicates change nothing in the controller.
                 log.warning("a report did not reach the controller; trying again", exc_info=True)

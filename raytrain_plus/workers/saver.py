@@ -1,4 +1,4 @@
-"""Writes a worker's shares of checkpoints on a thread of its own, one at a time, while the training goes on."""
+"""Write a worker's shares of checkpoints on a thread, one at a time, while the training continues."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from raytrain_plus.storage.retry import tried
 from raytrain_plus.workers.messages import ShareOf, Written
 
 STILL_S = 300.0
-"""A share of which the storage has taken nothing more for so long is given up."""
+"""Seconds without progress after which a share is given up."""
 FREE_S = 60.0
-"""Limit of the wait for an earlier share, at the end of a run; while it trains, no step waits for one."""
+"""Maximum seconds to wait for an earlier share at the end of a run; during training, no step waits for one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a worker writes of the checkpoints of one generation, and who is told of it."""
+    """What a worker writes of the checkpoints of one generation, and the function that reports it."""
 
     of: ShareOf
     tell: Callable[[Written], None]
 
 
 class Saver:
-    """See `training.loop.Saving`."""
+    """Implements `training.loop.Saving`."""
 
     def __init__(self, run: Folder, holding: Callable[[], Holding], every_steps: int | None, best: bool) -> None:
-        """`best`: whether every evaluated state is kept, so that the best of them is."""
+        """`best`: whether every evaluated state is saved, so that the best of them is kept."""
         self._run = run
         self._holding = holding
         self._every_steps = every_steps
         self._best = best
         self._memory = HostMemory()
-        # One writes; while the storage holds it up, the other says so.
+        # One thread writes; while the storage holds it up, the other reports that.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="checkpoint")
         self._free = threading.Event()
         self._free.set()
         self._progress = 0.0
         self._late: Callable[[], None] | None = None
         self._open: tuple[int, int] | None = None
-        """Step and generation of the one whose end has not been told yet."""
+        """Step and generation of the checkpoint whose end has not been reported yet."""
         self._part: Part | None = None
         self._unfit: TrainingError | None = None
         self.copied = -1
-        """The last step that was copied in the present generation."""
+        """The last step that was copied in the current generation."""
 
     @property
     def generation(self) -> int:
@@ -66,17 +66,20 @@ class Saver:
         return -1 if self._part is None else self._part.of.generation
 
     def begin(self, part: Part) -> None:
-        """From now on it writes this part."""
+        """Write this part from now on."""
         self._part, self.copied = part, -1
 
     def settled(self, step: int, generation: int) -> None:
-        """That one is complete, or will never be."""
+        """Record that a checkpoint is complete, or will never be."""
         if self._open == (step, generation):
             self._open = None
 
     def busy(self) -> bool:
-        """Whether an earlier one is under way: this worker still writes its share, or others do, or the manifest is
-        being written. Where that is never told, it is waited for no longer than for a storage."""
+        """Whether an earlier checkpoint is in progress.
+
+        Then this worker or another still writes its share, or the manifest is being written. If its end is never
+        reported, it counts as in progress no longer than a storage may stall (`STILL_S`).
+        """
         still_s = time.monotonic() - self._progress
         if self._free.is_set():
             return self._open is not None and still_s <= STILL_S
@@ -87,17 +90,17 @@ class Saver:
         return True
 
     def check(self) -> None:
-        """Raise `TrainingError` if a state that was to be kept is not finite."""
+        """Raise `TrainingError` if a state to be saved is not finite."""
         if self._unfit is not None:
             raise self._unfit
 
     def due(self, step: int, evaluated: bool) -> bool:
-        """Whether the state after `step` is to be kept; the same for every member."""
+        """Whether the state after `step` should be saved; the same for every member."""
         by_steps = self._every_steps is not None and (step + 1) % self._every_steps == 0
         return by_steps or (self._best and evaluated)
 
     def copy(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Copies this worker's share of the state after `step`, with those figures, and writes it meanwhile."""
+        """Copy this worker's share of the state after `step`, with those metrics, and write it in the background."""
         part = self._part
         assert part is not None
         if not self._free.wait(FREE_S):
@@ -125,7 +128,7 @@ class Saver:
                 outage=outage,
             )
 
-        what = f"{self._run.where} has taken nothing of it for {STILL_S:g} s"
+        what = f"{self._run.where} has accepted no data of it for {STILL_S:g} s"
         self._moved()
         self._late = lambda: part.tell(told(None, what))
         self._threads.submit(self._write, part, step, copies, holding.allowed, told)
@@ -145,7 +148,7 @@ class Saver:
         outages: list[Outage] = []
 
         def failed(error: OSError) -> None:
-            # The newest failure says what is free now.
+            # The newest failure reports how much is free now.
             outages[:] = [outage_of(error, run, sum(copy.data.nbytes for copy in copies))]
 
         try:
@@ -170,6 +173,6 @@ class Saver:
 
 
 def _tensor(copy: Copy) -> torch.Tensor:
-    """The values of a piece; flat, unless the whole tensor is a scalar."""
+    """Return the values of a piece; flat, unless the whole tensor is a scalar."""
     flat = tensor_of(copy.dtype, copy.data)
     return flat if copy.shape else flat.reshape(())

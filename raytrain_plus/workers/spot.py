@@ -1,15 +1,16 @@
-"""What clouds say to a machine before they take it back: what to ask, and what the answer means (pure).
+"""Define the clouds' preemption notices: what to ask a metadata service, and what the answer means. Pure.
 
-A look at a cloud's metadata service is a generator: it yields requests, is sent their answers, and comes back with the
-Unix seconds at which the machine goes, or None where nobody has said so:
+A look at a cloud's metadata service is a generator: it yields requests, is sent their answers, and returns the Unix
+seconds at which the machine goes, or None without a notice:
 
     AWS     spot/instance-action   404, or the action and its time, two minutes before
     GCP     instance/preempted     FALSE, or TRUE half a minute before
-    Azure   scheduledevents        what is to happen to this machine and its neighbours, half a minute before and more
+    Azure   scheduledevents        events of this machine and its neighbours, half a minute before and more
 
-Left out is what only may come (AWS: a recommendation to rebalance), and what the machine comes back from (GCP:
-maintenance; Azure: Freeze, Reboot, Redeploy): that is announced up to days before, or called off, or still told after
-it has been, and Ray cannot take a drain back. Where it ends processes, it is a loss like others.
+Two kinds of notices are ignored. One is a mere possibility (AWS: a recommendation to rebalance). The other is what the
+machine comes back from (GCP: maintenance; Azure: Freeze, Reboot, Redeploy): such events are announced up to days
+before, or cancelled, or still reported afterwards, and Ray cannot undo a drain. If one ends processes, it is a loss
+like others.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from typing import Literal
 Cloud = Literal["AWS", "GCP", "Azure"]
 
 SERVICE = ("169.254.169.254", 80)
-"""Where each cloud's metadata service is, seen from its machines."""
+"""The address of each cloud's metadata service, seen from its machines."""
 
 LOOK_S = 5.0
-"""Seconds between two looks. AWS asks for so many; Azure answers five questions a second, of all workers of a machine
+"""Seconds between two looks. AWS recommends this; Azure answers five questions a second, of all workers of a machine
 together."""
 
 GCP_NOTICE_S = 30.0
-"""What GCP leaves a machine, from the notice on."""
+"""Seconds that GCP leaves a machine after the notice."""
 
 AZURE_ENDS = ("Preempt", "Terminate")
-"""Azure's events after which the machine is there no more."""
+"""Azure's events after which the machine is gone."""
 
 FIRMWARE = ("sys_vendor", "bios_version", "product_name", "chassis_asset_tag")
-"""What `cloud_of` has to know of a machine, as Linux calls it."""
+"""The names, in Linux, of the machine's firmware fields that `cloud_of` reads."""
 
 AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
-"""The asset tag of all of Azure's machines: by its vendor, one could be anybody's Hyper-V."""
+"""The asset tag of all of Azure's machines: the vendor alone could be anybody's Hyper-V."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What it says."""
+    """The service's answer."""
 
     status: int
     body: str
@@ -64,7 +65,8 @@ Look = Generator[Request, Answer, float | None]
 
 
 def cloud_of(firmware: Mapping[str, str]) -> Cloud | None:
-    """Whose machine this is, by what its firmware says under the names in `FIRMWARE`; None: no cloud's that we know.
+    """Return the cloud that this machine belongs to, by its firmware fields in `FIRMWARE`; None if it is not a known
+    one.
 
     >>> cloud_of({"sys_vendor": "Amazon EC2"})
     'AWS'
@@ -80,8 +82,8 @@ def cloud_of(firmware: Mapping[str, str]) -> Cloud | None:
 
 
 def look(cloud: Cloud, now: float) -> Look:
-    """One look at a cloud's metadata service, at `now` in Unix seconds. Raises `ValueError` where it says what it is
-    not documented to say."""
+    """Look once at a cloud's metadata service, at `now` in Unix seconds. Raises `ValueError` if the answer is
+    undocumented."""
     return _LOOKS[cloud](now)
 
 
@@ -94,7 +96,7 @@ def _aws(now: float) -> Look:
     match json.loads(_body(answer)):
         case {"action": "terminate" | "stop" | "hibernate", "time": str(time)} if time.endswith("Z"):
             return datetime.fromisoformat(time.removesuffix("Z") + "+00:00").timestamp()
-    raise ValueError(f"its action is {answer.body[:200]!r}")
+    raise ValueError(f"unexpected action {answer.body[:200]!r}")
 
 
 def _gcp(now: float) -> Look:
@@ -105,7 +107,7 @@ def _gcp(now: float) -> Look:
         case "TRUE":
             # It may have been so since the last look.
             return now + GCP_NOTICE_S - LOOK_S
-    raise ValueError(f"preempted is {answer.body[:200]!r}")
+    raise ValueError(f"unexpected value of preempted: {answer.body[:200]!r}")
 
 
 def _azure(now: float) -> Look:
@@ -119,26 +121,26 @@ def _azure(now: float) -> Look:
 
 
 def _azure_events(answer: Answer, now: float) -> list[tuple[set[str], float]]:
-    """Of each event that ends machines: their names, which have no case in Azure, and when it begins."""
+    """Return, for each event that ends machines, their names in lower case (Azure ignores case) and when it begins."""
     found = json.loads(_body(answer))
     try:
         ends = [event for event in found["Events"] if event["EventType"] in AZURE_ENDS]
         return [({name.lower() for name in event["Resources"]}, _begins(event["NotBefore"], now)) for event in ends]
     except (AttributeError, KeyError, TypeError):
-        raise ValueError(f"its events are {answer.body[:200]!r}") from None
+        raise ValueError(f"unexpected events {answer.body[:200]!r}") from None
 
 
 def _begins(not_before: str, now: float) -> float:
-    # An event that has begun has no time any more.
+    # An event that has begun no longer has a time.
     when = parsedate_to_datetime(not_before) if not_before else datetime.fromtimestamp(now, timezone.utc)
     if when.tzinfo is None:
-        raise ValueError(f"{not_before!r} has no zone")
+        raise ValueError(f"{not_before!r} has no time zone")
     return when.timestamp()
 
 
 def _body(answer: Answer) -> str:
     if answer.status != 200:
-        raise ValueError(f"it answers with {answer.status}")
+        raise ValueError(f"unexpected status {answer.status}")
     return answer.body
 
 

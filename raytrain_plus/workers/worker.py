@@ -1,7 +1,7 @@
-"""One worker: control calls that always answer, and a training thread that does the work.
+"""Run one worker: control calls that always answer, and a training thread that does the work.
 
 Everything that changes the state or touches a world runs on the training thread, one thing after the other; control
-calls hand work to it, or set a wish that it looks at.
+calls hand work to it, or set a request that it checks.
 """
 
 from __future__ import annotations
@@ -119,17 +119,18 @@ from raytrain_plus.workers.saver import Part, Saver
 T = TypeVar("T")
 
 FIRST_STEP_S = 300.0
-"""Limit of a first step and of an evaluation: they compile, open files, and have no earlier step to be measured by."""
+"""Maximum seconds of a first step and of an evaluation: they compile, open files, and have no earlier step as a
+measure."""
 TELL_TRIES = 3
-"""How often the controller is told that a share is written, until it has heard."""
+"""Number of attempts to report a written share to the controller."""
 LOOK_S = 0.02
-"""Seconds between two looks for a wish, while a copy of the state is on its way."""
+"""Seconds between two checks for a request, while a copy of the state is on its way."""
 
 log = logging.getLogger(__name__)
 
 
 class Worker:
-    """What a worker process holds; `actor` puts it on Ray."""
+    """The contents of a worker process; `actor` puts it on Ray."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -139,11 +140,11 @@ class Worker:
         self._task: Task | None = None
         self._stepper: Stepper | None = None
         self._stage: Stage | None = None
-        """What the stepper holds: the model, or a stage of it. A model in stages is built when the stage is known."""
+        """The stage that the stepper holds, or the whole model. A model in stages is built once the stage is known."""
         self._before: tuple[Stage, Stepper] | None = None
-        """What it held before a generation in which it holds another stage, until that one has made a step."""
+        """The previous stage and stepper, in a generation with another stage, until that generation has made a step."""
         self._classes: Classes = KNOWN
-        """Those of the objects in a batch, where batches pass from stage to stage."""
+        """The classes of the objects in a batch, if batches pass from stage to stage."""
         self._rows: Rows | None = None
         self._evaluation: Evaluation | None = None
         self._feed: Batches | None = None
@@ -153,11 +154,11 @@ class Worker:
         self._copied_state: tuple[tuple[int, Stage], Mapping[str, torch.Tensor]] | None = None
         self._giving = threading.Lock()
         self._given: Counter[int] = Counter()
-        """For each generation: how often others have been given a state that they begin it with."""
+        """For each generation, how often others were given a state that they begin it with."""
         self._aside = False
 
     def place(self) -> Place:
-        """Who and where this process is."""
+        """Return the name, process, node and address of this worker."""
         return Place(
             worker=self._name,
             pid=os.getpid(),
@@ -166,21 +167,21 @@ class Worker:
         )
 
     def clock(self) -> float:
-        """Unix seconds by this process's clock."""
+        """Return the Unix seconds by this process's clock."""
         return time.time()
 
     def prepare(self, plan: Plan, limit_s: float) -> Ready:
-        """Imports and builds the task, makes the data where this node lacks it. Raises what is wrong with either."""
+        """Import and build the task; make the data if this node lacks it. Raises what is wrong with either."""
         ready = self._do(lambda: self._prepare(plan, limit_s))
         hear_notices()
         return ready
 
     def rehearse(self) -> None:
-        """Makes one step alone, so that the first one in a group is not slow; the state counts as none afterwards."""
+        """Make one warm-up step alone, so that the first one in a group is not slow; no state is held afterwards."""
         self._do(self._rehearse)
 
     def serve(self, controller: Any, assignment: Assignment) -> Outcome:
-        """Takes part in one generation, from joining its world to leaving it, and says how that ended.
+        """Take part in one generation, from joining its world to leaving it, and return how that ended.
 
         The controller keeps this call pending.
         """
@@ -188,7 +189,7 @@ class Worker:
         return self._thread.submit(self._serve, controller, assignment).result()
 
     def take(self, generation: int, sources: tuple[Any, ...]) -> None:
-        """Fetches the donors' states, named by Ray references, while the training thread joins that generation."""
+        """Fetch the donors' states, given as Ray references, while the training thread joins that generation."""
         if self._stale(generation, "a copy of the state") or self._control.over(generation):
             return
         copy = self._copies.setdefault(generation, Future())
@@ -198,16 +199,18 @@ class Worker:
             copy.set_exception(error)
 
     def restore(self, manifest: Manifest, layers: Layers) -> None:
-        """Takes the state, or a stage's, out of a checkpoint. Raises `DamagedError` where it is not what was written,
-        and `CheckpointError` where it is another model's."""
+        """Load the state, or a stage's, from a checkpoint.
+
+        Raises `DamagedError` if it is not what was written, and `CheckpointError` if it belongs to another model.
+        """
         self._do(lambda: self._restore(manifest, layers))
 
     def keep(self, controller: Any, share: ShareOf) -> None:
-        """Writes its share of a checkpoint of the state that it holds, while it is in no generation."""
+        """Write this worker's share of a checkpoint of the state that it holds, while it is in no generation."""
         self._do(lambda: self._keep(controller, share))
 
     def finish(self, generation: int, squares: Mapping[str, float]) -> Outcome:
-        """Applies the step of which it has all sums, because others of its generation have: see `Stepper.finish`."""
+        """Apply the step of which it has all sums, because others of its generation have: see `Stepper.finish`."""
 
         def finished() -> Outcome:
             assert self._plan is not None
@@ -216,7 +219,7 @@ class Worker:
             self._control.enter("applying")
             self._stepper.finish(squares)
             if self._stepper.held == self._plan.steps - 1:
-                # It ends the run without coming to the end of its own training.
+                # This worker ends the run without reaching the end of its own training.
                 self._check_data()
             return self._outcome("interrupted")
 
@@ -226,11 +229,11 @@ class Worker:
             return replace(self._outcome("failed"), holds=None, error=error, fault=f"{type(error).__name__}: {error}")
 
     def recall(self, generation: int, step: int) -> Outcome:
-        """Takes its copy of its own state after `step` in; what it holds then."""
+        """Load its copy of its own state after `step`, and return what it holds then."""
 
         def recalled() -> Outcome:
             found = None if self._copier is None or self._stage is None else self._copier.find(step, self._stage)
-            # Aside of a step that is still being made, nothing can be changed.
+            # Beside a step that is still being computed, nothing can be changed.
             if found is not None and self._stepper is not None and not self._aside:
                 self._control.enter("preparing")
                 self._stepper.adopt(found)
@@ -239,14 +242,14 @@ class Worker:
         try:
             return self._do(recalled)
         except RaytrainError as error:
-            # The copy is there still.
-            log.warning("a copy could not be taken in", exc_info=True)
+            # The copy still exists.
+            log.warning("a copy could not be loaded", exc_info=True)
             return replace(self._outcome("interrupted"), holds=None, ready=None, fault=str(error))
 
     def snapshot(self, generation: int, step: int, stage: Stage) -> Snapshot:
-        """That stage's state after `step`, which this worker holds or has a copy of, for who begins a generation so.
+        """Return that stage's state after `step`, held or copied here, for a member that begins a generation with it.
 
-        It is between two steps, and stays so until whoever copies has copied.
+        This worker is between two steps, and stays so until the other has copied the state.
         """
         if (own := self._stepper_at(step, stage)) is not None:
             snapshot: Snapshot | None = own.snapshot()
@@ -265,44 +268,44 @@ class Worker:
         return self._copier is not None and self._copier.sound(step, stage)
 
     def _stepper_at(self, step: int, stage: Stage) -> Stepper | None:
-        """The stepper, where it holds that stage's state after `step`."""
+        """Return the stepper if it holds that stage's state after `step`, else None."""
         stepper = self._stepper
         return stepper if stepper is not None and (stepper.held, self._stage) == (step, stage) else None
 
     def keep_copy(self, generation: int, stage: Stage, snapshot: Snapshot) -> None:
-        """Keeps a copy of another worker's state, which that one alone holds."""
+        """Keep a copy of the state of another worker, the only one that holds it."""
         assert self._copier is not None
         self._copier.keep(generation, stage, snapshot)
 
     def copied(self, generation: int, step: int) -> None:
-        """The copies of that step are all where they belong: those of earlier ones are needed no more."""
+        """Record that the copies of that step are all in place: earlier ones are no longer needed."""
         if self._copier is not None:
             self._copier.settled(generation, step)
 
     def copy_to(self, generation: int, buddy: Buddy | None) -> None:
-        """From now on another one keeps the copies of its state."""
+        """Send the copies of its state to another worker from now on."""
         if self._copier is not None:
             self._copier.send_to(generation, buddy)
 
     def pause(self, generation: int) -> None:
-        """Wishes that the group stops at the next step boundary; the wish travels in the header."""
-        if not self._stale(generation, "a wish to pause"):
+        """Request that the group stop at the next step boundary; the request travels in the header."""
+        if not self._stale(generation, "a pause request"):
             self._control.pause(generation)
 
     def save(self, generation: int) -> None:
-        """Wishes that the group makes a checkpoint; the wish travels in the header."""
-        if not self._stale(generation, "a wish for a checkpoint"):
+        """Request that the group make a checkpoint; the request travels in the header."""
+        if not self._stale(generation, "a checkpoint request"):
             self._control.save(generation)
 
     def settled(self, step: int, generation: int) -> None:
-        """The checkpoint of that step and generation number is complete, or will never be."""
+        """Record that the checkpoint of that step and generation number is complete, or will never be."""
         if self._saver is not None:
             self._saver.settled(step, generation)
 
     def interrupt(
         self, generation: int, rings: frozenset[tuple[str, int]], cells: frozenset[tuple[str, int]]
     ) -> Activity:
-        """Leaves the worlds whose members listen at these addresses; what the training thread does now."""
+        """Leave the worlds whose members listen at these addresses; return what the training thread does now."""
         if not self._stale(generation, "an interrupt"):
             self._control.interrupt(generation)
         if self._control.generation == generation:
@@ -311,16 +314,16 @@ class Worker:
         return self._control.activity()
 
     def activity(self) -> Activity:
-        """What the training thread does now."""
+        """Return what the training thread does now."""
         return self._control.activity()
 
     def stand_aside(self, generation: int) -> Outcome | None:
-        """Comes out of a generation whose world it was told to leave, though the training thread is in a long step.
+        """Come out of a generation whose world it was told to leave, though the training thread is in a long step.
 
-        From now on this worker only gives its state out; that step is never applied. None where it cannot: the state
-        is being changed this moment.
+        From now on this worker only provides its state; that step is never applied. Return None if that is impossible
+        because the state is being changed at this moment.
         """
-        if self._stale(generation, "a wish to stand aside"):
+        if self._stale(generation, "a request to stand aside"):
             return None
         self._control.interrupt(generation)
         held = None if self._stepper is None or self._control.generation != generation else self._stepper.held
@@ -330,8 +333,10 @@ class Worker:
         return self._outcome("interrupted")
 
     def inventory(self, step: int, stage: Stage) -> list[Entry]:
-        """The tensors of that stage's state after `step`. Raises `Interrupted` where it has neither that nor an
-        undamaged copy."""
+        """Return the tensors of that stage's state after `step`.
+
+        Raises `Interrupted` if this worker has neither that state nor an undamaged copy.
+        """
         self._copied_state = None
         if not self.has_copy(step, stage):
             raise Interrupted(f"{self._name} has neither {stage} of step {step} nor a copy of it")
@@ -340,38 +345,38 @@ class Worker:
         return [entry_of(name, value) for name, value in state.items()]
 
     def _allowed(self, step: int, stage: Stage) -> Collection[str]:
-        """The tensors of a state that may hold NaN or infinity."""
+        """Return the tensors of a state that may hold NaN or infinity."""
         if (own := self._stepper_at(step, stage)) is not None:
             return own.allowed
         found = None if self._copier is None else self._copier.find(step, stage)
         return () if found is None else json.loads(found.values)["allowed"]
 
     def tensors(self, step: int, stage: Stage, names: Sequence[str]) -> list[Array]:
-        """The bytes of some of them."""
+        """Return the bytes of the named tensors."""
         state = self._state_of(step, stage)
         found = [bytes_of(state[name].cpu()).numpy() for name in names]
-        # It is still that state.
+        # Check that it still is that state.
         self._state_of(step, stage)
         return found
 
     def _state_of(self, step: int, stage: Stage) -> Mapping[str, torch.Tensor]:
-        """What is asked for of one state, piece by piece: of a copy its own tensors, kept until another one's are."""
+        """Return the tensors of one state; those of a copy are kept until another state is requested."""
         if (own := self._stepper_at(step, stage)) is not None:
             self._copied_state = None
             return _state(own)
         if self._copied_state is None or self._copied_state[0] != (step, stage):
             found = None if self._copier is None else self._copier.find(step, stage)
             if found is None:
-                raise Interrupted(f"{self._name} has no copy of {stage} of step {step} any more")
+                raise Interrupted(f"{self._name} no longer has a copy of {stage} of step {step}")
             self._copied_state = (step, stage), hashed(found)
         return self._copied_state[1]
 
     def show(self, step: int) -> str | None:
-        """What the task shows of the model after `step`, which is in the run's folder."""
+        """Return what the task shows of the model after `step`, which is in the run's folder."""
         return self._do(lambda: self._show(step))
 
     def _outcome(self, why: Why) -> Outcome:
-        """What it holds now."""
+        """Return what this worker holds now."""
         stepper, saver = self._stepper, self._saver
         assert saver is not None
         if stepper is None:
@@ -389,11 +394,15 @@ class Worker:
         )
 
     def _stale(self, generation: int, what: str) -> bool:
-        """Whether a call is for a generation that is over here: it is refused then."""
+        """Whether a call is for a generation that is over here: then it is refused."""
         if generation >= self._control.generation:
             return False
         log.warning(
-            "%s refused: %s for generation %d; it is in %d", self._name, what, generation, self._control.generation
+            "%s refused %s for generation %d; it is in generation %d",
+            self._name,
+            what,
+            generation,
+            self._control.generation,
         )
         return True
 
@@ -435,9 +444,9 @@ class Worker:
         if plan.pickled_task is not None:
             cls = cloudpickle.loads(plan.pickled_task)
         else:
-            assert isinstance(job.task, str), "a class travels pickled"
+            assert isinstance(job.task, str), "a class is sent pickled"
             cls = load_task(job.task, roots)
-        # With what this node sees of the files, which the driver's may lie beside.
+        # With what this node sees of the files; the driver may see copies of its own.
         plan = replace(
             plan,
             index=_same_data(plan, roots, plan.index),
@@ -464,7 +473,7 @@ class Worker:
         held = [*self._stepper.module.parameters(), *self._stepper.module.buffers()]
         return Ready(
             parameters=sum(value.numel() for value in trained),
-            # An optimizer has two figures, as a rule, for each weight that it trains.
+            # An optimizer has two numbers, as a rule, for each weight that it trains.
             state_bytes=sum(value.nbytes for value in held) + 2 * sum(value.nbytes for value in trained),
             sights=_sights(plan),
         )
@@ -479,7 +488,7 @@ class Worker:
         return self._stepper.holding()
 
     def _build(self, layers: Layers) -> None:
-        """Builds the model, or a stage of it, with its initial values."""
+        """Build the model, or a stage of it, with its initial values."""
         assert self._plan is not None
         assert self._task is not None
         job, task = self._plan.job, self._task
@@ -503,11 +512,11 @@ class Worker:
         self._stage = layers.stage
 
     def _measured(self) -> Ready:
-        """What each layer costs, which warms up, too, what a first step needs."""
+        """Measure the cost of each layer, which also warms up what a first step needs."""
         assert self._plan is not None
         assert self._task is not None
         assert self._rows is not None
-        # Loads torch's schedules, too, before the first world forms.
+        # Also loads torch's schedules before the first world forms.
         from raytrain_plus.training.measure import measured, room_of
         from raytrain_plus.training.staged import Staged  # noqa: F401
 
@@ -525,7 +534,7 @@ class Worker:
     def _rehearse(self) -> None:
         assert self._plan is not None
         if self._plan.job.parallel.pipeline > 1:
-            # It has measured the layers, which is a step in all but name, and has no state that it could lose.
+            # It has measured the layers, which amounts to a step, and has no state that it could lose.
             return
         assert self._stepper is not None
         self._control.patience(FIRST_STEP_S)
@@ -550,9 +559,9 @@ class Worker:
         if differing:
             rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise CheckpointError(
-                f"the checkpoint is of another task: {'; '.join(differing[:3])}{rest}",
+                f"the checkpoint belongs to another task: {'; '.join(differing[:3])}{rest}",
                 where=f"{run.where}/{FOLDER}/{manifest.name}.json",
-                remedy="give the task the layers, optimizer and args that the run began with; or start over: --fresh",
+                remedy="use the layers, optimizer and args that the run began with, or start over with --fresh",
             )
         try:
             tensors = tried(lambda: read_tensors(run, manifest, dict.fromkeys(stored)))
@@ -577,11 +586,11 @@ class Worker:
     def _unchanged_since(self, held: int) -> None:
         assert self._stepper is not None
         if self._stepper.held != held:
-            raise RunError("its state changed while it was given out")
+            raise RunError("the worker's state changed while it was being copied")
 
     def _part(self, controller: Any, share: ShareOf, report: Callable[[], None]) -> Part:
         def tell(written: Written) -> None:
-            # A checkpoint is one when its step is known to be committed.
+            # A checkpoint counts once its step is known to be committed.
             report()
             for _ in range(TELL_TRIES):
                 with contextlib.suppress(RayError):
@@ -598,7 +607,7 @@ class Worker:
         self._saver.begin(self._part(controller, assignment.share, reporter.soon))
 
         def copied(sent: Sent) -> None:
-            # A copy counts when its step is known to be committed.
+            # A copy counts once its step is known to be committed.
             reporter.soon()
             controller.copied.remote(sent)
 
@@ -633,7 +642,7 @@ class Worker:
                 assert self._stepper is not None
                 outcome = replace(outcome, state_sha256=_sha256(self._stepper))
         except (Interrupted, WaitExpired) as error:
-            # That a peer is gone is told by others, and better.
+            # The loss of a peer is reported by others, in more detail.
             known = control.interrupted() or (joined and isinstance(error, Interrupted))
             self._go_back_to_before()
             outcome = replace(self._outcome("interrupted"), fault="" if known else str(error))
@@ -660,10 +669,10 @@ class Worker:
             check_unchanged(seen)
 
     def _take_place(self, assignment: Assignment) -> None:
-        """Builds what this member is to hold, where it holds something else, or must begin anew."""
+        """Build what this member is to hold, if it holds something else or must start over."""
         if self._stage == assignment.layers.stage and assignment.lacks != "initial":
             return
-        # What it held is gone then.
+        # Building discards what it holds: others copy that first.
         while self._given[assignment.generation] < assignment.gives:
             self._control.check()
             time.sleep(LOOK_S)
@@ -671,22 +680,22 @@ class Worker:
             assert self._stepper is not None
             assert self._stage is not None
             self._before = self._stage, self._stepper
-        # It waits for nobody meanwhile, whoever is lost.
+        # Meanwhile it waits for nobody, whichever worker is lost.
         self._control.enter("preparing")
         self._build(assignment.layers)
         self._control.check()
         self._control.enter("joining")
 
     def _made(self, record: StepRecord | Evaluated, tell: Callable[[Any], None]) -> None:
-        """A step of the generation is made: all its members have the state that they are to have."""
+        """Report a record. A step of the generation proves that all its members have the state that they need."""
         if isinstance(record, StepRecord):
             self._before = None
         tell(record)
 
     def _go_back_to_before(self) -> None:
-        """Where the generation ends before that, this one may be the only one who has what it came with.
+        """Restore the previous state if the generation ends before its first step: no other worker may have it.
 
-        Of more stages than before it has less of the model now; else what it has taken in is as good.
+        With more stages than before it now has less of the model; otherwise the state that it took is as good.
         """
         before, self._before = self._before, None
         if before is None:
@@ -697,16 +706,18 @@ class Worker:
             self._stage, self._stepper = before
 
     def _join(self, assignment: Assignment, stack: ExitStack) -> tuple[World, float]:
-        """Forms its worlds, which `stack` leaves, and takes the state, where there is one to take; the world of its
-        ring, and how many seconds the forming took."""
+        """Form its worlds, which `stack` leaves, and take the state if there is one to take.
+
+        Return the world of its ring, and how many seconds the forming took.
+        """
         assert self._plan is not None
         assert self._stepper is not None
         start = time.monotonic()
         world = self._form(assignment.ring)
-        # The last to come is the first to go: others wait until this world is left, not for the rest.
+        # Registered last, left first: others wait until this world is left, not for the rest.
         stack.callback(self._leave, world)
         if assignment.cell is not None:
-            # torch's schedules take a while to load: here, where they are wanted.
+            # torch's schedules take a while to load: they are loaded here, when needed.
             from raytrain_plus.training.pipedream import PipeDream
             from raytrain_plus.training.staged import Staged
 
@@ -741,18 +752,18 @@ class Worker:
         self._control.enter("idle")
 
     def _wait_for(self, future: Future[T]) -> T:
-        """Waits, and looks whether it is to leave meanwhile: then it raises `Interrupted`."""
+        """Wait for `future`. Raises `Interrupted` if this worker must leave meanwhile."""
         while not future.done():
             self._control.check()
             wait([future], LOOK_S)
         return future.result()
 
     def _copied(self, assignment: Assignment) -> Snapshot:
-        """What `take` fetched. Raises `Interrupted` where it does not come."""
+        """Return what `take` fetched. Raises `Interrupted` if it does not arrive."""
         try:
             snapshots = self._wait_for(self._copies.setdefault(assignment.generation, Future()))
         finally:
-            # Nothing keeps the copy, and the object store's memory, when it is in place.
+            # Nothing keeps the copy, and the object store's memory, once it is in place.
             self._copies.clear()
         for snapshot in snapshots:
             if snapshot.step != assignment.first_step - 1:
@@ -760,7 +771,7 @@ class Worker:
         return restricted(snapshots, assignment.layers.others)
 
     def _fetch(self, generation: int, reference: Any) -> Snapshot:
-        """The donor's state, undamaged. Raises `Interrupted` where it does not come."""
+        """Return the donor's undamaged state. Raises `Interrupted` if it does not arrive."""
         while not ray.wait([reference], timeout=LOOK_S)[0]:
             if self._control.over(generation):
                 raise Interrupted("the group changes")
@@ -793,7 +804,7 @@ class Worker:
         )
 
     def _feed_of(self, assignment: Assignment, stack: ExitStack) -> Feed:
-        """Where a member's batches come from; only the first stage reads data."""
+        """Return the source of a member's batches; only the first stage reads data."""
         assert self._plan is not None
         if assignment.layers.stage.number:
             job = self._plan.job
@@ -801,7 +812,7 @@ class Worker:
         return stack.enter_context(self._open_feed(assignment.shards, assignment.first_step, stream=True))
 
     def _window_of(self, assignment: Assignment) -> Window | None:
-        """How many steps are committed together, where they overlap."""
+        """Return how many steps are committed together, if steps overlap."""
         assert self._plan is not None
         job = self._plan.job
         if not job.parallel.overlaps:
@@ -810,7 +821,7 @@ class Worker:
         return Window(every=job.parallel.commit_every, counted=lambda step: counts.get(step, 0.0).shards)
 
     def _evaluation_of(self, stage: Stage) -> Evaluation | None:
-        """Of the held-out rows, too."""
+        """Return the evaluation of that stage; later stages get only the row counts of the held-out data."""
         plan, found = self._plan, self._evaluation
         if found is None or not stage.number:
             return found
@@ -852,7 +863,7 @@ class Worker:
         return _shown(stepper.task, stepper.module)
 
     def _show_whole(self) -> str | None:
-        """What the task shows of a model that no worker holds: it is put together for it, out of the run's folder."""
+        """Return what the task shows of a model that no worker holds whole: it is loaded from the run's folder."""
         assert self._plan is not None
         assert self._task is not None
         run = open_folder(self._plan.folder)
@@ -860,21 +871,21 @@ class Worker:
             local = run.path_of(MODEL)
             weights = safetensors.torch.load(run.read(MODEL)) if local is None else safetensors.torch.load_file(local)
             module = build_model(self._task, self._plan.job.seed, torch.device("cpu")).module
-            # What a layer shares inside has one name here, and two there.
+            # A parameter that a layer shares internally has one name here, and two there.
             module.load_state_dict(weights, strict=False)
         except Exception as error:
-            return f"the whole model could not be put together for Task.show: {type(error).__name__}: {error}"
+            return f"the whole model could not be assembled for Task.show: {type(error).__name__}: {error}"
         return _shown(self._task, module)
 
 
 def _received(reference: Any) -> Snapshot:
-    """A state out of Ray's object store, undamaged. Raises `Interrupted` where it does not come."""
+    """Return an undamaged state from Ray's object store. Raises `Interrupted` if it does not arrive."""
     try:
         snapshot: Snapshot = ray.get(reference)
     except RayError as error:
-        raise Interrupted(f"the donor's state did not come: {type(error).__name__}") from None
+        raise Interrupted(f"the donor's state did not arrive: {type(error).__name__}") from None
     if digest(snapshot.step, snapshot.tensors, snapshot.values) != snapshot.digest:
-        raise Interrupted("the donor's state came damaged")
+        raise Interrupted("the donor's state arrived damaged")
     return snapshot
 
 
@@ -884,7 +895,7 @@ def _shown(task: Task, module: nn.Module) -> str | None:
         with torch.no_grad():
             return task.show(module)
     except Exception as error:
-        # The model is what counts.
+        # A failure here must not lose the model.
         return f"Task.show failed: {_users_error(error)}"
 
 
@@ -902,7 +913,7 @@ def _evaluation(plan: Plan, collate: Collate, transform: Transform | None) -> Ev
 
 
 def _state(stepper: Stepper) -> dict[str, torch.Tensor]:
-    """What its hash is of."""
+    """Return the tensors that the state's hash covers."""
     return {**saved_model(stepper.holding()), **optimizer_state(stepper.optimizer, stepper.named)}
 
 
@@ -911,7 +922,7 @@ def _sha256(stepper: Stepper) -> str:
 
 
 def open_stream(*arguments: Any, **settings: Any) -> Any:
-    """A Ray Data stream; Ray Data is loaded here, when the first one is wanted, because that takes a second."""
+    """Open a Ray Data stream; Ray Data is loaded here, when the first one is needed, because that takes a second."""
     from raytrain_plus.data.stream import Stream
 
     return Stream(*arguments, **settings, first=ray_data_on_the_head)
@@ -921,9 +932,9 @@ def _same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     """Make the data if this node lacks it, compare it with what the driver saw, and return it as this node sees it.
 
     Raises `DataChanged` if a file has changed since an earlier worker on this node first saw it, `DataError` if the
-    data is other than the driver's.
+    data differs from the driver's.
     """
-    # Not as the job names it: a path may be relative, to the driver's working directory.
+    # Not as the job names it: a path may be relative to the driver's working directory.
     path = expected.path
     prepare(plan.job.data.prepare, path, roots)
     first = plan.sights.get(path)
@@ -933,7 +944,7 @@ def _same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     if seen.fingerprint != expected.fingerprint:
         found = differences(seen.to_json(), expected.to_json())
         raise DataError(
-            f"this node ({os.uname().nodename}) sees other data than the driver: {'; '.join(found[:3])}",
+            f"this node ({os.uname().nodename}) sees different data than the driver: {'; '.join(found[:3])}",
             where=path,
             expected=f"the data with the fingerprint {expected.fingerprint[:12]}, not {seen.fingerprint[:12]}",
             remedy="put the same files there on every node, or name a shared folder",
@@ -948,7 +959,7 @@ def _sights(plan: Plan) -> dict[str, tuple[Sight, ...]]:
 def _users_error(error: BaseException) -> TrainingError:
     kind = type(error).__name__
     what = f"the task raised {kind}: {error}"
-    # What torch's allocator for the CPU raises has no type of its own.
+    # What torch's CPU allocator raises has no type of its own.
     no_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     if no_memory or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         what = f"out of memory ({kind}): {error}; use more microbatches, a smaller batch, or a larger machine"

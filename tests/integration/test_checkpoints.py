@@ -270,7 +270,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path)
     refused(r"they differ in data\.shards", "data.shards=6")
     refused(r"they differ in seed, clip_norm", "seed=3", "clip_norm=2.0")
     refused("50 steps are fewer than the run has already made \\(60\\)", "steps=50")
-    other = r"of another task: norm\.running_mean is float32 \[16\] in the checkpoint, float64 \[16\] in the task's"
+    other = r"to another task: norm\.running_mean is float32 \[16\] in the checkpoint, float64 \[16\] in the task's"
     refused(other, "steps=80", f"args={{folder: {tmp_path}, double: true}}", kind=CheckpointError)
     more = (tmp_path / "data" / "0.parquet").read_bytes()
     (tmp_path / "data" / "new.parquet").write_bytes(more)

@@ -1,4 +1,4 @@
-"""What the controller's thin code decides by itself."""
+"""Decisions that the controller makes outside the state machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_notice_for_a_node_that_hosts_nobody_is_logged_and_changes_nothing(cap
 
 
 def fitting(room: int, cuts: tuple[int, ...]) -> Controller:
-    """One that has heard of two workers on one machine, which share so many bytes."""
+    """Return a controller that knows two workers on one machine, which share `room` bytes."""
     controller = object.__new__(Controller)
     job = Job(
         name="x",
@@ -53,7 +53,7 @@ def fitting(room: int, cuts: tuple[int, ...]) -> Controller:
     controller._group = Group(limits=limits, workers={"a": Worker("up"), "b": Worker("up")})
     layers = (Layer("front", 1.0, 60), Layer("back", 1.0, 50))
     ready = Ready(parameters=1, state_bytes=1, layers=layers, room=room)
-    # One more was lost before anything began.
+    # Another worker was lost before anything began.
     controller._ready = {"a": ready, "b": ready, "lost": ready}
     controller._places = {name: Place(worker=name, pid=1, node="n", address="h") for name in controller._ready}
     return controller
@@ -76,7 +76,7 @@ CHANGED = DataChanged("the file changed while the run used it: it was removed", 
 
 
 def training() -> tuple[Controller, list[object]]:
-    """One whose group trains, and what its machine is fed."""
+    """Return a controller whose group trains, and the events that its state machine is fed."""
     controller = object.__new__(Controller)
     fed: list[object] = []
     controller._errors, controller._round, controller._export = {}, None, None
@@ -131,7 +131,7 @@ def test_what_a_nodes_first_worker_saw_of_the_data_is_told_to_those_that_come_af
 
 
 class Pooled(dict[str, None]):
-    """A pool of four workers that notes what it is asked."""
+    """A pool of four workers that records its calls."""
 
     def __init__(self, asked: list[tuple[object, ...]]) -> None:
         super().__init__(dict.fromkeys("abcd"))

@@ -1,4 +1,4 @@
-"""What stages wait for one another, and one step of theirs."""
+"""How long stages wait for one another, and the drawing of one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller's part of checkpoints: when one is wanted, what became of it, and what the run can go back to."""
+"""The controller's part in checkpoints: when one is due, what became of it, and what the run can resume from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVERY_S = 10.0
 
 
 class Kept:
-    """Checkpoints of a run in a folder, and what they told."""
+    """The checkpoints of a run in a folder, and what they reported."""
 
     def __init__(self, folder: Path) -> None:
         self.run = LocalFolder(folder)
@@ -62,7 +62,7 @@ class Kept:
         )
 
     def write(self, step: int, number: int, writers: int = 2, error: str = "") -> list[Written]:
-        """What each writer says of its share, which lies there then."""
+        """Write the shares, and return each writer's report."""
         written = shares(self.run, state(step), name_of(step, number), writers)
         return [
             Written(
@@ -149,7 +149,7 @@ def test_one_that_cannot_be_whole_is_told_of_and_its_late_shares_are_removed(kep
     assert not kept.it.busy
     kept.told.clear()
     kept.it.wrote(second, ["a"])
-    # It may have copied its share after it had heard that it was over.
+    # It may have copied its share after it heard that the checkpoint was given up.
     assert kept.told == [("settled", 7, 4)]
     deadline = time.monotonic() + 10
     while kept.files():

@@ -1,4 +1,4 @@
-"""Handing the model over: out of several holders, in pieces; whatever is lost or refused on the way is told."""
+"""Exporting the model from several holders, in pieces; losses and errors on the way are reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE = {name: value for state in HELD.values() for name, value in state.items()
 
 
 class Workers:
-    """They answer what is asked of them; what a test puts in the way comes first."""
+    """Workers that answer requests; a failure set by a test comes first."""
 
     def __init__(self, before: Callable[[str, str], None] = lambda worker, method: None) -> None:
         self.before = before
@@ -76,7 +76,7 @@ def test_a_holder_that_is_lost_leaves_no_file(tmp_path: Path, method: str, failu
 
 
 class Full(LocalFolder):
-    """Takes a piece or two, and then no more, so many times."""
+    """Accepts a piece or two, and then fails, so many times."""
 
     def __init__(self, path: Path, times: int) -> None:
         super().__init__(path)

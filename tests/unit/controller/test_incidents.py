@@ -1,4 +1,4 @@
-"""What a loss cost, from the moments at which things happened."""
+"""The cost of a loss, computed from the times of its events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells: who follows gets every event, in order, however far back it begins."""
+"""The journal: followers get every event, in order, however far back they begin."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_what_is_told_is_in_the_folder_in_the_end(run: Folder) -> None:
 
 
 class Ending(LocalFolder):
-    """Knows what is there when the result is written, and what has been made durable."""
+    """Records what exists when the result is written, and what was made durable."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -139,7 +139,7 @@ def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monk
 def test_a_resumption_is_durable_before_anything_is_entered_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed in between, the audit found every step after it entered twice."""
+    """After a kill in between, the audit found every later step entered twice."""
     durable: list[str] = []
     sync = EventLog.sync
 
@@ -202,12 +202,12 @@ def test_who_is_overtaken_while_it_closes_enters_nothing_and_closes_all_the_same
     before = run.read("lease.json")
     journal.close()
     assert not run.files("ledger")
-    # Of the other one by now.
+    # By now it belongs to the other controller.
     assert run.read("lease.json") == before
 
 
 class Standing(LocalFolder):
-    """Stands still while it is told to, and fails afterwards."""
+    """Blocks while it is told to, and fails afterwards."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -338,7 +338,7 @@ def test_a_folder_that_is_removed_is_told_without_a_place(run: Folder, monkeypat
 
 
 class Filling(LocalFolder):
-    """Takes nothing while it is full."""
+    """Accepts nothing while it is full."""
 
     full = False
 
@@ -364,7 +364,7 @@ def test_a_full_disk_at_the_end_is_waited_for_once_and_told_in_a_sentence(
     assert "the end of the run cannot be written: " in str(told.value)
     assert "No space left on device (" in str(told.value)
     assert f"no checkpoint is kept; when there is room: raytrain resume {tmp_path / 'run'}" in str(told.value)
-    # A second end does not wait again, and nothing is said twice.
+    # A second end does not wait again, and nothing is reported twice.
     monkeypatch.setattr(module, "LAST_PAUSES_S", (60.0,))
     with pytest.raises(RunError, match="cannot be written"):
         journal.finish("x", "failed", str(told.value), None, 0.0)

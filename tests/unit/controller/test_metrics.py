@@ -1,4 +1,4 @@
-"""What is handed to Ray's gauges, and that a run does not mind what becomes of it."""
+"""The values that Ray's gauges get; a failure of theirs does not affect the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS, TIME = "raytrain_steps", "raytrain_step_seconds"
 
 
 class FakeGauge:
-    """Ray's, without Ray."""
+    """Ray's gauge, without Ray."""
 
     told: list[tuple[str, float, dict[str, str]]]
     broken = False

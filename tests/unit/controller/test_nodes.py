@@ -1,4 +1,4 @@
-"""Who leaves and who is silent, as the thread that looks after the nodes tells of it."""
+"""The draining and unresponsive nodes that the thread reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytrain_plus.controller.nodes import KNOCK_S, Nodes
 
 
 class Looks(threading.Event):
-    """Is over after so many looks, and keeps nobody waiting between them."""
+    """Ends after so many polls, without waiting between them."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Looks(threading.Event):
 
 
 class Cluster:
-    """What a Ray says at each look, and what is told of it."""
+    """Ray's answers at each poll, and what is reported of them."""
 
     def __init__(
         self,
@@ -37,10 +37,11 @@ class Cluster:
         silent: Sequence[Sequence[str]] = (),
         known: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """`draining` and `silent`: of each look; an exception is raised. `known`: the nodes, as in `ray.nodes`."""
+        """`draining` and `silent`: the answer at each poll; an exception is raised. `known`: the nodes, as in
+        `ray.nodes`."""
         self.told: list[Any] = []
         self.asked: list[int] = []
-        """The looks at which it was asked who leaves."""
+        """The polls at which the draining nodes were requested."""
         self._answers = draining
         self._looks = Looks(len(draining))
         monkeypatch.setattr(nodes, "draining_nodes", self._draining)
@@ -60,7 +61,7 @@ class Cluster:
         return answer
 
     def watch(self) -> list[Any]:
-        """What the thread tells until it is over: who leaves, as a mapping, and who is lost, as a name."""
+        """Return the thread's reports until it ends: draining nodes as a mapping, a lost one as a name."""
         self._watched.start()
         self._watched._thread.join(10)
         assert not self._watched._thread.is_alive()
@@ -69,7 +70,7 @@ class Cluster:
 
 @pytest.fixture
 def listening() -> Iterator[int]:
-    """A port at which somebody takes connections."""
+    """Open a port that accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -96,7 +97,7 @@ def test_a_drain_that_changes_is_told_anew(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_ray_that_cannot_tell_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, [{"a": None}, None, {}, {}], silent=[[], [], [], ["b"]])
-    # Who is silent is looked for all the same.
+    # Unresponsive nodes are looked for all the same.
     assert cluster.watch() == [{"a": None}, "b"]
     assert cluster.asked == [0, 1]
 

@@ -1,4 +1,4 @@
-"""A checkpoint is made of shares that are there, after ledger and events; a storage that fails is tried again."""
+"""A checkpoint is made of existing shares, after ledger and events; a failing storage is retried."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_storage_that_stays_away_costs_the_checkpoint_and_not_the_one_before(
 
 
 def folders(folder: Path) -> list[str]:
-    """The checkpoints of which anything is on the disk."""
+    """Return the checkpoints of which anything is on the disk."""
     return sorted(path.name for path in (folder / FOLDER).iterdir() if path.is_dir())
 
 
@@ -159,7 +159,7 @@ def test_what_is_damaged_stays_for_who_may_mend_it(
     before = make()
     for step in (1, 2):
         publish(before, tmp_path, told, step)
-    # Of one its reader told, the other was found so.
+    # One was reported by its reader; the other was found damaged at the start.
     publisher = make(complete=before.complete[:1], damaged=[name_of(1, 0)])
     publisher.drop(before.complete[0])
     assert publisher.complete == ()

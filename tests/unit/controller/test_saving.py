@@ -1,4 +1,4 @@
-"""Which checkpoints are whole: only with every writer's share, of committed steps, each once."""
+"""A checkpoint is complete only with every writer's share, for committed steps, and once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_whose_writer_is_lost_is_given_up_once() -> None:
     saving = Saving()
     saving.begin(4, 0, NAMES)
     saving.written(written(4, 1), NAMES)
-    # What it had to write, it has.
+    # It has written its share.
     assert saving.lost(["a", "c"]) == []
     assert saving.lost(["a"]) == [Abandoned(4, 0, "c was lost before it had written its share")]
     assert saving.written(written(4, 0), ["a"]) == []
@@ -90,7 +90,7 @@ def test_one_that_a_writer_left_without_a_copy_is_given_up() -> None:
     saving = Saving()
     saving.begin(4, 0, NAMES)
     saving.written(written(4, 1), NAMES)
-    # What it copied before it left, it writes.
+    # It writes what it copied before it left.
     assert saving.left("a", 0, 4) == []
     assert saving.left("c", 1, -1) == [], "of another generation"
     assert saving.left("c", 0, 3) == [Abandoned(4, 0, "c left the group before it had copied its share")]

@@ -1,4 +1,5 @@
-"""The metadata services of AWS, GCP and Azure, on this machine: they refuse whom the real ones refuse."""
+"""Imitate the metadata services of AWS, GCP and Azure on this machine: they reject the requests that the real ones
+do."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from raytrain_plus.workers.spot import Cloud
 
 TOKEN = "AQAAAA-a-token=="
 NAME = "gpu-spot_3"
-"""Of the machine that asks, in Azure."""
+"""The name of the requesting machine, in Azure."""
 
 
 class Service(ThreadingHTTPServer):
-    """What one machine is told by its cloud."""
+    """A metadata service as one machine sees it."""
 
     daemon_threads = True
 
@@ -27,9 +28,9 @@ class Service(ThreadingHTTPServer):
         self.seen: list[str] = []
         """The requests, as method and path."""
         self.goes: float | None = None
-        """When the machine is to go; None: nobody has said so."""
+        """When the machine is to go; None without a notice."""
         self.nonsense: tuple[int, str] | None = None
-        """What is answered to everything instead."""
+        """A status and body that replace every answer."""
 
     @property
     def place(self) -> tuple[str, int]:
@@ -53,7 +54,7 @@ class Talk(BaseHTTPRequestHandler):
         raise NotImplementedError
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nobody reads it."""
+        """Log nothing."""
 
 
 class Aws(Talk):
@@ -94,7 +95,7 @@ class Azure(Talk):
 
 
 def event(names: list[str], begins: str, kind: str = "Preempt") -> dict[str, object]:
-    """One of Azure's."""
+    """Return one of Azure's events."""
     return {
         "EventId": "602d9444-d2cd-49c7-8624-8643e7171297",
         "EventType": kind,
@@ -109,13 +110,13 @@ def event(names: list[str], begins: str, kind: str = "Preempt") -> dict[str, obj
 
 
 def events(*told: dict[str, object]) -> str:
-    """Azure's answer with these."""
+    """Return Azure's answer with these events."""
     return json.dumps({"DocumentIncarnation": 2, "Events": list(told)})
 
 
 @contextmanager
 def speaking(cloud: Cloud) -> Iterator[Service]:
-    """A service that is there."""
+    """Run a service."""
     service = Service(cloud)
     thread = threading.Thread(target=service.serve_forever, args=(0.01,), daemon=True)
     thread.start()

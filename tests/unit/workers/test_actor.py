@@ -1,4 +1,4 @@
-"""A worker's actor, in a process of its own without Ray."""
+"""A worker's actor, in its own process without Ray."""
 
 from __future__ import annotations
 

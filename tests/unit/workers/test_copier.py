@@ -1,4 +1,4 @@
-"""A state that one worker alone holds is in another's memory, too, as it was at the copy."""
+"""A state that only one worker holds is also kept in another's memory, as it was when it was copied."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ray:
 
 
 class Actor:
-    """What stands for a worker's actor; `keep` is what it does with a copy."""
+    """Stands for a worker's actor; `keep` is what it does with a copy."""
 
     def __init__(self, keep: Callable[[int, Stage, Snapshot], None]) -> None:
         self.call = self
@@ -106,7 +106,7 @@ def test_a_copy_is_the_state_between_the_steps_where_it_was_made() -> None:
         assert found is not None
         assert alike(found, before)
         assert found.digest == before.digest
-    # Who takes it in changes it, and not what is kept.
+    # A worker that loads the copy changes its own state, not the copy.
     put(found, pair.held)
     change(pair.held, 1.0)
     for parameter in dict(pair.held.parameters).values():
@@ -177,7 +177,7 @@ def test_a_copy_that_was_sent_to_one_who_is_gone_is_sent_to_another() -> None:
         time.sleep(0.01)
     pair.owner.send_to(0, pair.buddy)
     assert pair.told.get(timeout=5).buddy == "b"
-    # It died after it had taken the copy, and before those of the others came where they belong.
+    # It died after it had received the copy, and before the copies of the others were in place.
     other = Copier("d", lambda: pair.held, 1)
     pair.owner.send_to(0, Buddy("d", Actor(other.keep)))
     assert pair.told.get(timeout=5).buddy == "d"
@@ -186,7 +186,7 @@ def test_a_copy_that_was_sent_to_one_who_is_gone_is_sent_to_another() -> None:
     pair.owner.send_to(-1, None)
     pair.settled(0, 4)
     assert pair.owner.ready(), "the word of another generation changes nothing"
-    # What is made next takes no memory in which the present one is.
+    # The next copy uses no memory of the current one.
     change(pair.held, 1.0)
     for step in (5, 6):
         pair.copy(step)
@@ -217,7 +217,7 @@ def test_who_has_no_buddy_yet_copies_when_there_is_one() -> None:
     assert not pair.owner.ready()
     pair.owner.send_to(0, pair.buddy)
     assert pair.owner.ready()
-    # One that is named before the generation has begun here.
+    # A buddy named before the generation has begun here.
     pair.owner.end()
     pair.owner.send_to(1, pair.buddy)
     assert not pair.owner.ready()
@@ -273,6 +273,6 @@ def test_alone_it_keeps_copies_for_itself() -> None:
 
 def test_a_damaged_copy_is_refused() -> None:
     pair = Pair()
-    with pytest.raises(RunError, match="a copy of step 3 came damaged"):
+    with pytest.raises(RunError, match="a copy of step 3 arrived damaged"):
         pair.keeper.keep(0, STAGE, replace(take(3, pair.held), digest="0"))
     assert pair.keeper.find(3, STAGE) is None

@@ -25,13 +25,13 @@ ASKED = {
         "GET /metadata/instance/compute/name?api-version=2021-02-01&format=text",
     ],
 }
-"""At each look: the neighbour that goes, in Azure, has it ask for its name."""
+"""At each look: in Azure, an event of the neighbour makes the watcher ask for the machine's name."""
 
 CLOUDS: list[Cloud] = ["AWS", "GCP", "Azure"]
 
 
 class Machine:
-    """One that listens; between two looks, the next of `happens` is done."""
+    """A machine that listens; between two looks, the next of `happens` is called."""
 
     def __init__(self, cloud: Cloud, service: Service, *happens: Callable[[], object]) -> None:
         self.cloud, self.place = cloud, service.place
@@ -39,7 +39,7 @@ class Machine:
         self.looks: list[float] = []
         self.told: list[tuple[str, float]] = []
         self.takes: list[Any] = [True]
-        """What is answered, or raised, by who is told."""
+        """What `drain` returns, or raises."""
 
     def listen(self) -> None:
         listen(self.cloud, self.place, self.drain, self.wait)
@@ -62,7 +62,7 @@ def goes_at(service: Service, when: float) -> Callable[[], None]:
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_a_notice_is_handed_on_once(monkeypatch: pytest.MonkeyPatch, cloud: Cloud) -> None:
-    # Nobody is there.
+    # No proxy is there.
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     goes = float(round(time.time()) + 120)
@@ -72,7 +72,7 @@ def test_a_notice_is_handed_on_once(monkeypatch: pytest.MonkeyPatch, cloud: Clou
         assert service.seen == ASKED[cloud] * 3
     assert machine.looks == [LOOK_S] * 2
     [(why, deadline)] = machine.told
-    assert why == f"{cloud} takes it back"
+    assert why == f"{cloud} preempts it"
     if cloud == "GCP":
         assert 24 < deadline - time.time() <= 25
     else:
@@ -92,8 +92,8 @@ def test_a_service_that_says_nonsense_or_nothing_is_asked_on(caplog: pytest.LogC
         machine.listen()
     assert len(machine.told) == 1
     [silent, taken] = [record.message for record in caplog.records]
-    assert silent.startswith(f"{cloud} would not be heard if it took this machine back: ")
-    assert taken.startswith(f"{cloud} takes this machine back in ")
+    assert silent.startswith(f"a preemption notice from {cloud} would be missed: ")
+    assert taken.startswith(f"{cloud} preempts this node in ")
 
 
 def test_a_service_that_is_not_there_is_asked_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,7 +119,7 @@ def test_a_few_failures_are_not_worth_a_word(caplog: pytest.LogCaptureFixture) -
         well = [lambda: setattr(service, "nonsense", None), lambda: setattr(service, "nonsense", (503, ""))]
         machine = Machine("GCP", service, *happens, *well, *happens, well[0], goes_at(service, 1))
         machine.listen()
-    assert [record.message.partition(" in ")[0] for record in caplog.records] == ["GCP takes this machine back"]
+    assert [record.message.partition(" in ")[0] for record in caplog.records] == ["GCP preempts this node"]
 
 
 def test_ray_is_told_until_it_has_understood(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +129,7 @@ def test_ray_is_told_until_it_has_understood(caplog: pytest.LogCaptureFixture) -
         machine = Machine("GCP", service, *away, lambda: None)
         machine.takes = [False, ConnectionError("no head"), False, True]
         machine.listen()
-    # Each look of GCP's own would put it off.
+    # Each look at GCP would postpone the time.
     assert len(machine.told) == 4
     assert len({goes for _, goes in machine.told}) == 1
     assert "Ray cannot be told; trying again" in caplog.text

@@ -1,4 +1,4 @@
-"""Ray's long messages, in a few words."""
+"""The cause of a worker's death in a few words, and workers without Ray's GCS."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from raytrain_plus.workers.pool import Pool, cause_of_death
         ),
         (RayActorError(error_msg="The actor died because its node has died. Node Id: ab"), "its node is gone"),
         (ActorUnavailableError("The actor is temporarily unavailable", b"\0" * 16), "its node is gone"),
-        (ActorPlacementGroupRemoved(), "its place was taken away"),
+        (ActorPlacementGroupRemoved(), "its placement group was removed"),
         (RayActorError(error_msg="Something new\nits cause: rust"), "its cause: rust"),
         (RayActorError(error_msg="Something new"), "Something new"),
     ],
@@ -39,7 +39,7 @@ def test_a_death_has_a_cause(error: Exception, cause: str) -> None:
 
 
 def test_a_ray_without_its_gcs_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray waits for a minute then, for each worker: a run had ended, and nobody was told."""
+    """Without its GCS, Ray waits a minute for each worker: a run had ended, and nobody was told."""
     asked, answers = [], threading.Event()
 
     def wait(group: Any) -> None:

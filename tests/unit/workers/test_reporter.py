@@ -1,4 +1,4 @@
-"""Reports reach the controller once or more, in order, whatever the network does."""
+"""Reports reach the controller at least once, in order, whatever the network does."""
 
 from __future__ import annotations
 

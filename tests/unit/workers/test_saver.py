@@ -1,4 +1,5 @@
-"""A worker's share is copied at once and written meanwhile; a storage that fails is told of, and holds up no step."""
+"""A worker's share is copied at once and written in the background; a failing storage is reported and delays no
+step."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def test_it_is_busy_until_the_checkpoint_is_whole_or_given_up(tmp_path: Path, mo
         assert made.busy(), "that was another one"
     made.settled(3, 2)
     assert not made.busy()
-    # Where nobody ever says so, training is not left without checkpoints.
+    # If nobody ever reports the end, training is not left without checkpoints.
     monkeypatch.setattr(module, "STILL_S", 0.05)
     made.copy(7, {})
     assert told.get(timeout=10).error == ""
@@ -120,7 +121,7 @@ def test_a_storage_that_takes_nothing_more_is_told_of_while_it_is_waited_for(
     while told.empty():
         assert made.busy()
         assert time.monotonic() < until
-    assert told.get().error == f"{tmp_path} has taken nothing of it for 0.05 s"
+    assert told.get().error == f"{tmp_path} has accepted no data of it for 0.05 s"
     assert made.busy()
     run.go.set()
     assert told.get(timeout=10).error == ""

@@ -1,4 +1,4 @@
-"""What each cloud is asked, and what its answers mean."""
+"""The requests to each cloud, and the meaning of its answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LATER = "Mon, 18 Sep 2017 08:23:00 GMT"
 
 
 def looked(cloud: Cloud, *answers: Answer) -> tuple[list[Request], float | None]:
-    """What is asked, until the answers are used up, and what it comes to."""
+    """Return the requests, until the answers are used up, and the result."""
     asking = look(cloud, NOW)
     asked = [next(asking)]
     for answer in answers[:-1]:
@@ -65,7 +65,7 @@ def test_what_azure_is_asked() -> None:
         ([event([NAME.upper()], FIRST)], 1505722920),
         ([event([NAME], FIRST, "Terminate")], 1505722920),
         ([event([NAME], LATER), event(["another"], ""), event([NAME], FIRST)], 1505722920),
-        # What has begun has no time.
+        # An event that has begun has no time.
         ([event([NAME], "")], NOW),
     ],
 )
@@ -81,21 +81,21 @@ def test_what_azures_machines_come_back_from_is_no_notice(kind: str) -> None:
 @pytest.mark.parametrize(
     ("cloud", "answers", "why"),
     [
-        ("AWS", [Answer(403, "")], "it answers with 403"),
-        ("AWS", [TOKEN, Answer(401, "")], "it answers with 401"),
+        ("AWS", [Answer(403, "")], "unexpected status 403"),
+        ("AWS", [TOKEN, Answer(401, "")], "unexpected status 401"),
         ("AWS", [TOKEN, Answer(200, "<html>")], "Expecting value"),
-        ("AWS", [TOKEN, Answer(200, "[]")], r"its action is '\[\]'"),
-        ("AWS", [TOKEN, Answer(200, '{"action": "noop", "time": "2017-09-18T08:22:00Z"}')], "its action is"),
-        ("AWS", [TOKEN, Answer(200, '{"action": "stop", "time": "2017-09-18T08:22:00"}')], "its action is"),
+        ("AWS", [TOKEN, Answer(200, "[]")], r"unexpected action '\[\]'"),
+        ("AWS", [TOKEN, Answer(200, '{"action": "noop", "time": "2017-09-18T08:22:00Z"}')], "unexpected action"),
+        ("AWS", [TOKEN, Answer(200, '{"action": "stop", "time": "2017-09-18T08:22:00"}')], "unexpected action"),
         ("AWS", [TOKEN, Answer(200, '{"action": "stop", "time": "soonZ"}')], "soon"),
-        ("GCP", [Answer(404, "")], "it answers with 404"),
-        ("GCP", [Answer(200, "true")], "preempted is 'true'"),
-        ("Azure", [Answer(400, "{}")], "it answers with 400"),
-        ("Azure", [Answer(200, "{}")], "its events are '{}'"),
-        ("Azure", [Answer(200, '{"Events": [3]}')], "its events are"),
+        ("GCP", [Answer(404, "")], "unexpected status 404"),
+        ("GCP", [Answer(200, "true")], "unexpected value of preempted: 'true'"),
+        ("Azure", [Answer(400, "{}")], "unexpected status 400"),
+        ("Azure", [Answer(200, "{}")], "unexpected events '{}'"),
+        ("Azure", [Answer(200, '{"Events": [3]}')], "unexpected events"),
         ("Azure", [Answer(200, events(event(["a"], "tomorrow")))], "tomorrow"),
-        ("Azure", [Answer(200, events(event(["a"], "Mon, 18 Sep 2017 08:22:00")))], "has no zone"),
-        ("Azure", [Answer(200, events(event([NAME], FIRST))), Answer(500, "")], "it answers with 500"),
+        ("Azure", [Answer(200, events(event(["a"], "Mon, 18 Sep 2017 08:22:00")))], "has no time zone"),
+        ("Azure", [Answer(200, events(event([NAME], FIRST))), Answer(500, "")], "unexpected status 500"),
     ],
 )
 def test_nonsense_is_no_notice(cloud: Cloud, answers: list[Answer], why: str) -> None:

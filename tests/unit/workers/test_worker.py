@@ -1,4 +1,4 @@
-"""What a worker makes of a copy of the state that does not come as it was sent."""
+"""A worker's handling of damaged states, preempted steps, outdated calls and changed data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_whole_copy_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("changes", [{"step": 5}, {"values": b"others"}, {"tensors": {}}])
 def test_a_damaged_copy_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
-    with pytest.raises(Interrupted, match="came damaged"):
+    with pytest.raises(Interrupted, match="arrived damaged"):
         fetched(monkeypatch, replace(WHOLE, **changes))
 
 
@@ -75,7 +75,7 @@ def test_a_cloud_is_listened_to_when_all_else_is_there(monkeypatch: pytest.Monke
 
 
 class Waits(Small):
-    """Its loss waits, in the midst of a step that has changed buffers already."""
+    """Its loss waits in the middle of a step that has already changed buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,13 +164,13 @@ def test_what_is_for_a_generation_that_is_over_is_refused_and_said(caplog: pytes
     assert not worker._copies
     refused = [record.message for record in caplog.records]
     assert len(refused) == 5
-    assert refused[0] == "worker-0 refused: a wish to pause for generation 2; it is in 3"
+    assert refused[0] == "worker-0 refused a pause request for generation 2; it is in generation 3"
     worker.pause(3)
     assert (control.pausing(), len(caplog.records)) == (True, 5)
 
 
 class Finishes(Worker):
-    """Comes to the end of the run at once; a file is overwritten after the last read, if one is named."""
+    """Reaches the end of the run at once; a file is overwritten after the last read, if one is named."""
 
     overwritten: Path | None = None
 
@@ -214,7 +214,7 @@ def test_all_files_are_looked_at_once_more_before_a_run_is_finished(tmp_path: Pa
     if name is None:
         assert (outcome.why, outcome.error) == ("finished", None)
         return
-    # Final: it is not tried again, as if a worker had been lost.
+    # Final: it is not retried, as if a worker had been lost.
     assert (outcome.why, outcome.final, outcome.state_sha256) == ("failed", True, None)
     assert isinstance(outcome.error, DataChanged)
     assert str(outcome.error).startswith(f"{worker.overwritten} on ")
@@ -235,7 +235,7 @@ def test_a_worker_compares_the_data_with_what_an_earlier_one_of_its_node_saw(tmp
     os.utime(tmp_path / "a.parquet", (2, 2))
     with pytest.raises(DataChanged, match=r"its modification time changed: 1970-01-01 00:00:01\.000000 UTC -> 1970"):
         module._same_data(later, [], driver)  # type: ignore[arg-type]
-    # It is first of all a change, whatever else is wrong with it.
+    # It is reported as a change, whatever else is wrong with it.
     (tmp_path / "a.parquet").write_bytes(b"no Parquet")
     with pytest.raises(DataChanged, match="its size changed"):
         module._same_data(later, [], driver)  # type: ignore[arg-type]

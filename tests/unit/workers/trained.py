@@ -1,4 +1,4 @@
-"""What a worker holds after a step, small. Not a test itself."""
+"""Build a small worker state after one step. Not a test itself."""
 
 from __future__ import annotations
 
