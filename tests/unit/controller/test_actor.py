@@ -29,7 +29,7 @@ def test_a_message_of_another_generation_is_refused_and_logged(caplog: pytest.Lo
     assert caplog.messages == ["refused: a report from worker-1 in generation 2; the current one is 3"]
 
 
-def test_a_notice_for_a_node_that_hosts_nobody_is_logged_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_notice_for_a_node_without_workers_is_logged_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     controller = object.__new__(Controller)
     controller._group = SimpleNamespace(workers={})  # type: ignore[assignment]
     controller._places, controller._draining = {}, {}
@@ -59,7 +59,7 @@ def fitting(room: int, cuts: tuple[int, ...]) -> Controller:
     return controller
 
 
-def test_cuts_that_do_not_fit_are_left_out_and_where_it_is_the_wished_one_that_is_said() -> None:
+def test_partitions_that_do_not_fit_are_dropped_and_the_requested_one_raises() -> None:
     controller = fitting(400, (2, 1))
     controller._look_what_fits()
     assert controller._group.limits.cuts == (2, 1)
@@ -109,7 +109,7 @@ def test_data_that_changed_when_a_newcomer_used_it_stops_the_run_and_fails_it(he
         assert (controller._closing.result, controller._closing.error) == (("failed", str(CHANGED)), CHANGED)
 
 
-def test_what_a_nodes_first_worker_saw_of_the_data_is_told_to_those_that_come_after_it() -> None:
+def test_later_workers_of_a_node_get_what_its_first_worker_saw_of_the_data() -> None:
     controller, _ = training()
     controller._sights, controller._ready, controller._draining = {}, {}, {}
     controller._places = {}

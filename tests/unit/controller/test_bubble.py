@@ -37,10 +37,10 @@ def test_the_share_of_the_time_in_which_stages_wait() -> None:
         bubble.report("a", record(step, 0.3, (step, step + 0.4)), 0.0)
         bubble.report("b", record(step, 0.1, (step - 9.9, step - 9.7)), 10.0)
     bubble.report("a", record(3, 0.3, (3.0, 9.0)), 0.0)
-    assert bubble.share == pytest.approx(0.5), "what only one of a cell has told does not count"
+    assert bubble.share == pytest.approx(0.5), "a report from one member of a replica does not count"
 
 
-def test_a_step_is_drawn_when_all_members_have_told_it() -> None:
+def test_a_step_is_drawn_when_all_members_have_reported_it() -> None:
     bubble = Bubble()
     bubble.formed(form_view(0, ["a", "b"], Shape(1, 2), 4))
     # The clock of b is ten seconds late.
@@ -52,7 +52,7 @@ def test_a_step_is_drawn_when_all_members_have_told_it() -> None:
     }
 
 
-def test_what_only_a_part_of_a_view_has_told_is_not_drawn() -> None:
+def test_a_step_reported_by_part_of_a_view_is_not_drawn() -> None:
     bubble = Bubble()
     bubble.formed(form_view(0, ["a", "b"], Shape(1, 2), 4))
     assert bubble.report("a", record(3, at=100.0), 0.0) is None

@@ -96,7 +96,7 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
     kept.it.close()
 
 
-def test_one_is_made_of_all_shares_and_counts_when_it_is_complete(kept: Kept) -> None:
+def test_a_checkpoint_is_made_of_all_shares_and_counts_when_complete(kept: Kept) -> None:
     kept.it.formed(4, MEMBERS)
     first, second = kept.write(7, 4)
     kept.it.wrote(second, ["a", "b"])
@@ -121,13 +121,13 @@ def test_one_is_made_of_all_shares_and_counts_when_it_is_complete(kept: Kept) ->
     assert found.manifest.metrics == {"loss": 0.5}, "no JSON reader takes NaN"
 
 
-def test_one_is_wanted_once_a_generation_when_there_was_none_for_long(kept: Kept) -> None:
+def test_a_checkpoint_is_due_once_a_generation_after_a_long_time(kept: Kept) -> None:
     now = time.monotonic()
     late = now + EVERY_S + 1
     assert not kept.it.wanted(0, now)
     assert kept.it.wanted(0, late)
     assert not kept.it.wanted(0, late), "it was said"
-    assert kept.it.wanted(1, late), "whom it was said to is gone"
+    assert kept.it.wanted(1, late), "its recipient is gone"
     kept.it.formed(4, MEMBERS)
     first, second = kept.write(7, 4)
     kept.it.wrote(first, ["a", "b"])
@@ -140,7 +140,7 @@ def test_one_is_wanted_once_a_generation_when_there_was_none_for_long(kept: Kept
     assert kept.it.wanted(2, time.monotonic() + EVERY_S + 1)
 
 
-def test_one_that_cannot_be_whole_is_told_of_and_its_late_shares_are_removed(kept: Kept) -> None:
+def test_an_incomplete_checkpoint_is_reported_and_its_late_shares_are_removed(kept: Kept) -> None:
     kept.it.formed(4, MEMBERS)
     first, second = kept.write(7, 4)
     kept.it.wrote(first, ["a", "b"])
@@ -158,7 +158,7 @@ def test_one_that_cannot_be_whole_is_told_of_and_its_late_shares_are_removed(kep
     assert kept.it.durable == -1
 
 
-def test_one_that_its_storage_does_not_take_is_told_of(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_the_storage_refuses_is_reported(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain_plus.storage.retry.PAUSES_S", (0.001,))
     kept.it.formed(4, MEMBERS)
     written = kept.write(7, 4)
@@ -172,7 +172,7 @@ def test_one_that_its_storage_does_not_take_is_told_of(kept: Kept, monkeypatch: 
     assert "is not shared by their machines" in why
 
 
-def test_what_is_above_the_step_that_a_run_goes_on_from_counts_no_more(kept: Kept) -> None:
+def test_checkpoints_above_the_step_of_a_resumption_no_longer_count(kept: Kept) -> None:
     kept.it.formed(4, MEMBERS)
     for step in (3, 7):
         for told in kept.write(step, 4):
@@ -186,7 +186,7 @@ def test_what_is_above_the_step_that_a_run_goes_on_from_counts_no_more(kept: Kep
     assert kept.told == [(8, "the run has resumed from an earlier step"), ("settled", 8, 4)]
 
 
-def test_one_that_is_void_by_the_time_it_is_made_is_none(kept: Kept) -> None:
+def test_a_checkpoint_that_is_void_when_published_does_not_count(kept: Kept) -> None:
     kept.it.formed(4, MEMBERS)
     for told in kept.write(7, 4):
         kept.it.wrote(told, ["a", "b"])
@@ -199,7 +199,7 @@ def test_one_that_is_void_by_the_time_it_is_made_is_none(kept: Kept) -> None:
     assert "resumed from an earlier" in why
 
 
-def test_those_who_have_left_their_world_write_the_last_one(kept: Kept) -> None:
+def test_workers_that_have_left_their_world_write_the_last_checkpoint(kept: Kept) -> None:
     kept.it.formed(4, MEMBERS)
     kept.it.begin(8, 6, ["b"])
     [told] = kept.write(8, 6, writers=1)
@@ -215,7 +215,7 @@ def test_those_who_have_left_their_world_write_the_last_one(kept: Kept) -> None:
     assert kept.it.newest is None
 
 
-def test_a_share_of_a_generation_that_is_unknown_is_refused(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_share_of_an_unknown_generation_is_refused(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
     kept.it.formed(4, MEMBERS)
     kept.it.wrote(kept.write(7, 3)[0], ["a", "b"])
     assert (kept.it.busy, kept.told) == (False, [])

@@ -91,9 +91,7 @@ class Full(LocalFolder):
         super().write(name, data)
 
 
-def test_what_the_storage_refuses_is_tried_again_from_the_first_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_write_is_retried_from_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "LAST_PAUSES_S", (0.0,))
     assert exported(Full(tmp_path, 1), Workers()) == state_sha256(WHOLE)
     refused = exported(Full(tmp_path, 9), Workers())
@@ -101,7 +99,7 @@ def test_what_the_storage_refuses_is_tried_again_from_the_first_byte(
     assert str(refused) == f"the model cannot be written to {tmp_path}: no space left (tried 2 times)"
 
 
-def test_a_run_that_is_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_of_another_controller_is_left_alone(tmp_path: Path) -> None:
     def ours() -> None:
         raise RunError("another controller has taken this run over")
 
@@ -109,7 +107,7 @@ def test_a_run_that_is_somebody_elses_is_left_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_our_own_mistake_is_told_with_its_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_reported_with_its_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def before(worker: str, asked: str) -> None:
         raise KeyError("param/x")
 
@@ -119,7 +117,7 @@ def test_our_own_mistake_is_told_with_its_words(tmp_path: Path, caplog: pytest.L
     assert caplog.records[0].exc_info
 
 
-def test_what_is_no_longer_wanted_ends_and_the_next_one_begins(tmp_path: Path) -> None:
+def test_a_cancelled_export_ends_and_the_next_one_begins(tmp_path: Path) -> None:
     first, go = threading.Event(), threading.Event()
 
     def before(worker: str, asked: str) -> None:

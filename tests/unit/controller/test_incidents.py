@@ -9,7 +9,7 @@ from raytrain_plus.controller.incidents import Incidents
 A, B, C = ({"worker": name} for name in "abc")
 
 
-def test_a_loss_is_told_phase_by_phase() -> None:
+def test_a_loss_is_reported_phase_by_phase() -> None:
     incidents = Incidents()
     incidents.joined(0.5, {"a": A, "b": B}, form_s=0.1)
     assert incidents.committed(1.0) is None
@@ -45,7 +45,7 @@ def test_a_loss_during_a_recovery_belongs_to_it() -> None:
     assert recovery.kept == [A]
 
 
-def test_commits_of_before_the_loss_that_are_heard_of_later_do_not_end_it() -> None:
+def test_late_reports_of_commits_before_the_loss_do_not_end_it() -> None:
     incidents = Incidents()
     incidents.joined(0.0, {"a": A, "b": B}, form_s=0.1)
     incidents.committed(1.0)
@@ -86,7 +86,7 @@ def test_a_loss_after_the_last_step_ends_with_the_run() -> None:
     assert incidents.ended(1.7) is None
 
 
-def test_a_loss_in_the_last_evaluation_which_others_made_again() -> None:
+def test_a_loss_in_the_last_evaluation_which_others_repeated() -> None:
     incidents = Incidents()
     incidents.joined(0.0, {"a": A, "b": B}, form_s=0.1)
     incidents.committed(1.0)

@@ -45,7 +45,7 @@ def journal(run: Folder) -> Iterator[Journal]:
     made.close()
 
 
-def test_who_follows_from_far_back_gets_what_memory_has_forgotten(
+def test_a_follower_from_far_back_gets_events_dropped_from_memory(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "KEPT", 5)
@@ -63,7 +63,7 @@ def test_who_follows_from_far_back_gets_what_memory_has_forgotten(
     assert journal.follow(41, 0.01) == []
 
 
-def test_a_workers_clock_is_known_to_the_length_of_the_call(journal: Journal) -> None:
+def test_a_workers_clock_is_known_to_the_duration_of_the_call(journal: Journal) -> None:
     journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.clocked("a", clock_s=1000.15, asked=1000.1, answered=1000.3)
     assert journal._offsets["a"] == 0.0
@@ -75,7 +75,7 @@ def step(number: int) -> StepRecord:
     return StepRecord(step=number, rows=8, loss=1.0, seconds=0.1, waited_s=0.0, time=float(number), notes=NOTES)
 
 
-def test_what_is_told_is_in_the_folder_in_the_end(run: Folder) -> None:
+def test_all_events_are_in_the_folder_in_the_end(run: Folder) -> None:
     journal = journal_of(run)
     journal.waits("a worker")
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
@@ -167,7 +167,7 @@ def test_a_resumption_is_durable_before_anything_is_entered_after_it(
     journal.close()
 
 
-def test_who_is_overtaken_enters_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overtaken_controller_enters_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PERIOD_S", 0.01)
     run = LocalFolder(tmp_path / "run")
     journal = journal_of(run)
@@ -192,7 +192,7 @@ def test_who_is_overtaken_enters_nothing_more(tmp_path: Path, monkeypatch: pytes
     assert not run.files("ledger")
 
 
-def test_who_is_overtaken_while_it_closes_enters_nothing_and_closes_all_the_same(tmp_path: Path) -> None:
+def test_a_controller_overtaken_while_closing_enters_nothing_and_closes(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path / "run")
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
@@ -222,7 +222,7 @@ class Standing(LocalFolder):
         super().write(name, data)
 
 
-def test_no_storage_holds_the_loop_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_storage_delays_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LAST_PAUSES_S", (0.01,))
     monkeypatch.setattr(Lease, "due", True)
     run = Standing(tmp_path / "run")
@@ -256,7 +256,7 @@ def renew_for(journal: Journal, seconds: float) -> None:
         time.sleep(0.01)
 
 
-def test_who_is_overtaken_writes_no_more(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overtaken_controller_writes_nothing_more(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
     journal.settle()
@@ -274,7 +274,7 @@ def test_who_is_overtaken_writes_no_more(run: Folder, monkeypatch: pytest.Monkey
     assert set(run.files()) == {*before, "lease.json", "claims/00000002.json"}
 
 
-def test_steps_that_are_made_again_out_of_copies_are_told_once(run: Folder) -> None:
+def test_steps_recomputed_from_copies_are_reported_once(run: Folder) -> None:
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
     for name in ("a", "b"):
@@ -299,9 +299,7 @@ def test_steps_that_are_made_again_out_of_copies_are_told_once(run: Folder) -> N
     assert len(table) == 4 * 4
 
 
-def test_a_folder_that_is_moved_away_is_told_with_its_new_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_moved_folder_is_reported_with_its_new_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = LocalFolder(tmp_path / "run")
     held = Claimed(run)
     journal = journal_of(held)
@@ -322,7 +320,7 @@ def test_a_folder_that_is_moved_away_is_told_with_its_new_place(
     assert not (tmp_path / "its new place" / RESULT).exists()
 
 
-def test_a_folder_that_is_removed_is_told_without_a_place(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_folder_is_reported_without_a_place(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Claimed(run)
     journal = journal_of(held)
     fence = Fence(held, 0)
@@ -348,7 +346,7 @@ class Filling(LocalFolder):
         super().write(name, data)
 
 
-def test_a_full_disk_at_the_end_is_waited_for_once_and_told_in_a_sentence(
+def test_a_full_disk_at_the_end_is_waited_for_once_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "LAST_PAUSES_S", (0.01, 0.01))

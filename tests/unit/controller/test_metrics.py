@@ -40,7 +40,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return FakeGauge.told
 
 
-def test_all_is_shown_each_time_for_ray_forgets_it(told: list[Any]) -> None:
+def test_all_gauges_are_set_each_time_because_ray_forgets_them(told: list[Any]) -> None:
     metrics = Metrics("digits")
     metrics.show({(STEPS, ()): 1.0, (TIME, ("worker-0", "1")): 2.0})
     worker = {"run": "digits", "worker": "worker-0", "stage": "1"}
@@ -50,7 +50,7 @@ def test_all_is_shown_each_time_for_ray_forgets_it(told: list[Any]) -> None:
     assert told == [(STEPS, 3.0, {"run": "digits"}), (TIME, 2.0, worker)]
 
 
-def test_it_is_due_once_in_a_while(told: list[Any]) -> None:
+def test_an_update_is_due_periodically(told: list[Any]) -> None:
     now = 100.0
     metrics = Metrics("digits", clock=lambda: now)
     assert metrics.due
@@ -60,7 +60,7 @@ def test_it_is_due_once_in_a_while(told: list[Any]) -> None:
     assert metrics.due
 
 
-def test_where_ray_takes_none_that_is_said_once_and_all_goes_on(
+def test_a_refusal_of_ray_is_logged_once_and_the_run_continues(
     told: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(FakeGauge, "broken", True)

@@ -84,18 +84,18 @@ def closed_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_a_drain_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, [{}, {"a": 30.0}, {"a": 30.0}, {"a": 30.0}])
     assert cluster.watch() == [{"a": 30.0}]
     assert cluster.asked == [0, 1, 2, 3]
 
 
-def test_a_drain_that_changes_is_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_that_changes_is_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Any] = [{"a": None}, {"a": 30.0}, {"a": 30.0, "b": None}, {"b": None}, {}, {}]
     assert Cluster(monkeypatch, looks).watch() == looks[:5]
 
 
-def test_a_ray_that_cannot_tell_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_cannot_report_drains_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, [{"a": None}, None, {}, {}], silent=[[], [], [], ["b"]])
     # Unresponsive nodes are looked for all the same.
     assert cluster.watch() == [{"a": None}, "b"]
@@ -113,7 +113,7 @@ def test_a_silent_node_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPa
     assert cluster.watch() == ["b", "dead", "unknown"]
 
 
-def test_a_node_is_knocked_at_twice_and_not_for_ever(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+def test_a_node_is_probed_twice_and_not_for_ever(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
     limits: list[float] = []
     connect = socket.create_connection
 
@@ -129,7 +129,7 @@ def test_a_node_is_knocked_at_twice_and_not_for_ever(monkeypatch: pytest.MonkeyP
     assert limits == [KNOCK_S] * 4
 
 
-def test_a_head_that_is_out_of_reach_for_a_moment_ends_nothing(
+def test_a_briefly_unreachable_head_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks = [{"a": None}, ConnectionError("no head"), {"a": None}, RuntimeError("still none"), {"a": 5.0}]
@@ -138,7 +138,7 @@ def test_a_head_that_is_out_of_reach_for_a_moment_ends_nothing(
     assert [record.getMessage() for record in caplog.records] == ["cannot check the nodes; trying again"] * 2
 
 
-def test_it_looks_no_more_when_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_ends_when_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "POLL_S", 0.005)
     looked = threading.Event()
 

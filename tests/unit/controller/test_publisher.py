@@ -80,9 +80,7 @@ def test_ledger_and_events_come_first(tmp_path: Path, make: Make, told: queue.Si
     assert seen == [[], [1], [1], [2, 1]]
 
 
-def test_a_storage_that_comes_back_is_tried_again(
-    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
-) -> None:
+def test_a_storage_that_comes_back_is_retried(tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]) -> None:
     failures = iter([True, True, False])
 
     def settle() -> None:
@@ -93,7 +91,7 @@ def test_a_storage_that_comes_back_is_tried_again(
     assert steps(tmp_path) == [1]
 
 
-def test_a_storage_that_stays_away_costs_the_checkpoint_and_not_the_one_before(
+def test_a_failing_storage_costs_the_checkpoint_and_not_the_previous_one(
     tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
 ) -> None:
     failing = False
@@ -117,7 +115,7 @@ def folders(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / FOLDER).iterdir() if path.is_dir())
 
 
-def test_the_shares_of_one_that_failed_are_not_left_on_a_full_disk(
+def test_the_shares_of_a_failed_checkpoint_are_not_left_on_a_full_disk(
     tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
 ) -> None:
     full = False
@@ -133,7 +131,7 @@ def test_the_shares_of_one_that_failed_are_not_left_on_a_full_disk(
     assert folders(tmp_path) == [name_of(1, 0)]
 
 
-def test_the_shares_of_one_that_was_given_up_are_removed_and_no_others(
+def test_only_the_shares_of_an_abandoned_checkpoint_are_removed(
     tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
 ) -> None:
     go = threading.Event()
@@ -153,9 +151,7 @@ def test_the_shares_of_one_that_was_given_up_are_removed_and_no_others(
     assert steps(tmp_path) == [2, 1]
 
 
-def test_what_is_damaged_stays_for_who_may_mend_it(
-    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
-) -> None:
+def test_a_damaged_checkpoint_stays_for_repair(tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]) -> None:
     before = make()
     for step in (1, 2):
         publish(before, tmp_path, told, step)
@@ -169,7 +165,9 @@ def test_what_is_damaged_stays_for_who_may_mend_it(
     assert [one.step for one in publisher.complete] == [5, 4]
 
 
-def test_who_is_overtaken_removes_nothing(tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]) -> None:
+def test_an_overtaken_controller_removes_nothing(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
     def overtaken() -> None:
         raise RunError("another controller has taken this run over")
 
@@ -181,7 +179,7 @@ def test_who_is_overtaken_removes_nothing(tmp_path: Path, make: Make, told: queu
     assert folders(tmp_path) == [name_of(1, 0)]
 
 
-def test_a_manifest_that_cannot_be_created_is_told_and_the_one_before_stays(
+def test_a_manifest_that_cannot_be_created_is_reported_and_the_previous_stays(
     tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
 ) -> None:
     class Full(Disk):
@@ -220,7 +218,7 @@ def test_a_manifest_whose_creation_failed_only_in_its_answer_is_left_alone(
     assert steps(tmp_path) == [1]
 
 
-def test_shares_that_were_written_elsewhere_are_no_checkpoint(
+def test_shares_written_elsewhere_make_no_checkpoint(
     tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
 ) -> None:
     publisher = make()
@@ -230,14 +228,16 @@ def test_shares_that_were_written_elsewhere_are_no_checkpoint(
     assert steps(tmp_path) == []
 
 
-def test_two_of_one_name_are_not_both_made(tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]) -> None:
+def test_two_checkpoints_of_one_name_are_not_both_made(
+    tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
+) -> None:
     first, second = make(), make()
     publish(first, tmp_path, told, 1)
     second.publish(replace(first.complete[0], time=2.5))
     assert "another controller has written this checkpoint" in told.get(timeout=10).error
 
 
-def test_what_a_resumption_has_made_void_is_not_made(
+def test_a_checkpoint_made_void_by_a_resumption_is_not_published(
     tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
 ) -> None:
     publisher = make()
@@ -260,7 +260,7 @@ class Standing(LocalFolder):
         return super().create(name, data)
 
 
-def test_who_goes_on_does_not_wait_for_a_storage_that_stands_still(
+def test_a_resumption_does_not_wait_for_a_stalled_storage(
     tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
 ) -> None:
     run = Standing(tmp_path)
@@ -276,7 +276,7 @@ def test_who_goes_on_does_not_wait_for_a_storage_that_stands_still(
     assert publish(publisher, tmp_path, told, 1).error == ""
 
 
-def test_what_a_resumption_made_void_is_forgotten(
+def test_checkpoints_made_void_by_a_resumption_are_dropped(
     tmp_path: Path, make: Make, told: queue.SimpleQueue[Published]
 ) -> None:
     publisher = make()

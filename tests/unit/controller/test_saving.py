@@ -40,7 +40,7 @@ def test_a_checkpoint_is_whole_with_all_shares_of_a_committed_step() -> None:
     assert not saving
 
 
-def test_one_whose_writer_is_lost_is_given_up_once() -> None:
+def test_a_checkpoint_whose_writer_is_lost_is_given_up_once() -> None:
     saving = Saving()
     saving.begin(4, 0, NAMES)
     saving.written(written(4, 1), NAMES)
@@ -59,7 +59,7 @@ def test_a_writer_lost_before_anybody_had_written_is_noticed() -> None:
     assert saving.written(written(4, 0), ["a", "b"]) == [Abandoned(4, 0, "c was lost before it had written its share")]
 
 
-def test_a_share_that_cannot_be_written_gives_it_up() -> None:
+def test_a_share_that_cannot_be_written_gives_the_checkpoint_up() -> None:
     saving = Saving()
     saving.begin(4, 0, NAMES)
     [given_up] = saving.written(written(4, 1, error="OSError: No space left on device"), NAMES)
@@ -77,7 +77,7 @@ def test_checkpoints_of_several_steps_do_not_mix() -> None:
     assert saving.give_up_all("the run ends") == [Abandoned(4, 0, "the run ends")]
 
 
-def test_what_a_resumption_makes_void_is_given_up() -> None:
+def test_checkpoints_made_void_by_a_resumption_are_given_up() -> None:
     saving = Saving()
     for step, generation in ((4, 0), (8, 0), (8, 2)):
         saving.begin(step, generation, NAMES[:1])
@@ -86,7 +86,7 @@ def test_what_a_resumption_makes_void_is_given_up() -> None:
     assert [(shares[0].step, shares[0].generation) for shares in saving.whole(9)] == [(4, 0), (8, 2)]
 
 
-def test_one_that_a_writer_left_without_a_copy_is_given_up() -> None:
+def test_a_checkpoint_is_given_up_when_a_writer_left_without_a_copy() -> None:
     saving = Saving()
     saving.begin(4, 0, NAMES)
     saving.written(written(4, 1), NAMES)
@@ -97,7 +97,7 @@ def test_one_that_a_writer_left_without_a_copy_is_given_up() -> None:
     assert not saving
 
 
-def test_one_that_is_told_of_after_a_writer_left_without_a_copy_is_given_up() -> None:
+def test_a_checkpoint_begun_after_a_writer_left_without_a_copy_is_given_up() -> None:
     saving = Saving()
     saving.left("c", 0, 3)
     saving.begin(4, 0, NAMES)

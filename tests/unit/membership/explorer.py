@@ -1,9 +1,9 @@
-"""Drives the group's machine through every order of events in a small world, and checks what must always hold.
+"""Drive the group's state machine through every order of events in a small world, and check its invariants.
 
-The world is made of processes that come up, join, step, die and answer; messages are delivered in any order between
-workers (in order from one), may be lost where the real ones may, and may come twice. What can have no effect any more -
-said in an earlier generation, by nobody, or by who has left - is in no world's mail: instead the machine is asked in
-every world whether it has none.
+The world is made of processes that start, join, step, die and answer. Messages are delivered in any order between
+workers (in order from one), may be lost if the real ones may, and may come twice. Messages without any effect - from an
+earlier generation, from an unknown worker, or from one that has left - are in no world's mail: instead every world
+checks that the machine ignores them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raytrain_plus.membership.mesh import Stage
 
 
 class Violation(AssertionError):
-    """Something that must never be has been reached."""
+    """A state or transition that must never occur was reached."""
 
 
 class Proc(NamedTuple):
@@ -35,21 +35,21 @@ class Proc(NamedTuple):
     """The generation it is inside of."""
     holds: int | None = None
     stage: Stage | None = None
-    """Whose state that is; None for the initial state of any."""
+    """The stage of the state that it holds; None for the initial state of any stage."""
     summed: bool = False
     """It has all sums of the step after that."""
     line: int = 0
-    """Which history its state is of: steps that are made again begin another one."""
+    """The history of its state: recomputed steps begin another one."""
     before: tuple[int, Stage] | None = None
-    """What it held when it began to take another stage; as long as that generation has made no step."""
+    """What it held when it began to take another stage, until that generation has made a step."""
     copying: bool = False
     interrupted: bool = False
     copies: tuple[tuple[int, Stage, int], ...] = ()
-    """(step, stage, history) that it keeps beside that."""
+    """(step, stage, history) of the copies that it also keeps."""
 
 
 class World(NamedTuple):
-    """All that there is, and what may still happen."""
+    """The whole world, and what may still happen."""
 
     group: Group
     procs: tuple[tuple[str, Proc], ...] = ()
@@ -57,17 +57,17 @@ class World(NamedTuple):
     mail: tuple[e.Event, ...] = ()
     """In flight, oldest first."""
     members: tuple[tuple[str, int | None], ...] = ()
-    """The present generation's members and the steps they have applied, the dead ones' last."""
+    """The current generation's members and the steps they have applied; for dead ones their last."""
     summed: tuple[str, ...] = ()
-    """Of the members, also of the dead, those that have all sums of the step after the one that they applied last."""
+    """The members, including dead ones, that have all sums of the step after the last one that they applied."""
     donors: tuple[str, ...] = ()
-    """Who gives the state, by stage, to the members that lack it; no member itself where it is to leave."""
+    """The workers that provide the state, by stage, to members that lack it; one that is to leave is not a member."""
     begun: int = -1
-    """The step whose state the present generation began with."""
+    """The step whose state the current generation began with."""
     paused: int = -1
     """The generation that was asked to pause."""
     announced: int = -1
-    """The highest step that was told to be committed."""
+    """The highest step that was announced as committed."""
     capacity: int = 0
     deaths: int = 0
     arrivals: int = 0
@@ -81,28 +81,30 @@ class World(NamedTuple):
     damages: int = 0
     copies: int = 0
     wishes: tuple[tuple[int, int, int], ...] = ()
-    """Numbers of workers - the fewest, the most, spares - that will be wished for, in this order."""
+    """Numbers of workers - minimum, maximum, spares - that will be requested, in this order."""
     noticed: tuple[str, ...] = ()
-    """Workers whose machines will go, as the group has been told."""
+    """Workers whose nodes will leave, as the group was told."""
     stopped: bool = False
-    """The group was told to stop, before it handed the model over."""
+    """The group was told to stop before it exported the model."""
     line: int = 0
     newest: int = -1
-    """The highest step that anybody has applied in the present history."""
+    """The highest step that anybody has applied in the current history."""
     alike: bool = False
-    """Workers of whom the same is known and true count as one and the same. Who of the equally advanced gives its state
-    is open then; what the machine chooses is among it."""
+    """Treat workers of which the same is known and true as one and the same.
+
+    Then it is open which of several equally advanced workers provides its state; the machine's choice is among them.
+    """
 
 
 def explore(world: World, most: int = 2_000_000, look: Callable[[World], object] | None = None) -> dict[str, int]:
-    """Visits every world that can be reached; how many, and what was taken. Raises `Violation`.
+    """Visit every reachable world; return their number and the transitions taken. Raises `Violation`.
 
-    `look` is shown each of them, if it is given.
+    `look` is called with each world, if it is given.
     """
     seen = {mark(world): 0}
     ends: list[int] = []
     sources, targets = array("I"), array("I")
-    # The newest is next: so few wait for their turn at any time.
+    # The newest world is next: so few wait at any time.
     todo = [(0, world)]
     taken: dict[str, int] = {}
     while todo:
@@ -135,7 +137,7 @@ def explore(world: World, most: int = 2_000_000, look: Callable[[World], object]
 
 
 def _leading_to(ends: Sequence[int], sources: Any, targets: Any, count: int) -> Any:
-    """Of each world whether one of the ends can be reached from it."""
+    """For each world, whether one of the ends can be reached from it."""
     going = np.zeros(count, bool)
     going[ends] = True
     while True:
@@ -146,9 +148,9 @@ def _leading_to(ends: Sequence[int], sources: Any, targets: Any, count: int) -> 
 
 
 def wander(world: World, draw: Random, most: int = 20_000) -> int:
-    """Takes one way by chance, to its end, through a world that is too large to be visited whole; its length.
+    """Take one random path to its end, through a world too large to be visited whole; return its length.
 
-    Raises `Violation`, also where the way does not end.
+    Raises `Violation`, also if the path does not end.
     """
     for length in range(most):
         if world.group.phase is Phase.END:
@@ -204,16 +206,16 @@ def first_world(
 
 
 def mark(world: World) -> bytes:
-    """What tells worlds apart, short enough to be kept of millions."""
+    """Return the world's key, short enough to keep millions of them."""
     return blake2b(marshal.dumps(_key(world), 2), digest_size=16).digest()
 
 
 def _key(world: World) -> Any:
-    """What tells worlds apart: names by place, generations by distance, nothing that has no consequence any more."""
+    """Return what distinguishes worlds: names by place, generations by distance, nothing without further effect."""
     group = world.group
     generation, phase = group.generation, group.phase
     procs = dict(world.procs)
-    # What the members of a world do goes by how far they are, until they are to leave it.
+    # What the members of a world do depends on how far they are, until they are to leave it.
     going = any(proc.inside >= 0 and not proc.interrupted for proc in procs.values())
     members = dict(world.members) if going else {}
     givers = world.donors if going and any(proc.copying for proc in procs.values()) else ()
@@ -291,7 +293,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         taken[what] = taken.get(what, 0) + 1
 
     procs = dict(world.procs)
-    # A worker's messages arrive in order; those of different workers in any.
+    # A worker's messages arrive in order; those of different workers in any order.
     heads: set[str | None] = set()
     for place, message in enumerate(world.mail):
         sender = getattr(message, "worker", None)
@@ -301,7 +303,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         rest = world.mail[:place] + world.mail[place + 1 :]
         took(type(message).__name__)
         if isinstance(message, e.Saved) and message.step > world.announced:
-            # The run has gone on from an earlier one meanwhile.
+            # The run has resumed from an earlier step meanwhile.
             yield world._replace(mail=rest)
             continue
         yield from _deliver(world._replace(mail=rest), message)
@@ -310,7 +312,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
                 if message in after.mail:
                     took("doubled")
                     yield after
-        # Found while it reads, and not when it is said once more that it has read.
+        # Found while it reads, and not when it reports again that it has read.
         if (
             world.damages
             and isinstance(message, e.Warm)
@@ -336,7 +338,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         came = (*world.procs, (name, Proc(holds=-1, line=world.line)))
         up = world._replace(procs=came, starting=tuple(others), mail=(*world.mail, e.Warm(name, -1)))
         if not room:
-            # A machine that arrives and hosts nobody changes nothing: it arrives when somebody comes up there.
+            # A node that arrives and hosts nobody changes nothing: it arrives when a worker starts there.
             took("arrival")
             up = up._replace(arrivals=world.arrivals - 1, capacity=world.capacity + 1)
         yield from _deliver(up, e.Up(name))
@@ -349,7 +351,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             yield world._replace(procs=gone, mail=(*world.mail, e.Lost(name)), deaths=world.deaths - 1)
         if world.drains and name in world.group.workers and name not in world.noticed:
             took("drain")
-            # No other will come up in its place.
+            # No other will start in its place.
             noticed = (*world.noticed, name)
             left = world._replace(drains=world.drains - 1, noticed=noticed, capacity=world.capacity - 1)
             yield from _deliver(left, e.Notice(name))
@@ -389,7 +391,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         if step == world.group.limits.steps - 1:
             yield _leave(world, name, _left(world, name, step, "finished"))
             continue
-        # Who left by a fault is at no boundary with the others.
+        # A worker that left because of a fault is at no boundary with the others.
         level = all(
             other == step and procs[member].inside == generation for member, other in applied.items() if member in procs
         )
@@ -432,7 +434,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
 
 
 def _copied(world: World) -> Iterator[World]:
-    """Each member's state after a step that all have applied is now in a neighbour's memory, too, or a spare's."""
+    """Each member's state after a step that all have applied is now also in the memory of a neighbour or a spare."""
     group, procs = world.group, dict(world.procs)
     names, steps = [name for name, _ in world.members], [step for _, step in world.members]
     if group.shape.cells > 1 or group.phase not in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE, Phase.LEAVE):
@@ -469,7 +471,7 @@ def _apply(world: World, name: str, proc: Proc, step: int) -> Iterator[World]:
     steps = [s for _, s in members if s is not None]
     proven = max(min(steps), max(steps) - 1)
     if proven > world.announced and len(steps) == len(members):
-        # What proves it was reported before anything else that these workers will say.
+        # The proof was reported before anything else that these workers will send.
         yield from _deliver(after._replace(announced=proven), e.Committed(world.group.generation, proven))
     else:
         yield after
@@ -480,14 +482,14 @@ def _with(world: World, name: str, proc: Proc) -> World:
 
 
 def _left(world: World, name: str, holds: int | None, why: e.Why) -> e.Left:
-    """What a member says when it comes out: what it holds, and of which stage."""
+    """Return a member's message when it comes out: the step and stage that it holds."""
     proc = dict(world.procs)[name]
     ready = holds + 1 if proc.summed and holds is not None else None
     return e.Left(name, world.group.generation, holds, why, stage=proc.stage, ready=ready)
 
 
 def _interrupted(world: World, name: str) -> World:
-    """A member leaves a broken world, with what it came with where it has less than that now."""
+    """A member leaves a broken world, with its previous state if it has less than that now."""
     proc = dict(world.procs)[name]
     holds = None if proc.copying else proc.holds
     if proc.before is not None:
@@ -523,14 +525,14 @@ def _deliver(world: World, event: e.Event) -> Iterator[World]:
 
 
 def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]) -> None:
-    """Raises `Violation` where `event` led to something that must not be."""
+    """Raise `Violation` if `event` led to something that must not occur."""
     before = world.group
     if group.phase not in machine.TABLE[before.phase, type(event)].leads:
         raise Violation(f"{type(event).__name__} led from {before.phase.name} to {group.phase.name}")
     if group.committed < before.committed:
         if group.committed < group.durable:
             raise Violation(f"back to {group.committed}, though there is a checkpoint of {group.durable}")
-        # Whoever does not say in time that it left is dismissed, whatever it holds.
+        # A worker that does not report in time that it left is dismissed, whatever it holds.
         known = [one for one in world.procs if (worker := group.workers.get(one[0])) and worker.state != "restoring"]
         if not isinstance(event, e.Late) and _held(known) >= before.committed:
             raise Violation(f"committed steps were forgotten, though {_held(known)} is held")
@@ -561,7 +563,7 @@ def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]
 
 
 def _refuses(group: Group) -> None:
-    """Raises `Violation` where a message has an effect that is of an earlier generation, of nobody, or said before."""
+    """Raise `Violation` if an outdated message, an unknown worker's, or a repeated one has an effect."""
     old, nobody = group.generation - 1, f"worker-{group.named}"
     said: list[e.Event] = [e.Committed(old, 99), e.Late(old), e.Stuck(old), e.Up(nobody), e.Warm(nobody, 0)]
     said += [e.Lost(nobody), e.Notice(nobody), e.Unreadable(nobody, -1), e.Bare(nobody)]
@@ -574,7 +576,7 @@ def _refuses(group: Group) -> None:
 
 
 def _counts(group: Group, message: e.Event) -> bool:
-    """Whether a message may have an effect, now or later; of the others `_refuses` sees to it that they have none."""
+    """Whether a message may have an effect, now or later; `_refuses` checks that the others have none."""
     worker = getattr(message, "worker", None)
     if worker is not None and worker not in group.workers:
         return False
@@ -586,7 +588,7 @@ def _counts(group: Group, message: e.Event) -> bool:
 
 
 def _equals(group: Group, commands: list[e.Command]) -> Iterator[tuple[Group, e.Command]]:
-    """What else could be done where the machine has chosen one of several workers that are equally advanced."""
+    """Yield the alternatives if the machine has chosen one of several equally advanced workers."""
     last = commands[-1] if commands else None
     if not isinstance(last, e.HandOver) and not (
         isinstance(last, e.Join) and set(last.lacks.values()) & {"newer", "stage"}
@@ -635,7 +637,7 @@ def _obey(world: World, commands: list[e.Command]) -> World:
             if command.step != world.group.durable:
                 raise Violation(f"{command.worker} reads step {command.step}, not {world.group.durable}")
             if command.worker in procs:
-                # A checkpoint is there only of steps that are never made again.
+                # A checkpoint exists only for steps that are never recomputed.
                 read = procs[command.worker]._replace(
                     holds=command.step, stage=command.stage, summed=False, line=world.line
                 )
@@ -657,7 +659,7 @@ def _obey(world: World, commands: list[e.Command]) -> World:
 
 
 def _steps(proc: Proc, stage: Stage) -> set[int]:
-    """The steps of which it has that stage, held or copied."""
+    """Return the steps of which it has that stage, held or copied."""
     held = {proc.holds} if proc.holds is not None and proc.stage in (None, stage) else set()
     return held | {step for step, copied, _ in proc.copies if copied == stage}
 
@@ -667,7 +669,7 @@ def _stages(of: int) -> list[Stage]:
 
 
 def _held(procs: Sequence[tuple[str, Proc]]) -> int:
-    """The newest step of which every stage is held, or can be applied, by who is in no world."""
+    """Return the newest step of which workers in no world hold every stage, or can apply it."""
     out = [proc for _, proc in procs if proc.inside < 0 and proc.holds is not None]
     newest = max((_number(proc.holds) for proc in out), default=-3)
     found: dict[tuple[int, int], set[int]] = {}
@@ -679,7 +681,7 @@ def _held(procs: Sequence[tuple[str, Proc]]) -> int:
 
 
 def _had(procs: Sequence[tuple[str, Proc]], line: int) -> int:
-    """The newest step of which copies of every stage are kept by who is in no world."""
+    """Return the newest step of which workers in no world keep copies of every stage."""
     found: dict[tuple[int, int], set[int]] = {}
     for step, stage, history in (copy for _, proc in procs if proc.inside < 0 for copy in proc.copies):
         if history == line:
@@ -703,7 +705,7 @@ def _finish(world: World, command: e.Finish) -> World:
             continue
         if not proc.summed or _number(proc.holds) + 1 != command.step:
             raise Violation(f"{name} holds {proc.holds}, and is to apply {command.step}")
-        # It may have died since, but it has said so before.
+        # It may have died since, but it has reported that before.
         if not any(worker.state == "idle" and worker.holds == command.step for worker in world.group.workers.values()):
             raise Violation(f"{name} is to apply {command.step}, which nobody else has")
         world = _with(world, name, proc._replace(holds=command.step, summed=False))
@@ -781,7 +783,7 @@ def _join(world: World, command: e.Join) -> World:
         world = _with(world, name, proc)
     step = command.first_step - 1
     members = tuple((name, None if command.lacks.get(name) in ("newer", "stage") else step) for name in names)
-    # What its members go on from is told to be committed: one that lives holds it.
+    # The step that its members continue from is announced as committed: a living worker holds it.
     announced = max(world.announced, step)
     procs = dict(world.procs)
     world = world._replace(procs=tuple((name, proc._replace(summed=False)) for name, proc in procs.items()))

@@ -1,4 +1,4 @@
-"""A copy lies where its owner's end does not reach it."""
+"""A copy is placed so that the end of its owner does not reach it."""
 
 import doctest
 
@@ -16,7 +16,7 @@ def test_copies_are_spread() -> None:
     assert sorted(buddies("abcd", "st", {**nodes, "s": "y", "t": "z"}).values()) == ["s", "s", "t", "t"]
 
 
-def test_who_keeps_copies_goes_on_with_it_while_he_can() -> None:
+def test_a_keeper_stays_while_it_can() -> None:
     nodes = {"a": "x", "b": "x", "s": "x", "t": "y"}
     assert buddies("ab", "st", nodes, {"a": "s", "b": "t"}) == {"a": "s", "b": "t"}
     assert buddies("ab", "s", nodes, {"a": "s", "b": "t"}) == {"a": "s", "b": "a"}

@@ -35,7 +35,7 @@ def test_once_and_in_order(members: int, steps: int, order: object, first: int) 
     assert told == list(range(first, first + steps))
 
 
-def test_after_a_loss_what_a_living_member_holds_is_committed_and_the_rest_forgotten() -> None:
+def test_after_a_loss_steps_of_a_living_member_are_committed_and_later_ones_dropped() -> None:
     commits: Commits[Record] = Commits(["a", "b"], first_step=0)
     commits.report("a", [Record(0), Record(1), Record(2)])
     assert commits.next_step == 2
@@ -51,10 +51,10 @@ def test_after_a_loss_what_a_living_member_holds_is_committed_and_the_rest_forgo
     assert commits.regroup(["b"], held=3) == [Record(3)]
 
 
-def test_what_is_made_again_is_committed_once() -> None:
+def test_recomputed_steps_are_committed_once() -> None:
     commits: Commits[Record] = Commits(["a"], first_step=0)
     assert [record.step for record in commits.report("a", [Record(0), Record(1), Record(2)])] == [0, 1, 2]
-    # There was nothing but a copy of step 0.
+    # Only a copy of step 0 existed.
     assert commits.regroup(["b"], held=0) == []
     assert commits.report("b", [Record(1), Record(2)]) == []
     assert commits.report("b", [Record(3)]) == [Record(3)]

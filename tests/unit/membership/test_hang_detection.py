@@ -1,4 +1,4 @@
-"""Who has hung, and who has not."""
+"""Which workers hang, and which do not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WAITS = pulse("collective", 100.0)
         (pulse("preparing", 601.0, limit_s=600.0), "while it prepared"),
     ],
 )
-def test_the_one_that_does_not_wait_has_hung(culprit: Pulse, word: str) -> None:
+def test_the_worker_that_does_not_wait_has_hung(culprit: Pulse, word: str) -> None:
     verdict = judge({"a": WAITS, "b": culprit, "c": WAITS}, ["a", "b", "c"], [["a", "b", "c"]], HANG_S, NOW)
     assert list(verdict.hung) == ["b"]
     assert word in verdict.hung["b"]
@@ -78,11 +78,11 @@ def test_all_inside_a_collective_are_stuck() -> None:
     assert not judge({"a": WAITS}, [], [[]], HANG_S, NOW).stuck
 
 
-def test_one_that_does_not_come_out_of_its_world_at_a_boundary_is_stuck() -> None:
+def test_a_worker_that_does_not_leave_its_world_at_a_boundary_is_stuck() -> None:
     assert judge({"a": pulse("leaving", 31.0), "b": pulse("idle", 31.0)}, ["a"], [["a", "b"]], HANG_S, NOW).stuck
 
 
-def test_all_who_hold_the_state_have_hung_only_after_more_time() -> None:
+def test_all_holders_of_the_state_hang_only_after_more_time() -> None:
     long = {name: pulse("computing", HANG_S + 1) for name in "ab"}
     assert judge(long, ["a", "b"], [["a", "b"]], HANG_S, NOW).hung == {}
     assert list(judge(long, ["a", "b"], [["a", "b", "c"]], HANG_S, NOW).hung) == ["a", "b"]
@@ -92,7 +92,7 @@ def test_all_who_hold_the_state_have_hung_only_after_more_time() -> None:
     assert judge(silent, ["a", "b"], [["a", "b"]], HANG_S, NOW).hung == {}
 
 
-def test_a_silence_of_all_who_hold_the_state_may_be_our_own() -> None:
+def test_missing_answers_of_all_holders_may_be_our_own_fault() -> None:
     quiet = {name: pulse("computing", 1.0, silent_s=4.0) for name in "ab"}
     assert silent(quiet, [["a", "b", "c"]], 3.0, NOW) == ["a", "b"]
     assert silent(quiet, [[]], 3.0, NOW) == ["a", "b"]
@@ -102,12 +102,12 @@ def test_a_silence_of_all_who_hold_the_state_may_be_our_own() -> None:
     assert silent(longer, [["a", "b"]], 3.0, NOW) == ["a", "b"]
 
 
-def test_what_was_long_when_last_heard_of_counts_not_what_may_have_ended_since() -> None:
+def test_only_the_duration_at_the_last_answer_counts() -> None:
     heard = Pulse(doing="computing", since=NOW - 45, limit_s=HANG_S, heard=NOW - 20)
     assert judge({"a": heard}, ["a"], [["a", "b"]], HANG_S, NOW).hung == {}
 
 
-def test_who_is_told_to_leave_and_computes_has_time_and_who_waits_has_not() -> None:
+def test_an_interrupted_worker_has_time_if_it_computes_and_none_if_it_waits() -> None:
     told = NOW - 2 * LEAVE_S
     inside = Pulse(doing="collective", heard=NOW, told=told)
     assert overdue({"a": inside}, NOW, [["a", "b"]]) == ["a"]
@@ -118,7 +118,7 @@ def test_who_is_told_to_leave_and_computes_has_time_and_who_waits_has_not() -> N
     assert overdue({"a": silent}, NOW, [["a", "b"]]) == ["a"]
 
 
-def test_who_computed_until_a_moment_ago_has_had_that_moment_only() -> None:
+def test_a_worker_that_just_stopped_computing_gets_the_full_time_to_leave() -> None:
     leaves = Pulse(doing="leaving", since=NOW - 0.05, heard=NOW, told=NOW - 3)
     assert overdue({"a": leaves}, NOW, [["a", "b"]]) == []
     assert overdue({"a": replace(leaves, since=NOW - 2 * LEAVE_S)}, NOW, [["a", "b"]]) == ["a"]
@@ -130,7 +130,7 @@ def test_a_formation_may_take_longer_to_leave() -> None:
     assert overdue({"a": replace(joining, told=NOW - LEAVE_JOINING_S - 0.1)}, NOW, [["a", "b"]]) == ["a"]
 
 
-def test_all_who_hold_the_state_are_not_given_up_at_once() -> None:
+def test_all_holders_of_the_state_are_not_given_up_at_once() -> None:
     late = {name: Pulse(doing="collective", heard=NOW, told=NOW - 1) for name in "ab"}
     assert overdue(late, NOW, [["a", "b", "c"]]) == ["a", "b"]
     assert overdue(late, NOW, [["a", "b"]]) == []
@@ -158,7 +158,7 @@ def test_questions_and_answers() -> None:
     assert pulses.all == {}
 
 
-def test_nobody_is_blamed_for_a_pause_of_our_own() -> None:
+def test_no_worker_is_blamed_for_a_pause_of_the_controller() -> None:
     pulses = Pulses()
     pulses.add("a", 0.0)
     pulses.heard("a", "computing", 0.0, 30.0, 0.0)

@@ -28,7 +28,7 @@ LIMITS = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=4, max_failures=
 
 
 def group_in(phase: Phase) -> Group:
-    """Two workers after step 1, as they are in `phase`; `a` is the one that events are about."""
+    """Return two workers after step 1, as they are in `phase`; events concern `a`."""
     inside = Worker("in", holds=1, stage=WHOLE, joined=phase in (T, P))
     workers = {
         G: {"a": Worker("up"), "b": Worker("coming")},
@@ -76,8 +76,11 @@ def event_of(kind: type[Any], generation: int, **changes: Any) -> e.Event:
 
 
 Seen = tuple[Phase, list[str], dict[str, Any]]
-"""The phase after an event, the commands, and what else is not as before: a field of the group by its name, one of a
-worker as "a.leaving"; a worker by its name, with its state where it is new and None where it is gone."""
+"""The phase after an event, the commands, and all other changes.
+
+A field of the group is given by its name, one of a worker as "a.leaving"; a worker by its name, with its state if it is
+new and None if it is gone.
+"""
 
 
 def seen(before: Group, event: e.Event) -> Seen:
@@ -149,7 +152,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     **{(phase, e.Bare): (phase, [], {"a.copies": frozenset()}) for phase in (J, T, P, L, C)},
     **{(phase, e.Copied): (phase, [], {"a.copies": frozenset({(2, WHOLE)})}) for phase in (J, T, P, L)},
 }
-"""What the event does to the group of `group_in`; pairs that are not here change nothing at all."""
+"""The effects of an event on the group of `group_in`; pairs that are not here change nothing."""
 
 
 @pytest.mark.parametrize("kind", [kind for kind in get_args(e.Event) if kind is not e.Unreadable])
@@ -199,7 +202,7 @@ OUTSIDE: dict[tuple[type[Any], str], dict[Phase, Seen]] = {
         **{phase: (phase, [], {"new": None}) for phase in (J, T, P, L, C)},
     },
 }
-"""What an event does that is about a third worker `new`, in this state; phases that are not here change nothing."""
+"""The effects of an event about a third worker `new` in this state; phases that are not here change nothing."""
 
 
 @pytest.mark.parametrize(("kind", "state"), OUTSIDE)
@@ -214,10 +217,10 @@ def test_every_phase_has_a_rule_for_what_happens_outside_the_world(phase: Phase,
     assert found[0] in TABLE[phase, kind].leads
 
 
-def test_every_rule_that_acts_is_seen_acting() -> None:
+def test_every_acting_rule_is_covered() -> None:
     acting = {pair for pair, rule in TABLE.items() if rule.act is not machine._nothing}
-    # That training is late counts where a member is to leave, and no copies are there before any world: there are
-    # tests of their own.
+    # A late training phase counts if a member is to leave, and no copies exist before any world: separate tests cover
+    # these.
     seen_acting = {
         (T, e.Late),
         (G, e.Bare),
@@ -254,7 +257,7 @@ def test_a_run_without_incident() -> None:
     assert commands == [e.End("finished", "")]
 
 
-def test_the_most_advanced_survivor_is_the_donor_and_a_dirty_one_copies() -> None:
+def test_the_most_advanced_survivor_is_the_donor_and_a_partially_applied_one_copies() -> None:
     limits = replace(LIMITS, maximum=3, shards=3)
     inside = Worker("in", holds=1, stage=WHOLE, joined=True)
     group = replace(
@@ -285,7 +288,7 @@ def test_the_same_error_at_the_same_step_twice_ends_the_run() -> None:
     assert commands == [e.End("failed", "ValueError: no")]
 
 
-def test_another_error_or_another_step_is_tried_again() -> None:
+def test_another_error_or_another_step_is_retried() -> None:
     group = group_in(T)
     for generation, fault in enumerate(("ValueError: no", "KeyError: x", "OSError: disk")):
         group, _ = step(group, left("a", generation, None, "failed", fault))
@@ -329,14 +332,14 @@ def test_spares_are_held_back_from_growth_and_take_a_lost_ones_place() -> None:
     assert isinstance(join, e.Join)
     assert [member.worker for member in join.view.members] == ["worker-0", "worker-3", "worker-2"]
     group, _ = step(group, e.Committed(1, 2))
-    # The next to come is a spare again, and the one after that makes the group grow.
+    # The next one to start is a spare again, and the one after that makes the group grow.
     group, _ = step(group, e.Warm("worker-4", None))
     assert group.phase is T
     group, commands = step(group, e.Warm("worker-5", None))
     assert (group.phase, commands) == (P, [e.Pause(1)])
 
 
-def test_what_is_asked_for_in_vain_stops_nobody_and_is_asked_for_no_more_when_fewer_are_wanted() -> None:
+def test_unmet_requests_stop_nobody_and_end_when_fewer_are_wanted() -> None:
     limits = Limits(minimum=1, maximum=3, spares=1, shards=3, steps=4, max_failures=None, expected=1)
     group, [start] = begin(limits)
     assert start == e.Start(("worker-0", "worker-1", "worker-2", "worker-3"), 0.0)
@@ -350,8 +353,8 @@ def test_what_is_asked_for_in_vain_stops_nobody_and_is_asked_for_no_more_when_fe
     assert (group.phase, set(group.workers)) == (T, {"worker-0"})
 
 
-def test_workers_are_asked_for_in_numbers_that_can_be_formed() -> None:
-    # 4 shards on 3 cells take as long as on 2; and of 7 workers 3 make no second cell of 4 stages.
+def test_workers_are_requested_in_numbers_that_can_be_formed() -> None:
+    # 4 shards take as long on 3 replicas as on 2; and 7 workers do not make a second replica of 4 stages.
     for maximum, cuts, spares, asked in ((3, (1,), 0, 2), (4, (1,), 0, 4), (7, (4,), 0, 4), (8, (4,), 1, 9)):
         limits = Limits(
             minimum=1, maximum=maximum, spares=spares, shards=4, steps=4, max_failures=None, expected=1, cuts=cuts
@@ -361,7 +364,7 @@ def test_workers_are_asked_for_in_numbers_that_can_be_formed() -> None:
         assert len(start.workers) == asked
 
 
-def test_survivors_go_on_without_a_newcomer_that_still_prepares() -> None:
+def test_survivors_continue_without_a_newcomer_that_still_prepares() -> None:
     group = group_in(T)
     group = replace(group, workers={**group.workers, "new": Worker("up")})
     group, _ = step(group, e.Lost("a"))
@@ -416,7 +419,7 @@ def test_a_run_that_is_to_stop_does_not_fail_by_its_limits() -> None:
     assert (group.failure, commands) == ("", [e.HandOver(("a",), 1)])
 
 
-def test_who_was_lost_while_others_trained_does_not_count_when_too_few_are_left() -> None:
+def test_workers_lost_while_others_trained_do_not_count_when_too_few_are_left() -> None:
     group = replace(group_in(T), limits=replace(LIMITS, minimum=2), stillborn=10)
     group, _ = step(group, e.Lost("a"))
     group, _ = step(group, left("b", 0, 1, "interrupted"))
@@ -437,7 +440,7 @@ def test_workers_that_wait_for_one_another_twice_at_one_step_end_the_run() -> No
     assert group.failure == "all workers waited for one another in step 2, twice: the collective makes no progress"
 
 
-def test_a_loss_in_what_follows_the_last_step_does_not_cost_it() -> None:
+def test_a_loss_after_the_last_step_does_not_undo_it() -> None:
     group = group_in(T)
     group, _ = step(group, e.Committed(0, 3))
     group, _ = step(group, e.Lost("a"))
@@ -450,7 +453,7 @@ def test_a_loss_in_what_follows_the_last_step_does_not_cost_it() -> None:
     assert commands == [e.HandOver(("b",), 3)]
 
 
-def test_a_stop_ends_stopped_even_where_nothing_can_be_saved() -> None:
+def test_a_stopped_run_ends_as_stopped_even_if_nothing_can_be_saved() -> None:
     group, _ = step(group_in(T), e.Stop())
     group, _ = step(group, e.Lost("a"))
     group, commands = step(group, e.Lost("b"))
@@ -473,18 +476,18 @@ def paused(group: Group) -> tuple[Group, list[e.Command]]:
     return group, commands
 
 
-def test_too_few_that_stay_train_on_until_a_machine_goes_soon_and_wait_then() -> None:
+def test_too_few_remaining_workers_train_until_a_node_goes_soon_and_then_wait() -> None:
     group = drained(minimum=2)
     group, commands = step(group, e.Late(group.generation))
     assert (group.phase, commands) == (P, [e.Pause(0)])
     group, commands = paused(group)
-    # One who stays holds the state.
+    # A worker that stays holds the state.
     assert (group.phase, commands) == (G, [e.Wait(1, 2)])
     group, commands = step(group, e.Lost("a"))
     assert (group.phase, group.committed) == (G, 3)
 
 
-def test_where_all_who_hold_the_state_will_go_it_is_kept_before() -> None:
+def test_the_state_is_saved_before_all_of_its_holders_leave() -> None:
     group = drained(minimum=2)
     group, _ = step(group, e.Notice("b"))
     group, _ = step(group, e.Late(group.generation))
@@ -498,7 +501,7 @@ def test_where_all_who_hold_the_state_will_go_it_is_kept_before() -> None:
     assert commands == [e.Restore("worker-2", 3, WHOLE), e.Wait(0, 2)]
 
 
-def test_training_that_is_late_because_of_nobody_goes_on() -> None:
+def test_late_training_continues_if_no_member_leaves() -> None:
     group = group_in(T)
     assert step(group, e.Late(0)) == (group, [])
 
@@ -517,11 +520,11 @@ SCOPES: dict[str, tuple[tuple[int, int, int], dict[str, int]]] = {
     "a stop and two deaths": ((1, 0, 2), {"capacity": 2, "stops": 1, "deaths": 2}),
     "doubled and lost messages": ((1, 0, 2), {"capacity": 2, "doubles": 1, "losses": 1}),
     "a checkpoint and two deaths": ((1, 0, 2), {"capacity": 2, "saves": 1, "deaths": 2}),
-    "fewer are wished, and a death": ((1, 0, 2), {"capacity": 2, "wishes": ((1, 1, 0),), "deaths": 1}),
-    "fewer are wished, then as many": ((1, 0, 2), {"capacity": 2, "wishes": ((1, 1, 0), (2, 2, 0))}),
+    "fewer are requested, and a death": ((1, 0, 2), {"capacity": 2, "wishes": ((1, 1, 0),), "deaths": 1}),
+    "fewer are requested, then as many": ((1, 0, 2), {"capacity": 2, "wishes": ((1, 1, 0), (2, 2, 0))}),
     "one of two too many goes": ((2, 0, 2), {"capacity": 2, "wishes": ((1, 1, 0),), "drains": 1}),
-    "more are wished": ((1, 0, 1), {"capacity": 2, "wishes": ((2, 2, 0),), "deaths": 1}),
-    "fewer are wished, then more": ((1, 1, 2), {"capacity": 3, "wishes": ((1, 1, 0), (1, 2, 0))}),
+    "more are requested": ((1, 0, 1), {"capacity": 2, "wishes": ((2, 2, 0),), "deaths": 1}),
+    "fewer are requested, then more": ((1, 1, 2), {"capacity": 3, "wishes": ((1, 1, 0), (1, 2, 0))}),
     "on from a checkpoint": ((2, 0, 2), {"capacity": 2, "durable": 0, "deaths": 1}),
     "on from a damaged checkpoint": ((1, 0, 2), {"capacity": 2, "durable": 0, "damages": 1, "deaths": 1}),
 }
@@ -544,11 +547,11 @@ def scope(minimum: int, spares: int, expected: int, happening: dict[str, Any], m
 LONG = {
     "a stop and two deaths",
     "a checkpoint and two deaths",
-    "one cell, a fault, a stop",
-    "one cell, a death, a checkpoint",
-    "one cell, a death, a stop",
+    "one replica, a fault, a stop",
+    "one replica, a death, a checkpoint",
+    "one replica, a death, a stop",
 }
-"""More than a second each."""
+"""These take more than a second each."""
 
 
 def but_the_long_ones(scopes: Iterable[str]) -> list[Any]:
@@ -572,16 +575,16 @@ def test_every_order_of_events_in_a_small_world(name: str) -> None:
 
 
 STAGED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int]]] = {
-    "one cell, a death": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1}),
-    "one cell, a death, a checkpoint": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1, "saves": 1}),
-    "one cell, on from a checkpoint": (2, 2, (2,), {"capacity": 2, "durable": 0, "deaths": 1, "arrivals": 1}),
-    "one cell, on from a damaged checkpoint": (2, 2, (2,), {"capacity": 2, "durable": 0, "damages": 1, "deaths": 1}),
-    "one cell, a stop that takes too long": (2, 2, (2,), {"capacity": 2, "stops": 1, "lates": 1}),
-    "cut anew": (1, 2, (2, 1), {"capacity": 2, "drains": 1}),
-    "cut anew by wish, and back": (1, 2, (2, 1), {"capacity": 2, "wishes": ((1, 1, 0), (1, 2, 0)), "deaths": 1}),
-    "cut anew, and back": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1}),
-    "cut anew for one that dies": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1, "deaths": 1}),
-    "cut anew from a checkpoint": (1, 2, (2, 1), {"capacity": 2, "deaths": 1, "saves": 1}),
+    "one replica, a death": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1}),
+    "one replica, a death, a checkpoint": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1, "saves": 1}),
+    "one replica, on from a checkpoint": (2, 2, (2,), {"capacity": 2, "durable": 0, "deaths": 1, "arrivals": 1}),
+    "one replica, on from a damaged checkpoint": (2, 2, (2,), {"capacity": 2, "durable": 0, "damages": 1, "deaths": 1}),
+    "one replica, a stop that takes too long": (2, 2, (2,), {"capacity": 2, "stops": 1, "lates": 1}),
+    "repartition": (1, 2, (2, 1), {"capacity": 2, "drains": 1}),
+    "repartition on request, and back": (1, 2, (2, 1), {"capacity": 2, "wishes": ((1, 1, 0), (1, 2, 0)), "deaths": 1}),
+    "repartition, and back": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1}),
+    "repartition for one that dies": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1, "deaths": 1}),
+    "repartition from a checkpoint": (1, 2, (2, 1), {"capacity": 2, "deaths": 1, "saves": 1}),
 }
 """(minimum, maximum, cuts) and what may happen."""
 
@@ -610,15 +613,15 @@ def test_every_order_of_events_among_stages(name: str) -> None:
 
 
 COPIED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int], int]] = {
-    "one cell, a death": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1}, 0),
-    "one cell, a death, a checkpoint": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1, "saves": 1}, 0),
-    "one cell, a fault": (2, 2, (2,), {"capacity": 2, "faults": 1}, 0),
-    "one cell, a death, a stop": (2, 2, (2,), {"capacity": 2, "deaths": 1, "stops": 1}, 0),
-    "cut anew for one that dies": (1, 2, (2, 1), {"capacity": 2, "deaths": 1}, 0),
-    "one cell, a fault, a stop": (2, 2, (2,), {"capacity": 2, "faults": 1, "stops": 1}, 0),
+    "one replica, a death": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1}, 0),
+    "one replica, a death, a checkpoint": (2, 2, (2,), {"capacity": 2, "deaths": 1, "arrivals": 1, "saves": 1}, 0),
+    "one replica, a fault": (2, 2, (2,), {"capacity": 2, "faults": 1}, 0),
+    "one replica, a death, a stop": (2, 2, (2,), {"capacity": 2, "deaths": 1, "stops": 1}, 0),
+    "repartition for one that dies": (1, 2, (2, 1), {"capacity": 2, "deaths": 1}, 0),
+    "one replica, a fault, a stop": (2, 2, (2,), {"capacity": 2, "faults": 1, "stops": 1}, 0),
     "one worker and a spare": (1, 1, (1,), {"capacity": 2, "deaths": 1}, 1),
 }
-"""(minimum, maximum, cuts), what may happen and spares, where there is one copy of a state that has no other."""
+"""(minimum, maximum, cuts), what may happen, and spares; each state has one copy."""
 
 
 def copied(name: str) -> Any:
@@ -627,7 +630,7 @@ def copied(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", but_the_long_ones(COPIED))
-def test_every_order_of_events_where_there_are_copies_in_memory(name: str) -> None:
+def test_every_order_of_events_with_copies_in_memory(name: str) -> None:
     again = []
 
     def look(world: Any) -> None:
@@ -640,7 +643,7 @@ def test_every_order_of_events_where_there_are_copies_in_memory(name: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_order_of_two_deaths_where_there_are_copies_in_memory() -> None:
+def test_every_order_of_two_deaths_with_copies_in_memory() -> None:
     happening = {"capacity": 2, "deaths": 2, "arrivals": 2, "copies": 2}
     assert explore(staged(2, 2, (2,), happening, steps=3))["worlds"] > 40_000
 
@@ -648,13 +651,13 @@ def test_every_order_of_two_deaths_where_there_are_copies_in_memory() -> None:
 @pytest.mark.parametrize(
     "happening", [{"capacity": 1, "arrivals": 1, "lates": 2}, {"capacity": 2, "drains": 1, "lates": 1}]
 )
-def test_no_step_is_made_again_where_nobody_dies_however_often_a_cut_does_not_come_about(
+def test_no_step_is_recomputed_without_a_death_however_often_a_repartition_fails(
     happening: dict[str, int],
 ) -> None:
     def look(world: Any) -> None:
         assert world.line == 0, world
 
-    # Who is dismissed because it does not leave in time counts as dead.
+    # A worker that is dismissed because it does not leave in time counts as dead.
     with broken(**rules(LEAVE_Late=Rule(stay, (L,)))):
         taken = explore(staged(1, 2, (2, 1), happening), look=look)
     assert taken["late"]
@@ -663,11 +666,11 @@ def test_no_step_is_made_again_where_nobody_dies_however_often_a_cut_does_not_co
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_order_of_events_in_two_cells_of_two_stages() -> None:
+def test_every_order_of_events_in_two_replicas_of_two_stages() -> None:
     assert explore(staged(2, 4, (2,), {"capacity": 4, "deaths": 1}))["worlds"] > 100_000
 
 
-def test_what_is_held_of_steps_that_are_made_again_counts_no_more() -> None:
+def test_held_states_of_recomputed_steps_no_longer_count() -> None:
     limits = Limits(minimum=2, maximum=6, spares=0, shards=6, steps=9, max_failures=None, expected=2, cuts=(2,))
     front = Worker("idle", holds=3, stage=Stage(0, 2))
     group = Group(
@@ -686,14 +689,14 @@ def test_what_is_held_of_steps_that_are_made_again_counts_no_more() -> None:
         e.Restore("b", 1, Stage(1, 2)),
     ]
     assert (group.committed, group.workers["c"].holds) == (1, None)
-    # What it holds of step 3 must not be taken together with what others will make of that step.
+    # What it holds of step 3 must not be mixed with what others will make of that step.
     group, _ = step(group, e.Warm("a", 1, Stage(0, 2)))
     group, [join] = step(group, e.Warm("b", 1, Stage(1, 2)))
     assert isinstance(join, e.Join)
     assert (join.donors, join.view.shape, join.lacks) == (("a", "b"), Shape(1, 2), {})
 
 
-def test_a_copy_of_what_was_undone_counts_no_more() -> None:
+def test_a_copy_of_an_undone_step_no_longer_counts() -> None:
     limits = Limits(minimum=3, maximum=3, spares=0, shards=3, steps=9, max_failures=None, expected=3, cuts=(3,))
     old = frozenset({(5, Stage(0, 3)), (5, Stage(1, 3)), (2, Stage(0, 3))})
     workers = {"a": Worker("idle", holds=5, stage=Stage(0, 3), copies=old), "b": Worker("in", holds=5)}
@@ -704,7 +707,7 @@ def test_a_copy_of_what_was_undone_counts_no_more() -> None:
     assert group.workers["a"].copies == {(2, Stage(0, 3))}
 
 
-def test_copies_are_newer_than_a_checkpoint_or_are_not_taken() -> None:
+def test_copies_older_than_a_checkpoint_are_not_used() -> None:
     limits = Limits(minimum=1, maximum=1, spares=1, shards=1, steps=99, max_failures=None, expected=1)
     spare = Worker("idle", copies=frozenset({(7, WHOLE)}))
     group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": Worker("in"), "s": spare})
@@ -717,7 +720,7 @@ def test_copies_are_newer_than_a_checkpoint_or_are_not_taken() -> None:
     assert e.Restore("s", 8, WHOLE) in commands
 
 
-def test_a_run_that_stops_in_the_midst_of_steps_takes_its_copies_in_to_keep_them() -> None:
+def test_a_run_that_stops_within_overlapping_steps_loads_its_copies_to_save_them() -> None:
     limits = Limits(minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, cuts=(2,))
     stages = {"a": Stage(0, 2), "b": Stage(1, 2)}
     workers = {
@@ -732,7 +735,7 @@ def test_a_run_that_stops_in_the_midst_of_steps_takes_its_copies_in_to_keep_them
     for name, stage in stages.items():
         taken, commands = step(taken, e.Left(name, 1, 7, "interrupted", stage=stage))
     assert (taken.phase, commands) == (C, [e.HandOver(("a", "b"), 7)])
-    # One that cannot gives its copy out.
+    # A worker that cannot load its copy provides it instead.
     group, _ = step(group, e.Left("a", 1, 7, "interrupted", stage=stages["a"]))
     group, commands = step(group, e.Left("b", 1, None, "interrupted", stage=stages["b"]))
     assert (group.phase, commands) == (C, [e.HandOver(("a", "b"), 7)])
@@ -750,7 +753,7 @@ def test_a_members_own_copy_counts_though_no_buddy_has_it_yet() -> None:
     assert (join.first_step, join.donors, join.again) == (16, ("a", "b"), False)
 
 
-def test_who_has_lost_a_copy_is_not_asked_for_it_twice() -> None:
+def test_a_worker_that_has_lost_a_copy_is_not_asked_for_it_twice() -> None:
     limits = Limits(minimum=1, maximum=1, spares=1, shards=1, steps=99, max_failures=None, expected=1)
     spare = Worker("idle", copies=frozenset({(7, WHOLE)}))
     group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": Worker("in"), "s": spare})
@@ -763,7 +766,7 @@ def test_who_has_lost_a_copy_is_not_asked_for_it_twice() -> None:
     assert not step(waiting, e.Bare("s"))[0].workers["s"].copies
 
 
-def test_who_takes_another_stage_keeps_what_it_held_only_where_that_counts() -> None:
+def test_a_worker_that_takes_another_stage_keeps_its_state_only_if_it_counts() -> None:
     limits = Limits(minimum=2, maximum=2, spares=0, shards=2, steps=9, max_failures=None, expected=2, cuts=(2, 1))
     whole = Worker("idle", holds=3, stage=Stage(0, 1))
     group = Group(limits=limits, phase=G, generation=1, seats=("a",), workers={"a": whole}, committed=3)
@@ -778,7 +781,7 @@ def test_who_takes_another_stage_keeps_what_it_held_only_where_that_counts() -> 
     assert join.lacks == {"a": "stage", "b": "newer"}
 
 
-def test_who_reads_a_checkpoint_has_not_read_it_because_it_was_warm_before() -> None:
+def test_an_old_warm_report_does_not_end_the_reading_of_a_checkpoint() -> None:
     limits = Limits(minimum=1, maximum=1, spares=0, shards=2, steps=9, max_failures=None, expected=1)
     reader = Worker("restoring", stage=Stage(0, 1))
     group = Group(limits=limits, phase=G, generation=1, workers={"a": reader}, committed=3, durable=3)
@@ -808,17 +811,17 @@ STAGES_AND_ALL = staged(
     (2, 1),
     ALL,
 )
-"""All that can happen, to one or two cells of two stages that may be cut anew into one."""
+"""All that can happen to one or two replicas of two stages that may be repartitioned into one."""
 
 
-def test_ways_by_chance_through_everything_that_can_happen_to_stages() -> None:
+def test_random_paths_through_everything_that_can_happen_to_stages() -> None:
     lengths = [wander(STAGES_AND_ALL, Random(number)) for number in range(300)]
     assert max(lengths) > 50
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_very_many_ways_by_chance_through_everything_that_can_happen_to_stages() -> None:
+def test_very_many_random_paths_through_everything_that_can_happen_to_stages() -> None:
     for number in range(20_000):
         wander(STAGES_AND_ALL, Random(number))
 
@@ -847,8 +850,8 @@ ALL_AT_ONCE = {
     "three workers": ((1, 0, 3), {"capacity": 3, "deaths": 2, "drains": 1, "losses": 1, "doubles": 1}),
     "one worker that two join": ((1, 0, 1), {"capacity": 1, "arrivals": 2, "deaths": 1, "drains": 1}),
 }
-"""As in `SCOPES`. Two join the three workers, for the two that die; where two more join before any death, all of that
-together is too large."""
+"""As in `SCOPES`. Two workers join the three, for the two that die; two more joining before any death would be too
+large."""
 
 
 @pytest.mark.slow
@@ -863,7 +866,7 @@ def test_every_order_of_deaths_joins_and_a_drain(name: str) -> None:
     assert taken["worlds"] > 100_000
 
 
-def test_to_take_workers_for_alike_leaves_no_world_out() -> None:
+def test_treating_workers_as_alike_leaves_no_world_out() -> None:
     def visited(alike: bool) -> set[bytes]:
         world = scope(1, 0, 2, {"capacity": 2, "deaths": 2, "alike": alike}, maximum=2)
         found: set[bytes] = set()
@@ -884,14 +887,14 @@ EVERYTHING = scope(
 """All that can happen, in one world of three workers and a spare: too large to be visited whole."""
 
 
-def test_ways_by_chance_through_everything_that_can_happen() -> None:
+def test_random_paths_through_everything_that_can_happen() -> None:
     lengths = [wander(EVERYTHING, Random(number)) for number in range(300)]
     assert max(lengths) > 50
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_very_many_ways_by_chance_through_everything_that_can_happen() -> None:
+def test_very_many_random_paths_through_everything_that_can_happen() -> None:
     for number in range(20_000):
         wander(EVERYTHING, Random(number))
 
@@ -910,7 +913,7 @@ def broken(**changes: Any) -> Iterator[None]:
 
 
 def caught(worlds: Iterable[World], changes: dict[str, Any]) -> str:
-    """What is found in one of these when the machine is changed so; empty if nothing."""
+    """Return what is found in one of these worlds when the machine is changed so; empty if nothing."""
     for world in worlds:
         with broken(**changes):
             try:
@@ -921,7 +924,7 @@ def caught(worlds: Iterable[World], changes: dict[str, Any]) -> str:
 
 
 def rules(**changes: Rule) -> dict[str, Any]:
-    """The table with other rules for `PHASE_Event`."""
+    """Return the table with other rules for `PHASE_Event`."""
     table = dict(TABLE)
     for key, rule in changes.items():
         phase, kind = key.split("_")
@@ -995,7 +998,7 @@ def hear_again(group: Group, event: e.Left) -> Any:
 
 
 def deaf(kind: type[Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """For each phase in which an event of this kind is acted on: the table that does nothing then."""
+    """For each phase in which an event of this kind is handled: the table that then does nothing."""
 
     def without(phase: Phase) -> dict[str, Any]:
         return {"TABLE": {**TABLE, (phase, kind): Rule(machine._nothing, (phase,))}}
@@ -1007,7 +1010,7 @@ def deaf(kind: type[Any]) -> dict[str, Callable[[], dict[str, Any]]]:
 _join, _settle, _left_leave = machine._join, machine._settle, machine._left_leave
 
 MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "a dirty worker is a donor": lambda: {"standing": any_holder},
+    "a partially applied worker is a donor": lambda: {"standing": any_holder},
     "the least advanced is the donor": lambda: {"standing": least_advanced},
     "nobody copies": lambda: {"_join": join_without_copies},
     "the generation does not rise": lambda: {"_join": join_in_the_same_generation},
@@ -1030,7 +1033,7 @@ MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def any_stage_will_do(group: Group, best: Standing) -> Any:
-    """Members keep a state of that step, whatever stage it is of."""
+    """Members keep a state of that step, whichever stage it is of."""
     after, [join] = _join(group, best)
     assert isinstance(join, e.Join)
     lacks = {name: what for name, what in join.lacks.items() if group.workers[name].holds != best.step}
@@ -1038,7 +1041,7 @@ def any_stage_will_do(group: Group, best: Standing) -> Any:
 
 
 def one_stage_is_enough(group: Group) -> Standing | None:
-    """A state counts of which one stage is held."""
+    """A state counts if a single stage of it is held."""
     best = standing(group)
     newest = max((worker.holds for worker in group.workers.values() if worker.holds is not None), default=-1)
     names = tuple(name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds == newest)
@@ -1056,10 +1059,10 @@ def hand_over_the_first(group: Group) -> Any:
 _close = machine._close
 
 CATCHING = (
-    "one cell, a stop that takes too long",
-    "one cell, a death, a checkpoint",
-    "cut anew from a checkpoint",
-    "one cell, on from a damaged checkpoint",
+    "one replica, a stop that takes too long",
+    "one replica, a death, a checkpoint",
+    "repartition from a checkpoint",
+    "one replica, on from a damaged checkpoint",
 )
 STAGED_MUTANTS: dict[str, dict[str, Any]] = {
     "a step that others have applied is not finished": {"unfinished": lambda group: ()},
@@ -1092,7 +1095,7 @@ def a_copy_is_held(group: Group) -> Standing | None:
 
 COPIES_MUTANTS: dict[str, dict[str, Any]] = {
     "copies are not looked for": {"standing": without_copies},
-    "what is made again is told again": {"_join": told_twice},
+    "recomputed steps are announced again": {"_join": told_twice},
     "what has a copy is undone": {"standing": a_copy_is_held},
 }
 
@@ -1114,6 +1117,6 @@ def test_a_broken_table_is_caught(name: str) -> None:
     assert caught([scope(*SCOPES[one][0], SCOPES[one][1], maximum=2) for one in small], MUTANTS[name]())
 
 
-def test_the_map_shows_the_table() -> None:
+def test_the_readme_shows_the_table() -> None:
     text = (Path(machine.__file__).parents[1] / "README.md").read_text()
     assert diagram() in text

@@ -1,4 +1,4 @@
-"""Seats, rings and cells; who keeps his place, and who fills whose."""
+"""Seats, rings and replicas: which workers keep their places, and which fill empty ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_rings_and_cells_cross_in_one_seat_each(cells: int, stages: int) -> None
 
 
 @given(available=st.integers(0, 12), minimum=st.integers(1, 6), more=st.integers(0, 8), shards=st.integers(1, 16))
-def test_with_one_stage_it_is_as_many_workers_as_ever(available: int, minimum: int, more: int, shards: int) -> None:
+def test_with_one_stage_a_shape_has_the_useful_size(available: int, minimum: int, more: int, shards: int) -> None:
     if minimum > shards:
         return
     shape = useful_shape(available, minimum, minimum + more, shards, (1,))
@@ -36,7 +36,7 @@ def test_with_one_stage_it_is_as_many_workers_as_ever(available: int, minimum: i
     shards=st.integers(1, 16),
     wished=st.sampled_from([(1,), (2, 1), (4, 2, 1), (3, 2), (4,)]),
 )
-def test_a_shape_fits_and_the_wished_cut_is_left_only_where_no_cell_of_it_can_be(
+def test_a_shape_fits_and_leaves_the_requested_partition_only_without_a_replica_of_it(
     available: int, minimum: int, maximum: int, shards: int, wished: tuple[int, ...]
 ) -> None:
     shape = useful_shape(available, minimum, maximum, shards, wished)
@@ -57,7 +57,7 @@ def test_a_shape_fits_and_the_wished_cut_is_left_only_where_no_cell_of_it_can_be
     fresh=st.integers(0, 5),
     data=st.data(),
 )
-def test_nobody_changes_the_stage_without_need(
+def test_no_worker_changes_its_stage_without_need(
     cells: int, stages: int, gone: set[int], fresh: int, data: st.DataObject
 ) -> None:
     old = Shape(cells, stages)
@@ -76,7 +76,7 @@ def test_nobody_changes_the_stage_without_need(
     for stage in range(stages):
         here = [worker for worker in after if stage_after[worker] == stage]
         had = [worker for worker in available if stage_before.get(worker) == stage]
-        # As many as can be of those who hold its state.
+        # As many as possible of those who hold its state.
         assert sum(stage_before.get(worker) == stage for worker in here) == min(len(had), new.cells)
     moved = [w for w in after if w in stage_before and stage_before[w] != stage_after[w]]
     unused = [w for w in available if w.startswith("x") and w not in after]
@@ -91,13 +91,13 @@ def test_nobody_changes_the_stage_without_need(
         (("a",), ("b", "a", "c"), 2, ("a", "b")),
     ],
 )
-def test_with_one_stage_who_had_a_seat_keeps_it(
+def test_with_one_stage_a_member_keeps_its_seat(
     before: tuple[str, ...], available: tuple[str, ...], size: int, after: tuple[str, ...]
 ) -> None:
     assert seated(before, Shape(len(before)), available, Shape(size)) == after
 
 
-def test_a_cell_that_is_whole_goes_on_whole() -> None:
+def test_a_complete_replica_stays_complete() -> None:
     sat = ("a0", "a1", "b0", "b1", "c0", "c1")
     able = ("a0", "b0", "b1", "c1")
     assert seated(sat, Shape(3, 2), able, Shape(2, 2)) == ("a0", "c1", "b0", "b1")
@@ -107,20 +107,20 @@ def test_a_cell_that_is_whole_goes_on_whole() -> None:
     ("new", "after"),
     [(Shape(1, 2), ("a0", "a1")), (Shape(2, 1), ("a0", "a1")), (Shape(1, 1), ("a0",))],
 )
-def test_a_new_cut_keeps_the_front_in_front(new: Shape, after: tuple[str, ...]) -> None:
+def test_a_repartition_keeps_the_front_in_front(new: Shape, after: tuple[str, ...]) -> None:
     sat = ("a0", "a1", "a2", "a3")
     assert seated(sat, Shape(1, 4), ("a0", "a1"), new) == after
 
 
-def test_who_holds_a_stage_sits_there() -> None:
-    # Left over of a cell that was left out, in whatever order.
+def test_the_holder_of_a_stage_sits_there() -> None:
+    # Left over from a replica that was left out, in whatever order.
     assert seated((), Shape(1), ("x1", "x0"), Shape(1, 2), {"x0": 0, "x1": 1}) == ("x0", "x1")
     assert seated(("a0", "a1"), Shape(1, 2), ("a0", "y", "x1"), Shape(1, 2), {"a0": 0, "x1": 1}) == ("a0", "y")
     assert seated((), Shape(1), ("x1", "y", "x0"), Shape(1, 3), {"x0": 0, "x1": 1}) == ("x0", "x1", "y")
 
 
 @given(cells=st.integers(1, 3), stages=st.integers(1, 3), data=st.data())
-def test_nobody_is_moved_from_the_stage_that_it_holds(cells: int, stages: int, data: st.DataObject) -> None:
+def test_no_worker_is_moved_from_the_stage_that_it_holds(cells: int, stages: int, data: st.DataObject) -> None:
     shape = Shape(cells, stages)
     workers = [f"w{number}" for number in range(shape.size)]
     holding = {worker: data.draw(st.integers(0, stages - 1)) for worker in workers if data.draw(st.booleans())}

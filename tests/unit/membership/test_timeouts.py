@@ -1,4 +1,4 @@
-"""How long each phase may last."""
+"""The limits of each phase."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIMITS = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=4, max_failures=
 GROUP = Group(limits=LIMITS, workers={"a": Worker("coming"), "b": Worker("coming")})
 
 
-def test_gathering_waits_for_who_comes_and_a_moment_for_more_than_enough() -> None:
+def test_gathering_waits_for_workers_and_briefly_for_more_than_the_minimum() -> None:
     assert limit_s(GROUP, 60.0, 0) == 60.0
     up = replace(GROUP, workers={"a": Worker("up"), "b": Worker("coming")})
     assert limit_s(up, 60.0, 0) == PREPARE_S

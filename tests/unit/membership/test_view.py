@@ -1,4 +1,4 @@
-"""Who hosts what."""
+"""The shards and seats of a view, and the number of workers to form."""
 
 import doctest
 from typing import Any
@@ -58,7 +58,7 @@ def test_useful_size(available: int, minimum: int, maximum: int, shards: int, ex
     assert useful_size(available, minimum, maximum, shards) == expected
 
 
-def test_the_examples_of_how_many_are_formed_hold() -> None:
+def test_the_examples_of_how_many_are_formed() -> None:
     assert doctest.testmod(sizes).failed == 0
 
 

@@ -25,7 +25,7 @@ WorkerActor("w1")
 """
 
 
-def test_one_that_is_ended_while_it_loads_its_code_goes_without_a_word() -> None:
+def test_an_actor_ended_while_it_loads_its_code_prints_nothing() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", STARTING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -117,10 +117,10 @@ def test_a_copy_is_the_state_between_the_steps_where_it_was_made() -> None:
     assert pair.keeper.find(2, STAGE) is None
 
 
-def test_the_next_copy_waits_until_all_of_the_one_before_are_where_they_belong() -> None:
+def test_the_next_copy_waits_until_all_previous_ones_are_in_place() -> None:
     pair = Pair(every_steps=3)
     pair.begin()
-    assert not pair.owner.due(-1), "the initial state can be made anew"
+    assert not pair.owner.due(-1), "the initial state can be rebuilt"
     assert pair.owner.due(0)
     assert pair.owner.ready()
     pair.copy(0)
@@ -149,7 +149,7 @@ def test_two_of_each_are_kept_at_most() -> None:
         change(pair.held, 1.0)
 
 
-def test_what_an_earlier_generation_left_behind_goes_though_its_step_is_later() -> None:
+def test_copies_of_an_earlier_generation_are_dropped_though_their_step_is_later() -> None:
     pair = Pair()
     pair.begin(0)
     pair.copy(8)
@@ -163,7 +163,7 @@ def test_what_an_earlier_generation_left_behind_goes_though_its_step_is_later() 
         assert list(one._kept) == [(5, STAGE)]
 
 
-def test_a_copy_that_was_sent_to_one_who_is_gone_is_sent_to_another() -> None:
+def test_a_copy_sent_to_a_worker_that_is_gone_is_sent_to_another() -> None:
     pair = Pair()
     dead: list[int] = []
 
@@ -208,10 +208,10 @@ def test_the_newest_copy_of_its_own_in_a_generation() -> None:
         pair.settled(0, number)
     assert pair.keeper.own() is None
     pair.begin(1)
-    assert pair.owner.own() is None, "what it goes on from may be older"
+    assert pair.owner.own() is None, "what it resumes from may be older"
 
 
-def test_who_has_no_buddy_yet_copies_when_there_is_one() -> None:
+def test_a_worker_without_a_buddy_copies_once_it_has_one() -> None:
     pair = Pair()
     pair.owner.begin(0, STAGE, False, None, pair.told.put)
     assert not pair.owner.ready()
@@ -226,7 +226,7 @@ def test_who_has_no_buddy_yet_copies_when_there_is_one() -> None:
     assert pair.told.get(timeout=5).buddy == "b"
 
 
-def test_what_did_not_arrive_before_the_generation_ended_is_told_to_nobody() -> None:
+def test_a_copy_that_arrives_after_the_generation_ended_is_not_reported() -> None:
     pair = Pair()
     under_way: Future[None] = Future()
 
@@ -246,7 +246,7 @@ def test_what_did_not_arrive_before_the_generation_ended_is_told_to_nobody() -> 
     assert pair.told.empty()
 
 
-def test_a_copy_of_an_earlier_generation_that_comes_late_replaces_none() -> None:
+def test_a_late_copy_of_an_earlier_generation_replaces_none() -> None:
     pair = Pair()
     old = take(3, pair.held)
     old = replace(old, tensors={name: (a, b, data.copy()) for name, (a, b, data) in old.tensors.items()})
@@ -263,7 +263,7 @@ def test_a_copy_of_an_earlier_generation_that_comes_late_replaces_none() -> None
     assert not pair.keeper.sound(4, STAGE)
 
 
-def test_alone_it_keeps_copies_for_itself() -> None:
+def test_a_single_worker_keeps_its_own_copies() -> None:
     pair = Pair()
     pair.owner.begin(0, STAGE, True, None, pair.told.put)
     pair.copy(3)

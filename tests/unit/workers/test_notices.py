@@ -61,7 +61,7 @@ def goes_at(service: Service, when: float) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_notice_is_handed_on_once(monkeypatch: pytest.MonkeyPatch, cloud: Cloud) -> None:
+def test_a_notice_is_passed_on_once(monkeypatch: pytest.MonkeyPatch, cloud: Cloud) -> None:
     # No proxy is there.
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -80,7 +80,7 @@ def test_a_notice_is_handed_on_once(monkeypatch: pytest.MonkeyPatch, cloud: Clou
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_service_that_says_nonsense_or_nothing_is_asked_on(caplog: pytest.LogCaptureFixture, cloud: Cloud) -> None:
+def test_a_service_with_invalid_or_no_answers_is_still_polled(caplog: pytest.LogCaptureFixture, cloud: Cloud) -> None:
     with speaking(cloud) as service:
 
         def says(nonsense: tuple[int, str] | None) -> Callable[[], None]:
@@ -96,7 +96,7 @@ def test_a_service_that_says_nonsense_or_nothing_is_asked_on(caplog: pytest.LogC
     assert taken.startswith(f"{cloud} preempts this node in ")
 
 
-def test_a_service_that_is_not_there_is_asked_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_service_is_still_polled(caplog: pytest.LogCaptureFixture) -> None:
     class Enough(Exception):
         pass
 
@@ -112,7 +112,7 @@ def test_a_service_that_is_not_there_is_asked_on(caplog: pytest.LogCaptureFixtur
     assert machine.told == []
 
 
-def test_a_few_failures_are_not_worth_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_few_failures_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with speaking("GCP") as service:
         service.nonsense = (503, "")
         happens: list[Callable[[], object]] = [lambda: None] * (SILENT - 2)
@@ -122,7 +122,7 @@ def test_a_few_failures_are_not_worth_a_word(caplog: pytest.LogCaptureFixture) -
     assert [record.message.partition(" in ")[0] for record in caplog.records] == ["GCP preempts this node"]
 
 
-def test_ray_is_told_until_it_has_understood(caplog: pytest.LogCaptureFixture) -> None:
+def test_ray_is_told_until_it_accepts(caplog: pytest.LogCaptureFixture) -> None:
     with speaking("GCP") as service:
         service.goes = 1
         away: list[Callable[[], object]] = [lambda: None, lambda: setattr(service, "nonsense", (500, ""))]
@@ -145,7 +145,7 @@ def test_a_ray_that_can_never_be_told_is_told_once() -> None:
     assert len(machine.told) == 1
 
 
-def test_elsewhere_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_listens_outside_a_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
     monkeypatch.setattr(threading.Thread, "start", lambda thread: begun.append(thread))
     firmware = {"sys_vendor": "QEMU\n"}

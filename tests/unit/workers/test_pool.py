@@ -38,7 +38,7 @@ def test_a_death_has_a_cause(error: Exception, cause: str) -> None:
     assert cause_of_death(error) == cause
 
 
-def test_a_ray_without_its_gcs_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_without_its_gcs_delays_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its GCS, Ray waits a minute for each worker: a run had ended, and nobody was told."""
     asked, answers = [], threading.Event()
 
@@ -60,7 +60,7 @@ def test_a_ray_without_its_gcs_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) 
     assert sorted(asked) == ["a", "b", "c"]
 
 
-def test_a_worker_that_cannot_be_started_for_want_of_the_gcs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_be_started_without_the_gcs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*_: Any, **__: Any) -> None:
         raise GetTimeoutError("There was timeout in creating the placement group")
 

@@ -18,7 +18,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PERIOD_S", 0.002)
 
 
-def test_what_is_told_is_sent_in_order_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_sent_in_order_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
     monkeypatch.setattr(module.ray, "get", lambda reference, timeout: None)
     with Reporter(sent.extend) as reporter:
@@ -47,7 +47,7 @@ def test_a_batch_that_did_not_arrive_is_sent_again(monkeypatch: pytest.MonkeyPat
     assert reporter.rest() == []
 
 
-def test_what_never_arrived_is_in_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_never_arrived_are_in_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Event()
 
     def get(reference: Any, timeout: float) -> None:
@@ -61,7 +61,7 @@ def test_what_never_arrived_is_in_the_rest(monkeypatch: pytest.MonkeyPatch) -> N
     assert reporter.rest() == ["a"]
 
 
-def test_what_is_waited_for_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_the_controller_waits_for_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PERIOD_S", 60.0)
     monkeypatch.setattr(module.ray, "get", lambda reference, timeout: None)
     arrived = threading.Event()

@@ -44,7 +44,7 @@ def test_when_a_checkpoint_is_due(tmp_path: Path) -> None:
     assert not any(Saver(LocalFolder(tmp_path), holding, None, best=False).due(step, True) for step in range(99))
 
 
-def test_what_is_written_is_the_state_at_the_copy(tmp_path: Path) -> None:
+def test_the_written_state_is_the_one_at_the_copy(tmp_path: Path) -> None:
     run, held = LocalFolder(tmp_path), holding()
     before = {name: value.detach().clone() for name, value in held.parameters}
     told: Told = queue.SimpleQueue()
@@ -90,7 +90,9 @@ def test_it_is_busy_until_its_share_is_durable(tmp_path: Path) -> None:
     assert told.get(timeout=10).step == 7
 
 
-def test_it_is_busy_until_the_checkpoint_is_whole_or_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_busy_until_the_checkpoint_is_complete_or_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = queue.SimpleQueue[Written]()
     made = saver(LocalFolder(tmp_path), holding(), told)
     made.copy(3, {})
@@ -110,9 +112,7 @@ def test_it_is_busy_until_the_checkpoint_is_whole_or_given_up(tmp_path: Path, mo
         assert time.monotonic() < until
 
 
-def test_a_storage_that_takes_nothing_more_is_told_of_while_it_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_storage_is_reported_while_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STILL_S", 0.05)
     run, told = Slow(tmp_path), queue.SimpleQueue[Written]()
     made = saver(run, holding(), told)
@@ -126,7 +126,7 @@ def test_a_storage_that_takes_nothing_more_is_told_of_while_it_is_waited_for(
     run.go.set()
     assert told.get(timeout=10).error == ""
     assert made._free.wait(10)
-    assert told.empty(), "it is told of once"
+    assert told.empty(), "it is reported once"
     made.copy(7, {})
     assert made.copied == 7
     assert told.get(timeout=10).step == 7
@@ -151,7 +151,7 @@ class Failing(LocalFolder):
 
 @pytest.mark.parametrize("failure", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("failures", [2, 9])
-def test_a_storage_that_fails_is_tried_again_and_then_told_of(
+def test_a_failing_storage_is_retried_and_then_reported(
     tmp_path: Path, failures: int, failure: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "PAUSES_S", (0.001, 0.001))

@@ -35,7 +35,7 @@ def test_what_aws_is_asked() -> None:
 
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
-def test_aws_takes_a_machine_back(action: str) -> None:
+def test_aws_preempts_a_machine(action: str) -> None:
     body = f'{{"action": "{action}", "time": "2017-09-18T08:22:00Z"}}'
     assert looked("AWS", TOKEN, Answer(200, body))[1] == 1505722920
 
@@ -69,12 +69,12 @@ def test_what_azure_is_asked() -> None:
         ([event([NAME], "")], NOW),
     ],
 )
-def test_azure_takes_machines_back(told: list[dict[str, object]], goes: float | None) -> None:
+def test_azure_preempts_machines(told: list[dict[str, object]], goes: float | None) -> None:
     assert looked("Azure", Answer(200, events(*told)), NAMED)[1] == goes
 
 
 @pytest.mark.parametrize("kind", ["Freeze", "Reboot", "Redeploy"])
-def test_what_azures_machines_come_back_from_is_no_notice(kind: str) -> None:
+def test_events_that_azures_machines_survive_are_no_notice(kind: str) -> None:
     assert looked("Azure", Answer(200, events(event([NAME], FIRST, kind), event([NAME], "", kind))))[1] is None
 
 

@@ -53,7 +53,7 @@ def test_a_damaged_copy_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dic
         fetched(monkeypatch, replace(WHOLE, **changes))
 
 
-def test_torchs_own_words_for_too_little_memory_are_understood() -> None:
+def test_torchs_message_for_too_little_memory_is_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert "out of memory (RuntimeError): " in str(module._users_error(caught.value))
@@ -64,7 +64,7 @@ def test_a_task_that_exits_is_an_error_and_no_lost_worker() -> None:
         Worker("worker-0")._do(lambda: sys.exit(3))
 
 
-def test_a_cloud_is_listened_to_when_all_else_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listening_for_notices_starts_after_the_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(module, "hear_notices", lambda: done.append("listens"))
     monkeypatch.setattr(Worker, "_prepare", lambda worker, plan, limit_s: done.append(plan) or int(plan))
@@ -92,7 +92,7 @@ class Waits(Small):
         raise AssertionError("the model is in use")
 
 
-def test_the_state_is_given_out_in_the_midst_of_a_step_that_is_never_applied(tmp_path: Path) -> None:
+def test_the_state_is_provided_during_a_step_that_is_never_applied(tmp_path: Path) -> None:
     task, worker = Waits(), Worker("worker-0")
     one = worker._stepper = stepper(task)
     worker._task, worker._stage = task, module.WHOLE.stage
@@ -142,7 +142,7 @@ def test_a_state_that_is_not_finite_is_not_exported() -> None:
         worker.inventory(-1, module.WHOLE.stage)
 
 
-def test_a_state_that_is_being_changed_is_not_given_out() -> None:
+def test_a_state_that_is_being_changed_is_not_provided() -> None:
     worker = Worker("worker-0")
     worker._stepper = stepper()
     worker._control.begin(0)
@@ -150,7 +150,7 @@ def test_a_state_that_is_being_changed_is_not_given_out() -> None:
     assert worker.stand_aside(0) is None
 
 
-def test_what_is_for_a_generation_that_is_over_is_refused_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_for_a_generation_that_is_over_are_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker("worker-0")
     worker._stepper = stepper()
     worker._control.begin(3)
@@ -188,7 +188,7 @@ class Finishes(Worker):
 
 
 @pytest.mark.parametrize("name", [None, "data", "held_out"])
-def test_all_files_are_looked_at_once_more_before_a_run_is_finished(tmp_path: Path, name: str | None) -> None:
+def test_all_files_are_checked_again_before_a_run_is_finished(tmp_path: Path, name: str | None) -> None:
     for folder in ("data", "held_out"):
         write(tmp_path / folder / "a.parquet", 4)
     worker = Finishes("worker-0")
@@ -221,7 +221,7 @@ def test_all_files_are_looked_at_once_more_before_a_run_is_finished(tmp_path: Pa
     assert "its modification time changed: 20" in outcome.fault
 
 
-def test_a_worker_compares_the_data_with_what_an_earlier_one_of_its_node_saw(tmp_path: Path) -> None:
+def test_a_worker_compares_the_data_with_an_earlier_workers_view_of_it(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 4)
     # The driver's node wrote its own, at another time.
     driver, here = index(tmp_path), str(tmp_path)
