@@ -290,8 +290,10 @@ class Controller:
         self._post(self._stop)
 
     def rescale(self, minimum: int | None, maximum: int | None, spares: int | None) -> None:
-        """Request other numbers of workers; None keeps a number. Raises `InputError` if the job does not support
-        them."""
+        """Request other numbers of workers; None keeps a number.
+
+        Raises `InputError` if the job does not support them.
+        """
         job, now = self._order.plan.job, self._group.limits
         workers = replace(
             job.workers,
@@ -377,8 +379,7 @@ class Controller:
             self._feed(e.Late(group.generation))
 
     def _goes_within(self, seconds: float, untold: bool) -> bool:
-        """Whether a node that hosts a member leaves so soon; `untold` is the answer for a node without a known
-        deadline."""
+        """Whether a node that hosts a member leaves so soon; `untold` is the answer without a known deadline."""
         nodes = {self._places[name].node for name in members_in(self._group) if name in self._places}
         deadlines = [deadline for node, deadline in self._draining.items() if node in nodes]
         return any(untold if deadline is None else time.time() > deadline - seconds for deadline in deadlines)
@@ -662,8 +663,10 @@ class Controller:
         )
 
     def _holders(self, donors: Sequence[str], step: int) -> list[tuple[str, Stage]]:
-        """Return which worker provides which stage of the state after `step`; ask those with a copy whether it is
-        intact."""
+        """Return which worker provides which stage of the state after `step`.
+
+        Workers that only have a copy of it are asked whether the copy is intact.
+        """
         stages = [Stage(number, len(donors)) for number in range(len(donors))]
         for name, stage in zip(donors, stages, strict=True):
             worker = self._group.workers[name]
@@ -1008,8 +1011,7 @@ class Controller:
         self._checkpoints.go_back(self._journal.generation, step)
 
     def _keeps_the_end(self) -> bool:
-        """Request a checkpoint of the state that the run ends with, by all who hold it; return whether one is being
-        made."""
+        """Request a checkpoint of the state that the run ends with; return whether one is being made."""
         step = self._handing
         differ = self._round is not None and self._round.differ
         if step <= self._checkpoints.durable or self._ends_kept == ENDS_KEPT or differ:
@@ -1018,8 +1020,7 @@ class Controller:
         return self._keep(step)
 
     def _keep(self, step: int) -> bool:
-        """Request a checkpoint from all who hold the state after `step` and are in no world; return whether anybody
-        does."""
+        """Request a checkpoint from the holders of the state after `step` in no world; return whether there are any."""
         group = self._group
         able = [name for name, worker in group.workers.items() if worker.state == "idle" and name in self._pool]
         keepers = [name for name in able if group.workers[name].holds == step]

@@ -33,8 +33,10 @@ class Bubble:
         self._bars, self._open = {}, {}
 
     def report(self, worker: str, record: StepRecord, offset_s: float) -> Drawing | None:
-        """Accept a member's step; `offset_s` converts its clock to ours. Return a step's drawing once it is
-        complete."""
+        """Accept a member's step; return the step's drawing once it is complete.
+
+        `offset_s` converts the member's clock to ours.
+        """
         if worker not in self._places or record.passes is None:
             return None
         start, end = record.passes

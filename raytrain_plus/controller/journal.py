@@ -261,8 +261,7 @@ class Journal:
         self._offsets[place.worker] = 0.0
 
     def clocked(self, worker: str, clock_s: float, asked: float, answered: float) -> None:
-        """Record that a worker, asked at `asked`, said `clock_s`, and that its answer came at `answered`; all in Unix
-        seconds."""
+        """Record a worker's clock: `clock_s`, read between the times `asked` and `answered`; all in Unix seconds."""
         # One machine has one clock; between machines this is accurate to the duration of the call.
         offset = (asked + answered) / 2 - clock_s
         self._offsets[worker] = offset if abs(offset) > answered - asked else 0.0
@@ -404,8 +403,10 @@ class Journal:
         self._tell("drain_notice", node=node, deadline=deadline)
 
     def data_changed(self, first: Mapping[str, str | int]) -> None:
-        """Record that a data file's change ends the run; `first`: see `DataChanged`. Raises `RunError` if it cannot be
-        written."""
+        """Record that a data file's change ends the run; `first`: see `DataChanged`.
+
+        Raises `RunError` if it cannot be written.
+        """
 
         def write() -> None:
             self.check_fence()

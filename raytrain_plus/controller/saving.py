@@ -73,8 +73,10 @@ class Saving:
         return [given_up for key in list(self._open) for given_up in self._without(key, living)]
 
     def left(self, name: str, generation: int, copied: int) -> list[Abandoned]:
-        """Record that a worker left that generation, with copies up to step `copied`; return what is given up because
-        of that."""
+        """Record that a worker left that generation, with copies up to step `copied`.
+
+        Return what is given up because of that.
+        """
         self._left[generation, name] = copied
         return [given_up for key in list(self._open) for given_up in self._uncopied(key)]
 
@@ -104,8 +106,7 @@ class Saving:
         return [self._give_up(key, why) for key in list(self._open)]
 
     def whole(self, committed: int) -> list[list[Written]]:
-        """Return the shares of each complete checkpoint of a committed step, in the order of steps; each is returned
-        once."""
+        """Return the shares of each complete checkpoint of a committed step, in the order of steps, once each."""
         ready = sorted(key for key, one in self._open.items() if key[0] <= committed and not one.missing())
         self._over.update(dict.fromkeys(ready, False))
         return [[told for _, told in sorted(self._open.pop(key).written.items())] for key in ready]

@@ -87,8 +87,7 @@ class Totals:
         self.copy_s += max(one.stall_s for one in sent)
 
     def recovered(self, stall_s: float) -> None:
-        """Count one recovery, from the last commit before to the first after: steps recomputed in between are
-        included."""
+        """Count one recovery, from the last commit before to the first after; recomputed steps lie in between."""
         self.recoveries += 1
         self.stall_s += stall_s
 

@@ -108,8 +108,10 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """The current phase of this generation has reached its limit; training reaches it when a member's node leaves
-    soon."""
+    """The current phase of this generation has reached its limit.
+
+    Training reaches it when a member's node leaves soon.
+    """
 
     generation: int
 

@@ -120,8 +120,10 @@ def members_in(group: Group) -> tuple[str, ...]:
 
 
 def free(group: Group) -> list[str]:
-    """Return the workers that can sit in the next view, better ones first; members still inside can once they are
-    out."""
+    """Return the workers that can sit in the next view, better ones first.
+
+    Members still inside the generation count: they can once they are out.
+    """
     able = [name for name, worker in group.workers.items() if worker.state in ("idle", "in") and not worker.leaving]
     return sorted(able, key=lambda name: (name not in group.seats, -holds(group, name)))
 
@@ -154,8 +156,7 @@ class Standing:
 
 
 def standing(group: Group) -> Standing | None:
-    """Return the newest state of which workers hold every stage; the initial one if there is none; None without
-    workers.
+    """Return the newest state of which workers hold every stage; else the initial one; None without workers.
 
     A worker whose state is partially applied holds none. Of the workers that have the same stage, one that holds it
     comes before one that keeps a copy; then come those that stay, in the order of their seats.
@@ -182,8 +183,10 @@ def standing(group: Group) -> Standing | None:
 
 
 def unfinished(group: Group) -> tuple[str, ...]:
-    """Return the workers that have all sums of a step that others applied: they can apply it and then hold the same
-    state."""
+    """Return the workers that have all sums of a step that others applied.
+
+    They can apply it too and then hold the same state.
+    """
     newest = max((holds(group, name) for name, worker in group.workers.items() if worker.state == "idle"), default=-2)
     return tuple(
         name for name, worker in group.workers.items() if worker.state == "idle" and worker.ready == newest >= 0

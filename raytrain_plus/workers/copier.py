@@ -118,8 +118,10 @@ class Copier:
         return step >= max(self._next, 0)
 
     def copy(self, step: int, check: Callable[[], None]) -> None:
-        """Copy the state after `step`, and send it in the background. `check` is called while this waits, and may
-        raise."""
+        """Copy the state after `step`, and send it in the background.
+
+        `check` is called while this waits, and may raise.
+        """
         while self._sending is not None and not self._sending.done():
             # A copy that is no longer needed ends as soon as its thread notices.
             check()

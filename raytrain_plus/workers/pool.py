@@ -87,8 +87,7 @@ class Pool:
         return self._handles[name].actor.call.remote(method, *arguments)
 
     def ask(self, name: str, answered: Callable[[Future[Any]], None], method: str, *arguments: Any) -> None:
-        """Start a worker's method; `answered` gets the future of its answer, on one of Ray's threads, when it is
-        there."""
+        """Start a worker's method; `answered` gets its answer's future, on one of Ray's threads, when it is there."""
         self.call(name, method, *arguments).future().add_done_callback(answered)
 
     def begin(self, name: str, method: str, *arguments: Any) -> Callable[[float], Any]:

@@ -21,8 +21,10 @@ FLUSH_S = 30.0
 
 
 class Reporter:
-    """Collects the records given to `tell` and sends them with `send`, which starts a Ray call and returns its
-    reference."""
+    """Collects the records given to `tell` and sends them with `send`.
+
+    `send` starts a Ray call and returns its reference.
+    """
 
     def __init__(self, send: Callable[[Sequence[Any]], Any]) -> None:
         self._send = send

@@ -65,8 +65,7 @@ Look = Generator[Request, Answer, float | None]
 
 
 def cloud_of(firmware: Mapping[str, str]) -> Cloud | None:
-    """Return the cloud that this machine belongs to, by its firmware fields in `FIRMWARE`; None if it is not a known
-    one.
+    """Return the cloud that this machine belongs to, by its firmware fields in `FIRMWARE`; None if unknown.
 
     >>> cloud_of({"sys_vendor": "Amazon EC2"})
     'AWS'
@@ -82,8 +81,10 @@ def cloud_of(firmware: Mapping[str, str]) -> Cloud | None:
 
 
 def look(cloud: Cloud, now: float) -> Look:
-    """Look once at a cloud's metadata service, at `now` in Unix seconds. Raises `ValueError` if the answer is
-    undocumented."""
+    """Look once at a cloud's metadata service, at `now` in Unix seconds.
+
+    Raises `ValueError` if the answer is undocumented.
+    """
     return _LOOKS[cloud](now)
 
 

@@ -37,8 +37,7 @@ class Cluster:
         silent: Sequence[Sequence[str]] = (),
         known: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """`draining` and `silent`: the answer at each poll; an exception is raised. `known`: the nodes, as in
-        `ray.nodes`."""
+        """`draining` and `silent`: the answers by poll; an exception is raised. `known`: as in `ray.nodes`."""
         self.told: list[Any] = []
         self.asked: list[int] = []
         """The polls at which the draining nodes were requested."""

@@ -129,7 +129,7 @@ def explore(world: World, most: int = 2_000_000, look: Callable[[World], object]
             sources.append(number)
             targets.append(to)
         if not moved:
-            raise Violation(f"no way on from {here}")
+            raise Violation(f"no transition from {here}")
     going = _leading_to(ends, np.frombuffer(sources, np.uint32), np.frombuffer(targets, np.uint32), len(seen))
     if not going.all():
         raise Violation(f"the end cannot be reached from {int((~going).sum())} worlds")
@@ -157,7 +157,7 @@ def wander(world: World, draw: Random, most: int = 20_000) -> int:
             return length
         ways = list(_moves(world, {}))
         if not ways:
-            raise Violation(f"no way on from {world}")
+            raise Violation(f"no transition from {world}")
         before, world = world, draw.choice(ways)
         if world.group is not before.group:
             _refuses(world.group)
@@ -553,7 +553,7 @@ def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]
     if ended == ["failed"] and before.phase is Phase.GATHER and enough:
         raise Violation(f"given up ({group.failure}), though there are workers enough")
     if ended == ["finished"] and not isinstance(event, e.Handed):
-        raise Violation("finished, and nobody has handed the model over")
+        raise Violation("finished, and nobody has exported the model")
     if world.stopped and group.phase in (Phase.GATHER, Phase.TRAIN):
         raise Violation(f"{type(event).__name__} led to {group.phase.name} after a stop")
     if group.phase is Phase.TRAIN and any(name in world.noticed for name in members_in(group)):
@@ -732,11 +732,11 @@ def _join(world: World, command: e.Join) -> World:
         if name in world.noticed:
             raise Violation(f"{name}, which is to leave, is in a new view")
     if world.alike and any(worker.state == "idle" and not worker.leaving for worker in world.group.workers.values()):
-        raise ValueError("where some are held back, workers are not alike")
+        raise ValueError("if some are held back, workers are not alike")
     if command.first_step <= world.announced and not command.again:
         raise Violation(f"step {command.first_step} would be done again, and {world.announced} is committed")
     if command.again and command.first_step > world.announced:
-        raise Violation(f"step {command.first_step} was never made, and nothing would be told of it")
+        raise Violation(f"step {command.first_step} was never made, and nothing would be announced of it")
     for name, proc in procs.items():
         if proc.inside >= 0:
             raise Violation(f"{name} is inside {proc.inside} while {view.generation} forms")
@@ -765,7 +765,7 @@ def _join(world: World, command: e.Join) -> World:
             continue
         proc, stage, lacks = procs[name], view.shape.stage(seat), command.lacks.get(name)
         if lacks is None and (proc.holds, proc.line) != (command.first_step - 1, world.line):
-            raise Violation(f"{name} would go on from {proc.holds} of another history")
+            raise Violation(f"{name} would continue from {proc.holds} of another history")
         if lacks is None and proc.stage not in (None, stage):
             raise Violation(f"{name} would start step {command.first_step} from {proc.holds}")
         copying = lacks in ("newer", "stage")

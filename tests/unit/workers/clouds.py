@@ -1,5 +1,4 @@
-"""Imitate the metadata services of AWS, GCP and Azure on this machine: they reject the requests that the real ones
-do."""
+"""Imitate the metadata services of AWS, GCP and Azure; they reject the requests that the real ones do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A worker's share is copied at once and written in the background; a failing storage is reported and delays no
-step."""
+"""A worker's share is copied at once and written in the background; a failing storage delays no step."""
 
 from __future__ import annotations
 
