@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,14 +85,25 @@ def read_job(text: str, where: str, name: str, overrides: Sequence[str] = ()) ->
     root = _parse(text, where)
     reading = _Reading(where)
     values = reading.mapping(root, "") if root is not None else {}
+    in_file = dict(values)
     for override in overrides:
         reading.override(values, override)
+    _replace_length(in_file, values)
     values.setdefault("name", name)
     problems = reading.problems + _problems(values, reading.places, where)
     if problems:
         raise JobError(problems)
     job: Job = _build(Job, values)
     return job
+
+
+def _replace_length(in_file: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Drop a length that the file gives in the other unit than an override; a job has one of `steps` and `epochs`."""
+    for old, new in (("steps", "epochs"), ("epochs", "steps")):
+        given = in_file.get(old)
+        if given is not None and values[old] is given and in_file.get(new) is None and values.get(new) is not None:
+            print(f"--set {new}={values[new]} replaces {old}: {given}", file=sys.stderr)
+            del values[old]
 
 
 def _text(file: Path) -> str:

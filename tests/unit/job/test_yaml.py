@@ -247,3 +247,18 @@ def test_mutated_files_give_a_job_or_a_job_error(tmp_path_factory: pytest.TempPa
     file.write_text(text, encoding="utf-8", newline="")
     with contextlib.suppress(JobError):
         assert isinstance(load_job(file)[0], Job)
+
+
+def test_a_length_replaces_one_in_the_other_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("task: a:B\nepochs: 20\ndata: {path: x, batch_size: 8}\n")
+    job, _ = load_job(file, ["steps=60"])
+    assert (job.steps, job.epochs) == (60, None)
+    assert capsys.readouterr().err == "--set steps=60 replaces epochs: 20\n"
+    job, _ = load_job(file, ["epochs=3"])
+    assert (job.steps, job.epochs, capsys.readouterr().err) == (None, 3, "")
+    with pytest.raises(JobError, match="exactly one of them"):
+        load_job(file, ["steps=60", "epochs=3"])
+    file.write_text("task: a:B\nsteps: 7\ndata: {path: x, batch_size: 8}\n")
+    assert load_job(file, ["epochs=2"])[0].epochs == 2
+    assert capsys.readouterr().err == "--set epochs=2 replaces steps: 7\n"
