@@ -34,7 +34,27 @@ if TYPE_CHECKING:
 _EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid input, 130 and 143 stopped by a signal."
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG)
+_GROUPS = {
+    "Run a job": ("validate", "run", "submit", "resume", "stop", "rescale"),
+    "Watch a run": ("attach", "logs", "status", "export"),
+    "Prove a result": ("audit", "verify"),
+    "Environment": ("doctor", "install-horovod"),
+}
+"""The headings of `raytrain --help`, and their commands in order."""
+
+
+class _Grouped(click.Group):
+    """A group whose help lists its commands below the headings of `_GROUPS`."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, group by group."""
+        width = max(map(len, self.commands))
+        for heading, names in _GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), self.commands[name].get_short_help_str(60)) for name in names])
+
+
+@click.group(cls=_Grouped, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EPILOG)
 @click.version_option(VERSION, prog_name="raytrain")
 def cli() -> None:
     """Elastic PyTorch training on Ray: training continues while machines join and leave."""
@@ -53,7 +73,14 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 @click.option("--detach", is_flag=True, help="Return once training has started; the run continues in the background.")
 @_json
 def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, detach: bool, as_json: bool) -> int:
-    """Run a job until it ends. JOB: path of the job file."""
+    """Run a job until it ends. JOB: path of the job file.
+
+    \b
+    Examples:
+      raytrain run jobs/digits.yaml
+      raytrain run jobs/digits.yaml --set data.batch_size=192 --fresh
+      raytrain run jobs/digits.yaml --address HOST:6379 --detach
+    """
     from raytrain_plus.job.yaml import load_job
 
     loaded, roots = load_job(job, overrides)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import click
+import click.testing
 import pytest
 
 from raytrain_plus import cli
@@ -222,3 +223,14 @@ def test_a_job_is_checked_against_a_cluster_file(
     code, out, err = said("--set", "workers={min: 1, cpus: 512}")
     assert (code, out) == (2, "")
     assert "the cluster has room for 0 workers of 512 CPU each" in err
+
+
+def test_the_help_shows_every_command_once_with_a_whole_sentence() -> None:
+    assert sorted(name for names in cli._GROUPS.values() for name in names) == sorted(cli.cli.commands)
+    text = click.testing.CliRunner().invoke(cli.cli, ["--help"]).output
+    lines = [line for line in text.splitlines() if line.startswith("  ") and line.split()[0] in cli.cli.commands]
+    assert len(lines) == len(cli.cli.commands)
+    for line in lines:
+        assert line.endswith(".")
+        assert not line.endswith("...")
+        assert len(line.split(maxsplit=1)[1]) < 60
