@@ -53,7 +53,12 @@ pytestmark = [pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def eight() -> Iterator[None]:
-    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    """Ray, with credentials of a store in the environment of all its processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("AWS_ACCESS_KEY_ID", "KEYID"), ("AWS_SECRET_ACCESS_KEY", "pa55word")):
+            patch.setenv(name, value)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield
     ray.shutdown()
 
