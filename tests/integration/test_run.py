@@ -264,11 +264,12 @@ def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None
     process.send_signal(number)
     signalled = time.time()
     out, err = process.communicate(timeout=60)
-    # The Ray that it has started is gone, too.
-    assert time.time() - signalled < 3
+    # The local Ray has ended, too; a second of this is the interpreter's own end.
+    assert time.time() - signalled < 5
     assert process.returncode == code, err
     *_, finished = read_events(LocalFolder(tmp_path / "runs" / "job"))
     assert finished["kind"] == "run_finished"
+    assert finished["time"] - signalled < 3
     assert "job stopped" in out
     result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
     assert 0 < result["steps"] < 500
