@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def read_job(text: str, where: str, name: str, overrides: Sequence[str] = ()) ->
     in_file = dict(values)
     for override in overrides:
         reading.override(values, override)
-    _replace_length(in_file, values)
+    _replace_length(in_file, values, {override.partition("=")[0] for override in overrides})
     values.setdefault("name", name)
     problems = reading.problems + _problems(values, reading.places, where)
     if problems:
@@ -97,11 +97,13 @@ def read_job(text: str, where: str, name: str, overrides: Sequence[str] = ()) ->
     return job
 
 
-def _replace_length(in_file: Mapping[str, Any], values: dict[str, Any]) -> None:
+def _replace_length(in_file: Mapping[str, Any], values: dict[str, Any], overridden: Collection[str]) -> None:
     """Drop a length that the file gives in the other unit than an override; a job has one of `steps` and `epochs`."""
     for old, new in (("steps", "epochs"), ("epochs", "steps")):
         given = in_file.get(old)
-        if given is not None and values[old] is given and in_file.get(new) is None and values.get(new) is not None:
+        if given is None or old in overridden:
+            continue
+        if in_file.get(new) is None and values.get(new) is not None:
             print(f"--set {new}={values[new]} replaces {old}: {given}", file=sys.stderr)
             del values[old]
 

@@ -332,6 +332,7 @@ def expected(job: Made) -> dict[str, Any]:
         raise Unclear(str(error)) from None
     if not isinstance(values, dict):
         raise Unclear("no mapping")
+    in_file, overridden = dict(values), {override.partition("=")[0] for override in job.overrides}
     for override in job.overrides:
         key, _, text = override.partition("=")
         try:
@@ -346,6 +347,10 @@ def expected(job: Made) -> dict[str, Any]:
                 inner[group] = {}
             inner = inner[group]
         inner[last] = value
+    for old, new in (("steps", "epochs"), ("epochs", "steps")):
+        # Documented: an override gives the length in place of the file, whichever unit the file has.
+        if old not in overridden and in_file.get(new) is None and values.get(new) is not None:
+            values.pop(old, None)
     return values
 
 

@@ -259,6 +259,8 @@ def test_a_length_replaces_one_in_the_other_unit(tmp_path: Path, capsys: pytest.
     assert (job.steps, job.epochs, capsys.readouterr().err) == (None, 3, "")
     with pytest.raises(JobError, match="exactly one of them"):
         load_job(file, ["steps=60", "epochs=3"])
+    with pytest.raises(JobError, match="exactly one of them"):
+        load_job(file, ["steps=60", "epochs=20"])
     file.write_text("task: a:B\nsteps: 7\ndata: {path: x, batch_size: 8}\n")
     assert load_job(file, ["epochs=2"])[0].epochs == 2
     assert capsys.readouterr().err == "--set epochs=2 replaces steps: 7\n"
