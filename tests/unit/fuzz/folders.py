@@ -98,7 +98,7 @@ def base_in(folder: Path) -> Base:
     run.write("pipeline.json", [b"{}"])
     run.write("tensorboard/events.out.tfevents.1", [b"x" * 40])
     Lease(run, "10.0.0.1:6379", "run/1").renew()
-    run.write(LEASE, [json.dumps({**json.loads(run.read(LEASE)), "time": 1e9}).encode()])
+    run.write(LEASE, [json.dumps({**json.loads(run.read(LEASE)), "time": 1e9, "machine": "another"}).encode()])
     _write_ledger(run, job)
     weights = {step: _checkpoint(run, job, step, seen.fingerprint) for step in SAVED}
     _write_events(run, job)
