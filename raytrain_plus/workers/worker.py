@@ -226,7 +226,8 @@ class Worker:
         try:
             return self._do(finished)
         except RaytrainError as error:
-            return replace(self._outcome("failed"), holds=None, error=error, fault=f"{type(error).__name__}: {error}")
+            fault, final = f"{type(error).__name__}: {error}", isinstance(error, DataChanged)
+            return replace(self._outcome("failed"), holds=None, error=error, fault=fault, final=final)
 
     def recall(self, generation: int, step: int) -> Outcome:
         """Load its copy of its own state after `step`, and return what it holds then."""

@@ -221,6 +221,26 @@ def test_all_files_are_checked_again_before_a_run_is_finished(tmp_path: Path, na
     assert "its modification time changed: 20" in outcome.fault
 
 
+def test_changed_data_is_final_for_a_worker_that_ends_the_run_by_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "data" / "a.parquet", 4)
+    worker = module.Worker("worker-0")
+    elastic = SimpleNamespace(hang_timeout_s=1)
+    plan = SimpleNamespace(index=index(tmp_path / "data"), held_out=None, steps=0, job=SimpleNamespace(elastic=elastic))
+    worker._plan = plan  # type: ignore[assignment]
+    worker._stepper = one = stepper()
+    worker._stage = module.WHOLE.stage
+    worker._saver = Saver(LocalFolder(tmp_path), one.holding, None, best=False)
+    worker._copier = Copier("worker-0", one.holding, 1)
+    monkeypatch.setattr(one, "finish", lambda squares: None)
+    assert (worker.finish(0, {}).why, worker.finish(0, {}).final) == ("interrupted", False)
+    write(tmp_path / "data" / "a.parquet", 9)
+    outcome = worker.finish(0, {})
+    assert (outcome.why, outcome.final) == ("failed", True)
+    assert isinstance(outcome.error, DataChanged)
+
+
 def test_a_worker_compares_the_data_with_an_earlier_workers_view_of_it(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 4)
     # The driver's node wrote its own, at another time.
