@@ -61,7 +61,7 @@ class Size:
     """Shards of the replica that hosts the most; they determine the duration of a step."""
     efficiency: float
     """Used share of the workers' time: shards / (replicas x `shards`), times the share of workers that have a place."""
-    cells: int = 1
+    replicas: int = 1
     """Model replicas."""
     stages: int = 1
 
@@ -116,9 +116,11 @@ class Report:
                 said.append("  warning: most reads are wasted; write smaller row groups, or use fewer data.shards")
             said += self._checksum_lines()
         for size in self.sizes:
-            cells = f"{plural(size.cells, 'replica')} of {plural(size.stages, 'stage')}, " * (self.most_stages > 1)
+            replicas = f"{plural(size.replicas, 'replica')} of {plural(size.stages, 'stage')}, " * (
+                self.most_stages > 1
+            )
             said.append(
-                f"  {plural(size.workers, 'worker')}: {cells}{size.shards} shards on the fullest, "
+                f"  {plural(size.workers, 'worker')}: {replicas}{size.shards} shards on the fullest, "
                 f"{100 * size.efficiency:.0f} % efficiency"
             )
         if self.left_out:
@@ -150,9 +152,9 @@ def sizes_of(job: Job, cuts: Sequence[int] = (1,)) -> tuple[Size, ...]:
     for workers, shape in shapes_of(job, cuts).items():
         # With one stage all workers form replicas; a replica that makes no step faster is left out only above the
         # minimum.
-        cells = workers if shape.stages == 1 else shape.cells
-        fullest = math.ceil(shards / cells)
-        found.append(Size(workers, fullest, shards * shape.stages / (workers * fullest), cells, shape.stages))
+        replicas = workers if shape.stages == 1 else shape.replicas
+        fullest = math.ceil(shards / replicas)
+        found.append(Size(workers, fullest, shards * shape.stages / (workers * fullest), replicas, shape.stages))
     return tuple(found)
 
 

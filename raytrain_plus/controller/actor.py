@@ -116,7 +116,7 @@ class _Round:
 
     view: View
     rings: list[RendezvousServer] = field(default_factory=list)
-    cells: list[RendezvousServer] = field(default_factory=list)
+    replicas: list[RendezvousServer] = field(default_factory=list)
     buddies: dict[str, str] = field(default_factory=dict)
     """For each member whose state nobody else holds, the worker that keeps a copy of it."""
     sent: dict[int, dict[str, Sent]] = field(default_factory=dict)
@@ -138,12 +138,12 @@ class _Round:
 
     def cancel(self) -> None:
         """Tell members that wait for others that these will not come."""
-        for server in (*self.rings, *self.cells):
+        for server in (*self.rings, *self.replicas):
             server.cancel()
 
     def close(self) -> None:
         """Close the rendezvous servers."""
-        for server in (*self.rings, *self.cells):
+        for server in (*self.rings, *self.replicas):
             server.close()
 
 
@@ -600,7 +600,9 @@ class Controller:
         self._round = _Round(view)
         shape = view.shape
         rings = [self._formations(f"stage{stage}", shape.ring(stage), names) for stage in range(shape.stages)]
-        cells = [self._formations(f"cell{cell}", shape.cell(cell), names) for cell in range(shape.cells)]
+        replicas = [
+            self._formations(f"replica{replica}", shape.replica(replica), names) for replica in range(shape.replicas)
+        ]
         takes = {name for name, what in command.lacks.items() if what != "initial"}
         sources: tuple[Any, ...] = ()
         if takes:
@@ -611,8 +613,8 @@ class Controller:
             assignment = Assignment(
                 generation=view.generation,
                 layers=self._layers(stage),
-                ring=rings[stage.number][member.cell],
-                cell=cells[member.cell][stage.number] if shape.stages > 1 else None,
+                ring=rings[stage.number][member.replica],
+                replica=replicas[member.replica][stage.number] if shape.stages > 1 else None,
                 shards=member.shards,
                 first_step=command.first_step,
                 lacks=command.lacks.get(name),
@@ -624,8 +626,8 @@ class Controller:
                     generation=self._journal.base + view.generation,
                     writer=seat,
                     writers=shape.size,
-                    rank=member.cell,
-                    size=shape.cells,
+                    rank=member.replica,
+                    size=shape.replicas,
                     speaks=self._speaks(stage),
                     claim=self._run.claim,
                 ),
@@ -679,7 +681,7 @@ class Controller:
     def _buddies(self) -> dict[str, str]:
         """Return, for each member whose state nobody else holds, the worker that keeps copies of it."""
         now, group = self._round, self._group
-        if now is None or now.view.shape.cells > 1:
+        if now is None or now.view.shape.replicas > 1:
             return {}
         owners = [member.worker for member in now.view.members]
         spares = [
@@ -768,7 +770,7 @@ class Controller:
         # A single member needs nobody's address.
         if len(members) > 1:
             server = RendezvousServer(self._here, len(members), set(addresses))
-            (now.rings if world.startswith("stage") else now.cells).append(server)
+            (now.rings if world.startswith("stage") else now.replicas).append(server)
             where = (self._here, server.start())
             credentials = [server.credentials(rank) for rank in range(len(members))]
         generation = now.view.generation
@@ -906,10 +908,10 @@ class Controller:
     def _tell_to_leave(self, name: str, now: float) -> None:
         if self._round is None or name not in self._pool:
             return
-        rings, cells = _published(self._round.rings), _published(self._round.cells)
+        rings, replicas = _published(self._round.rings), _published(self._round.replicas)
         if name in self._pulses.all:
             self._pulses.asked(name, now)
-        self._pool.ask(name, self._posted(self._pulse, name), "interrupt", self._group.generation, rings, cells)
+        self._pool.ask(name, self._posted(self._pulse, name), "interrupt", self._group.generation, rings, replicas)
 
     def _pulse(self, name: str, future: Future[Any]) -> None:
         try:

@@ -28,7 +28,7 @@ class Bubble:
 
     def formed(self, view: View) -> None:
         """Set the members for the following reports."""
-        self._places = {member.worker: (member.cell, member.stage) for member in view.members}
+        self._places = {member.worker: (member.replica, member.stage) for member in view.members}
         self._stages = view.shape.stages
         self._bars, self._open = {}, {}
 

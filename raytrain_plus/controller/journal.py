@@ -380,7 +380,7 @@ class Journal:
             members=[
                 {
                     **_who(self._places[member.worker]),
-                    "cell": member.cell,
+                    "replica": member.replica,
                     "stage": member.stage,
                     "params": params[member.worker],
                     "shards": list(member.shards),

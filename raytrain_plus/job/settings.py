@@ -501,7 +501,7 @@ def _shard_room(minimum: int, shards: int, pipeline: int) -> _Problem:
     )
 
 
-def _one_cell(maximum: int | None, minimum: int, pipeline: int) -> _Problem:
+def _one_replica(maximum: int | None, minimum: int, pipeline: int) -> _Problem:
     most = minimum if maximum is None else maximum
     if most >= pipeline:
         return None
@@ -591,7 +591,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("workers.min",), _at_least(1, 1_000_000)),
     (("workers.max", "workers.min"), _sizes),
     (("workers.min", "data.shards", "parallel.pipeline"), _shard_room),
-    (("workers.max", "workers.min", "parallel.pipeline"), _one_cell),
+    (("workers.max", "workers.min", "parallel.pipeline"), _one_replica),
     (("parallel.pipeline",), _at_least(1, 1_000)),
     (("workers.spares",), _at_least(0, 1_000_000)),
     (("workers.cpus",), _at_least(0, 1_000_000)),

@@ -1,7 +1,7 @@
 """Assign workers to seats of model replicas and stages, and derive who communicates with whom. Pure.
 
-A seat is a number: first the seats of replica 0, by stage, then those of replica 1. A replica (called `cell` in the
-code) holds one whole copy of the model.
+A seat is a number: first the seats of replica 0, by stage, then those of replica 1. A replica holds one whole copy of
+the model.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`cells` model replicas, each of `stages` stages."""
+    """`replicas` model replicas, each of `stages` stages."""
 
-    cells: int
+    replicas: int
     stages: int = 1
 
     @property
     def size(self) -> int:
         """The number of seats."""
-        return self.cells * self.stages
+        return self.replicas * self.stages
 
-    def seat(self, cell: int, stage: int) -> int:
+    def seat(self, replica: int, stage: int) -> int:
         """Return the number of a seat."""
-        return cell * self.stages + stage
+        return replica * self.stages + stage
 
     def place(self, seat: int) -> tuple[int, int]:
         """Return a seat's replica and stage.
@@ -60,15 +60,15 @@ class Shape:
         >>> Shape(3, 2).ring(1)
         (1, 3, 5)
         """
-        return tuple(self.seat(cell, stage) for cell in range(self.cells))
+        return tuple(self.seat(replica, stage) for replica in range(self.replicas))
 
-    def cell(self, cell: int) -> tuple[int, ...]:
+    def replica(self, replica: int) -> tuple[int, ...]:
         """Return the seats of one model replica, by stage; they pass activations to one another.
 
-        >>> Shape(3, 2).cell(1)
+        >>> Shape(3, 2).replica(1)
         (2, 3)
         """
-        return tuple(self.seat(cell, stage) for stage in range(self.stages))
+        return tuple(self.seat(replica, stage) for stage in range(self.stages))
 
 
 def useful_shape(available: int, minimum: int, maximum: int, shards: int, cuts: Sequence[int]) -> Shape | None:
@@ -79,10 +79,10 @@ def useful_shape(available: int, minimum: int, maximum: int, shards: int, cuts: 
     shards per replica as low as the largest number would: a further replica would make no step faster. `minimum` is
     formed even without a gain.
 
-    >>> [useful_shape(n, 1, 8, 12, (1,)).cells for n in (1, 2, 5, 6, 8)]
+    >>> [useful_shape(n, 1, 8, 12, (1,)).replicas for n in (1, 2, 5, 6, 8)]
     [1, 2, 4, 6, 6]
     >>> [useful_shape(n, 1, 8, 12, (4, 2, 1)) for n in (8, 7, 3, 1)]
-    [Shape(cells=2, stages=4), Shape(cells=1, stages=4), Shape(cells=1, stages=2), Shape(cells=1, stages=1)]
+    [Shape(replicas=2, stages=4), Shape(replicas=1, stages=4), Shape(replicas=1, stages=2), Shape(replicas=1, stages=1)]
     """
     if available < minimum:
         return None
@@ -136,13 +136,14 @@ def _seated(before: Sequence[str], old: Shape, available: Collection[str], new: 
     fresh = [worker for worker in available if worker not in members]
     if not members or old.stages != new.stages:
         by_stage = sorted(members, key=lambda worker: old.place(before.index(worker))[1]) + fresh
-        return tuple(by_stage[seat % new.stages * new.cells + seat // new.stages] for seat in range(new.size))
+        return tuple(by_stage[seat % new.stages * new.replicas + seat // new.stages] for seat in range(new.size))
     rows = [
-        [before[seat] if before[seat] in available else None for seat in old.cell(cell)] for cell in range(old.cells)
+        [before[seat] if before[seat] in available else None for seat in old.replica(replica)]
+        for replica in range(old.replicas)
     ]
-    fullest = sorted(range(old.cells), key=lambda cell: (rows[cell].count(None), cell))
-    kept = [rows[cell] for cell in sorted(fullest[: new.cells])]
-    kept += [[None] * new.stages for _ in range(new.cells - len(kept))]
+    fullest = sorted(range(old.replicas), key=lambda replica: (rows[replica].count(None), replica))
+    kept = [rows[replica] for replica in sorted(fullest[: new.replicas])]
+    kept += [[None] * new.stages for _ in range(new.replicas - len(kept))]
     staying = {worker for row in kept for worker in row}
     moving = [
         [row[stage] for row in rows if row[stage] is not None and row[stage] not in staying]

@@ -22,8 +22,8 @@ def useful_size(available: int, minimum: int, maximum: int, shards: int) -> int:
     if available < minimum:
         return 0
     largest = min(available, maximum, shards)
-    per_cell = math.ceil(shards / max(largest, 1))
-    return max(minimum, math.ceil(shards / per_cell))
+    per_replica = math.ceil(shards / max(largest, 1))
+    return max(minimum, math.ceil(shards / per_replica))
 
 
 def backoff_s(fruitless: int) -> float:

@@ -10,10 +10,10 @@ from raytrain_plus.membership.mesh import Shape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One worker's place in a view; `cell` is the index of its model replica."""
+    """One worker's place in a view; `replica` is the index of its model replica."""
 
     worker: str
-    cell: int
+    replica: int
     stage: int
     shards: tuple[int, ...]
 
@@ -28,7 +28,7 @@ class View:
     """In the order of seats."""
 
 
-def host_shards(shards: int, cells: int) -> tuple[tuple[int, ...], ...]:
+def host_shards(shards: int, replicas: int) -> tuple[tuple[int, ...], ...]:
     """Return the shards that each model replica hosts: consecutive, as even as possible, the larger shares first.
 
     For example 8 shards on 3 replicas: 3, 3, 2.
@@ -36,21 +36,21 @@ def host_shards(shards: int, cells: int) -> tuple[tuple[int, ...], ...]:
     >>> host_shards(8, 3)
     ((0, 1, 2), (3, 4, 5), (6, 7))
     """
-    base, extra = divmod(shards, cells)
-    sizes = [base + (cell < extra) for cell in range(cells)]
-    starts = [sum(sizes[:cell]) for cell in range(cells)]
+    base, extra = divmod(shards, replicas)
+    sizes = [base + (replica < extra) for replica in range(replicas)]
+    starts = [sum(sizes[:replica]) for replica in range(replicas)]
     return tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
 
 
 def form_view(generation: int, seats: Sequence[str], shape: Shape, shards: int) -> View:
     """Return a view of that shape with worker `seats[i]` in seat i. All stages of a replica work on its shards."""
-    hosted = host_shards(shards, shape.cells)
+    hosted = host_shards(shards, shape.replicas)
     places = [shape.place(seat) for seat in range(shape.size)]
     return View(
         generation=generation,
         shape=shape,
         members=tuple(
-            Member(worker=worker, cell=cell, stage=stage, shards=hosted[cell])
-            for worker, (cell, stage) in zip(seats, places, strict=True)
+            Member(worker=worker, replica=replica, stage=stage, shards=hosted[replica])
+            for worker, (replica, stage) in zip(seats, places, strict=True)
         ),
     )

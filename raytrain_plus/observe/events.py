@@ -55,6 +55,13 @@ _LATER = {"step_committed": frozenset({"grad_norm"})}
 
 _WHO = {"worker": has.text, "pid": has.whole(0), "node": has.text}
 _SECONDS = has.number(0, 1e12)
+_MEMBER = has.object_of(
+    worker=has.text,
+    replica=has.whole(0),
+    stage=has.whole(0),
+    params=has.whole(0),
+    shards=has.list_of(has.whole(0)),
+)
 _SHAPES: dict[str, has.Shape] = {
     "time": _SECONDS,
     "generation": has.whole(-1),
@@ -62,15 +69,7 @@ _SHAPES: dict[str, has.Shape] = {
     "job": has.text,
     "versions": has.table_of(has.text),
     "address": has.text,
-    "members": has.list_of(
-        has.object_of(
-            worker=has.text,
-            cell=has.whole(0),
-            stage=has.whole(0),
-            params=has.whole(0),
-            shards=has.list_of(has.whole(0)),
-        ),
-    ),
+    "members": has.list_of(lambda member: _MEMBER(_renamed(member))),
     "spares": has.list_of(has.text),
     "collective": has.text,
     "step": has.whole(-1),
@@ -257,7 +256,17 @@ def _events(run: Folder, behind: int) -> Iterator[Event]:
 
 def _event(run: Folder, name: str, number: int, line: bytes) -> Event:
     file = f"{run.where}/{name}"
-    return parse_object(line, file, number, _REMEDY, _misfit)
+    event = parse_object(line, file, number, _REMEDY, _misfit)
+    if event["kind"] == "view_formed":
+        event["members"] = [_renamed(member) for member in event["members"]]
+    return event
+
+
+def _renamed(member: Any) -> Any:
+    """Return a member of a view with the field `replica`, which older versions called `cell`."""
+    if not isinstance(member, dict) or "cell" not in member:
+        return member
+    return {"replica" if name == "cell" else name: value for name, value in member.items()}
 
 
 def _misfit(event: Event) -> str:

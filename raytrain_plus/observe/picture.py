@@ -28,7 +28,7 @@ class _Bar(Protocol):
 Bars = Mapping[tuple[int, int], Sequence[_Bar]]
 """The passes of each model replica and stage, with times in seconds since the first one began.
 
-Keys: (`cell`: the index of the model replica, stage).
+Keys: (index of the replica, stage).
 """
 
 KINDS = {
@@ -44,11 +44,11 @@ _TICKS = 8
 def svg(bars: Bars, title: str) -> str:
     """Return the step as an SVG document: a row for each stage, time from left to right, numbered microbatches."""
     whole = max((bar.end for row in bars.values() for bar in row), default=0.0) or 1.0
-    rows, at, cell_before = [], _TOP, -1
-    for (cell, stage), row in sorted(bars.items()):
-        at += _GAP * (cell_before not in (-1, cell))
-        cell_before = cell
-        rows.append(_text(_LEFT - 8, at + 15, f"replica {cell}, stage {stage}", anchor="end"))
+    rows, at, replica_before = [], _TOP, -1
+    for (replica, stage), row in sorted(bars.items()):
+        at += _GAP * (replica_before not in (-1, replica))
+        replica_before = replica
+        rows.append(_text(_LEFT - 8, at + 15, f"replica {replica}, stage {stage}", anchor="end"))
         for bar in row:
             rows.append(_box(bar, at, whole))
         at += _ROW
@@ -111,9 +111,9 @@ def trace(bars: Bars) -> dict[str, Any]:
     A model replica is a process, a stage a thread.
     """
     events: list[dict[str, Any]] = []
-    for (cell, stage), row in sorted(bars.items()):
-        where = {"pid": cell, "tid": stage}
-        events.append({"name": "process_name", "ph": "M", **where, "args": {"name": f"replica {cell}"}})
+    for (replica, stage), row in sorted(bars.items()):
+        where = {"pid": replica, "tid": stage}
+        events.append({"name": "process_name", "ph": "M", **where, "args": {"name": f"replica {replica}"}})
         events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": f"stage {stage}"}})
         events += [
             {

@@ -199,12 +199,12 @@ def told(event: Event) -> str | None:
 def _ready(event: Event) -> str:
     members = event["members"]
     hosted = sorted({len(member["shards"]) for member in members}, reverse=True)
-    # The members of one replica (`cell`) together hold the model once; its stages hold parts of it.
-    parameters = sum(member["params"] for member in members if member["cell"] == members[0]["cell"])
+    # The members of one replica together hold the model once; its stages hold parts of it.
+    parameters = sum(member["params"] for member in members if member["replica"] == members[0]["replica"])
     stages = 1 + max(member["stage"] for member in members)
-    cells = f" in {plural(len(members) // stages, 'replica')} of {stages} stages" * (stages > 1)
+    replicas = f" in {plural(len(members) // stages, 'replica')} of {stages} stages" * (stages > 1)
     return (
-        f"{plural(len(members), 'worker')} ready{cells}, {' or '.join(map(str, hosted))} shards each; "
+        f"{plural(len(members), 'worker')} ready{replicas}, {' or '.join(map(str, hosted))} shards each; "
         f"{parameters:,} parameters; collective: {event['collective']}"
     )
 

@@ -57,8 +57,8 @@ def left_out(job: Job, cuts: Sequence[int]) -> str:
     if shape is None or shape.size == maximum:
         return ""
     if shape.stages > 1:
-        why = f"they make {shape.cells} replicas of {shape.stages} stages each"
-        if shape.cells < maximum // shape.stages:
+        why = f"they make {shape.replicas} replicas of {shape.stages} stages each"
+        if shape.replicas < maximum // shape.stages:
             why += f", and with data.shards = {job.data.shards} one more would make no step faster"
     else:
         why = f"with data.shards = {job.data.shards} one more would make no step faster"
@@ -78,11 +78,12 @@ def _fault(job: Job, stages: int, most: int, layers: Sequence[str] | None) -> In
             expected="at least one layer per stage, or two with interleaved and zero-bubble",
             remedy="declare smaller layers in the task's layers(), or use fewer stages",
         )
-    for cells in range(1, max(1, min(most // stages, shards)) + 1):
-        for hosted in {shards // cells, -(-shards // cells)}:
+    for replicas in range(1, max(1, min(most // stages, shards)) + 1):
+        for hosted in {shards // replicas, -(-shards // replicas)}:
             if problem := amiss(schedule, stages, hosted * job.parallel.microbatches * job.parallel.steps_together):
                 return InputError(
-                    f"{problem}: with {cells} replica{'s' * (cells != 1)}, one hosts {hosted} of the {shards} shards",
+                    f"{problem}: with {replicas} replica{'s' * (replicas != 1)}, one hosts {hosted} of the {shards} "
+                    "shards",
                     where="parallel.microbatches",
                     remedy="raise parallel.microbatches, lower workers.max or parallel.pipeline, or use gpipe",
                 )

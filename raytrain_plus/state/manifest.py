@@ -125,7 +125,8 @@ class Manifest:
     data: Mapping[str, Any]
     """Fingerprints, and the position: the number of rows that the run has used."""
     layout: Sequence[Mapping[str, Any]]
-    """The members of the view: `worker`, `cell` (the index of the model replica), `stage`, `shards`."""
+    """The members of the view: `worker`, `replica` (the index of the model replica; `cell` in older versions), `stage`,
+    `shards`."""
     random: Mapping[str, Any]
     """How random numbers are keyed; they have no other state."""
     metrics: Mapping[str, float]

@@ -156,7 +156,7 @@ class Assignment:
     layers: Layers
     ring: Formation
     """The world of the members that hold the same stage."""
-    cell: Formation | None
+    replica: Formation | None
     """The world of the members of one model replica; None if the replica is one worker."""
     shards: tuple[int, ...]
     first_step: int

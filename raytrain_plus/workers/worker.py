@@ -304,14 +304,14 @@ class Worker:
             self._saver.settled(step, generation)
 
     def interrupt(
-        self, generation: int, rings: frozenset[tuple[str, int]], cells: frozenset[tuple[str, int]]
+        self, generation: int, rings: frozenset[tuple[str, int]], replicas: frozenset[tuple[str, int]]
     ) -> Activity:
         """Leave the worlds whose members listen at these addresses; return what the training thread does now."""
         if not self._stale(generation, "an interrupt"):
             self._control.interrupt(generation)
         if self._control.generation == generation:
             cut(rings, listeners=self._plan is not None and self._plan.collective == "horovod")
-            cut(cells, listeners=False)
+            cut(replicas, listeners=False)
         return self._control.activity()
 
     def activity(self) -> Activity:
@@ -717,18 +717,18 @@ class Worker:
         world = self._form(assignment.ring)
         # Registered last, left first: others wait until this world is left, not for the rest.
         stack.callback(self._leave, world)
-        if assignment.cell is not None:
+        if assignment.replica is not None:
             # torch's schedules take a while to load: they are loaded here, when needed.
             from raytrain_plus.training.pipedream import PipeDream
             from raytrain_plus.training.staged import Staged
 
-            cell = TorchWorld(assignment.cell)
-            stack.callback(self._leave, cell)
+            replica = TorchWorld(assignment.replica)
+            stack.callback(self._leave, replica)
             kind = PipeDream if self._plan.job.parallel.overlaps else Staged
             self._stepper.passes = kind(
                 self._stepper.task,
                 self._stepper.parts,
-                cell,
+                replica,
                 schedule=self._plan.job.parallel.schedule,
                 stages=assignment.layers.stage.of,
                 device=self._device,

@@ -1,4 +1,4 @@
-"""A cell's step beside the ideal makespan of its schedule, and beside torch.distributed.pipelining driven by hand.
+"""A replica's step beside the ideal makespan of its schedule, and beside torch.distributed.pipelining driven by hand.
 
 By hand, nothing keeps a stage from beginning its next step before the others have ended this one. Clipping by the norm
 over all stages does: so it is measured with that, too. Of pipedream, whose steps overlap, a step's part of four that
@@ -108,7 +108,7 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
     world = TorchWorld(
         Formation(
             generation=0,
-            name="cell",
+            name="pipeline",
             rank=rank,
             size=stages,
             address="127.0.0.1",

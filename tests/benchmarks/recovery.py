@@ -2,10 +2,10 @@
 
 python -m tests.benchmarks.recovery [--model byte_gpt] [--kills 60] [--peers 10] [--only ours,torchft] [--keep FOLDER]
 
-Four workers train, as four copies of the model, as two cells of two stages, or as one of four, which is cut into three
-then, or, where two die at once, into two. Who is killed, with SIGKILL, is drawn by chance. The stall runs from the last
-step before the kill to the next one that needed all who were left, less one step. torchft is measured where it is
-installed (`torchft==0.2.0`). What is wanted of the byte GPT, the small model, is told with its figures.
+Four workers train, as four copies of the model, as two replicas of two stages, or as one of four, which is then
+partitioned into three or, if two die at once, into two. The worker to be killed, with SIGKILL, is drawn at random. The
+stall runs from the last step before the kill to the next one that needed all remaining workers, less one step. torchft
+is measured if it is installed (`torchft==0.2.0`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ LONGEST_S = {
 KEPT = 97.0
 """Wanted: the percentage of the kills after which every survivor steps on in its process."""
 SOME_STAND_BY = ("stages", "recut", "recut_two")
-"""Where who is left of the dead one's cell has no place any more until another worker has come."""
+"""Cases in which the dead worker's replica dissolves until another worker has come."""
 FASTER = {"torchft": 3, "ray_train": 30}
 """Wanted: how many times longer these stall than this platform, shrinking; by their p50."""
 

@@ -280,7 +280,7 @@ class Encodes(Faulty):
 
 class FaultyStage(Faulty):
     """Goes wrong where it holds that stage of two, also at places of a staged step: F0 to F15 and B0 to B15, the passes
-    of its microbatches; summed, when it has its sums; agreed, when its ring has; exchanged, when its cell has."""
+    of its microbatches; summed, when it has its sums; agreed, when its ring has; exchanged, when its replica has."""
 
     def __init__(self, folder: str, stage: int, fault: str = "", pad_s: float = 0.0) -> None:
         self.stage, self.mine = stage, -1
@@ -293,9 +293,9 @@ class FaultyStage(Faulty):
         task = self
 
         @contextmanager
-        def noted(cell: Any, kind: Any, chunk: int, number: int) -> Iterator[None]:
+        def noted(replica: Any, kind: Any, chunk: int, number: int) -> Iterator[None]:
             task.reach(f"{kind}{number}")
-            with computing(cell, kind, chunk, number):
+            with computing(replica, kind, chunk, number):
                 yield
 
         def summed(*arguments: Any) -> Any:

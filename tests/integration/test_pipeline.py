@@ -79,9 +79,9 @@ def check_end(result: Result, alone: Result) -> None:
     assert found.clean, found.faults
 
 
-def at(run: Run, cell: int, stage: int) -> Event:
+def at(run: Run, replica: int, stage: int) -> Event:
     """Who is there."""
-    return next(member for member in run.members() if (member["cell"], member["stage"]) == (cell, stage))
+    return next(member for member in run.members() if (member["replica"], member["stage"]) == (replica, stage))
 
 
 @pytest.mark.parametrize(
@@ -100,16 +100,16 @@ def test_the_bits_are_those_of_one_worker(
     run = Run(staged(tmp_path, size, pipeline, schedule, collective=collective))
     check(run, alone)
     members = run.members()
-    assert {(member["cell"], member["stage"]) for member in members} == {
-        (cell, stage) for cell in range(size // pipeline) for stage in range(pipeline)
+    assert {(member["replica"], member["stage"]) for member in members} == {
+        (replica, stage) for replica in range(size // pipeline) for stage in range(pipeline)
     }
-    of_a_cell = [member["params"] for member in members if member["cell"] == 0]
-    assert sum(of_a_cell) == 6 * 16 + 2 * 16 + 16 * 3 + 3
+    of_a_replica = [member["params"] for member in members if member["replica"] == 0]
+    assert sum(of_a_replica) == 6 * 16 + 2 * 16 + 16 * 3 + 3
     assert len(run.events("evaluated")) == 4
 
 
 def elastic(tmp_path: Path, spares: int = 0, **changes: Any) -> tuple[Run, dict[int, float]]:
-    """Two cells of two stages that have made some steps, and their processes."""
+    """Two replicas of two stages that have made some steps, and their processes."""
     workers = Workers(min=2, max=4 - 2 * bool(spares), spares=spares)
     run = Run(staged(tmp_path, 4, 2, **{"args": {"pad_s": PAD_S}, "workers": workers, **changes}))
     before = born(run.until_size(run.job.workers.max or run.job.workers.min))
@@ -205,23 +205,23 @@ def test_a_forger_on_the_same_machine_is_refused_and_the_run_goes_on(tmp_path: P
                     said.sendall(struct.pack("<qq", number, len(pickled)) + pickled)
         check(run, alone)
     assert not canary.exists()
-    # Two rings and two cells, each asked four times.
+    # Two rings and two replicas, each asked four times.
     assert set(forger.answers) == {"PUT 403", "GET 403"}, forger.answers
     assert forger.answers["PUT 403"] >= 8
     assert len(run.events("view_formed")) == 1
 
 
-PLACES = [(cell, stage) for cell in range(2) for stage in range(2)]
+PLACES = [(replica, stage) for replica in range(2) for stage in range(2)]
 
 
 @pytest.mark.parametrize(
-    ("cell", "stage"), [pytest.param(*place, marks=() if place == (1, 0) else SLOW) for place in PLACES]
+    ("replica", "stage"), [pytest.param(*place, marks=() if place == (1, 0) else SLOW) for place in PLACES]
 )
-def test_a_killed_stage_takes_its_cell_out_until_it_is_replaced(
-    tmp_path: Path, alone: Result, cell: int, stage: int
+def test_a_killed_stage_takes_its_replica_out_until_it_is_replaced(
+    tmp_path: Path, alone: Result, replica: int, stage: int
 ) -> None:
     run, before = elastic(tmp_path)
-    victim = at(run, cell, stage)
+    victim = at(run, replica, stage)
     run.kill(victim)
     recovered = run.until_told("recovered")
     assert recovered["steps_lost"] == recovered["steps_recomputed"] == 0
@@ -229,18 +229,18 @@ def test_a_killed_stage_takes_its_cell_out_until_it_is_replaced(
     check(run, alone)
     healthy = [pid for pid in before if pid != victim["pid"]]
     kept = {member["pid"] for view in run.events("view_formed")[1:] for member in view["members"]}
-    assert kept >= set(healthy), "who was left of the broken cell trains on, once there is another"
+    assert kept >= set(healthy), "who was left of the broken replica trains on, once there is another"
     assert len(run.events("worker_lost")) == 1
 
 
 WHERE = ("F0", "F3", "B4", "B7", "summed", "agreed", "exchanged", "apply", "applied")
-"""Warm-up, steady state, drain; then between the sums, the ring's number, the cell's exchange and the apply."""
+"""Warm-up, steady state, drain; then between the sums, the ring's number, the replica's exchange and the apply."""
 
 
 @SLOW
 @pytest.mark.parametrize(("where", "stage"), [(where, stage) for where in WHERE for stage in (0, 1)])
 def test_a_stage_that_dies_anywhere_in_a_step(tmp_path: Path, alone: Result, where: str, stage: int) -> None:
-    # "agreed" is reached once for each stage of the cell that it tells.
+    # "agreed" is reached once for each stage of the replica that it tells.
     after = 40 if where == "agreed" else 20
     args = {"fault": f"{where}:kill:{after}", "stage": stage, "pad_s": PAD_S}
     run, before = elastic(tmp_path, task="tasks:FaultyStage", args=args)
@@ -383,7 +383,7 @@ def test_a_model_is_cut_into_fewer_stages_and_back(tmp_path: Path, cluster: Clus
             cluster.remove_node(one)
     drain(cluster, going.node_id, 10.0)
     [whole] = run.until_size(1)
-    assert (whole["cell"], whole["stage"], whole["params"]) == (0, 0, 6 * 16 + 2 * 16 + 16 * 3 + 3)
+    assert (whole["replica"], whole["stage"], whole["params"]) == (0, 0, 6 * 16 + 2 * 16 + 16 * 3 + 3)
     cluster.remove_node(going)
     cluster.add_node(num_cpus=1)
     assert [member["stage"] for member in run.until_size(2)] == [0, 1]

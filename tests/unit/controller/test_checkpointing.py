@@ -23,8 +23,8 @@ from raytrain_plus.workers.messages import Written
 from tests.unit.state.test_checkpoint import shares, state
 
 MEMBERS = [
-    Member(worker="a", cell=0, stage=0, shards=(0, 1)),
-    Member(worker="b", cell=1, stage=0, shards=(2,)),
+    Member(worker="a", replica=0, stage=0, shards=(0, 1)),
+    Member(worker="b", replica=1, stage=0, shards=(2,)),
 ]
 EVERY_S = 10.0
 

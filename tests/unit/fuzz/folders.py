@@ -146,7 +146,7 @@ def _write_events(run: LocalFolder, job: Job) -> None:
         log.write(kind, generation=0, time=1.7e9 + time, fields=fields)
 
     who = {"worker": "w0", "pid": 1, "node": "n"}
-    member = {**who, "cell": 0, "stage": 0, "params": 7, "shards": [0, 1, 2, 3]}
+    member = {**who, "replica": 0, "stage": 0, "params": 7, "shards": [0, 1, 2, 3]}
     tell("run_started", 0, job=job.to_yaml(), versions={"ray": "2"}, address="10.0.0.1:6379")
     tell("waiting", 0.5, **{"for": "workers"})
     tell("view_formed", 1, members=[member], spares=[], collective="none (one worker)")

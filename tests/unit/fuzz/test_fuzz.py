@@ -268,7 +268,7 @@ DEEP, LONG = b"[" * 100_000, b"1" * 5000
             "line 5: the file is damaged: loss: None is not a number",
         ),
         (told("drain_notice", node=7), "logs", 2, "node: 7 is not a string"),
-        (told("view_formed", members=[{"worker": "w"}]), "logs", 2, "members: entry 0: the field 'cell' is missing"),
+        (told("view_formed", members=[{"worker": "w"}]), "logs", 2, "members: entry 0: the field 'replica' is missing"),
         (told("view_formed", members=[]), "logs", 2, "members: the list is empty"),
         (told("worker_lost", time=1e300), "logs", 2, "time: 1e+300 is out of range"),
         (told("rescaled", to=True), "logs", 2, "to: True is not an integer from 0 up"),

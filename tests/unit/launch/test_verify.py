@@ -195,7 +195,7 @@ def test_a_size_that_makes_no_step_faster_is_smaller_with_kills(
         path = tmp_path / job.name
         path.mkdir()
         log = EventLog(LocalFolder(path))
-        place = {"cell": 0, "stage": 0, "params": 1, "shards": [0]}
+        place = {"replica": 0, "stage": 0, "params": 1, "shards": [0]}
         members = [{"worker": f"w{number}", **place} for number in range(to_form)]
         for count in (1, to_form, 2):
             view = {"members": members[:count], "spares": [], "collective": "horovod"}

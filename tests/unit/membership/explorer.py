@@ -258,7 +258,7 @@ def _key(world: World) -> Any:
     return (
         workers,
         phase.name,
-        (group.shape.cells, group.shape.stages),
+        (group.shape.replicas, group.shape.stages),
         min(group.unformed, 1),
         group.committed,
         group.durable,
@@ -437,7 +437,7 @@ def _copied(world: World) -> Iterator[World]:
     """Each member's state after a step that all have applied is now also in the memory of a neighbour or a spare."""
     group, procs = world.group, dict(world.procs)
     names, steps = [name for name, _ in world.members], [step for _, step in world.members]
-    if group.shape.cells > 1 or group.phase not in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE, Phase.LEAVE):
+    if group.shape.replicas > 1 or group.phase not in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE, Phase.LEAVE):
         return
     spares = [name for name, worker in group.workers.items() if worker.state == "idle" and name not in names]
     others = names if len(names) > 1 else [*names, *spares[:1]]

@@ -173,8 +173,8 @@ def test_the_only_holder_of_a_stage_has_longer() -> None:
     told = NOW - 1.0
     late = pulse("collective", 5.0)
     late = replace(late, told=told, heard=told + 2 * LEAVE_S)
-    cells = [["a0", "b0"], ["a1", "b1"]]
-    assert overdue({"a0": late}, NOW, cells) == ["a0"]
+    replicas = [["a0", "b0"], ["a1", "b1"]]
+    assert overdue({"a0": late}, NOW, replicas) == ["a0"]
     # Its stage's state is in nobody else's memory.
     assert overdue({"a0": late}, NOW, [["a0"], ["a1", "b1"]]) == []
     assert overdue({"a0": late, "a1": late}, NOW, [["a0"], ["a1", "b1"]]) == ["a1"]

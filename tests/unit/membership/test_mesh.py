@@ -10,15 +10,15 @@ from raytrain_plus.membership.mesh import Shape, seated, useful_shape
 from raytrain_plus.membership.sizes import useful_size
 
 
-@given(cells=st.integers(1, 6), stages=st.integers(1, 6))
-def test_rings_and_cells_cross_in_one_seat_each(cells: int, stages: int) -> None:
-    shape = Shape(cells, stages)
+@given(replicas=st.integers(1, 6), stages=st.integers(1, 6))
+def test_rings_and_replicas_cross_in_one_seat_each(replicas: int, stages: int) -> None:
+    shape = Shape(replicas, stages)
     assert sorted(seat for stage in range(stages) for seat in shape.ring(stage)) == list(range(shape.size))
-    assert sorted(seat for cell in range(cells) for seat in shape.cell(cell)) == list(range(shape.size))
-    for cell in range(cells):
+    assert sorted(seat for replica in range(replicas) for seat in shape.replica(replica)) == list(range(shape.size))
+    for replica in range(replicas):
         for stage in range(stages):
-            [shared] = set(shape.ring(stage)) & set(shape.cell(cell))
-            assert shape.place(shared) == (cell, stage)
+            [shared] = set(shape.ring(stage)) & set(shape.replica(replica))
+            assert shape.place(shared) == (replica, stage)
 
 
 @given(available=st.integers(0, 12), minimum=st.integers(1, 6), more=st.integers(0, 8), shards=st.integers(1, 16))
@@ -47,20 +47,20 @@ def test_a_shape_fits_and_leaves_the_requested_partition_only_without_a_replica_
     assert shape is not None
     assert shape.stages == able[0]
     assert shape.size <= min(available, maximum)
-    assert shape.cells <= shards
+    assert shape.replicas <= shards
 
 
 @given(
-    cells=st.integers(1, 4),
+    replicas=st.integers(1, 4),
     stages=st.integers(1, 4),
     gone=st.sets(st.integers(0, 15)),
     fresh=st.integers(0, 5),
     data=st.data(),
 )
 def test_no_worker_changes_its_stage_without_need(
-    cells: int, stages: int, gone: set[int], fresh: int, data: st.DataObject
+    replicas: int, stages: int, gone: set[int], fresh: int, data: st.DataObject
 ) -> None:
-    old = Shape(cells, stages)
+    old = Shape(replicas, stages)
     before = tuple(f"w{number}" for number in range(old.size))
     available = [worker for number, worker in enumerate(before) if number not in gone]
     available += [f"x{number}" for number in range(fresh)]
@@ -77,7 +77,7 @@ def test_no_worker_changes_its_stage_without_need(
         here = [worker for worker in after if stage_after[worker] == stage]
         had = [worker for worker in available if stage_before.get(worker) == stage]
         # As many as possible of those who hold its state.
-        assert sum(stage_before.get(worker) == stage for worker in here) == min(len(had), new.cells)
+        assert sum(stage_before.get(worker) == stage for worker in here) == min(len(had), new.replicas)
     moved = [w for w in after if w in stage_before and stage_before[w] != stage_after[w]]
     unused = [w for w in available if w.startswith("x") and w not in after]
     assert not (moved and unused)
@@ -119,9 +119,9 @@ def test_the_holder_of_a_stage_sits_there() -> None:
     assert seated((), Shape(1), ("x1", "y", "x0"), Shape(1, 3), {"x0": 0, "x1": 1}) == ("x0", "x1", "y")
 
 
-@given(cells=st.integers(1, 3), stages=st.integers(1, 3), data=st.data())
-def test_no_worker_is_moved_from_the_stage_that_it_holds(cells: int, stages: int, data: st.DataObject) -> None:
-    shape = Shape(cells, stages)
+@given(replicas=st.integers(1, 3), stages=st.integers(1, 3), data=st.data())
+def test_no_worker_is_moved_from_the_stage_that_it_holds(replicas: int, stages: int, data: st.DataObject) -> None:
+    shape = Shape(replicas, stages)
     workers = [f"w{number}" for number in range(shape.size)]
     holding = {worker: data.draw(st.integers(0, stages - 1)) for worker in workers if data.draw(st.booleans())}
     plain = seated((), Shape(1), workers, shape)
@@ -134,4 +134,4 @@ def test_no_worker_is_moved_from_the_stage_that_it_holds(cells: int, stages: int
     assert at_home(plain) <= at_home(after)
     for stage in range(stages):
         of_stage = [worker for worker, held in holding.items() if held == stage]
-        assert len(at_home(after) & set(of_stage)) == min(len(of_stage), cells)
+        assert len(at_home(after) & set(of_stage)) == min(len(of_stage), replicas)

@@ -14,19 +14,19 @@ from raytrain_plus.membership.view import form_view, host_shards
 
 
 @pytest.mark.parametrize(
-    ("shards", "cells", "expected"),
+    ("shards", "replicas", "expected"),
     [(8, 3, ((0, 1, 2), (3, 4, 5), (6, 7))), (4, 4, ((0,), (1,), (2,), (3,))), (2, 1, ((0, 1),))],
 )
-def test_host_shards(shards: int, cells: int, expected: tuple[tuple[int, ...], ...]) -> None:
-    assert host_shards(shards, cells) == expected
+def test_host_shards(shards: int, replicas: int, expected: tuple[tuple[int, ...], ...]) -> None:
+    assert host_shards(shards, replicas) == expected
 
 
 @given(st.integers(1, 64), st.data())
 def test_every_shard_is_hosted_once_and_evenly(shards: int, data: st.DataObject) -> None:
-    cells = data.draw(st.integers(1, shards))
-    hosted = host_shards(shards, cells)
-    assert [shard for cell in hosted for shard in cell] == list(range(shards))
-    sizes = [len(cell) for cell in hosted]
+    replicas = data.draw(st.integers(1, shards))
+    hosted = host_shards(shards, replicas)
+    assert [shard for replica in hosted for shard in replica] == list(range(shards))
+    sizes = [len(replica) for replica in hosted]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -39,7 +39,7 @@ def test_every_shard_is_hosted_once_and_evenly(shards: int, data: st.DataObject)
 )
 def test_form_view_seats_the_workers_in_their_order(shape: Shape, members: list[tuple[str, int, int, Any]]) -> None:
     view = form_view(3, ["b", "a"], shape, 3)
-    assert [(m.worker, m.cell, m.stage, m.shards) for m in view.members] == members
+    assert [(m.worker, m.replica, m.stage, m.shards) for m in view.members] == members
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def view(*shards: int, collective: str = "horovod") -> Event:
             "worker": f"worker-{i}",
             "pid": i,
             "node": "n",
-            "cell": i,
+            "replica": i,
             "stage": 0,
             "params": 1000,
             "shards": [*range(hosted)],

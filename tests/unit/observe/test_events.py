@@ -214,6 +214,20 @@ def test_optional_fields_of_a_step_and_those_older_versions_lack(tmp_path: Path)
     assert "grad_norm" not in old
 
 
+def test_a_member_of_an_older_version_is_read_with_its_replica(local: Folder) -> None:
+    member = {"worker": "w", "replica": 1, "stage": 0, "params": 7, "shards": [0]}
+    log = EventLog(local)
+    log.write("view_formed", generation=0, fields={"members": [member], "spares": [], "collective": "solo"})
+    log.close()
+    path = local.path_of("events.ndjson")
+    assert path is not None
+    path.write_bytes(path.read_bytes().replace(b'"replica"', b'"cell"'))
+    assert b"cell" in path.read_bytes()
+
+    for read in (read_events, glance):
+        assert [view["members"] for view in read(local)] == [[member]]
+
+
 def test_no_kind_has_a_field_that_every_event_has() -> None:
     assert not [kind for kind, fields in FIELDS.items() if {"time", "generation", "kind"} & set(fields)]
 

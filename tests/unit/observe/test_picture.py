@@ -14,7 +14,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def drawing() -> dict[tuple[int, int], list[Bar]]:
     bars = laid_out(one_forward_one_backward(2, 4), [Cost(0.02, 0.02, 0.02)] * 2)
-    return {(cell, stage): [bar for bar in bars if bar.stage == stage] for cell in range(2) for stage in range(2)}
+    return {(replica, stage): [bar for bar in bars if bar.stage == stage] for replica in range(2) for stage in range(2)}
 
 
 def test_every_pass_has_its_box() -> None:

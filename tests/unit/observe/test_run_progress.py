@@ -128,7 +128,7 @@ def test_a_change_of_the_group_has_one_line(events: list[dict[str, Any]], lines:
 def test_parameters_are_counted_over_the_stages_of_one_replica() -> None:
     formed = view(6, 6, 6, 6)
     for index, member in enumerate(formed["members"]):
-        member.update(cell=index // 2, stage=index % 2, params=[700, 300][index % 2])
+        member.update(replica=index // 2, stage=index % 2, params=[700, 300][index % 2])
     assert "; 1,000 parameters;" in (Standing(total=10).add(formed) or "")
 
 

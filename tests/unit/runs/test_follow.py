@@ -20,7 +20,7 @@ from raytrain_plus.runs.folder import Lease
 from raytrain_plus.runs.follow import tell, watch
 from raytrain_plus.storage.local import LocalFolder
 
-MEMBERS = [{"worker": "worker-0", "pid": 7, "node": "n", "cell": 0, "stage": 0, "params": 3, "shards": [0, 1]}]
+MEMBERS = [{"worker": "worker-0", "pid": 7, "node": "n", "replica": 0, "stage": 0, "params": 3, "shards": [0, 1]}]
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Applied, Stepper
 from raytrain_plus.training.verdict import SKIPPED_IN_A_ROW
-from tests.unit.parallel.pipeline.cells import Mail, Threads, at_once
+from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
 from tests.unit.training.test_staged import Ring, RingWorld, one_computes_at_a_time
 
 __all__ = ["one_computes_at_a_time"]
@@ -301,13 +301,13 @@ def together(
     """Return each worker's results for so many replicas of so many stages."""
     where = holders(schedule, shape.stages)
     each = len(NAMES) // len(where)
-    rings = [Ring(shape.cells) for _ in range(shape.stages)]
-    mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.cells)]
-    hosted = host_shards(SHARDS, shape.cells)
+    rings = [Ring(shape.replicas) for _ in range(shape.stages)]
+    mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.replicas)]
+    hosted = host_shards(SHARDS, shape.replicas)
     task: Task = Flat() if schedule == "pipedream" else Risky()
 
     def worker(seat: int) -> Any:
-        cell, stage = shape.place(seat)
+        replica, stage = shape.place(seat)
         chunks = [NAMES[n * each : (n + 1) * each] for n, holder in enumerate(where) if holder == stage]
         built = build_chunks(task, 1, CPU, chunks)
         one = Stepper(task, built, seed=1, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300, **settings)
@@ -315,13 +315,13 @@ def together(
         one.passes = kind(
             task,
             one.parts,
-            Threads(stage, mails[cell]),
+            Threads(stage, mails[replica]),
             schedule=schedule,
             stages=shape.stages,
             device=CPU,
             shards=SHARDS,
         )
-        return act(one, RingWorld(cell, rings[stage]), hosted[cell], stage == 0)
+        return act(one, RingWorld(replica, rings[stage]), hosted[replica], stage == 0)
 
     return at_once(worker, range(shape.size))
 

@@ -25,8 +25,8 @@ from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.pipedream import PipeDream, Weights
 from raytrain_plus.training.step import Applied, Stepper
-from tests.unit.parallel.pipeline import cells
-from tests.unit.parallel.pipeline.cells import Mail, Threads, at_once
+from tests.unit.parallel.pipeline import replicas
+from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
 from tests.unit.training.test_staged import CPU, Ring, RingWorld, control
 
 SHARDS, MICROBATCHES, ROWS, SEED = 2, 3, 4, 5
@@ -82,19 +82,19 @@ def together(
     wished: Callable[[int], bool] = lambda seat: False,
 ) -> list[tuple[list[Applied], dict[str, torch.Tensor], Stepper]]:
     """Return, for each worker after these windows, what it applied, its final weights, and itself."""
-    rings = [Ring(shape.cells) for _ in range(shape.stages)]
-    mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.cells)]
-    hosted = host_shards(SHARDS, shape.cells)
+    rings = [Ring(shape.replicas) for _ in range(shape.stages)]
+    mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.replicas)]
+    hosted = host_shards(SHARDS, shape.replicas)
     workers = []
     for seat in range(shape.size):
-        cell, stage = shape.place(seat)
+        replica, stage = shape.place(seat)
         made = task()
         built = build_chunks(made, SEED, CPU, [chunks_of(shape.stages)[stage]])
         one = Stepper(made, built, seed=SEED, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300)
         one.passes = PipeDream(
             made,
             one.parts,
-            Threads(stage, mails[cell]),
+            Threads(stage, mails[replica]),
             schedule="pipedream",
             stages=shape.stages,
             device=CPU,
@@ -104,15 +104,15 @@ def together(
         workers.append(one)
 
     def worker(seat: int) -> Any:
-        cell, stage = shape.place(seat)
-        one, world = workers[seat], RingWorld(cell, rings[stage])
+        replica, stage = shape.place(seat)
+        one, world = workers[seat], RingWorld(replica, rings[stage])
         applied = [
             told
             for window in windows
             for told in one.run_window(
                 window,
-                lambda step: batches(step, hosted[cell], data=False),
-                lambda step: batches(step, hosted[cell]),
+                lambda step: batches(step, hosted[replica], data=False),
+                lambda step: batches(step, hosted[replica]),
                 world,
                 control=control(),
                 wait_s=5,
@@ -130,17 +130,21 @@ def by_hand(shape: Shape, windows: list[range]) -> tuple[list[float], dict[str, 
     modules = [build_chunks(task, SEED, CPU, [names])[0].module for names in chunks_of(shape.stages)]
     optimizers = [task.optimizer(list(module.named_parameters())) for module in modules]
     now = [{name: value.detach().clone() for name, value in module.named_parameters()} for module in modules]
-    hosted = host_shards(SHARDS, shape.cells)
+    hosted = host_shards(SHARDS, shape.replicas)
     losses = []
     for window in windows:
         # For each stage, its weights after so many steps of the window.
         history = [[weights] for weights in now]
         places = [
-            [(step, shard, index) for step in window for shard in hosted[cell] for index in range(MICROBATCHES)]
-            for cell in range(shape.cells)
+            [(step, shard, index) for step in window for shard in hosted[replica] for index in range(MICROBATCHES)]
+            for replica in range(shape.replicas)
         ]
-        order = [orders("1f1b", shape.stages, len(places[cell])) for cell in range(shape.cells)]
-        todo = {(cell, stage): list(order[cell][stage]) for cell in range(shape.cells) for stage in range(shape.stages)}
+        order = [orders("1f1b", shape.stages, len(places[replica])) for replica in range(shape.replicas)]
+        todo = {
+            (replica, stage): list(order[replica][stage])
+            for replica in range(shape.replicas)
+            for stage in range(shape.stages)
+        }
         done: dict[tuple[int, int], int] = defaultdict(int)
         used: dict[tuple[int, int, int], tuple[int, torch.Tensor]] = {}
         forward: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -150,20 +154,20 @@ def by_hand(shape: Shape, windows: list[range]) -> tuple[list[float], dict[str, 
         totals: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         while any(todo.values()):
             before = sum(map(len, todo.values()))
-            for (cell, stage), actions in todo.items():
-                if not actions or done[cell, stage] >= len(history[stage]):
+            for (replica, stage), actions in todo.items():
+                if not actions or done[replica, stage] >= len(history[stage]):
                     continue
                 kind, number = actions[0].kind, actions[0].microbatch
-                step, shard, index = places[cell][number]
+                step, shard, index = places[replica][number]
                 batch = batches(step, (shard,))[shard][index].batch
                 weight = float(1 + batch["y"].sum())
                 last = stage == shape.stages - 1
-                key = (cell, stage, number)
+                key = (replica, stage, number)
                 if kind == "F":
-                    if stage and (cell, stage - 1, number) not in forward:
+                    if stage and (replica, stage - 1, number) not in forward:
                         continue
-                    given = forward[cell, stage - 1, number] if stage else batch["x"]
-                    version = done[cell, stage]
+                    given = forward[replica, stage - 1, number] if stage else batch["x"]
+                    version = done[replica, stage]
                     used[key] = version, given
                     with torch.no_grad():
                         forward[key] = torch.func.functional_call(modules[stage], history[stage][version], (given,))
@@ -172,7 +176,7 @@ def by_hand(shape: Shape, windows: list[range]) -> tuple[list[float], dict[str, 
                         totals[step][0] += float(loss) * weight
                         totals[step][1] += weight
                 else:
-                    if not last and (cell, stage + 1, number) not in backward:
+                    if not last and (replica, stage + 1, number) not in backward:
                         continue
                     version, given = used[key]
                     leaf = given.detach().clone().requires_grad_()
@@ -181,16 +185,16 @@ def by_hand(shape: Shape, windows: list[range]) -> tuple[list[float], dict[str, 
                     if last:
                         out, above = F.cross_entropy(out, batch["y"]) * weight, None
                     else:
-                        above = backward[cell, stage + 1, number]
+                        above = backward[replica, stage + 1, number]
                     found = torch.autograd.grad(out, [leaf, *weights.values()], above)
                     backward[key] = found[0]
                     total = sums.setdefault((stage, step), {name: torch.zeros_like(v) for name, v in weights.items()})
                     for name, value in zip(weights, found[1:], strict=True):
                         total[name] += value
-                    if number + 1 == len(places[cell]) or places[cell][number + 1][0] != step:
-                        done[cell, stage] += 1
+                    if number + 1 == len(places[replica]) or places[replica][number + 1][0] != step:
+                        done[replica, stage] += 1
                         ended[stage, step] += 1
-                        if ended[stage, step] == shape.cells:
+                        if ended[stage, step] == shape.replicas:
                             history[stage].append({})
                             for name, value in modules[stage].named_parameters():
                                 value.data = history[stage][-2][name].clone()
@@ -301,7 +305,7 @@ def test_an_aborted_window_leaves_no_usable_state() -> None:
 
 
 def test_a_stage_that_completed_a_window_can_finish_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cells, "LIMIT_S", 0.5)
+    monkeypatch.setattr(replicas, "LIMIT_S", 0.5)
     workers: list[Stepper] = []
 
     def act(seat: int, one: Stepper) -> None:

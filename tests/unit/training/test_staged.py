@@ -39,8 +39,8 @@ from raytrain_plus.training.model import build_chunks, build_model, layer_names
 from raytrain_plus.training.staged import AT_ONCE, Staged
 from raytrain_plus.training.step import Applied, Stepper
 from raytrain_plus.workers.messages import Layers
-from tests.unit.parallel.pipeline import cells
-from tests.unit.parallel.pipeline.cells import COMPUTES, Mail, Threads, at_once
+from tests.unit.parallel.pipeline import replicas
+from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once
 
 SHARDS, MICROBATCHES, ROWS, STEPS, SEED = 4, 2, 3, 4, 3
 CPU = torch.device("cpu")
@@ -229,12 +229,12 @@ def together(
     spans = cut([Layer(name, 1.0, 0) for name in names], len(where))
     assert spans is not None
     where_is = {name: stage for (a, b), stage in zip(spans, where, strict=True) for name in names[a:b]}
-    rings = [Ring(shape.cells) for _ in range(shape.stages)]
-    mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.cells)]
-    hosted = host_shards(SHARDS, shape.cells)
+    rings = [Ring(shape.replicas) for _ in range(shape.stages)]
+    mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.replicas)]
+    hosted = host_shards(SHARDS, shape.replicas)
 
     def worker(seat: int) -> Any:
-        cell, stage = shape.place(seat)
+        replica, stage = shape.place(seat)
         made = task()
         chunks = [names[first:last] for (first, last), holder in zip(spans, where, strict=True) if holder == stage]
         with COMPUTES:
@@ -242,20 +242,20 @@ def together(
         one.passes = Staged(
             made,
             one.parts,
-            Threads(stage, mails[cell]),
+            Threads(stage, mails[replica]),
             schedule=schedule,
             stages=shape.stages,
             device=CPU,
             shards=SHARDS,
             tied=Layers(Stage(stage, shape.stages), (), where_is).apart(one.tied),
         )
-        world = RingWorld(cell, rings[stage])
+        world = RingWorld(replica, rings[stage])
         if act is not None:
-            return act(one, world, hosted[cell], stage == 0)
+            return act(one, world, hosted[replica], stage == 0)
         applied = [
             one.run(
                 step,
-                batches(step, hosted[cell], data=stage == 0),
+                batches(step, hosted[replica], data=stage == 0),
                 world,
                 control=control(),
                 wait_s=5,
@@ -268,10 +268,10 @@ def together(
     return at_once(worker, range(shape.size))
 
 
-def state_of(told: list[Told], shape: Shape, cell: int) -> dict[str, torch.Tensor]:
+def state_of(told: list[Told], shape: Shape, replica: int) -> dict[str, torch.Tensor]:
     """Return the whole state, collected from a replica's stages."""
     whole: dict[str, torch.Tensor] = {}
-    for seat in shape.cell(cell):
+    for seat in shape.replica(replica):
         whole |= told[seat][1]
     return whole
 
@@ -290,8 +290,8 @@ def test_the_bits_are_those_of_one_worker(shape: Shape, schedule: Schedule) -> N
     told = together(shape, schedule, exact=True)
     for found, _ in told:
         assert found == applied
-    for cell in range(shape.cells):
-        whole = state_of(told, shape, cell)
+    for replica in range(shape.replicas):
+        whole = state_of(told, shape, replica)
         assert whole.keys() == state.keys()
         assert [name for name in state if not torch.equal(state[name], whole[name])] == []
         assert state_sha256(whole) == state_sha256(state)
@@ -362,7 +362,7 @@ def test_tied_layers_have_the_bits_of_one_worker_and_stay_the_same(shape: Shape,
     applied, state = alone(exact=True, task=Tied)
     told = together(shape, schedule, exact=True, task=Tied)
     assert [found for found, _ in told] == [applied] * shape.size
-    whole = state_of(told, shape, shape.cells - 1)
+    whole = state_of(told, shape, shape.replicas - 1)
     assert state_sha256(whole) == state_sha256(state)
     for copy, owner in Tied().tied().items():
         for kind in ("param/{}", "optim/{}/exp_avg"):
@@ -579,7 +579,7 @@ class Writes(Deep):
 
 
 def test_a_layer_that_changes_a_parameter_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cells, "LIMIT_S", 0.5)
+    monkeypatch.setattr(replicas, "LIMIT_S", 0.5)
     with pytest.raises(TrainingError, match=r"the loss changed the parameter 'frozen\.bias' in place"):
         together(Shape(1, 2), "gpipe", exact=False, task=Writes)
 

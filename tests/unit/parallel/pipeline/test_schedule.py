@@ -22,8 +22,8 @@ from raytrain_plus.parallel.pipeline.schedule import Pipeline, orders
 from raytrain_plus.parallel.pipeline.timeline import Action, Cost, Kind, bubble, held, laid_out
 from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.training.randomness import random_key, set_random_key
-from tests.unit.parallel.pipeline import cells
-from tests.unit.parallel.pipeline.cells import COMPUTES, Threads, cell
+from tests.unit.parallel.pipeline import replicas
+from tests.unit.parallel.pipeline.replicas import COMPUTES, Threads, replica
 
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 ROWS = 4
@@ -177,7 +177,7 @@ def in_stages(
             handovers.finish()
         return chunks, step
 
-    return cell(stages, stage)
+    return replica(stages, stage)
 
 
 CASES = [
@@ -388,13 +388,13 @@ def fails(model: nn.Module, given: Any) -> torch.Tensor:
 def test_a_loss_that_needs_the_whole_model_is_rejected(
     monkeypatch: pytest.MonkeyPatch, the_loss: Loss, words: str
 ) -> None:
-    monkeypatch.setattr(cells, "LIMIT_S", 0.3)
+    monkeypatch.setattr(replicas, "LIMIT_S", 0.3)
     with pytest.raises(TrainingError, match=words):
         in_stages("1f1b", 2, 2, the_loss)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_errors_of_the_task_propagate_unchanged(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> None:
-    monkeypatch.setattr(cells, "LIMIT_S", 0.3)
+    monkeypatch.setattr(replicas, "LIMIT_S", 0.3)
     with pytest.raises(KeyError, match="label"):
         in_stages(schedule, 2, 4, fails)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from raytrain_plus.errors import RunError, TrainingError
 from raytrain_plus.parallel.pipeline.message import to_bytes
 from raytrain_plus.parallel.pipeline.transport import _KINDS, HEAD_BYTES, TENSORS, Handovers, _Form, _tag, apart
-from tests.unit.parallel.pipeline.cells import Mail, Threads
+from tests.unit.parallel.pipeline.replicas import Mail, Threads
 
 CPU = torch.device("cpu")
 LEAF = {"type": None, "context": None, "children_spec": []}

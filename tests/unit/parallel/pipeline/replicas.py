@@ -56,7 +56,7 @@ class Threads:
         return Coming(self._mail[source, self.rank, tag], tensor)
 
 
-def cell(stages: int, stage: Callable[[Threads], Any]) -> list[Any]:
+def replica(stages: int, stage: Callable[[Threads], Any]) -> list[Any]:
     """Run `stage` once for each stage; return the results, or raise the first error."""
     mail: Mail = defaultdict(queue.SimpleQueue)
     return at_once(stage, [Threads(rank, mail) for rank in range(stages)])
