@@ -43,6 +43,8 @@ class Pool:
         self._need = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
         self._handles: dict[str, Handle] = {}
         self._freeing: list[threading.Thread] = []
+        # Once: Ray keeps each class that is made remote for as long as the process lives.
+        self._remote = ray.remote(WorkerActor)
 
     @property
     def need(self) -> str:
@@ -57,19 +59,15 @@ class Pool:
             raise RunError(
                 f"Ray's GCS does not answer, so {name} cannot be started: the head is gone, or busy"
             ) from None
-        actor = (
-            ray.remote(WorkerActor)
-            .options(
-                num_cpus=self._need.get("CPU", 0),
-                num_gpus=self._need.get("GPU", 0),
-                max_restarts=0,
-                max_concurrency=CALLS,
-                # Otherwise Ray's head keeps a record of each call, up to 100,000 of them: 5 MB a minute of pulses.
-                enable_task_events=False,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
-            )
-            .remote(name)
-        )
+        actor = self._remote.options(
+            num_cpus=self._need.get("CPU", 0),
+            num_gpus=self._need.get("GPU", 0),
+            max_restarts=0,
+            max_concurrency=CALLS,
+            # Otherwise Ray's head keeps a record of each call, up to 100,000 of them: 5 MB a minute of pulses.
+            enable_task_events=False,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+        ).remote(name)
         self._handles[name] = Handle(actor, group)
 
     def __contains__(self, name: str) -> bool:
