@@ -30,6 +30,10 @@ WRITER = "checkpoints"
 log = logging.getLogger(__name__)
 
 
+GENERATIONS = 32
+"""Number of newest generations whose late shares of a checkpoint are still accepted."""
+
+
 class Checkpoints:
     """The checkpoint state on the controller's thread; the publisher does what takes long on its own thread."""
 
@@ -102,6 +106,8 @@ class Checkpoints:
     def formed(self, number: int, members: Sequence[Member]) -> None:
         """Set the workers that write checkpoints with that generation number, in this order."""
         self._writers[number] = self._layout = members
+        if len(self._writers) > GENERATIONS:
+            del self._writers[min(self._writers)]
 
     def begin(self, step: int, number: int, writers: Sequence[str]) -> None:
         """Begin a checkpoint written by these workers after they have left their world."""

@@ -48,8 +48,8 @@ from raytrain_plus.workers.messages import Export, Place, Sent
 
 log = logging.getLogger(__name__)
 
-KEPT = 1_000
-"""Minimum number of events kept in memory, 1 MB. Followers further back get them from the folder,"""
+KEPT = 250
+"""Minimum number of events kept in memory, about 2 KB each. Followers further back get them from the folder,"""
 READ_BACK = 10_000
 """so many at a time."""
 
