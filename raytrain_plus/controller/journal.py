@@ -49,7 +49,7 @@ from raytrain_plus.workers.messages import Export, Place, Sent
 log = logging.getLogger(__name__)
 
 KEPT = 250
-"""Minimum number of events kept in memory, about 2 KB each. Followers further back get them from the folder,"""
+"""Minimum number of events kept in memory. Followers further back get them from the folder,"""
 READ_BACK = 10_000
 """so many at a time."""
 
@@ -72,7 +72,8 @@ class Journal:
         self._batch_size = batch_size
         self._rows = rows
         self._news = threading.Condition()
-        self._told: list[dict[str, Any]] = []
+        self._told: list[bytes] = []
+        """The newest events as JSON: their objects would take many times the memory."""
         self._dropped = 0
         self._early: list[dict[str, Any]] = []
         self.outages = Outages()
@@ -243,7 +244,7 @@ class Journal:
         with self._news:
             self._news.wait_for(lambda: self._dropped + len(self._told) > cursor, timeout_s)
             if cursor >= self._dropped or self._log is None:
-                return self._told[max(0, cursor - self._dropped) :]
+                return [json.loads(event) for event in self._told[max(0, cursor - self._dropped) :]]
             until = min(self._dropped, cursor + READ_BACK)
         try:
             events = list(itertools.islice(self._log.read(), cursor, until))
@@ -573,7 +574,7 @@ class Journal:
             self._trackers.add(event)
         self.gauges.add(event)
         with self._news:
-            self._told.append(event)
+            self._told.append(json.dumps(event).encode())
             if len(self._told) > 2 * KEPT:
                 del self._told[:KEPT]
                 self._dropped += KEPT
