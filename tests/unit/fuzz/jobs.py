@@ -336,7 +336,8 @@ def expected(job: Made) -> dict[str, Any]:
     for override in job.overrides:
         key, _, text = override.partition("=")
         try:
-            value = spoken(text) if text else None
+            # A byte order mark at the start is not content.
+            value = spoken(bare) if (bare := text.removeprefix("\ufeff")) else None
         except Unclear:
             # Documented: an override that is not YAML is text.
             value = text
