@@ -1,7 +1,8 @@
-"""Report applied steps to the controller in batches, from a thread, so that no step waits for it."""
+"""Report to the controller: applied steps in batches, from a thread, so that no step waits for it; written shares."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -12,12 +13,16 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from raytrain_plus.workers.messages import Written
+
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.25
 """Seconds between two batches: each costs a step some time, here and where the controller lives."""
 FLUSH_S = 30.0
 """Maximum seconds to deliver a batch."""
+TELL_TRIES = 3
+"""Number of attempts to report a written share to the controller."""
 
 
 class Reporter:
@@ -80,3 +85,11 @@ class Reporter:
             except RayError:
                 # Sent again with later records; duplicates change nothing in the controller.
                 log.warning("a report did not reach the controller; trying again", exc_info=True)
+
+
+def tell_written(controller: Any, written: Written) -> None:
+    """Report to the controller what became of this worker's share of a checkpoint."""
+    for _ in range(TELL_TRIES):
+        with contextlib.suppress(RayError):
+            ray.get(controller.written.remote(written), timeout=FLUSH_S)
+            return

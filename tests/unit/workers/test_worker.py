@@ -1,17 +1,14 @@
-"""A worker's handling of damaged states, preempted steps, outdated calls and changed data."""
+"""A worker's control calls: preempted steps, outdated calls, errors, and what runs on which thread."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -20,58 +17,53 @@ from torch import nn
 pytest.importorskip("ray")
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.source import index
 from raytrain_plus.errors import DataChanged, Interrupted, TrainingError
-from raytrain_plus.state.transfer import Snapshot, digest
 from raytrain_plus.state.whole import model_file
-from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.workers import worker as module
-from raytrain_plus.workers.copier import Copier
-from raytrain_plus.workers.messages import ShareOf
-from raytrain_plus.workers.saver import Part, Saver
+from raytrain_plus.training.control import Control
+from raytrain_plus.workers import reporter
+from raytrain_plus.workers.messages import WHOLE, Outcome, Plan, Ready
+from raytrain_plus.workers.prepared import Prepared
 from raytrain_plus.workers.worker import Worker
 from tests.unit.data.test_source import write
 from tests.unit.training.test_exact_steps import SHARDS, Small, batches, sha, stepper
-
-TENSORS = {"param/x": ("float32", (2,), np.arange(8, dtype=np.uint8))}
-WHOLE = Snapshot(4, TENSORS, b"values", digest(4, TENSORS, b"values"))
+from tests.unit.workers.members import Controller, Feeds, assigned, in_background, member, plan_of, worker_of
 
 
-def fetched(monkeypatch: pytest.MonkeyPatch, sent: Snapshot) -> Snapshot:
-    monkeypatch.setattr(module.ray, "wait", lambda references, timeout: (references, []))
-    monkeypatch.setattr(module.ray, "get", lambda reference: sent)
-    return Worker("worker-0")._fetch(0, "a reference")
+@pytest.fixture(autouse=True)
+def reports_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "ray", SimpleNamespace(get=lambda reference, timeout: None))
 
 
-def test_a_whole_copy_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fetched(monkeypatch, WHOLE) is WHOLE
-
-
-@pytest.mark.parametrize("changes", [{"step": 5}, {"values": b"others"}, {"tensors": {}}])
-def test_a_damaged_copy_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
-    with pytest.raises(Interrupted, match="arrived damaged"):
-        fetched(monkeypatch, replace(WHOLE, **changes))
-
-
-def test_torchs_message_for_too_little_memory_is_recognised() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**60, dtype=torch.uint8)
-    assert "out of memory (RuntimeError): " in str(module._users_error(caught.value))
-
-
-def test_a_task_that_exits_is_an_error_and_no_lost_worker() -> None:
+def test_a_task_that_exits_is_an_error_and_no_lost_worker(tmp_path: Path) -> None:
+    worker = Worker("worker-0", prepare=lambda name, plan: sys.exit(3))
     with pytest.raises(TrainingError, match="the task raised SystemExit: 3"):
-        Worker("worker-0")._do(lambda: sys.exit(3))
+        worker.prepare(plan_of(tmp_path), 1)
 
 
-def test_listening_for_notices_starts_after_the_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(module, "hear_notices", lambda: done.append("listens"))
-    monkeypatch.setattr(Worker, "_prepare", lambda worker, plan, limit_s: done.append(plan) or int(plan))
-    with pytest.raises(TrainingError):
-        Worker("worker-0").prepare("nothing", 1)  # type: ignore[arg-type]
-    assert Worker("worker-0").prepare("8", 1) == 8  # type: ignore[arg-type]
-    assert done == ["nothing", "8", "listens"]
+def test_listening_for_notices_starts_after_the_preparation(tmp_path: Path) -> None:
+    done: list[Any] = []
+    prepared, ready = member(tmp_path), Ready(parameters=8, state_bytes=0)
+
+    def prepare(name: str, plan: Plan) -> tuple[Prepared, Ready]:
+        done.append((name, plan.steps))
+        if len(done) == 1:
+            raise ValueError("no such task")
+        return prepared, ready
+
+    worker = Worker("worker-0", prepare=prepare, listen=lambda: done.append("listens"))
+    with pytest.raises(TrainingError, match="no such task"):
+        worker.prepare(prepared.plan, 1)
+    assert worker.prepare(prepared.plan, 1) is ready
+    assert done == [("worker-0", 2), ("worker-0", 2), "listens"]
+
+
+def test_a_worker_that_is_not_prepared_may_hear_what_all_are_told() -> None:
+    worker = Worker("worker-0")
+    worker.copied(0, 3)
+    worker.settled(3, 0)
+    assert worker.interrupt(0, frozenset(), frozenset()).doing == "idle"
+    with pytest.raises(AssertionError, match="worker-0 is not prepared"):
+        worker.rehearse()
 
 
 class Waits(Small):
@@ -93,21 +85,23 @@ class Waits(Small):
 
 
 def test_the_state_is_provided_during_a_step_that_is_never_applied(tmp_path: Path) -> None:
-    task, worker = Waits(), Worker("worker-0")
-    one = worker._stepper = stepper(task)
-    worker._task, worker._stage = task, module.WHOLE.stage
-    worker._saver = Saver(LocalFolder(tmp_path), one.holding, None, best=False)
-    worker._saver.begin(Part(ShareOf(generation=12, writer=0, writers=1), lambda written: None))
-    worker._control.begin(0)
+    task = Waits()
+    one = stepper(task)
+    before, weights = "", dict[str, torch.Tensor]()
 
-    def run(step: int) -> Any:
-        return one.run(step, batches(step, range(SHARDS)), SoloWorld(), control=worker._control, wait_s=1)
+    def at(step: int) -> None:
+        nonlocal before
+        if step == 1:
+            before = sha(one)
+            weights.update({name: value.clone() for name, value in one.module.state_dict().items()})
+            task.reached.clear()
+            task.go.clear()
 
-    run(0)
-    before, weights = sha(one), {name: value.clone() for name, value in one.module.state_dict().items()}
-    task.reached.clear()
-    task.go.clear()
-    stepping = worker._thread.submit(run, 1)
+    worker = worker_of(member(tmp_path, steps=3, build=lambda layers: one, feeds=Feeds(at)))
+    served: list[Outcome] = []
+    serving = in_background(lambda: served.append(worker.serve(Controller(), assigned())))
+    while not weights:
+        assert serving.is_alive()
     assert task.reached.wait(10)
     assert worker.stand_aside(7) is None, "another generation"
     outcome = worker.stand_aside(0)
@@ -116,7 +110,7 @@ def test_the_state_is_provided_during_a_step_that_is_never_applied(tmp_path: Pat
     # Its share of a checkpoint of that generation will never come.
     assert (outcome.copied, outcome.saved_as) == (-1, 12)
     digest = hashlib.sha256()
-    stage = module.WHOLE.stage
+    stage = WHOLE.stage
     file = model_file([worker.inventory(0, stage)], lambda _, names: lambda: worker.tensors(0, stage, names), digest)
     model = safetensors.torch.load(b"".join(bytes(piece) for piece in file))
     assert digest.hexdigest() == before
@@ -126,136 +120,111 @@ def test_the_state_is_provided_during_a_step_that_is_never_applied(tmp_path: Pat
     with pytest.raises(Interrupted, match="nor a copy"):
         worker.inventory(1, stage)
     task.go.set()
-    with pytest.raises(Interrupted):
-        stepping.result(10)
+    serving.join(10)
+    assert [(late.why, late.holds) for late in served] == [("interrupted", 0)]
     one.restore_buffers()
     assert (one.held, sha(one)) == (0, before)
 
 
-def test_a_state_that_is_not_finite_is_not_exported() -> None:
-    worker = Worker("worker-0")
-    one = worker._stepper = stepper()
-    worker._stage = module.WHOLE.stage
-    with torch.no_grad():
-        dict(one.named)["first.weight"].view(-1)[0] = torch.nan
-    with pytest.raises(TrainingError, match=r"the state after step -1 is not finite: 'param/first\.weight' holds NaN"):
-        worker.inventory(-1, module.WHOLE.stage)
-
-
-def test_a_state_that_is_being_changed_is_not_provided() -> None:
-    worker = Worker("worker-0")
-    worker._stepper = stepper()
-    worker._control.begin(0)
-    worker._stepper.held = None
+def test_a_state_that_is_being_changed_is_not_provided(tmp_path: Path) -> None:
+    prepared = member(tmp_path, steps=1)
+    worker = worker_of(prepared)
+    worker.serve(Controller(), assigned())
+    prepared.own.stepper.held = None
     assert worker.stand_aside(0) is None
+    prepared.own.stepper.held = 0
+    assert worker.stand_aside(0) is not None
 
 
-def test_calls_for_a_generation_that_is_over_are_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    worker = Worker("worker-0")
-    worker._stepper = stepper()
-    worker._control.begin(3)
+def test_calls_for_a_generation_that_is_over_are_refused_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked: list[Any] = []
+    store = SimpleNamespace(wait=lambda references, timeout: looked.append(references))
+    worker = worker_of(member(tmp_path), store=store)
+    control = worker._control
+    control.begin(3)
     worker.pause(2)
     worker.save(2)
     worker.interrupt(2, frozenset(), frozenset())
     worker.take(2, ("a reference that nobody looks at",))
     assert worker.stand_aside(2) is None
-    control = worker._control
     assert [control.pausing(), control.saving(), control.interrupted()] == [False] * 3
-    assert not worker._copies
+    assert not looked
     refused = [record.message for record in caplog.records]
     assert len(refused) == 5
     assert refused[0] == "worker-0 refused a pause request for generation 2; it is in generation 3"
     worker.pause(3)
-    assert (control.pausing(), len(caplog.records)) == (True, 5)
+    worker.take(3, ("a reference",))
+    assert (control.pausing(), looked, len(caplog.records)) == (True, [["a reference"]], 5)
 
 
-class Finishes(Worker):
-    """Reaches the end of the run at once; a file is overwritten after the last read, if one is named."""
-
-    overwritten: Path | None = None
-
-    def _feed_of(self, assignment: Any, stack: Any) -> Any: ...
-
-    def _take_place(self, assignment: Any) -> None: ...
-
-    def _join(self, assignment: Any, stack: Any) -> Any:
-        return SoloWorld(), 0.0
-
-    def _train(self, *arguments: Any) -> str:
-        if self.overwritten is not None:
-            os.utime(self.overwritten, (1, 1))
-        return "finished"
-
-
-@pytest.mark.parametrize("name", [None, "data", "held_out"])
-def test_all_files_are_checked_again_before_a_run_is_finished(tmp_path: Path, name: str | None) -> None:
-    for folder in ("data", "held_out"):
-        write(tmp_path / folder / "a.parquet", 4)
-    worker = Finishes("worker-0")
-    worker.overwritten = None if name is None else tmp_path / name / "a.parquet"
-    worker._plan = SimpleNamespace(index=index(tmp_path / "data"), held_out=index(tmp_path / "held_out"))  # type: ignore[assignment]
-    worker._stepper = one = stepper()
-    worker._stage = module.WHOLE.stage
-    worker._saver = Saver(LocalFolder(tmp_path), one.holding, None, best=False)
-    worker._copier = Copier("worker-0", one.holding, 1)
-    worker._control.begin(0)
-    assignment = SimpleNamespace(
-        generation=0,
-        share=ShareOf(generation=0, writer=0, writers=1),
-        layers=module.WHOLE,
-        copies=False,
-        buddy=None,
-        ring=SimpleNamespace(timeout_s=1),
-    )
-    controller = SimpleNamespace(
-        **{call: SimpleNamespace(remote=lambda *arguments: None) for call in ("report", "joined")}
-    )
-    outcome = worker._serve(controller, assignment)  # type: ignore[arg-type]
-    if name is None:
-        assert (outcome.why, outcome.error) == ("finished", None)
-        return
-    # Final: it is not retried, as if a worker had been lost.
-    assert (outcome.why, outcome.final, outcome.state_sha256) == ("failed", True, None)
-    assert isinstance(outcome.error, DataChanged)
-    assert str(outcome.error).startswith(f"{worker.overwritten} on ")
-    assert "its modification time changed: 20" in outcome.fault
+def summed(folder: Path) -> Prepared:
+    """Return a worker that has all sums of the last step, and was interrupted before it applied it."""
+    prepared, control = member(folder, steps=1, build=lambda layers: stepper(exact=False)), Control()
+    control.begin(0)
+    with pytest.raises(Interrupted):
+        prepared.own.stepper.run(
+            0,
+            batches(0, range(SHARDS)),
+            SoloWorld(),
+            control=control,
+            wait_s=1,
+            meanwhile=lambda: control.interrupt(0),
+        )
+    assert prepared.own.stepper.ready == 0
+    return prepared
 
 
-def test_changed_data_is_final_for_a_worker_that_ends_the_run_by_finish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "data" / "a.parquet", 4)
-    worker = module.Worker("worker-0")
-    elastic = SimpleNamespace(hang_timeout_s=1)
-    plan = SimpleNamespace(index=index(tmp_path / "data"), held_out=None, steps=0, job=SimpleNamespace(elastic=elastic))
-    worker._plan = plan  # type: ignore[assignment]
-    worker._stepper = one = stepper()
-    worker._stage = module.WHOLE.stage
-    worker._saver = Saver(LocalFolder(tmp_path), one.holding, None, best=False)
-    worker._copier = Copier("worker-0", one.holding, 1)
-    monkeypatch.setattr(one, "finish", lambda squares: None)
-    assert (worker.finish(0, {}).why, worker.finish(0, {}).final) == ("interrupted", False)
+def test_a_worker_applies_the_step_that_its_peers_have_applied(tmp_path: Path) -> None:
+    outcome = worker_of(summed(tmp_path)).finish(0, {})
+    assert (outcome.why, outcome.holds, outcome.final) == ("interrupted", 0, False)
+
+
+def test_changed_data_is_final_for_a_worker_that_ends_the_run_by_finish(tmp_path: Path) -> None:
+    worker = worker_of(summed(tmp_path))
     write(tmp_path / "data" / "a.parquet", 9)
     outcome = worker.finish(0, {})
-    assert (outcome.why, outcome.final) == ("failed", True)
+    assert (outcome.why, outcome.final, outcome.holds) == ("failed", True, None)
     assert isinstance(outcome.error, DataChanged)
 
 
-def test_a_worker_compares_the_data_with_an_earlier_workers_view_of_it(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", 4)
-    # The driver's node wrote its own, at another time.
-    driver, here = index(tmp_path), str(tmp_path)
-    os.utime(tmp_path / "a.parquet", (1, 1))
-    job = SimpleNamespace(data=SimpleNamespace(prepare=None))
-    first = module._same_data(SimpleNamespace(job=job, sights={}), [], driver)  # type: ignore[arg-type]
-    assert first.file_sights != driver.file_sights
-    later = SimpleNamespace(job=job, sights={here: first.file_sights})
-    assert module._same_data(later, [], driver).file_sights == first.file_sights  # type: ignore[arg-type]
-    assert module._sights(SimpleNamespace(index=first, held_out=None)) == later.sights  # type: ignore[arg-type]
-    os.utime(tmp_path / "a.parquet", (2, 2))
-    with pytest.raises(DataChanged, match=r"its modification time changed: 1970-01-01 00:00:01\.000000 UTC -> 1970"):
-        module._same_data(later, [], driver)  # type: ignore[arg-type]
-    # It is reported as a change, whatever else is wrong with it.
-    (tmp_path / "a.parquet").write_bytes(b"no Parquet")
-    with pytest.raises(DataChanged, match="its size changed"):
-        module._same_data(later, [], driver)  # type: ignore[arg-type]
+def copied(prepared: Prepared) -> None:
+    """Copy the state in memory."""
+    held = prepared.own.stepper.held
+    assert held is not None
+    prepared.copier.begin(0, WHOLE.stage, True, None, lambda sent: None)
+    prepared.copier.copy(held, lambda: None)
+    while prepared.copier.find(held, WHOLE.stage) is None:
+        pass
+
+
+def test_a_worker_goes_back_to_its_own_copy(tmp_path: Path) -> None:
+    prepared = summed(tmp_path)
+    one, worker = prepared.own.stepper, worker_of(prepared)
+    before = one.snapshot().digest
+    copied(prepared)
+    assert worker.finish(0, {}).holds == 0
+    assert one.snapshot().digest != before
+    outcome = worker.recall(0, -1)
+    assert (outcome.holds, outcome.ready, one.snapshot().digest) == (-1, None, before)
+    # Without a copy it keeps what it has.
+    assert worker.recall(0, 5).holds == -1
+
+
+class Plain(Small):
+    """A model without empty tensors."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(6, 3)
+
+
+def test_a_share_of_what_it_holds_is_written_between_generations(tmp_path: Path) -> None:
+    worker, controller = worker_of(member(tmp_path, build=lambda layers: stepper(Plain()))), Controller()
+    worker.keep(controller, assigned().share)
+    # The share is written on a thread.
+    while not controller.calls:
+        assert worker.activity().doing == "idle"
+    [(method, written)] = controller.calls
+    assert (method, written.step, written.generation, written.error) == ("written", -1, 12, "")
+    assert written.share is not None

@@ -1,0 +1,52 @@
+"""Check that the data on this node is what the driver saw, and that it stays so."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from raytrain_plus.data.prepare import prepare
+from raytrain_plus.data.sight import Sight
+from raytrain_plus.data.source import Index, check_unchanged, differences, index
+from raytrain_plus.errors import DataError
+from raytrain_plus.workers.messages import Plan
+
+
+def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
+    """Make the data if this node lacks it, compare it with what the driver saw, and return it as this node sees it.
+
+    Raises `DataChanged` if a file has changed since an earlier worker on this node first saw it, `DataError` if the
+    data differs from the driver's.
+    """
+    # Not as the job names it: a path may be relative to the driver's working directory.
+    path = expected.path
+    prepare(plan.job.data.prepare, path, roots)
+    first = plan.sights.get(path)
+    if first is not None:
+        check_unchanged(replace(expected, file_sights=first))
+    seen = index(path)
+    if seen.fingerprint != expected.fingerprint:
+        found = differences(seen.to_json(), expected.to_json())
+        raise DataError(
+            f"this node ({os.uname().nodename}) sees different data than the driver: {'; '.join(found[:3])}",
+            where=path,
+            expected=f"the data with the fingerprint {expected.fingerprint[:12]}, not {seen.fingerprint[:12]}",
+            remedy="put the same files there on every node, or name a shared folder",
+        )
+    return seen if first is None else replace(seen, file_sights=first)
+
+
+def sights_of(plan: Plan) -> dict[str, tuple[Sight, ...]]:
+    """Return, for each dataset's path, what was first seen of its files on this node."""
+    return {seen.path: seen.file_sights for seen in _datasets(plan)}
+
+
+def check_data(plan: Plan) -> None:
+    """Compare all data files with what this worker first saw of them. Raises `DataChanged` if one has changed."""
+    for seen in _datasets(plan):
+        check_unchanged(seen)
+
+
+def _datasets(plan: Plan) -> list[Index]:
+    return [seen for seen in (plan.index, plan.held_out) if seen is not None]

@@ -1,0 +1,111 @@
+"""Open what a worker reads: the batches of one generation after another, and the held-out data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from raytrain_plus.data.of_job import evaluation_line, line_of
+from raytrain_plus.data.reader import (
+    Batches,
+    Collate,
+    Counts,
+    Microbatch,
+    first_microbatch,
+    held_out,
+    held_out_counts,
+    microbatch_rows,
+)
+from raytrain_plus.data.sample_order import Line
+from raytrain_plus.data.source import Index
+from raytrain_plus.data.transform_block import Rows, Transform
+from raytrain_plus.job.settings import Job
+from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.ray_compat import ray_data_on_the_head
+from raytrain_plus.training.loop import Evaluation, Feed, Window
+from raytrain_plus.workers.messages import Plan
+
+
+class Feeds:
+    """Opens the sources of batches; each reuses what its predecessor keeps in memory."""
+
+    def __init__(self, plan: Plan, collate: Collate, transform: Transform | None) -> None:
+        self._plan = plan
+        self._collate = collate
+        self._rows = _rows(plan.index, line_of(plan.job, plan.index), plan.job, transform)
+        self._evaluation = None if plan.held_out is None else _evaluation(plan.job, plan.held_out, collate, transform)
+        self._last: Batches | None = None
+
+    def first(self) -> Microbatch:
+        """Return the first microbatch of shard 0 in step 0."""
+        return first_microbatch(self._rows, self._plan.job.parallel.microbatches, self._collate)
+
+    def batches(self, shards: Sequence[int], first_step: int, *, stream: bool) -> Batches:
+        """Return the batches of these shards from `first_step` on. `stream`: Ray Data reads ahead."""
+        plan, job = self._plan, self._plan.job
+        node = ray.get_runtime_context().get_node_id()
+        self._last = Batches(
+            self._rows,
+            shards=shards,
+            first_step=first_step,
+            microbatches=job.parallel.microbatches,
+            collate=self._collate,
+            cache_mb=job.data.cache_mb,
+            make_stream=functools.partial(open_stream, node=node, roots=plan.roots) if stream else None,
+            before=self._last,
+        )
+        return self._last
+
+    def of_member(self, stage: Stage, shards: Sequence[int], first_step: int, stack: ExitStack) -> Feed:
+        """Return the source of a member's batches, which `stack` closes; only the first stage reads data."""
+        if stage.number:
+            return self._counts(shards)
+        return stack.enter_context(self.batches(shards, first_step, stream=True))
+
+    def window(self, shards: Sequence[int]) -> Window | None:
+        """Return how many steps are committed together, if steps overlap."""
+        parallel = self._plan.job.parallel
+        if not parallel.overlaps:
+            return None
+        counts = self._counts(shards)
+        return Window(every=parallel.commit_every, counted=lambda step: counts.get(step, 0.0).shards)
+
+    def evaluation(self, stage: Stage) -> Evaluation | None:
+        """Return the evaluation of that stage; later stages get only the row counts of the held-out data.
+
+        None if the job has no evaluation.
+        """
+        found, seen = self._evaluation, self._plan.held_out
+        if found is None or seen is None or not stage.number:
+            return found
+        line = evaluation_line(self._plan.job, seen)
+        rows = microbatch_rows(line, self._plan.job.parallel.microbatches)
+        return replace(found, batches=lambda shard: held_out_counts(line, shard, rows))
+
+    def _counts(self, shards: Sequence[int]) -> Counts:
+        job = self._plan.job
+        return Counts(line_of(job, self._plan.index), shards, job.parallel.microbatches)
+
+
+def _evaluation(job: Job, seen: Index, collate: Collate, transform: Transform | None) -> Evaluation | None:
+    if job.evaluate is None:
+        return None
+    rows = _rows(seen, evaluation_line(job, seen), job, transform)
+    size = microbatch_rows(rows.line, job.parallel.microbatches)
+    return Evaluation(every_steps=job.evaluate.every_steps, batches=lambda shard: held_out(rows, shard, size, collate))
+
+
+def open_stream(*arguments: Any, **settings: Any) -> Any:
+    """Open a Ray Data stream; Ray Data is loaded here, when the first one is needed, because that takes a second."""
+    from raytrain_plus.data.stream import Stream
+
+    return Stream(*arguments, **settings, first=ray_data_on_the_head)
+
+
+def _rows(seen: Index, line: Line, job: Job, transform: Transform | None) -> Rows:
+    return Rows(index=seen, line=line, seed=job.seed, transform=transform, granule=job.data.granule)

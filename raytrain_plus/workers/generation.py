@@ -1,0 +1,208 @@
+"""Take part in one generation: join its worlds, take the state, train, and leave."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from raytrain_plus.collective.formation import Formation
+from raytrain_plus.collective.horovod import HorovodWorld
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.collective.torch import TorchWorld
+from raytrain_plus.collective.world import World
+from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
+from raytrain_plus.job.task_loader import fault_of
+from raytrain_plus.training.control import Control
+from raytrain_plus.training.loop import Feed, Limits, train
+from raytrain_plus.training.records import Evaluated, StepRecord
+from raytrain_plus.training.step import Stepper
+from raytrain_plus.workers.data_check import check_data
+from raytrain_plus.workers.messages import Assignment, Outcome, Sent, Written
+from raytrain_plus.workers.prepared import Prepared
+from raytrain_plus.workers.received import ReceivedStates
+from raytrain_plus.workers.reporter import Reporter, tell_written
+from raytrain_plus.workers.saver import Part
+from raytrain_plus.workers.state_source import sha256_of
+from raytrain_plus.workers.task_error import as_training_error
+from raytrain_plus.workers.warm_up import FIRST_STEP_S
+
+
+class Generation:
+    """A member's part in one generation, which `run` takes on the training thread."""
+
+    def __init__(
+        self,
+        worker: str,
+        prepared: Prepared,
+        control: Control,
+        received: ReceivedStates,
+        controller: Any,
+        assignment: Assignment,
+    ) -> None:
+        self._worker = worker
+        self._prepared = prepared
+        self._control = control
+        self._received = received
+        self._controller = controller
+        self._assignment = assignment
+        number = assignment.generation
+        self._reporter = Reporter(lambda records: controller.report.remote(worker, number, records))
+        self._joined = False
+
+    def run(self) -> Outcome:
+        """Join, train, leave, and return how that ended."""
+        prepared, assignment = self._prepared, self._assignment
+        prepared.saver.begin(Part(assignment.share, self._tell_written))
+        prepared.copier.begin(
+            assignment.generation,
+            assignment.layers.stage,
+            assignment.copies,
+            assignment.buddy,
+            self._tell_copied,
+        )
+        try:
+            outcome = self._trained()
+        # SystemExit would end the process, as if it had been lost.
+        except (Exception, SystemExit) as error:
+            prepared.own.go_back()
+            outcome = self._ended_by(error)
+        prepared.copier.end()
+        prepared.source.forget_given()
+        self._control.enter("idle")
+        return replace(outcome, records=self._reporter.rest())
+
+    def _trained(self) -> Outcome:
+        prepared, control, assignment = self._prepared, self._control, self._assignment
+        with ExitStack() as stack:
+            control.patience(assignment.ring.timeout_s)
+            control.enter("joining")
+            control.check()
+            # Its first batches are made while the world forms.
+            feed = prepared.feeds.of_member(assignment.layers.stage, assignment.shards, assignment.first_step, stack)
+            stack.enter_context(self._reporter)
+            stepper = self._take_place()
+            world, form_s = self._join(stepper, stack)
+            self._joined = True
+            self._controller.joined.remote(self._worker, assignment.generation, form_s)
+            why = self._train(stepper, feed, world)
+            if why == "finished":
+                control.patience(FIRST_STEP_S)
+                control.enter("data")
+                check_data(prepared.plan)
+        prepared.own.go_back()
+        outcome = prepared.outcome(why)
+        return replace(outcome, state_sha256=sha256_of(prepared.own.stepper)) if why == "finished" else outcome
+
+    def _ended_by(self, error: BaseException) -> Outcome:
+        """Return the outcome of a generation that `error` has ended here."""
+        if isinstance(error, (Interrupted, WaitExpired)):
+            # The loss of a peer is reported by others, in more detail.
+            known = self._control.interrupted() or (self._joined and isinstance(error, Interrupted))
+            return replace(self._prepared.outcome("interrupted"), fault="" if known else str(error))
+        failed = self._prepared.outcome("failed")
+        if isinstance(error, RaytrainError):
+            final = isinstance(error, (TrainingError, TaskError, DataChanged))
+            return replace(failed, error=error, fault=f"{type(error).__name__}: {error}", final=final)
+        return replace(failed, error=as_training_error(error), fault=fault_of(error))
+
+    def _take_place(self) -> Stepper:
+        """Return the stepper of what this member is to hold, built if it holds something else or must start over."""
+        own, control, assignment = self._prepared.own, self._control, self._assignment
+        if own.stage == assignment.layers.stage and assignment.lacks != "initial":
+            return own.stepper
+        # Building discards what it holds: others copy that first.
+        self._prepared.source.wait_until_given(assignment.generation, assignment.gives, control.check)
+        # Meanwhile it waits for nobody, whichever worker is lost.
+        control.enter("preparing")
+        stepper = own.build(assignment.layers, keep_before=assignment.lacks == "stage")
+        control.check()
+        control.enter("joining")
+        return stepper
+
+    def _join(self, stepper: Stepper, stack: ExitStack) -> tuple[World, float]:
+        """Form its worlds, which `stack` leaves, and take the state if there is one to take.
+
+        Return the world of its ring, and how many seconds the forming took.
+        """
+        prepared, assignment = self._prepared, self._assignment
+        start = time.monotonic()
+        world = self._form(assignment.ring)
+        # Registered last, left first: others wait until this world is left, not for the rest.
+        stack.callback(self._leave, world)
+        if assignment.replica is not None:
+            # torch's schedules take a while to load: they are loaded here, when needed.
+            from raytrain_plus.training.pipedream import PipeDream
+            from raytrain_plus.training.staged import Staged
+
+            job = prepared.plan.job
+            replica = TorchWorld(assignment.replica)
+            stack.callback(self._leave, replica)
+            kind = PipeDream if job.parallel.overlaps else Staged
+            stepper.passes = kind(
+                stepper.task,
+                stepper.parts,
+                replica,
+                schedule=job.parallel.schedule,
+                stages=assignment.layers.stage.of,
+                device=prepared.device,
+                shards=job.data.shards,
+                classes=prepared.classes,
+                tied=assignment.layers.apart(stepper.tied),
+            )
+        form_s = time.monotonic() - start
+        if assignment.lacks in ("newer", "stage"):
+            stepper.adopt(
+                self._received.take(assignment.generation, assignment.first_step - 1, assignment.layers.others)
+            )
+        return world, form_s
+
+    def _form(self, formation: Formation) -> World:
+        if formation.size == 1:
+            return SoloWorld()
+        return HorovodWorld(formation) if self._prepared.plan.collective == "horovod" else TorchWorld(formation)
+
+    def _leave(self, world: World) -> None:
+        self._control.enter("leaving")
+        world.close()
+        self._control.enter("idle")
+
+    def _train(self, stepper: Stepper, feed: Feed, world: World) -> Any:
+        prepared, assignment = self._prepared, self._assignment
+        job, feeds = prepared.plan.job, prepared.feeds
+        return train(
+            stepper,
+            feed,
+            world,
+            hosted=assignment.shards,
+            shards=job.data.shards,
+            first_step=assignment.first_step,
+            steps=prepared.plan.steps,
+            window=feeds.window(assignment.shards),
+            evaluation=feeds.evaluation(assignment.layers.stage),
+            evaluated=assignment.evaluated,
+            limits=Limits(
+                step_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S, wait_s=assignment.ring.timeout_s
+            ),
+            saving=prepared.saver,
+            copying=prepared.copier,
+            tell=self._tell,
+            control=self._control,
+        )
+
+    def _tell(self, record: StepRecord | Evaluated) -> None:
+        """Report a record. A step of the generation proves that all its members have the state that they need."""
+        if isinstance(record, StepRecord):
+            self._prepared.own.proven()
+        self._reporter.tell(record)
+
+    def _tell_written(self, written: Written) -> None:
+        # A checkpoint counts once its step is known to be committed.
+        self._reporter.soon()
+        tell_written(self._controller, written)
+
+    def _tell_copied(self, sent: Sent) -> None:
+        # A copy counts once its step is known to be committed.
+        self._reporter.soon()
+        self._controller.copied.remote(sent)

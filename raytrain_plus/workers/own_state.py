@@ -1,0 +1,91 @@
+"""Hold this worker's part of the model: the whole, a stage, or nothing until its stage is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.state.holding import Holding
+from raytrain_plus.training.step import Stepper
+from raytrain_plus.workers.messages import Layers
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """A stage of the model, or the whole, and the stepper that holds its state."""
+
+    stage: Stage
+    stepper: Stepper
+
+
+class OwnState:
+    """The state that this worker holds; only the training thread replaces it."""
+
+    def __init__(self, build: Callable[[Layers], Stepper]) -> None:
+        """`build` makes a part of the model, with its initial values."""
+        self._build = build
+        self._now: StageState | None = None
+        self._before: StageState | None = None
+        """What it held before, in a generation with another stage, until that generation has made a step."""
+
+    @property
+    def now(self) -> StageState | None:
+        """What it holds; None if it holds nothing."""
+        return self._now
+
+    @property
+    def stage(self) -> Stage | None:
+        """The stage that it holds; None if it holds nothing."""
+        return None if self._now is None else self._now.stage
+
+    @property
+    def stepper(self) -> Stepper:
+        """The stepper of a worker that holds something."""
+        assert self._now is not None, "only a worker that holds a part of the model steps, saves or applies"
+        return self._now.stepper
+
+    def holding(self) -> Holding:
+        """Return references to all parts of the state."""
+        return self.stepper.holding()
+
+    def at(self, step: int, stage: Stage) -> Stepper | None:
+        """Return the stepper if it holds that stage's state after `step`, else None."""
+        now = self._now
+        return now.stepper if now is not None and (now.stepper.held, now.stage) == (step, stage) else None
+
+    def build(self, layers: Layers, *, keep_before: bool = False) -> Stepper:
+        """Build this part of the model in place of what it holds.
+
+        `keep_before`: what it holds stays in memory until `proven` or `go_back`.
+        """
+        if keep_before:
+            self._before = self._now
+        # Its memory is free before the new part is built, so no variable here may refer to it.
+        self._now = None
+        self._now = StageState(layers.stage, self._build(layers))
+        return self._now.stepper
+
+    def part(self, layers: Layers) -> Stepper:
+        """Return the stepper of this part of the model, built if the worker holds another."""
+        return self.stepper if self.stage == layers.stage else self.build(layers)
+
+    def proven(self) -> None:
+        """Drop what it held before: all members of the generation have the state that they need."""
+        self._before = None
+
+    def go_back(self) -> None:
+        """Restore what it held before if the generation ends before its first step: no other worker may have it."""
+        before, self._before = self._before, None
+        if before is not None and not _as_good(self._now, before):
+            self._now = before
+
+
+def _as_good(now: StageState | None, before: StageState) -> bool:
+    """Whether the state that the worker took is as good as what it held before.
+
+    With more stages than before it has less of the model.
+    """
+    if now is None or now.stepper.held is None:
+        return False
+    return now.stepper.held == before.stepper.held and now.stage.of <= before.stage.of

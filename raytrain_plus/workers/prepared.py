@@ -1,0 +1,197 @@
+"""Prepare a worker: check this node's storage, libraries and data, then import and build the task."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import cloudpickle
+import torch
+
+from raytrain_plus.collective.horovod import load_horovod
+from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.errors import InputError
+from raytrain_plus.install.state import REMEDY
+from raytrain_plus.job.settings import Job
+from raytrain_plus.job.task_loader import build_task, load_function, load_task, told_as_task_error
+from raytrain_plus.membership.events import Why
+from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
+from raytrain_plus.state.hostcopy import check_storable
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.open import open_folder
+from raytrain_plus.storage.probe import amiss_with, refusal
+from raytrain_plus.task import Task
+from raytrain_plus.training.model import build_chunks, build_model
+from raytrain_plus.training.randomness import random_key, repeatable, set_random_key
+from raytrain_plus.training.step import Stepper
+from raytrain_plus.workers.copier import Copier
+from raytrain_plus.workers.data_check import same_data, sights_of
+from raytrain_plus.workers.feeds import Feeds
+from raytrain_plus.workers.messages import WHOLE, Layers, Outcome, Plan, Ready
+from raytrain_plus.workers.own_state import OwnState
+from raytrain_plus.workers.saver import Saver
+from raytrain_plus.workers.state_source import StateSource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """All that a worker has from its preparation on."""
+
+    plan: Plan
+    """With the data as this node sees it."""
+    task: Task
+    device: torch.device
+    classes: Classes
+    """The classes of the objects in a batch, if batches pass from stage to stage."""
+    feeds: Feeds
+    own: OwnState
+    """Empty until the worker's stage is known, if the model has stages."""
+    source: StateSource
+    copier: Copier
+    saver: Saver
+
+    def run_folder(self) -> Folder:
+        """Open the run's folder."""
+        return open_folder(self.plan.folder)
+
+    def outcome(self, why: Why) -> Outcome:
+        """Return what this worker holds now."""
+        now = self.own.now
+        if now is None:
+            return Outcome(holds=None, why=why)
+        return Outcome(
+            holds=now.stepper.held,
+            why=why,
+            stage=now.stage,
+            ready=now.stepper.ready if now.stage.of > 1 else None,
+            copy=self.copier.own(),
+            squares=now.stepper.squares,
+            copied=self.saver.copied,
+            saved_as=self.saver.generation,
+        )
+
+
+def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, Ready]:
+    """Prepare the worker of that name; make the data if this node lacks it. Raises what is wrong with task or data."""
+    _check_storage(plan)
+    torch.set_num_threads(plan.job.workers.threads)
+    if plan.job.reduction == "exact":
+        repeatable()
+    if plan.collective == "horovod":
+        _check_horovod()
+    # What runs from here on may have threads of its own.
+    sys.path[:0] = [root for root in plan.roots if root not in sys.path]
+    roots, job = [Path(root) for root in plan.roots], plan.job
+    cls = _task_class(plan, roots)
+    # With what this node sees of the files; the driver may see copies of its own.
+    plan = replace(
+        plan,
+        index=same_data(plan, roots, plan.index),
+        held_out=None if plan.held_out is None else same_data(plan, roots, plan.held_out),
+    )
+    set_random_key(random_key(job.seed, "task"))
+    task = build_task(cls, job.args)
+    device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
+    own = OwnState(functools.partial(build_part, plan, task, device))
+    if job.parallel.pipeline == 1:
+        own.build(WHOLE)
+    copier = Copier(worker, own.holding, job.elastic.copy_every)
+    best = job.checkpoint.keep_best is not None
+    saver = Saver(open_folder(plan.folder), own.holding, job.checkpoint.every_steps, best)
+    transform = load_function(job.data.transform, roots) if job.data.transform else None
+    feeds = Feeds(plan, task.collate, transform)
+    if job.parallel.pipeline == 1:
+        ready, classes = _size_of(own.stepper), KNOWN
+    else:
+        first = feeds.first()
+        ready, classes = _measured(task, job, device, first), classes_of(first.batch)
+    made = Prepared(
+        plan=plan,
+        task=task,
+        device=device,
+        classes=classes,
+        feeds=feeds,
+        own=own,
+        source=StateSource(worker, own, copier),
+        copier=copier,
+        saver=saver,
+    )
+    return made, replace(ready, sights=sights_of(plan))
+
+
+def build_part(plan: Plan, task: Task, device: torch.device, layers: Layers) -> Stepper:
+    """Build the model, or a stage of it, with its initial values."""
+    job = plan.job
+    with told_as_task_error(f"{type(task).__name__} cannot be built", f"task: {job.task}"):
+        if layers.chunks:
+            built = build_chunks(task, job.seed, device, layers.chunks)
+        else:
+            built = (build_model(task, job.seed, device),)
+        stepper = Stepper(
+            task,
+            built,
+            seed=job.seed,
+            shards=job.data.shards,
+            clip_norm=job.clip_norm,
+            device=device,
+            exact=job.reduction == "exact",
+            skip_nonfinite=job.elastic.on_nonfinite == "skip",
+        )
+    check_storable(stepper.holding())
+    return stepper
+
+
+def _check_storage(plan: Plan) -> None:
+    """Raise `InputError` if this node has another storage than the controller."""
+    fault = "" if plan.probe is None else amiss_with(plan.probe)
+    if fault:
+        raise refusal(os.uname().nodename, fault, plan.job.storage)
+
+
+def _check_horovod() -> None:
+    """Load Horovod. Raises `InputError` if this node has none that loads."""
+    try:
+        load_horovod()
+    except Exception as error:
+        raise InputError(
+            f"Horovod does not load on {os.uname().nodename}: {error}",
+            where="collective: horovod",
+            remedy=f"{REMEDY}, on every node",
+        ) from None
+
+
+def _task_class(plan: Plan, roots: list[Path]) -> type[Task]:
+    if plan.pickled_task is not None:
+        cls: type[Task] = cloudpickle.loads(plan.pickled_task)
+        return cls
+    assert isinstance(plan.job.task, str), "a class is sent pickled"
+    return load_task(plan.job.task, roots)
+
+
+def _size_of(stepper: Stepper) -> Ready:
+    """Return the size of the whole model and its state."""
+    trained = [value for _, value in stepper.named]
+    held = [*stepper.module.parameters(), *stepper.module.buffers()]
+    return Ready(
+        parameters=sum(value.numel() for value in trained),
+        # An optimizer has two numbers, as a rule, for each weight that it trains.
+        state_bytes=sum(value.nbytes for value in held) + 2 * sum(value.nbytes for value in trained),
+    )
+
+
+def _measured(task: Task, job: Job, device: torch.device, batch: Microbatch) -> Ready:
+    """Measure the cost of each layer, which also warms up what a first step needs."""
+    # Also loads torch's schedules before the first world forms.
+    from raytrain_plus.training.measure import measured, room_of
+    from raytrain_plus.training.staged import Staged  # noqa: F401
+
+    found = measured(task, job.seed, device, batch, overlaps=job.parallel.overlaps)
+    return Ready(
+        parameters=sum(layer.parameters for layer in found),
+        state_bytes=sum(layer.bytes for layer in found),
+        layers=found,
+        room=room_of(device),
+    )

@@ -1,0 +1,55 @@
+"""Show what the task says of a model, for the result of the run."""
+
+from __future__ import annotations
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from raytrain_plus.runs.folder import MODEL
+from raytrain_plus.task import Task
+from raytrain_plus.training.model import build_model
+from raytrain_plus.workers.messages import WHOLE
+from raytrain_plus.workers.prepared import Prepared
+from raytrain_plus.workers.task_error import as_training_error
+
+
+def show_model(prepared: Prepared, step: int, *, in_use: bool) -> str | None:
+    """Return what the task shows of the model after `step`, which is in the run's folder.
+
+    `in_use`: the model that this worker holds is in the middle of a step.
+    """
+    task = prepared.task
+    if type(task).show is Task.show:
+        return None
+    stepper = prepared.own.at(step, WHOLE.stage)
+    if stepper is None:
+        return _show_whole(prepared)
+    if in_use:
+        return None
+    stepper.restore_buffers()
+    return _shown(stepper.task, stepper.module)
+
+
+def _show_whole(prepared: Prepared) -> str | None:
+    """Return what the task shows of a model that no worker holds whole: it is loaded from the run's folder."""
+    task, run = prepared.task, prepared.run_folder()
+    try:
+        local = run.path_of(MODEL)
+        weights = safetensors.torch.load(run.read(MODEL)) if local is None else safetensors.torch.load_file(local)
+        module = build_model(task, prepared.plan.job.seed, torch.device("cpu")).module
+        # A parameter that a layer shares internally has one name here, and two there.
+        module.load_state_dict(weights, strict=False)
+    except Exception as error:
+        return f"the whole model could not be assembled for Task.show: {type(error).__name__}: {error}"
+    return _shown(task, module)
+
+
+def _shown(task: Task, module: nn.Module) -> str | None:
+    module.eval()
+    try:
+        with torch.no_grad():
+            return task.show(module)
+    except Exception as error:
+        # A failure here must not lose the model.
+        return f"Task.show failed: {as_training_error(error)}"

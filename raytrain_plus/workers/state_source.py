@@ -1,0 +1,116 @@
+"""Give states to others: to a member that begins a generation, and tensor by tensor to the export.
+
+Its methods run beside the training thread and change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from raytrain_plus.errors import Interrupted, RunError
+from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.state.entry import Entry
+from raytrain_plus.state.finite import check_finite
+from raytrain_plus.state.holding import saved_model
+from raytrain_plus.state.named import bytes_of, entry_of, optimizer_state, state_sha256
+from raytrain_plus.state.transfer import Array, Snapshot, hashed
+from raytrain_plus.training.step import Stepper
+from raytrain_plus.workers.copier import Copier
+from raytrain_plus.workers.own_state import OwnState
+from raytrain_plus.workers.received import LOOK_S
+
+
+class StateSource:
+    """Gives the state that this worker holds, and those of which it keeps copies."""
+
+    def __init__(self, worker: str, own: OwnState, copier: Copier) -> None:
+        self._worker = worker
+        self._own = own
+        self._copier = copier
+        self._giving = threading.Lock()
+        self._given: Counter[int] = Counter()
+        """For each generation, how often others were given a state that they begin it with."""
+        self._copied: tuple[tuple[int, Stage], Mapping[str, torch.Tensor]] | None = None
+        """The tensors of the copy that is being read, by step and stage."""
+
+    def snapshot(self, generation: int, step: int, stage: Stage) -> Snapshot:
+        """Return that stage's state after `step`, held or copied here, for a member that begins a generation with it.
+
+        This worker is between two steps, and stays so until the other has copied the state.
+        """
+        own = self._own.at(step, stage)
+        snapshot = self._copier.find(step, stage) if own is None else own.snapshot()
+        if snapshot is None:
+            raise RunError(f"{self._worker} has neither {stage} of step {step} nor a copy of it")
+        with self._giving:
+            self._given[generation] += 1
+        return snapshot
+
+    def wait_until_given(self, generation: int, times: int, check: Callable[[], None]) -> None:
+        """Wait until others were given so many states to begin that generation with; `check` may raise meanwhile."""
+        while self._given[generation] < times:
+            check()
+            time.sleep(LOOK_S)
+
+    def forget_given(self) -> None:
+        """End the generation: what others were given for it no longer matters."""
+        self._given.clear()
+
+    def has(self, step: int, stage: Stage) -> bool:
+        """Whether it holds that stage's state after `step`, or has an undamaged copy of it."""
+        return self._own.at(step, stage) is not None or self._copier.sound(step, stage)
+
+    def inventory(self, step: int, stage: Stage) -> list[Entry]:
+        """Return the tensors of that stage's state after `step`.
+
+        Raises `Interrupted` if this worker has neither that state nor an undamaged copy.
+        """
+        self._copied = None
+        if not self.has(step, stage):
+            raise Interrupted(f"{self._worker} has neither {stage} of step {step} nor a copy of it")
+        state = self._state(step, stage)
+        check_finite(state.items(), self._allowed(step, stage), step)
+        return [entry_of(name, value) for name, value in state.items()]
+
+    def tensors(self, step: int, stage: Stage, names: Sequence[str]) -> list[Array]:
+        """Return the bytes of the named tensors."""
+        state = self._state(step, stage)
+        found = [bytes_of(state[name].cpu()).numpy() for name in names]
+        # Check that it still is that state.
+        self._state(step, stage)
+        return found
+
+    def _allowed(self, step: int, stage: Stage) -> Collection[str]:
+        """Return the tensors of a state that may hold NaN or infinity."""
+        if (own := self._own.at(step, stage)) is not None:
+            return own.allowed
+        found = self._copier.find(step, stage)
+        return () if found is None else json.loads(found.values)["allowed"]
+
+    def _state(self, step: int, stage: Stage) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of one state; those of a copy are kept until another state is requested."""
+        if (own := self._own.at(step, stage)) is not None:
+            self._copied = None
+            return _hashed_tensors(own)
+        if self._copied is None or self._copied[0] != (step, stage):
+            found = self._copier.find(step, stage)
+            if found is None:
+                raise Interrupted(f"{self._worker} no longer has a copy of {stage} of step {step}")
+            self._copied = (step, stage), hashed(found)
+        return self._copied[1]
+
+
+def sha256_of(stepper: Stepper) -> str:
+    """Return the hash of the stepper's state: see `state.named`."""
+    return state_sha256(_hashed_tensors(stepper))
+
+
+def _hashed_tensors(stepper: Stepper) -> dict[str, torch.Tensor]:
+    """Return the tensors that the state's hash covers."""
+    return {**saved_model(stepper.holding()), **optimizer_state(stepper.optimizer, stepper.named)}

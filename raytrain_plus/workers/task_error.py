@@ -1,0 +1,19 @@
+"""Turn what the user's code raised into an error of the run."""
+
+from __future__ import annotations
+
+import torch
+
+from raytrain_plus.errors import TrainingError
+from raytrain_plus.job.task_loader import trim_traceback
+
+
+def as_training_error(error: BaseException) -> TrainingError:
+    """Return the `TrainingError` that reports `error`, with the user's part of its traceback."""
+    kind = type(error).__name__
+    what = f"the task raised {kind}: {error}"
+    # What torch's CPU allocator raises has no type of its own.
+    no_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if no_memory or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        what = f"out of memory ({kind}): {error}; use more microbatches, a smaller batch, or a larger machine"
+    return TrainingError(what, trim_traceback(error))

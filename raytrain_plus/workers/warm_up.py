@@ -1,0 +1,25 @@
+"""Make a worker's first step before it joins a group, so that it holds nobody up."""
+
+from __future__ import annotations
+
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.training.control import Control
+from raytrain_plus.workers.prepared import Prepared
+
+FIRST_STEP_S = 300.0
+"""Maximum seconds of a first step and of an evaluation: they compile, open files, and have no earlier step as a
+measure."""
+
+
+def warm_up(prepared: Prepared, control: Control) -> None:
+    """Make one step alone; no state is held afterwards."""
+    if prepared.plan.job.parallel.pipeline > 1:
+        # It has measured the layers, which amounts to a step, and has no state that it could lose.
+        return
+    stepper = prepared.own.stepper
+    control.patience(FIRST_STEP_S)
+    control.enter("preparing")
+    with prepared.feeds.batches((0,), 0, stream=False) as feed:
+        batches = feed.get(0, FIRST_STEP_S)
+        stepper.run(0, batches.shards, SoloWorld(), control=Control(), wait_s=FIRST_STEP_S)
+    stepper.held = None

@@ -1,0 +1,42 @@
+"""Changed data is found, and is not confused with data that always was different."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raytrain_plus.data.source import index
+from raytrain_plus.errors import DataChanged, DataError
+from raytrain_plus.workers.data_check import same_data, sights_of
+from tests.unit.data.test_source import write
+from tests.unit.workers.members import plan_of
+
+
+def test_a_worker_compares_the_data_with_an_earlier_workers_view_of_it(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    # The driver's node wrote its own, at another time.
+    driver, here, file = plan.index, str(tmp_path / "data"), tmp_path / "data" / "a.parquet"
+    os.utime(file, (1, 1))
+    first = same_data(plan, [], driver)
+    assert first.file_sights != driver.file_sights
+    later = replace(plan, sights={here: first.file_sights})
+    assert same_data(later, [], driver).file_sights == first.file_sights
+    assert sights_of(replace(plan, index=first, held_out=None)) == later.sights
+    os.utime(file, (2, 2))
+    with pytest.raises(DataChanged, match=r"its modification time changed: 1970-01-01 00:00:01\.000000 UTC -> 1970"):
+        same_data(later, [], driver)
+    # It is reported as a change, whatever else is wrong with it.
+    file.write_bytes(b"no Parquet")
+    with pytest.raises(DataChanged, match="its size changed"):
+        same_data(later, [], driver)
+
+
+def test_other_data_than_the_drivers_is_refused(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    write(tmp_path / "data" / "a.parquet", 9)
+    with pytest.raises(DataError, match="sees different data than the driver") as caught:
+        same_data(plan, [], plan.index)
+    assert index(tmp_path / "data").fingerprint[:12] in str(caught.value)

@@ -1,0 +1,170 @@
+"""However a generation ends, the worker says so, and holds what it says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytrain_plus.errors import DataChanged, InputError, Interrupted, RaytrainError, TrainingError, WaitExpired
+from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.training.control import Control
+from raytrain_plus.workers import reporter
+from raytrain_plus.workers.generation import Generation
+from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Outcome
+from raytrain_plus.workers.prepared import Prepared
+from raytrain_plus.workers.received import ReceivedStates
+from raytrain_plus.workers.state_source import sha256_of
+from tests.unit.training.test_exact_steps import stepper
+from tests.unit.workers.members import Controller, Feeds, assigned, in_background, member
+
+HALF = Layers(Stage(0, 2), (("first",),), {"first": 0, "last": 1})
+
+
+@pytest.fixture(autouse=True)
+def reports_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "ray", SimpleNamespace(get=lambda reference, timeout: None))
+
+
+class Part:
+    """A worker's part in a generation, and what surrounds it."""
+
+    def __init__(self, prepared: Prepared, assignment: Assignment, store: Any = None) -> None:
+        self.control = Control()
+        self.control.begin(assignment.generation)
+        self.controller = Controller()
+        self.received = ReceivedStates(self.control, store)
+        self.generation = Generation("worker-0", prepared, self.control, self.received, self.controller, assignment)
+
+    def run(self) -> Outcome:
+        outcome = self.generation.run()
+        assert self.control.activity().doing == "idle"
+        return outcome
+
+
+def test_a_generation_that_finishes_the_run_trains_to_its_end(tmp_path: Path) -> None:
+    prepared = member(tmp_path, steps=3)
+    part = Part(prepared, assigned())
+    outcome = part.run()
+    assert (outcome.why, outcome.holds, outcome.stage, outcome.error) == ("finished", 2, WHOLE.stage, None)
+    assert outcome.state_sha256 == sha256_of(prepared.own.stepper)
+    [joined] = [call for call in part.controller.calls if call[0] == "joined"]
+    assert (joined[1:3], outcome.saved_as) == (("worker-0", 0), 12)
+
+
+def test_a_paused_generation_has_no_final_state(tmp_path: Path) -> None:
+    part = Part(member(tmp_path, steps=3), assigned())
+    part.control.pause(0)
+    outcome = part.run()
+    assert (outcome.why, outcome.holds, outcome.state_sha256) == ("paused", 0, None)
+
+
+@pytest.mark.parametrize("name", [None, "data", "held_out"])
+def test_all_files_are_checked_again_before_a_run_is_finished(tmp_path: Path, name: str | None) -> None:
+    file = tmp_path / str(name) / "a.parquet"
+
+    def overwrite(step: int) -> None:
+        if name is not None:
+            os.utime(file, (1, 1))
+
+    outcome = Part(member(tmp_path, steps=1, feeds=Feeds(overwrite)), assigned()).run()
+    assert outcome.holds == 0
+    if name is None:
+        assert (outcome.why, outcome.error) == ("finished", None)
+        return
+    # Final: it is not retried, as if a worker had been lost.
+    assert (outcome.why, outcome.final, outcome.state_sha256) == ("failed", True, None)
+    assert isinstance(outcome.error, DataChanged)
+    assert str(outcome.error).startswith(f"{file} on ")
+    assert "its modification time changed: 20" in outcome.fault
+
+
+def raises(error: BaseException, at: int = 1) -> Callable[[int], None]:
+    def before(step: int) -> None:
+        if step == at:
+            raise error
+
+    return before
+
+
+@pytest.mark.parametrize(
+    ("error", "why", "final", "fault"),
+    [
+        (Interrupted("a peer is gone"), "interrupted", False, ""),
+        (WaitExpired("a peer is stuck"), "interrupted", False, "a peer is stuck"),
+        (TrainingError("the loss is NaN"), "failed", True, "TrainingError: the loss is NaN"),
+        (InputError("no such column"), "failed", False, "InputError: no such column"),
+    ],
+)
+def test_an_error_ends_a_generation_with_the_state_before_it(
+    tmp_path: Path, error: RaytrainError, why: str, final: bool, fault: str
+) -> None:
+    outcome = Part(member(tmp_path, feeds=Feeds(raises(error))), assigned()).run()
+    assert (outcome.why, outcome.holds, outcome.final, outcome.fault) == (why, 0, final, fault)
+    assert outcome.error is (error if why == "failed" else None)
+
+
+@pytest.mark.parametrize("error", [ValueError("no such column"), SystemExit(3)])
+def test_an_error_of_the_task_is_reported_with_its_place(tmp_path: Path, error: BaseException) -> None:
+    outcome = Part(member(tmp_path, feeds=Feeds(raises(error))), assigned()).run()
+    assert (outcome.why, outcome.holds, outcome.final) == ("failed", 0, False)
+    assert isinstance(outcome.error, TrainingError)
+    assert f"the task raised {type(error).__name__}: {error}" in str(outcome.error)
+    assert outcome.fault.startswith(f"{type(error).__name__} at {__file__}:")
+
+
+def test_an_interrupt_before_the_world_has_formed_is_no_fault_if_it_was_requested(tmp_path: Path) -> None:
+    part = Part(member(tmp_path), assigned())
+    part.control.interrupt(0)
+    outcome = part.run()
+    assert (outcome.why, outcome.holds, outcome.fault, part.controller.calls) == ("interrupted", -1, "", [])
+
+
+def given_by(held: int) -> SimpleNamespace:
+    """Return an object store with the state of a donor."""
+    donor = stepper()
+    donor.held = held
+    snapshot = donor.snapshot()
+    return SimpleNamespace(wait=lambda references, timeout: (references, []), get=lambda reference: snapshot)
+
+
+def test_a_member_that_lacks_the_newest_state_takes_it(tmp_path: Path) -> None:
+    part = Part(member(tmp_path), assigned(lacks="newer", first_step=1), given_by(0))
+    part.received.fetch(0, ["a reference"])
+    outcome = part.run()
+    assert (outcome.why, outcome.holds) == ("finished", 1)
+
+
+@pytest.mark.parametrize(
+    ("donated", "fails_at", "holds", "stage"), [(3, 5, 4, HALF), (4, 5, 4, WHOLE), (4, 6, 5, WHOLE)]
+)
+def test_a_member_that_leaves_without_a_step_goes_back_unless_what_it_took_is_as_good(
+    tmp_path: Path, donated: int, fails_at: int, holds: int, stage: Layers
+) -> None:
+    prepared = member(tmp_path, steps=9, feeds=Feeds(raises(Interrupted("a peer is gone"), fails_at)))
+    before = prepared.own.build(HALF)
+    before.held = 4
+    part = Part(prepared, assigned(lacks="stage", first_step=5), given_by(donated))
+    part.received.fetch(0, ["a reference"])
+    outcome = part.run()
+    assert (outcome.why, outcome.holds, outcome.stage) == ("interrupted", holds, stage.stage)
+    assert (prepared.own.stepper is before) == (stage is HALF)
+
+
+def test_a_member_starts_over_once_others_have_copied_what_it_holds(tmp_path: Path) -> None:
+    prepared = member(tmp_path, steps=1)
+    before = prepared.own.stepper
+    part = Part(prepared, assigned(lacks="initial", gives=1))
+    outcomes: list[Outcome] = []
+    running = in_background(lambda: outcomes.append(part.run()))
+    while part.control.activity().doing != "joining":
+        assert running.is_alive()
+    assert prepared.own.stepper is before
+    prepared.source.snapshot(0, -1, WHOLE.stage)
+    running.join(30)
+    assert [outcome.why for outcome in outcomes] == ["finished"]
+    assert prepared.own.stepper is not before

@@ -1,0 +1,81 @@
+"""A prepared worker has all that it needs, and knows what its part of the model costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import cloudpickle
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+
+from raytrain_plus import Task
+from raytrain_plus.errors import TaskError
+from raytrain_plus.job.settings import Parallel, Workers
+from raytrain_plus.parallel.pipeline.message import KNOWN
+from raytrain_plus.workers.messages import WHOLE, Outcome, Plan
+from raytrain_plus.workers.prepared import prepare_worker
+from tests.unit.workers.members import member, plan_of
+
+
+class Layered(Task):
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {"first": lambda: nn.Linear(1, 4), "last": lambda: nn.Linear(4, 1)}
+
+    def collate(self, table: pa.Table) -> dict[str, torch.Tensor]:
+        return {"x": torch.ones(table.num_rows, 1)}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["x"]).mean()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("values", torch.zeros(1, dtype=torch.complex128))
+
+
+class Unstorable(Layered):
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return super().layers() | {"table": Complex}
+
+
+def of(plan: Plan, task: type[Task]) -> Plan:
+    return replace(plan, pickled_task=cloudpickle.dumps(task))
+
+
+def test_a_worker_whose_model_is_whole_holds_its_initial_state(tmp_path: Path) -> None:
+    prepared, ready = prepare_worker("worker-0", of(plan_of(tmp_path), Layered))
+    assert (ready.parameters, ready.state_bytes, ready.layers) == (13, 3 * 13 * 4, ())
+    assert ready.sights.keys() == {str(tmp_path / "data"), str(tmp_path / "held_out")}
+    outcome = prepared.outcome("paused")
+    assert (outcome.holds, outcome.stage, outcome.ready, outcome.copy) == (-1, WHOLE.stage, None, None)
+    assert prepared.classes == KNOWN
+
+
+def test_a_worker_whose_model_has_stages_measures_its_layers_and_holds_nothing(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    job = replace(plan.job, parallel=Parallel(pipeline=2), workers=Workers(min=2))
+    prepared, ready = prepare_worker("worker-0", of(replace(plan, job=job), Layered))
+    assert [layer.name for layer in ready.layers] == ["first", "last"]
+    assert ready.parameters == 13
+    assert ready.room > 0
+    assert prepared.own.now is None
+    assert prepared.outcome("interrupted") == Outcome(holds=None, why="interrupted")
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="which a checkpoint cannot hold"):
+        prepare_worker("worker-0", of(plan_of(tmp_path), Unstorable))
+
+
+def test_an_outcome_says_what_is_copied_and_saved(tmp_path: Path) -> None:
+    prepared = member(tmp_path)
+    prepared.copier.begin(0, WHOLE.stage, True, None, lambda sent: None)
+    prepared.copier.copy(-1, lambda: None)
+    while prepared.copier.find(-1, WHOLE.stage) is None:
+        pass
+    assert prepared.outcome("paused").copy == -1

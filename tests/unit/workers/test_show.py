@@ -1,0 +1,63 @@
+"""What the task shows never costs the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from raytrain_plus.runs.folder import MODEL
+from raytrain_plus.workers.prepared import Prepared
+from raytrain_plus.workers.show import show_model
+from tests.unit.training.test_exact_steps import Small, stepper
+from tests.unit.workers.members import member
+
+
+class Shows(Small):
+    def show(self, model: nn.Module) -> str:
+        assert not model.training
+        return said_of(model.state_dict())
+
+
+class Fails(Small):
+    def show(self, model: nn.Module) -> str:
+        raise ValueError("no picture")
+
+
+def said_of(weights: Mapping[str, torch.Tensor]) -> str:
+    return f"the sum of the first weights is {float(weights['first.weight'].sum())}"
+
+
+def holder(folder: Path, task: Small) -> Prepared:
+    return member(folder, build=lambda layers: stepper(task))
+
+
+def test_a_task_that_shows_nothing_needs_no_model(tmp_path: Path) -> None:
+    assert show_model(holder(tmp_path, Small()), 7, in_use=False) is None
+
+
+def test_the_model_that_the_worker_holds_is_shown_unless_it_is_in_use(tmp_path: Path) -> None:
+    prepared = holder(tmp_path, Shows())
+    assert show_model(prepared, -1, in_use=False) == said_of(prepared.own.stepper.module.state_dict())
+    assert show_model(prepared, -1, in_use=True) is None
+
+
+def test_a_model_that_nobody_holds_whole_is_loaded_from_the_runs_folder(tmp_path: Path) -> None:
+    prepared = holder(tmp_path, Shows())
+    said = show_model(prepared, 7, in_use=True)
+    assert said is not None
+    assert said.startswith("the whole model could not be assembled for Task.show: ")
+    (tmp_path / "run").mkdir()
+    weights = {name: value + 1 for name, value in prepared.own.stepper.module.state_dict().items()}
+    safetensors.torch.save_file(weights, tmp_path / "run" / MODEL)
+    assert show_model(prepared, 7, in_use=True) == said_of(weights)
+
+
+def test_a_failure_to_show_is_told_in_its_place(tmp_path: Path) -> None:
+    said = show_model(holder(tmp_path, Fails()), -1, in_use=False)
+    assert said is not None
+    assert said.startswith("Task.show failed: ")
+    assert "the task raised ValueError: no picture" in said
