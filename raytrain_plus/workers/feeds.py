@@ -48,7 +48,6 @@ class Feeds:
     def batches(self, shards: Sequence[int], first_step: int, *, stream: bool) -> Batches:
         """Return the batches of these shards from `first_step` on. `stream`: Ray Data reads ahead."""
         plan, job = self._plan, self._plan.job
-        node = ray.get_runtime_context().get_node_id()
         self._last = Batches(
             self._rows,
             shards=shards,
@@ -56,7 +55,7 @@ class Feeds:
             microbatches=job.parallel.microbatches,
             collate=self._collate,
             cache_mb=job.data.cache_mb,
-            make_stream=functools.partial(open_stream, node=node, roots=plan.roots) if stream else None,
+            make_stream=functools.partial(open_stream, node=_node(), roots=plan.roots) if stream else None,
             before=self._last,
         )
         return self._last
@@ -105,6 +104,11 @@ def open_stream(*arguments: Any, **settings: Any) -> Any:
     from raytrain_plus.data.stream import Stream
 
     return Stream(*arguments, **settings, first=ray_data_on_the_head)
+
+
+def _node() -> str:
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
 
 
 def _rows(seen: Index, line: Line, job: Job, transform: Transform | None) -> Rows:

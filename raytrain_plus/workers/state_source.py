@@ -1,6 +1,6 @@
 """Give states to others: to a member that begins a generation, and tensor by tensor to the export.
 
-Its methods run beside the training thread and change nothing.
+Other threads than the training thread ask for states, so nothing here changes one.
 """
 
 from __future__ import annotations
