@@ -552,9 +552,7 @@ class Controller:
                 )
             else:
                 log.warning("fewer than %d workers cannot hold the model: %s", min(self._cuts), found)
-        cuts = tuple(self._cuts)
-        limits = replace(limits, cuts=cuts, minimum=max(limits.minimum, cuts[-1]))
-        self._group = replace(self._group, limits=limits)
+        self._feed(e.Fitted(tuple(self._cuts)))
 
     def _laid(self, stages: int) -> tuple[Chunks, ...] | Misfit:
         """Return the layers of each of so many stages, or why they do not fit."""

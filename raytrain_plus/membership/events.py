@@ -154,6 +154,14 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
+class Fitted:
+    """The layers were measured before any world: only these partitions have no stage too large for a worker."""
+
+    cuts: tuple[int, ...]
+    """Numbers of stages, the requested one first: at least one, of those in the limits."""
+
+
+@dataclass(frozen=True, slots=True)
 class Bare:
     """A worker lacks a copy that it was believed to keep, or its copy is damaged."""
 
@@ -177,6 +185,7 @@ Event = (
     | Unreadable
     | Copied
     | Bare
+    | Fitted
 )
 
 

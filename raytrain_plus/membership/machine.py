@@ -400,6 +400,13 @@ def _copied(group: Group, event: e.Copied) -> Outcome:
     return group, []
 
 
+def _fitted(group: Group, event: e.Fitted) -> Outcome:
+    limits = group.limits
+    # Fewer workers than the smallest partition has stages cannot hold the model.
+    limits = replace(limits, cuts=event.cuts, minimum=max(limits.minimum, event.cuts[-1]))
+    return replace(group, limits=limits), []
+
+
 def _bare(group: Group, event: e.Bare) -> Outcome:
     return with_worker(group, event.worker, copies=frozenset()), []
 
@@ -705,6 +712,8 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     **{(phase, e.Copied): Rule(_copied, (phase,)) for phase in (_J, _T, _P, _L)},
     **{(phase, e.Copied): Rule(_nothing, (phase,)) for phase in (_G, _C)},
     **{(phase, e.Bare): Rule(_bare, (phase,)) for phase in (_G, _J, _T, _P, _L, _C)},
+    (_G, e.Fitted): Rule(_fitted, (_G,)),
+    **{(phase, e.Fitted): Rule(_nothing, (phase,)) for phase in (_J, _T, _P, _L, _C)},
     **{(phase, e.Unreadable): Rule(_unreadable, (phase,)) for phase in (_J, _T, _P, _L, _C)},
     **{(_E, kind): Rule(_nothing, (_E,)) for kind in get_args(e.Event)},
 }

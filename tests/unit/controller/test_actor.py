@@ -51,6 +51,7 @@ def fitting(room: int, cuts: tuple[int, ...]) -> Controller:
     controller._order = SimpleNamespace(plan=SimpleNamespace(job=job))  # type: ignore[assignment]
     limits = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=1, max_failures=None, expected=2, cuts=cuts)
     controller._group = Group(limits=limits, workers={"a": Worker("up"), "b": Worker("up")})
+    controller._round = None
     layers = (Layer("front", 1.0, 60), Layer("back", 1.0, 50))
     ready = Ready(parameters=1, state_bytes=1, layers=layers, room=room)
     # Another worker was lost before anything began.

@@ -80,6 +80,8 @@ class World(NamedTuple):
     saves: int = 0
     damages: int = 0
     copies: int = 0
+    misfits: int = 0
+    """How many partitions, the smallest first, may turn out too large for a worker before any world."""
     wishes: tuple[tuple[int, int, int], ...] = ()
     """Numbers of workers - minimum, maximum, spares - that will be requested, in this order."""
     noticed: tuple[str, ...] = ()
@@ -179,6 +181,7 @@ def first_world(
     saves: int = 0,
     damages: int = 0,
     copies: int = 0,
+    misfits: int = 0,
     wishes: tuple[tuple[int, int, int], ...] = (),
     durable: int = -1,
     alike: bool = False,
@@ -198,6 +201,7 @@ def first_world(
         saves=saves,
         damages=damages,
         copies=copies,
+        misfits=misfits,
         wishes=wishes,
         announced=durable,
         alike=alike,
@@ -276,7 +280,8 @@ def _key(world: World) -> Any:
         world.capacity,
         world.stopped,
         (world.deaths, world.arrivals, world.drains, world.doubles, world.losses, world.faults, world.lates),
-        (world.stops, world.saves, world.damages, world.copies, world.wishes),
+        (world.stops, world.saves, world.damages, world.copies, world.misfits, world.wishes),
+        (group.limits.cuts, group.limits.minimum),
     )
 
 
@@ -328,6 +333,10 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         if world.losses and isinstance(message, (e.Joined, e.Committed, e.Saved)):
             took("lost")
             yield world._replace(mail=rest, losses=world.losses - 1)
+    if world.misfits and world.group.generation < 0 and len(world.group.limits.cuts) > 1:
+        took("misfit")
+        fitted = e.Fitted(world.group.limits.cuts[:-1])
+        yield from _deliver(world._replace(misfits=world.misfits - 1), fitted)
     if world.wishes:
         took("rescale")
         minimum, maximum, spares = world.wishes[0]

@@ -68,6 +68,7 @@ def event_of(kind: type[Any], generation: int, **changes: Any) -> e.Event:
         "minimum": 1,
         "maximum": 1,
         "spares": 0,
+        "cuts": (2,),
         **changes,
     }
     names = [name for name in kind.__dataclass_fields__ if name in about]
@@ -108,6 +109,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (G, e.Notice): (G, ["Start", "Wait"], {"named": 3, "a.leaving": True, "worker-2": "coming"}),
     (G, e.Rescale): (G, ["Dismiss", "Wait"], {**FEWER, "b": None}),
     (G, e.Stop): (E, ["End"], {"stopping": True}),
+    (G, e.Fitted): (G, [], {"limits": replace(LIMITS, minimum=2, cuts=(2,))}),
     (G, e.Late): (E, ["End"], {"failure": "only 0 of at least 1 workers were available within elastic.wait_s"}),
     (J, e.Joined): (T, [], {"a.joined": True, "a.proved": True, "b.proved": True}),
     (J, e.Committed): (T, [], {"committed": 2, "a.proved": True, "b.proved": True}),
@@ -585,6 +587,7 @@ STAGED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int]]] = {
     "repartition, and back": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1}),
     "repartition for one that dies": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1, "deaths": 1}),
     "repartition from a checkpoint": (1, 2, (2, 1), {"capacity": 2, "deaths": 1, "saves": 1}),
+    "no repartition if one stage is too large": (1, 2, (2, 1), {"capacity": 2, "misfits": 1, "deaths": 1}),
 }
 """(minimum, maximum, cuts) and what may happen."""
 
