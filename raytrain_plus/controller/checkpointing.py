@@ -5,33 +5,51 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 
 import yaml
 
+from raytrain_plus.controller.event_loop import Clock, EventLoop, Host, Machine
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.order import Order
+from raytrain_plus.controller.partitions import Partitions
 from raytrain_plus.controller.publisher import Published, Publisher
 from raytrain_plus.controller.saving import Abandoned, Saving
-from raytrain_plus.errors import TaskError
+from raytrain_plus.errors import RaytrainError, TaskError
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership.group import Phase, members_in, standing
+from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.view import Member
 from raytrain_plus.runs.history import Past
 from raytrain_plus.state.manifest import Manifest, joined, name_of, void
 from raytrain_plus.state.stages import whole_tree
-from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.outage import outage_of
-from raytrain_plus.workers.messages import Written
+from raytrain_plus.workers.messages import ShareOf, Written
 
 WRITER = "checkpoints"
+GENERATIONS = 32
+"""Number of newest generations whose late shares of a checkpoint are still accepted."""
 
 log = logging.getLogger(__name__)
 
 
-GENERATIONS = 32
-"""Number of newest generations whose late shares of a checkpoint are still accepted."""
+def publisher_of(run: Claimed, order: Order, journal: Journal, done: Callable[[Published], None]) -> Publisher:
+    """Return the publisher of this run's checkpoints; `done` gets each outcome, on the publisher's thread."""
+    past, checkpoint = order.past or Past(), order.plan.job.checkpoint
+    return Publisher(
+        run,
+        [found.manifest for found in past.found if found.manifest is not None],
+        checkpoint.keep,
+        checkpoint.keep_best,
+        journal.settle,
+        done,
+        ours=journal.check_fence,
+        damaged=[found.name for found in past.found if found.damaged],
+        failed=lambda error, wanted: journal.outages.failed(WRITER, outage_of(error, run, wanted)),
+    )
 
 
 class Checkpoints:
@@ -39,52 +57,43 @@ class Checkpoints:
 
     def __init__(
         self,
-        run: Folder,
+        run: Claimed,
         order: Order,
         journal: Journal,
-        post: Callable[[Callable[[], None]], None],
-        saved: Callable[[int], None],
-        settled: Callable[[int, int], None],
+        publisher: Publisher,
+        loop: EventLoop,
+        machine: Machine,
+        partitions: Partitions,
+        host: Host,
+        clock: Clock,
     ) -> None:
-        """`post` puts work of another thread into the controller's inbox.
-
-        `saved` gets the step of each complete checkpoint; `settled` gets step and generation of each that is no longer
-        in progress.
-        """
-        past, job = order.past or Past(), order.plan.job
+        self._run = run
         self._order = order
         self._journal = journal
-        self._every_s = job.checkpoint.every_s
-        self._told_saved = saved
-        self._settled = settled
+        self._publisher = publisher
+        self._loop = loop
+        self._machine = machine
+        self._partitions = partitions
+        self._host = host
+        self._clock = clock
+        self._every_s = order.plan.job.checkpoint.every_s
         self._saving = Saving()
-        self._publisher = Publisher(
-            run,
-            [found.manifest for found in past.found if found.manifest is not None],
-            job.checkpoint.keep,
-            job.checkpoint.keep_best,
-            journal.settle,
-            lambda published: post(partial(self._published, published)),
-            ours=journal.check_fence,
-            damaged=[found.name for found in past.found if found.damaged],
-            failed=lambda error, wanted: journal.outages.failed(WRITER, outage_of(error, run, wanted)),
-        )
         self._publishing: set[str] = set()
         self._writers: dict[int, Sequence[Member]] = {}
         self._layout: Sequence[Member] = ()
-        self._resumptions = list(past.resumptions)
-        self._last = time.monotonic()
+        self._resumptions = list((order.past or Past()).resumptions)
+        self._last = clock.now()
         self._wished: int | None = None
 
     @property
     def newest(self) -> Manifest | None:
         """The newest checkpoint that is complete and can be used, as far as is known."""
-        return next(iter(self._publisher.complete), None)
+        return self._publisher.newest
 
     @property
     def durable(self) -> int:
         """The step of the newest checkpoint; -1 if there is none."""
-        return -1 if self.newest is None else self.newest.step
+        return self._publisher.durable
 
     @property
     def publishing(self) -> bool:
@@ -96,12 +105,16 @@ class Checkpoints:
         """Whether any checkpoint is in progress."""
         return bool(self._saving) or self.publishing
 
-    def wanted(self, generation: int, now: float) -> bool:
-        """Whether the last checkpoint is so old that this generation must make one; True once per generation."""
-        if self._every_s is None or self._wished == generation or self.busy or now - self._last <= self._every_s:
-            return False
-        self._wished = generation
-        return True
+    def request_in_time(self, now: float) -> None:
+        """Request a checkpoint, once per generation, if the last one is too old."""
+        group = self._machine.group
+        if group.phase is not Phase.TRAIN or self._wished == group.generation or self.busy:
+            return
+        if self._every_s is not None and now - self._last > self._every_s:
+            self._wished = group.generation
+            # The header carries one member's request to all: a second request could arrive after the first is
+            # fulfilled.
+            self._loop.tell(members_in(group)[0], "save", group.generation)
 
     def formed(self, number: int, members: Sequence[Member]) -> None:
         """Set the workers that write checkpoints with that generation number, in this order."""
@@ -109,11 +122,48 @@ class Checkpoints:
         if len(self._writers) > GENERATIONS:
             del self._writers[min(self._writers)]
 
-    def begin(self, step: int, number: int, writers: Sequence[str]) -> None:
-        """Begin a checkpoint written by these workers after they have left their world."""
-        self._saving.begin(step, number, writers)
+    def share_of(self, stage: Stage, number: int, *, writer: tuple[int, int], alike: tuple[int, int]) -> ShareOf:
+        """Return a worker's part in the checkpoints with that generation number.
 
-    def wrote(self, told: Written, living: Collection[str]) -> None:
+        `writer`: its index among all writers, and their number; `alike`: the same among those that hold its stage.
+        """
+        return ShareOf(
+            generation=number,
+            writer=writer[0],
+            writers=writer[1],
+            rank=alike[0],
+            size=alike[1],
+            speaks=self._partitions.speaks(stage),
+            claim=self._run.claim,
+        )
+
+    def keep_for_drain(self, command: e.Keep) -> None:
+        """Request a checkpoint of state whose holders will all leave."""
+        self.keep(command.step)
+
+    def keep(self, step: int) -> bool:
+        """Request a checkpoint from the holders of the state after `step` in no world; return whether there are any."""
+        group = self._machine.group
+        able = [name for name, worker in group.workers.items() if worker.state == "idle" and name in self._loop]
+        stages = {name: group.workers[name].stage or Stage() for name in able if group.workers[name].holds == step}
+        best = standing(group)
+        if best is None or best.step != step or best.copied or not stages:
+            return False
+        keepers = [name for name, stage in stages.items() if stage.of == len(best.donors)]
+        # A number that no generation has: the remains of an earlier attempt may exist under the old one.
+        self._journal.base += 1
+        number = self._journal.base + group.generation
+        self._saving.begin(step, number, keepers)
+        for writer, name in enumerate(keepers):
+            alike = [other for other in keepers if stages[other] == stages[name]]
+            share = self.share_of(
+                stages[name], number, writer=(writer, len(keepers)), alike=(alike.index(name), len(alike))
+            )
+            failed = partial(self._not_kept, name)
+            self._loop.ask(name, "keep", self._host.actor, share, failed=failed)
+        return True
+
+    def wrote(self, told: Written) -> None:
         """Handle a worker's written share, or its failure to write one."""
         if told.outage is not None:
             self._journal.outages.failed(WRITER, told.outage)
@@ -130,7 +180,7 @@ class Checkpoints:
             self._publisher.discard(name_of(told.step, told.generation))
             self._settled(told.step, told.generation)
             return
-        self._give_up(self._saving.written(told, living))
+        self._give_up(self._saving.written(told, self._machine.group.workers))
 
     def make(self) -> None:
         """Publish the checkpoints whose shares are all written, as far as their steps are committed."""
@@ -167,7 +217,7 @@ class Checkpoints:
 
     def restart_clock(self) -> None:
         """Restart the time until the next checkpoint."""
-        self._last, self._wished = time.monotonic(), None
+        self._last, self._wished = self._clock.now(), None
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -202,7 +252,8 @@ class Checkpoints:
             tensors=tensors,
         )
 
-    def _published(self, published: Published) -> None:
+    def published(self, published: Published) -> None:
+        """Handle the outcome of a checkpoint whose shares were written."""
         manifest = published.manifest
         self.restart_clock()
         self._publishing.discard(manifest.name)
@@ -212,8 +263,8 @@ class Checkpoints:
             self._journal.not_saved(manifest.step, "the run has resumed from an earlier step meanwhile")
         else:
             self._journal.outages.worked(WRITER)
-            self._journal.saved(manifest.step, time.time() - manifest.time, manifest.stall_s)
-            self._told_saved(manifest.step)
+            self._journal.saved(manifest.step, self._clock.unix() - manifest.time, manifest.stall_s)
+            self._machine.feed(e.Saved(manifest.step))
         self._settled(manifest.step, manifest.generation)
 
     def _give_up(self, abandoned: Sequence[Abandoned]) -> None:
@@ -222,3 +273,13 @@ class Checkpoints:
             self._journal.not_saved(one.step, one.why)
             self._publisher.discard(name_of(one.step, one.generation))
             self._settled(one.step, one.generation)
+
+    def _settled(self, step: int, number: int) -> None:
+        """Announce that a checkpoint is no longer in progress: the next one may begin."""
+        for name in self._loop:
+            self._loop.tell(name, "settled", step, number)
+
+    def _not_kept(self, name: str, error: Exception) -> None:
+        if not isinstance(error, RaytrainError):
+            raise error
+        self.wait_no_longer(f"{name} could not copy its state: {error}")

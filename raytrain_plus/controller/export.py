@@ -1,7 +1,7 @@
-"""Export the trained model into the run's folder, on a thread, from the workers that hold its stages.
+"""Hand the trained model over: export it into the run's folder, from the workers that hold its stages.
 
-It arrives a few tensors at a time, so that neither a worker nor the controller has to hold a whole model of several
-stages.
+The export runs on a thread. The model arrives a few tensors at a time, so that neither a worker nor the controller has
+to hold a whole model of several stages.
 """
 
 from __future__ import annotations
@@ -11,9 +11,19 @@ import hashlib
 import logging
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from raytrain_plus.errors import Interrupted, RaytrainError, RunError, StorageError
+from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
+from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.members import Members
+from raytrain_plus.controller.replication import Replication
+from raytrain_plus.controller.restoring import Restoring
+from raytrain_plus.errors import Interrupted, RaytrainError, RunError, StorageError, WorkerLost
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership.group import Phase
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.timeouts import EXPORT_S
 from raytrain_plus.runs.folder import MODEL
@@ -21,8 +31,27 @@ from raytrain_plus.state.whole import model_file
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.storage.retry import LAST_PAUSES_S, tried
+from raytrain_plus.workers.messages import Export
+
+ENDS_KEPT = 2
+"""Maximum number of attempts to save the state that a run ends with."""
+EXPORT_TRIES = 3
+"""Number of retries of the export after a failure."""
+EXPORT_AGAIN_S = 1.0
+"""Seconds after which the export is retried."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The end of an export."""
+
+    leads: tuple[str, ...]
+    """The workers that provided the model, by stage."""
+    step: int
+    outcome: str | RaytrainError
+    """The hash of the whole state, or the error."""
 
 
 class Exporter:
@@ -31,29 +60,30 @@ class Exporter:
         run: Folder,
         begin: Callable[..., Callable[[float], Any]],
         ours: Callable[[], None],
+        done: Callable[[Exported], None],
         outages: Outages | None = None,
     ) -> None:
         """`begin` starts a worker's method and returns a function that waits for the answer.
 
         That function takes the maximum seconds and raises `WorkerLost`, `Interrupted`, or what the method raised.
-        `ours` raises if another controller owns the run by now. `outages` records whether the storage takes the model.
+        `ours` raises if another controller owns the run by now. `done` gets the end of each export, on the thread.
+        `outages` records whether the storage takes the model.
         """
         self._outages = outages or Outages()
         self._run = run
         self._begin = begin
         self._ours = ours
+        self._done = done
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exporter")
         self._wanted = 0
 
-    def export(
-        self, holders: Sequence[tuple[str, Stage]], step: int, done: Callable[[str | RaytrainError], None]
-    ) -> None:
+    def export(self, holders: Sequence[tuple[str, Stage]], step: int) -> None:
         """Export the model after `step`, of which each of the `holders` has that stage; return at once.
 
-        `done` gets the hash of the whole state, or the error, on the thread. An earlier export is cancelled.
+        An earlier export is cancelled.
         """
         self.stop()
-        self._thread.submit(self._export, self._wanted, tuple(holders), step, done)
+        self._thread.submit(self._export, self._wanted, tuple(holders), step)
 
     def stop(self) -> None:
         """Cancel the export in progress; it ends as interrupted."""
@@ -63,23 +93,19 @@ class Exporter:
         self.stop()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _export(
-        self,
-        number: int,
-        holders: Sequence[tuple[str, Stage]],
-        step: int,
-        done: Callable[[str | RaytrainError], None],
-    ) -> None:
+    def _export(self, number: int, holders: Sequence[tuple[str, Stage]], step: int) -> None:
+        outcome: str | RaytrainError
         try:
-            done(tried(lambda: self._written(number, holders, step), LAST_PAUSES_S))
+            outcome = tried(lambda: self._written(number, holders, step), LAST_PAUSES_S)
         except StorageError as failure:
-            done(RunError(f"the model cannot be written to {self._run.where}: {failure}"))
+            outcome = RunError(f"the model cannot be written to {self._run.where}: {failure}")
         except RaytrainError as failure:
-            done(failure)
+            outcome = failure
         except Exception as failure:
             log.exception("the model could not be exported")
             what = f"{type(failure).__name__}: {failure}"
-            done(RunError(f"the model could not be exported: {what}; please report this"))
+            outcome = RunError(f"the model could not be exported: {what}; please report this")
+        self._done(Exported(tuple(name for name, _ in holders), step, outcome))
 
     def _written(self, number: int, holders: Sequence[tuple[str, Stage]], step: int) -> str:
         """Write the file and return the hash of the state. Raises `OSError` if the storage fails."""
@@ -107,3 +133,110 @@ class Exporter:
         with contextlib.closing(pieces()) as file, self._outages.watching("model", self._run, lambda: size):
             self._run.write(MODEL, file)
         return digest.hexdigest()
+
+
+@dataclass
+class HandOver:
+    """The end of a run's training: the model is exported, and the last state is kept in a checkpoint."""
+
+    loop: EventLoop
+    machine: Machine
+    journal: Journal
+    exporter: Exporter
+    replication: Replication
+    restoring: Restoring
+    checkpoints: Checkpoints
+    members: Members
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self.export: Export | None = None
+        """The exported model; None if there is none yet."""
+        self.error: RaytrainError | None = None
+        """Why the model could not be exported."""
+        self._step = -1
+        """The step whose model is being exported."""
+        self._ends_kept = self._tries = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the model is exported, or will not be."""
+        return self.export is not None or self.error is not None
+
+    def begin(self, command: e.HandOver) -> None:
+        """Export the model from these workers, and keep the state that the run ends with."""
+        self.export = self.error = None
+        self._ends_kept = 0
+        self._tries = EXPORT_TRIES
+        self._step = command.step
+        if self.journal.opened and command.step < self.journal.committed:
+            # Nobody holds what was committed, and nothing more will be computed.
+            self.journal.base += 1
+            self.restoring.go_back_to(command.step, self.machine.group.generation)
+        self._export(command.workers, command.step)
+        if self.journal.committed >= command.step and not self.checkpoints.busy:
+            # At the same time as the export: a run that is stopped has little time.
+            self._keeps_the_end()
+
+    def exported(self, message: Exported) -> None:
+        """Handle the end of an export."""
+        leads, step, outcome = message.leads, message.step, message.outcome
+        if not self._provide(leads, step) or isinstance(outcome, WorkerLost):
+            # The loss of a holder is reported separately.
+            return
+        if isinstance(outcome, Interrupted) and self._tries:
+            # A fault of a copy is reported separately too: then another worker provides the model.
+            self._tries -= 1
+            self.loop.later(EXPORT_AGAIN_S, partial(self._export, leads, step))
+        elif isinstance(outcome, RaytrainError):
+            self.error = outcome
+            self._handed(leads)
+        else:
+            self.loop.ask(
+                leads[0],
+                "show",
+                step,
+                then=partial(self._showed, leads, step, outcome),
+                failed=partial(self._not_shown, leads, step),
+            )
+
+    def look(self) -> None:
+        """End the run once the model is exported and the last checkpoint is made or given up."""
+        if self.machine.group.phase is not Phase.CLOSE or not self.over or self.checkpoints.busy:
+            return
+        if not self._keeps_the_end():
+            self.machine.feed(e.Handed())
+
+    def _export(self, leads: tuple[str, ...], step: int) -> None:
+        """Export the model, unless other workers provide it by now."""
+        if self._provide(leads, step):
+            self.exporter.export(self.replication.providers(leads, step), step)
+
+    def _showed(self, leads: tuple[str, ...], step: int, sha: str, show: str | None) -> None:
+        if self._provide(leads, step):
+            self.export = Export(show=show, state_sha256=sha)
+            self._handed(leads)
+
+    def _not_shown(self, leads: tuple[str, ...], step: int, error: Exception) -> None:
+        if not isinstance(error, RaytrainError):
+            raise error
+        if self._provide(leads, step):
+            self.error = error
+            self._handed(leads)
+
+    def _provide(self, leads: tuple[str, ...], step: int) -> bool:
+        """Whether these workers still provide the model of that step."""
+        group = self.machine.group
+        return group.phase is Phase.CLOSE and (group.leads, self._step) == (leads, step)
+
+    def _handed(self, leads: tuple[str, ...]) -> None:
+        # The state that these workers alone hold is committed, now that the model is stored.
+        self.journal.regroup(self.clock.unix(), leads[:1], self._step, self.machine.group.generation)
+        self.look()
+
+    def _keeps_the_end(self) -> bool:
+        """Request a checkpoint of the state that the run ends with; return whether one is being made."""
+        if self._step <= self.checkpoints.durable or self._ends_kept == ENDS_KEPT or self.members.differ:
+            return False
+        self._ends_kept += 1
+        return self.checkpoints.keep(self._step)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 
 import ray
 
@@ -19,34 +20,42 @@ KNOCK_S = 0.5
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """Other nodes than before will leave: these, each with the Unix seconds if known."""
+
+    nodes: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A node that was suspected does not answer."""
+
+    node: str
+
+
 class Nodes:
     """Reports what it sees from its thread."""
 
-    def __init__(
-        self,
-        silent: Callable[[], Collection[str]],
-        draining: Callable[[Mapping[str, float | None]], None],
-        lost: Callable[[str], None],
-    ) -> None:
-        """`silent` returns the nodes to probe; `lost` gets each one that does not answer.
+    def __init__(self, over: threading.Event | None = None) -> None:
+        """`over`: ends the polling when it is set, and paces it."""
+        self._suspected: Set[str] = frozenset()
+        self._over = over or threading.Event()
 
-        `draining` gets the nodes that will leave, each with the Unix seconds if known, whenever that changes.
-        """
-        self._silent = silent
-        self._draining = draining
-        self._lost = lost
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="nodes", daemon=True)
+    def start(self, put: Callable[[object], None]) -> None:
+        """Start polling; `put` gets a `Draining` or a `NodeLost`, on the thread."""
+        threading.Thread(target=self.watch, args=(put,), name="nodes", daemon=True).start()
 
-    def start(self) -> None:
-        """Start polling."""
-        self._thread.start()
+    def suspect(self, nodes: Set[str]) -> None:
+        """Probe these nodes, and no others, until told otherwise."""
+        self._suspected = nodes
 
     def close(self) -> None:
         """Stop polling; return at once."""
         self._over.set()
 
-    def _watch(self) -> None:
+    def watch(self, put: Callable[[object], None]) -> None:
+        """Poll until closed."""
         seen: dict[str, float | None] = {}
         known = True
         while not self._over.wait(POLL_S):
@@ -57,10 +66,10 @@ class Nodes:
                     known = now is not None
                     if now is not None and now != seen:
                         seen = now
-                        self._draining(now)
-                for node in self._silent():
+                        put(Draining(now))
+                for node in self._suspected:
                     if not (_answers(node) or _answers(node)):
-                        self._lost(node)
+                        put(NodeLost(node))
             except Exception:
                 # Ray's own head may be unreachable for a moment.
                 log.warning("cannot check the nodes; trying again", exc_info=True)

@@ -70,6 +70,17 @@ class Publisher:
         """The checkpoints that are complete and not void, newest first."""
         return tuple(self._complete)
 
+    @property
+    def newest(self) -> Manifest | None:
+        """The newest of them; None if there is none."""
+        return next(iter(self._complete), None)
+
+    @property
+    def durable(self) -> int:
+        """Its step; -1 if there is none."""
+        newest = self.newest
+        return -1 if newest is None else newest.step
+
     def drop(self, manifest: Manifest) -> None:
         """Stop using this checkpoint, without removing it."""
         with self._changing:

@@ -5,21 +5,31 @@ from __future__ import annotations
 import queue
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.checkpointing import Checkpoints, publisher_of
+from raytrain_plus.controller.event_loop import EventLoop
+from raytrain_plus.controller.partitions import Partitions
+from raytrain_plus.controller.publisher import Published
+from raytrain_plus.controller.roster import Roster
 from raytrain_plus.job.settings import Checkpoint
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership.group import Group, Limits, Phase, Worker
+from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.view import Member
 from raytrain_plus.state.checkpoint import survey
 from raytrain_plus.state.manifest import FOLDER, name_of
+from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.workers.messages import Written
+from tests.unit.controller.fakes import FakeHost, FakeTime, FakeWorkers, job_of
 from tests.unit.state.test_checkpoint import shares, state
 
 MEMBERS = [
@@ -29,15 +39,48 @@ MEMBERS = [
 EVERY_S = 10.0
 
 
+def group_of(*living: str) -> Group:
+    """Return a training group of these workers."""
+    limits = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=99, max_failures=None, expected=2)
+    workers = {name: Worker("in", holds=5, stage=Stage()) for name in living}
+    return Group(limits=limits, phase=Phase.TRAIN, generation=0, workers=workers)
+
+
+class Machine:
+    """A state machine that only records its events."""
+
+    def __init__(self, told: list[Any]) -> None:
+        self.group = group_of("a", "b")
+        self._told = told
+
+    def feed(self, event: e.Event) -> None:
+        assert isinstance(event, e.Saved)
+        self._told.append(("saved", event.step))
+
+
+class Told(FakeWorkers):
+    """Workers that record what they are told among the other reports."""
+
+    def __init__(self, told: list[Any]) -> None:
+        super().__init__()
+        self._told = told
+
+    def call(self, name: str, method: str, *arguments: Any) -> str:
+        self._told.append((method, *arguments))
+        return super().call(name, method, *arguments)
+
+
 class Kept:
     """The checkpoints of a run in a folder, and what they reported."""
 
     def __init__(self, folder: Path) -> None:
         self.run = LocalFolder(folder)
         self.told: list[Any] = []
-        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Published] = queue.SimpleQueue()
+        self.time = FakeTime()
         self.journal = SimpleNamespace(
             committed=9,
+            base=5,
             settle=lambda: None,
             check_fence=lambda: None,
             outages=Outages(),
@@ -52,14 +95,13 @@ class Kept:
         )
         order: Any = SimpleNamespace(plan=plan, past=None, task_sha256=None, job_yaml="seed: 3\n", versions={"v": "1"})
         journal: Any = self.journal
-        self.it = Checkpoints(
-            self.run,
-            order,
-            journal,
-            self.inbox.put,
-            lambda step: self.told.append(("saved", step)),
-            lambda step, generation: self.told.append(("settled", step, generation)),
-        )
+        run, machine = Claimed(self.run), Machine(self.told)
+        publisher = publisher_of(run, order, journal, self.inbox.put)
+        loop = EventLoop(Told(self.told), self.time.clock)
+        loop.start("a")
+        partitions = Partitions(job_of(), Roster())
+        self.machine = machine
+        self.it = Checkpoints(run, order, journal, publisher, loop, machine, partitions, FakeHost(), self.time.clock)
 
     def write(self, step: int, number: int, writers: int = 2, error: str = "") -> list[Written]:
         """Write the shares, and return each writer's report."""
@@ -82,8 +124,26 @@ class Kept:
             for writer, share in enumerate(written)
         ]
 
+    def wrote(self, told: Written, living: Sequence[str]) -> None:
+        """Hear of a worker's share when only these workers live."""
+        self.machine.group = group_of(*living)
+        self.it.wrote(told)
+
+    def requested(self, generation: int) -> bool:
+        """Whether a checkpoint is requested when this generation trains."""
+        self.machine.group = replace(group_of("a"), generation=generation)
+        self.it.request_in_time(self.time.now)
+        requested = ("save", generation) in self.told
+        self.told[:] = [told for told in self.told if told != ("save", generation)]
+        return requested
+
+    def hold(self, name: str, step: int) -> None:
+        """Let only this worker hold the state after that step, outside of any world."""
+        workers = {name: Worker("idle", holds=step, stage=Stage())}
+        self.machine.group = replace(group_of(), workers=workers)
+
     def hear(self) -> None:
-        self.inbox.get(timeout=10)()
+        self.it.published(self.inbox.get(timeout=10))
 
     def files(self) -> list[str]:
         return sorted(path.name for path in (self.run.path / FOLDER).iterdir())
@@ -99,10 +159,10 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
 def test_a_checkpoint_is_made_of_all_shares_and_counts_when_complete(kept: Kept) -> None:
     kept.it.formed(4, MEMBERS)
     first, second = kept.write(7, 4)
-    kept.it.wrote(second, ["a", "b"])
+    kept.wrote(second, ["a", "b"])
     kept.it.make()
     assert (kept.it.busy, kept.it.publishing, kept.it.durable) == (True, False, -1)
-    kept.it.wrote(first, ["a", "b"])
+    kept.wrote(first, ["a", "b"])
     kept.journal.committed = 6
     kept.it.make()
     assert not kept.it.publishing, "its step is not committed yet"
@@ -122,33 +182,33 @@ def test_a_checkpoint_is_made_of_all_shares_and_counts_when_complete(kept: Kept)
 
 
 def test_a_checkpoint_is_due_once_a_generation_after_a_long_time(kept: Kept) -> None:
-    now = time.monotonic()
-    late = now + EVERY_S + 1
-    assert not kept.it.wanted(0, now)
-    assert kept.it.wanted(0, late)
-    assert not kept.it.wanted(0, late), "it was said"
-    assert kept.it.wanted(1, late), "its recipient is gone"
+    assert not kept.requested(0)
+    kept.time.now += EVERY_S + 1
+    assert kept.requested(0)
+    assert not kept.requested(0), "it was said"
+    assert kept.requested(1), "its recipient is gone"
     kept.it.formed(4, MEMBERS)
     first, second = kept.write(7, 4)
-    kept.it.wrote(first, ["a", "b"])
-    assert not kept.it.wanted(2, late), "one is under way"
-    kept.it.wrote(second, ["a"])
+    kept.wrote(first, ["a", "b"])
+    assert not kept.requested(2), "one is under way"
+    kept.wrote(second, ["a"])
     kept.it.make()
-    assert not kept.it.wanted(2, late), "its manifest is being written"
+    assert not kept.requested(2), "its manifest is being written"
     kept.hear()
-    assert not kept.it.wanted(2, time.monotonic())
-    assert kept.it.wanted(2, time.monotonic() + EVERY_S + 1)
+    assert not kept.requested(2)
+    kept.time.now += EVERY_S + 1
+    assert kept.requested(2)
 
 
 def test_an_incomplete_checkpoint_is_reported_and_its_late_shares_are_removed(kept: Kept) -> None:
     kept.it.formed(4, MEMBERS)
     first, second = kept.write(7, 4)
-    kept.it.wrote(first, ["a", "b"])
+    kept.wrote(first, ["a", "b"])
     kept.it.lost(["a"])
     assert kept.told == [(7, "b was lost before it had written its share"), ("settled", 7, 4)]
     assert not kept.it.busy
     kept.told.clear()
-    kept.it.wrote(second, ["a"])
+    kept.wrote(second, ["a"])
     # It may have copied its share after it heard that the checkpoint was given up.
     assert kept.told == [("settled", 7, 4)]
     deadline = time.monotonic() + 10
@@ -164,7 +224,7 @@ def test_a_checkpoint_that_the_storage_refuses_is_reported(kept: Kept, monkeypat
     written = kept.write(7, 4)
     shutil.rmtree(kept.run.path / FOLDER)
     for told in written:
-        kept.it.wrote(told, ["a", "b"])
+        kept.wrote(told, ["a", "b"])
     kept.it.make()
     kept.hear()
     [(step, why), last] = kept.told
@@ -176,10 +236,10 @@ def test_checkpoints_above_the_step_of_a_resumption_no_longer_count(kept: Kept) 
     kept.it.formed(4, MEMBERS)
     for step in (3, 7):
         for told in kept.write(step, 4):
-            kept.it.wrote(told, ["a", "b"])
+            kept.wrote(told, ["a", "b"])
         kept.it.make()
         kept.hear()
-    kept.it.wrote(kept.write(8, 4)[0], ["a", "b"])
+    kept.wrote(kept.write(8, 4)[0], ["a", "b"])
     kept.told.clear()
     kept.it.go_back(5, 4)
     assert (kept.it.durable, kept.it.busy) == (3, False)
@@ -189,7 +249,7 @@ def test_checkpoints_above_the_step_of_a_resumption_no_longer_count(kept: Kept) 
 def test_a_checkpoint_that_is_void_when_published_does_not_count(kept: Kept) -> None:
     kept.it.formed(4, MEMBERS)
     for told in kept.write(7, 4):
-        kept.it.wrote(told, ["a", "b"])
+        kept.wrote(told, ["a", "b"])
     kept.it.make()
     kept.it.go_back(5, 4)
     kept.hear()
@@ -201,13 +261,15 @@ def test_a_checkpoint_that_is_void_when_published_does_not_count(kept: Kept) -> 
 
 def test_workers_that_have_left_their_world_write_the_last_checkpoint(kept: Kept) -> None:
     kept.it.formed(4, MEMBERS)
-    kept.it.begin(8, 6, ["b"])
+    kept.hold("a", 8)
+    assert kept.it.keep(8)
     [told] = kept.write(8, 6, writers=1)
-    kept.it.wrote(told, ["b"])
+    kept.wrote(told, ["b"])
     kept.it.make()
     kept.hear()
     assert kept.it.durable == 8
-    kept.it.begin(9, 7, ["b"])
+    kept.hold("a", 9)
+    assert kept.it.keep(9)
     kept.it.wait_no_longer("it was not written before the run ended")
     assert kept.told[-2:] == [(9, "it was not written before the run ended"), ("settled", 9, 7)]
     assert kept.it.newest is not None
@@ -217,6 +279,6 @@ def test_workers_that_have_left_their_world_write_the_last_checkpoint(kept: Kept
 
 def test_a_share_of_an_unknown_generation_is_refused(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
     kept.it.formed(4, MEMBERS)
-    kept.it.wrote(kept.write(7, 3)[0], ["a", "b"])
+    kept.wrote(kept.write(7, 3)[0], ["a", "b"])
     assert (kept.it.busy, kept.told) == (False, [])
     assert "refused: a share of step 7 in generation 3" in caplog.text

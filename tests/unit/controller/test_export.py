@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from raytrain_plus.controller import export
-from raytrain_plus.controller.export import Exporter
+from raytrain_plus.controller.export import Exported, Exporter
 from raytrain_plus.errors import Interrupted, RaytrainError, RunError, WorkerLost
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.named import bytes_of, entry_of, state_sha256
@@ -48,11 +48,13 @@ class Workers:
 
 
 def exported(run: LocalFolder, workers: Workers, ours: Callable[[], None] = lambda: None) -> str | RaytrainError:
-    told: queue.SimpleQueue[str | RaytrainError] = queue.SimpleQueue()
-    made = Exporter(run, workers.begin, ours)
-    made.export(HOLDERS, 7, told.put)
+    told: queue.SimpleQueue[Exported] = queue.SimpleQueue()
+    made = Exporter(run, workers.begin, ours, told.put)
+    made.export(HOLDERS, 7)
     try:
-        return told.get(timeout=10)
+        end = told.get(timeout=10)
+        assert (end.leads, end.step) == (("a", "b"), 7)
+        return end.outcome
     finally:
         made.close()
 
@@ -125,12 +127,12 @@ def test_a_cancelled_export_ends_and_the_next_one_begins(tmp_path: Path) -> None
             first.set()
             assert go.wait(10)
 
-    told: queue.SimpleQueue[str | RaytrainError] = queue.SimpleQueue()
-    made = Exporter(LocalFolder(tmp_path), Workers(before).begin, lambda: None)
-    made.export(HOLDERS, 7, told.put)
+    told: queue.SimpleQueue[Exported] = queue.SimpleQueue()
+    made = Exporter(LocalFolder(tmp_path), Workers(before).begin, lambda: None, told.put)
+    made.export(HOLDERS, 7)
     assert first.wait(10)
-    made.export(HOLDERS, 7, told.put)
+    made.export(HOLDERS, 7)
     go.set()
-    assert isinstance(told.get(timeout=10), Interrupted)
-    assert told.get(timeout=10) == state_sha256(WHOLE)
+    assert isinstance(told.get(timeout=10).outcome, Interrupted)
+    assert told.get(timeout=10).outcome == state_sha256(WHOLE)
     made.close()

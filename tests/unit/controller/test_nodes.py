@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import ray
 
 from raytrain_plus.controller import nodes
-from raytrain_plus.controller.nodes import KNOCK_S, Nodes
+from raytrain_plus.controller.nodes import KNOCK_S, Draining, NodeLost, Nodes
 
 
 class Looks(threading.Event):
-    """Ends after so many polls, without waiting between them."""
+    """Ends after so many polls, without waiting between them; `look` is called before each."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, look: Callable[[int], None]) -> None:
         super().__init__()
         self.count = count
+        self.look = look
         self.number = -1
 
     def wait(self, timeout: float | None = None) -> bool:
         self.number += 1
-        return self.is_set() or self.number == self.count
+        if self.is_set() or self.number == self.count:
+            return True
+        self.look(self.number)
+        return False
 
 
 class Cluster:
@@ -42,15 +46,14 @@ class Cluster:
         self.asked: list[int] = []
         """The polls at which the draining nodes were requested."""
         self._answers = draining
-        self._looks = Looks(len(draining))
+        self._silent = silent
+        self._looks = Looks(len(draining), self._suspect)
         monkeypatch.setattr(nodes, "draining_nodes", self._draining)
         monkeypatch.setattr(ray, "nodes", lambda: list(known))
-        self._watched = Nodes(
-            lambda: silent[self._looks.number] if silent else (),
-            lambda leaving: self.told.append(dict(leaving)),
-            self.told.append,
-        )
-        self._watched._over = self._looks
+        self._watched = Nodes(self._looks)
+
+    def _suspect(self, number: int) -> None:
+        self._watched.suspect(dict.fromkeys(self._silent[number] if self._silent else ()).keys())
 
     def _draining(self) -> Any:
         self.asked.append(self._looks.number)
@@ -61,10 +64,12 @@ class Cluster:
 
     def watch(self) -> list[Any]:
         """Return the thread's reports until it ends: draining nodes as a mapping, a lost one as a name."""
-        self._watched.start()
-        self._watched._thread.join(10)
-        assert not self._watched._thread.is_alive()
+        self._watched.watch(self._put)
         return self.told
+
+    def _put(self, message: object) -> None:
+        assert isinstance(message, (Draining, NodeLost))
+        self.told.append(message.node if isinstance(message, NodeLost) else dict(message.nodes))
 
 
 @pytest.fixture
@@ -146,9 +151,10 @@ def test_polling_ends_when_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         return {}
 
     monkeypatch.setattr(nodes, "draining_nodes", draining)
-    watched = Nodes(lambda: (), lambda leaving: None, lambda node: None)
-    watched.start()
+    watched = Nodes()
+    thread = threading.Thread(target=watched.watch, args=(print,))
+    thread.start()
     assert looked.wait(10)
     watched.close()
-    watched._thread.join(10)
-    assert not watched._thread.is_alive()
+    thread.join(10)
+    assert not thread.is_alive()

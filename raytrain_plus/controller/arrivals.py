@@ -1,0 +1,100 @@
+"""Start workers, and bring them to where they can take any place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
+from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.losses import Losses
+from raytrain_plus.controller.monitor import Monitor
+from raytrain_plus.controller.partitions import Partitions
+from raytrain_plus.controller.roster import Roster
+from raytrain_plus.errors import DataChanged, RaytrainError
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership.hang_detection import Pulses
+from raytrain_plus.membership.timeouts import PREPARE_S
+from raytrain_plus.workers.messages import Place, Plan, Ready
+
+
+@dataclass
+class Arrivals:
+    loop: EventLoop
+    machine: Machine
+    journal: Journal
+    roster: Roster
+    partitions: Partitions
+    pulses: Pulses
+    losses: Losses
+    monitor: Monitor
+    clock: Clock
+    plan: Plan
+    """The plan as workers get it."""
+    data_changed: DataChanged | None = field(default=None, init=False)
+    """Why the run has failed, though it stops as if it was asked to: a worker found changed data before it joined."""
+
+    def start(self, command: e.Start) -> None:
+        """Start workers."""
+        for name in command.workers:
+            self.loop.later(command.delay_s, partial(self._start, name))
+
+    def rehearse(self, command: e.Rehearse) -> None:
+        """Have a worker run a warm-up step."""
+        name = command.worker
+        self.loop.ask(name, "rehearse", then=partial(self._rehearsed, name), failed=partial(self._cold, name))
+
+    def _start(self, name: str) -> None:
+        if name not in self.machine.group.workers:
+            return
+        self.loop.start(name)
+        self.loop.ask(name, "place", then=partial(self._came, name))
+
+    def _came(self, name: str, place: Place) -> None:
+        if name not in self.loop:
+            return
+        self.roster.came(place)
+        self.journal.came(place)
+        # Asked once the process is there, so that the answer is quick.
+        self.loop.ask(name, "clock", then=partial(self._clocked, name, self.clock.unix()))
+        self.pulses.add(name, self.clock.now())
+        self.machine.feed(e.Up(name))
+        if self.monitor.is_draining(place.node):
+            self.machine.feed(e.Notice(name))
+        plan = replace(self.plan, sights=self.roster.sights(place.node))
+        then, failed = partial(self._prepared, name), partial(self._unprepared, name)
+        self.loop.ask(name, "prepare", plan, PREPARE_S, then=then, failed=failed)
+
+    def _clocked(self, name: str, asked: float, clock_s: float) -> None:
+        self.journal.clocked(name, clock_s, asked, self.clock.unix())
+
+    def _prepared(self, name: str, ready: Ready) -> None:
+        self.roster.prepared(name, ready)
+        group = self.machine.group
+        if ready.layers and group.generation < 0:
+            self.machine.feed(e.Fitted(self.partitions.fit(group.limits.cuts, group.workers)))
+        self.machine.feed(e.Warm(name, -1))
+
+    def _unprepared(self, name: str, error: Exception) -> None:
+        if not isinstance(error, RaytrainError) or self.machine.group.generation < 0:
+            raise error
+        if isinstance(error, DataChanged):
+            self._fail(error)
+        else:
+            self.losses.lost(name, str(error))
+
+    def _rehearsed(self, name: str, _: None) -> None:
+        self.machine.feed(e.Warm(name, None))
+
+    def _cold(self, name: str, error: Exception) -> None:
+        if isinstance(error, DataChanged):
+            self._fail(error)
+        elif isinstance(error, RaytrainError):
+            self.losses.lost(name, f"its warm-up step failed: {error}")
+        else:
+            raise error
+
+    def _fail(self, error: DataChanged) -> None:
+        """Stop at the next step boundary; the run has failed."""
+        self.data_changed = error
+        self.monitor.stop(e.Stop())

@@ -1,0 +1,54 @@
+"""End a run: how, and with which error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from raytrain_plus.controller.arrivals import Arrivals
+from raytrain_plus.controller.export import HandOver
+from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.members import Members
+from raytrain_plus.controller.order import Closing
+from raytrain_plus.errors import DataChanged, RaytrainError, RunError
+from raytrain_plus.membership import events as e
+
+
+@dataclass
+class Ending:
+    journal: Journal
+    members: Members
+    arrivals: Arrivals
+    hand_over: HandOver
+    job: str
+    """The job's name."""
+    began: float
+    """Unix seconds at which Ray was available."""
+    closing: Closing | None = field(default=None, init=False)
+    """How the run has ended; None while it has not."""
+
+    def end(self, command: e.End) -> None:
+        """End the run as the machine says, unless something worse was found. Raises if it never began."""
+        status, error = self._found(command)
+        if error is not None and not self.journal.opened:
+            # Nothing was ever trained: there is no run to report, and no folder.
+            raise error
+        if isinstance(error, DataChanged) and error.first is not None:
+            self.journal.data_changed(error.first)
+        why = None if error is None else str(error)
+        result = self.journal.finish(self.job, status, why, self.hand_over.export, self.began)
+        self.closing = Closing(result=result, error=error)
+
+    def fail(self, why: str) -> None:
+        """End the run because the controller cannot continue it. Raises `RunError` if that cannot be written."""
+        self.journal.finish(self.job, "failed", why, None, self.began)
+
+    def _found(self, command: e.End) -> tuple[str, RaytrainError | None]:
+        """Return the run's status, and the error that it ends with, if any."""
+        if command.status == "failed":
+            return "failed", self.members.errors.get(command.why) or RunError(command.why)
+        if found := self.arrivals.data_changed or self.hand_over.error:
+            return "failed", found
+        if self.members.differ:
+            digests = ", ".join(f"{name}: {sha[:12]}" for name, sha in self.members.digests.items())
+            return "failed", RunError(f"the workers' states differ at the end ({digests}); please report this")
+        return command.status, RunError(command.why) if command.why else None

@@ -1,0 +1,78 @@
+"""Carry out the state machine's commands: one handler for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raytrain_plus.controller.arrivals import Arrivals
+from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.ending import Ending
+from raytrain_plus.controller.export import HandOver
+from raytrain_plus.controller.formation import Formation
+from raytrain_plus.controller.losses import Losses
+from raytrain_plus.controller.members import Members
+from raytrain_plus.controller.monitor import Monitor
+from raytrain_plus.controller.replication import Replication
+from raytrain_plus.controller.restoring import Restoring
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership import machine
+from raytrain_plus.membership.group import Limits, Phase
+
+
+class Executor:
+    """Holds the group: gives the machine events, and its commands to those that carry them out."""
+
+    def __init__(self, limits: Limits, durable: int) -> None:
+        """`durable`: the step of the newest checkpoint; -1 if there is none."""
+        self.group, self._first = machine.begin(limits, durable)
+        self.handlers: Mapping[type[Any], Callable[[Any], None]] = {}
+
+    def connect(
+        self,
+        arrivals: Arrivals,
+        formation: Formation,
+        members: Members,
+        monitor: Monitor,
+        losses: Losses,
+        replication: Replication,
+        checkpoints: Checkpoints,
+        restoring: Restoring,
+        hand_over: HandOver,
+        ending: Ending,
+    ) -> None:
+        """Set who carries out which command."""
+        self.handlers = {
+            e.Start: arrivals.start,
+            e.Rehearse: arrivals.rehearse,
+            e.Join: formation.join,
+            e.Pause: members.pause,
+            e.Finish: members.finish,
+            e.Recall: members.recall,
+            e.Interrupt: monitor.interrupt,
+            e.Wait: monitor.wait,
+            e.Dismiss: losses.dismissed,
+            e.Restore: restoring.restore,
+            e.Keep: checkpoints.keep_for_drain,
+            e.HandOver: hand_over.begin,
+            e.End: ending.end,
+        }
+        self._formation, self._replication = formation, replication
+
+    def begin(self) -> None:
+        """Carry out the first commands."""
+        for command in self._first:
+            self._do(command)
+
+    def feed(self, event: e.Event) -> None:
+        """Give the machine an event, and carry out its commands."""
+        before = self.group
+        self.group, commands = machine.step(before, event)
+        if before.phase is Phase.JOIN and self.group.phase in (Phase.TRAIN, Phase.PAUSE):
+            self._formation.formed()
+        for command in commands:
+            self._do(command)
+        self._replication.look()
+
+    def _do(self, command: e.Command) -> None:
+        self.handlers[type(command)](command)

@@ -1,0 +1,217 @@
+"""Form a generation: the rendezvous of its worlds, and each member's assignment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytrain_plus.collective.credentials import Credentials
+from raytrain_plus.collective.formation import Formation as Invitation
+from raytrain_plus.collective.rendezvous import RendezvousServer
+from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.event_loop import Clock, EventLoop, Host, Machine, stale
+from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.members import Members
+from raytrain_plus.controller.partitions import Partitions
+from raytrain_plus.controller.replication import Replication
+from raytrain_plus.controller.restoring import Restoring
+from raytrain_plus.controller.roster import Roster
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership.hang_detection import Pulses
+from raytrain_plus.membership.view import Member, View
+from raytrain_plus.workers.messages import Assignment
+
+COLLECTIVE_S = 3600.0
+"""Maximum seconds of a collective in a worker that hears nothing; otherwise the controller decides, and much sooner."""
+
+Addresses = frozenset[tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """A worker is in its world, which took `form_s` seconds to form, and has the state."""
+
+    worker: str
+    generation: int
+    form_s: float
+
+
+@dataclass
+class _Worlds:
+    """The current generation's view and the rendezvous servers of its worlds."""
+
+    view: View
+    rings: list[RendezvousServer] = field(default_factory=list)
+    replicas: list[RendezvousServer] = field(default_factory=list)
+    slowest_s: float = 0.0
+    """The longest time that a joined member took to form its worlds."""
+
+    def close(self) -> None:
+        """Close the rendezvous servers."""
+        for server in (*self.rings, *self.replicas):
+            server.close()
+
+
+@dataclass
+class Formation:
+    loop: EventLoop
+    machine: Machine
+    journal: Journal
+    roster: Roster
+    partitions: Partitions
+    pulses: Pulses
+    checkpoints: Checkpoints
+    restoring: Restoring
+    replication: Replication
+    members: Members
+    clock: Clock
+    host: Host
+    open_run: Callable[[], None]
+    """Opens the run's folder. Only the first generation does so: nothing is wrong then with what was requested."""
+    collective: str
+    _now: _Worlds | None = field(default=None, init=False)
+
+    def join(self, command: e.Join) -> None:
+        """Form the worlds of a view, and have its members train in them."""
+        view = command.view
+        if not self.journal.opened:
+            self.open_run()
+        self.journal.renew()
+        if not command.again:
+            self.restoring.go_back_to(command.first_step - 1, view.generation)
+        self.checkpoints.formed(self.journal.base + view.generation, view.members)
+        names = [member.worker for member in view.members]
+        self.journal.regroup(self.clock.unix(), names, command.first_step - 1, view.generation)
+        if self._now is not None:
+            threading.Thread(target=self._now.close, name="close rendezvous", daemon=True).start()
+        self._now = worlds = _Worlds(view)
+        self.members.begin(view)
+        shape = view.shape
+        rings = [
+            self._invitations(worlds.rings, f"stage{stage}-g{view.generation}", [names[at] for at in shape.ring(stage)])
+            for stage in range(shape.stages)
+        ]
+        replicas = [
+            self._invitations(
+                worlds.replicas, f"replica{number}-g{view.generation}", [names[at] for at in shape.replica(number)]
+            )
+            for number in range(shape.replicas)
+        ]
+        takes = {name for name, what in command.lacks.items() if what != "initial"}
+        sources = self._snapshots(command.donors, command.first_step - 1) if takes else ()
+        self.replication.begin(view)
+        for seat, member in enumerate(view.members):
+            ring = rings[member.stage][member.replica]
+            replica = replicas[member.replica][member.stage] if shape.stages > 1 else None
+            self._assign(command, seat, member, ring, replica)
+            if member.worker in takes:
+                # If the model is partitioned as before, a single donor has all that this member needs.
+                given = (sources[member.stage],) if len(command.donors) == shape.stages else sources
+                # A separate call, which ends: a reference lives as long as the call that received it.
+                self.loop.tell(member.worker, "take", view.generation, given)
+
+    def joined(self, message: Formed) -> None:
+        """Record that a member is in its worlds."""
+        if stale(self.machine.group, message.generation, f"{message.worker} joined"):
+            return
+        if self._now is not None:
+            self._now.slowest_s = max(self._now.slowest_s, message.form_s)
+        self.machine.feed(e.Joined(message.worker, message.generation))
+
+    def formed(self) -> None:
+        """Record that all members are in their worlds and have the state."""
+        if self._now is None:
+            return
+        view = self._now.view
+        names = {member.worker for member in view.members}
+        spares = [
+            name
+            for name, worker in self.machine.group.workers.items()
+            if name not in names and not worker.leaving and worker.state in ("idle", "rehearsing")
+        ]
+        self.replication.formed()
+        counts = self.partitions.parameters(view)
+        self.journal.formed(self.clock.unix(), view, counts, spares, self.collective, self._now.slowest_s)
+
+    def cancel(self) -> None:
+        """Tell members that wait for others that these will not come."""
+        if self._now is not None:
+            for server in (*self._now.rings, *self._now.replicas):
+                server.cancel()
+
+    def published(self) -> tuple[Addresses, Addresses]:
+        """Return the addresses at which members listen so far: in the worlds of stages, and in those of replicas."""
+        if self._now is None:
+            return frozenset(), frozenset()
+        return _published(self._now.rings), _published(self._now.replicas)
+
+    def close(self) -> None:
+        """Cancel what is being formed, and stop serving."""
+        if self._now is not None:
+            self.cancel()
+            self._now.close()
+
+    def _assign(self, command: e.Join, seat: int, member: Member, ring: Invitation, replica: Invitation | None) -> None:
+        view, name, stage = command.view, member.worker, command.view.shape.stage(seat)
+        takes = any(what != "initial" for what in command.lacks.values())
+        assignment = Assignment(
+            generation=view.generation,
+            layers=self.partitions.layers(stage),
+            ring=ring,
+            replica=replica,
+            shards=member.shards,
+            first_step=command.first_step,
+            lacks=command.lacks.get(name),
+            gives=command.donors.count(name) if takes else 0,
+            buddy=self.replication.buddy(name),
+            copies=self.replication.copying,
+            evaluated=self.journal.evaluated,
+            share=self.checkpoints.share_of(
+                stage,
+                self.journal.base + view.generation,
+                writer=(seat, view.shape.size),
+                alike=(member.replica, view.shape.replicas),
+            ),
+        )
+        self.pulses.left(name, self.clock.now())
+        then = self.members.came_out(name, view.generation)
+        self.loop.ask(name, "serve", self.host.actor, assignment, then=then)
+
+    def _snapshots(self, donors: Sequence[str], step: int) -> tuple[Any, ...]:
+        """Return references to the states after `step`, by stage."""
+        generation = self.machine.group.generation
+        return tuple(
+            self.loop.tell(name, "snapshot", generation, step, stage)
+            for name, stage in self.replication.providers(donors, step)
+        )
+
+    def _invitations(self, servers: list[RendezvousServer], world: str, members: Sequence[str]) -> list[Invitation]:
+        """Return the invitations to one world of the current generation, by rank; its server is added to `servers`."""
+        addresses = [self.roster.address(name) for name in members]
+        where, credentials = (self.host.address, 0), [Credentials()] * len(members)
+        # A single member needs nobody's address.
+        if len(members) > 1:
+            server = RendezvousServer(self.host.address, len(members), set(addresses))
+            servers.append(server)
+            where = (self.host.address, server.start())
+            credentials = [server.credentials(rank) for rank in range(len(members))]
+        return [
+            Invitation(
+                generation=self.machine.group.generation,
+                name=world,
+                rank=rank,
+                size=len(members),
+                address=address,
+                server=where,
+                timeout_s=COLLECTIVE_S,
+                credentials=credentials[rank],
+            )
+            for rank, address in enumerate(addresses)
+        ]
+
+
+def _published(servers: Sequence[RendezvousServer]) -> Addresses:
+    """Return the addresses at which the members of these worlds listen."""
+    return frozenset(place for server in servers for places in server.published().values() for place in places)

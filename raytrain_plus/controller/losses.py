@@ -1,0 +1,56 @@
+"""Handle workers that are lost, or are no longer needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.event_loop import Clock, Died, EventLoop, Machine
+from raytrain_plus.controller.export import HandOver
+from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.nodes import NodeLost
+from raytrain_plus.controller.roster import Roster
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership.hang_detection import Pulses
+
+
+@dataclass
+class Losses:
+    loop: EventLoop
+    machine: Machine
+    journal: Journal
+    roster: Roster
+    pulses: Pulses
+    checkpoints: Checkpoints
+    hand_over: HandOver
+    clock: Clock
+
+    def lost(self, name: str, cause: str) -> None:
+        """Handle a worker that is gone or is considered gone; end its process in the latter case."""
+        worker = self.machine.group.workers.get(name)
+        if worker is not None:
+            self.journal.gone(name, cause)
+            if worker.state == "in":
+                self.journal.broke(self.clock.unix(), f"{name} was lost: {cause}")
+        self._dismiss(name)
+        # A run whose model is exported and whose last checkpoint it alone held up ends here, whoever it was.
+        self.hand_over.look()
+        self.machine.feed(e.Lost(name, cause))
+
+    def died(self, message: Died) -> None:
+        """Handle the death of a worker's process."""
+        self.lost(message.worker, message.cause)
+
+    def node_lost(self, message: NodeLost) -> None:
+        """Handle a node that does not answer: its workers are lost."""
+        for name in self.roster.on_node(message.node, self.machine.group.workers):
+            self.lost(name, f"its node {message.node[:12]} does not answer")
+
+    def dismissed(self, command: e.Dismiss) -> None:
+        """End a worker that the machine no longer counts on."""
+        self._dismiss(command.worker)
+
+    def _dismiss(self, name: str) -> None:
+        self.pulses.drop(name)
+        self.loop.end(name)
+        self.checkpoints.lost(self.machine.group.workers.keys() - {name})

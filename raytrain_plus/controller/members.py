@@ -1,0 +1,169 @@
+"""Ask the current generation's members, and hear what they report: steps, and how they came out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.event_loop import TICK_S, Clock, EventLoop, Machine, stale
+from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.replication import Replication
+from raytrain_plus.errors import InputError, RaytrainError
+from raytrain_plus.job.settings import KeepBest
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership.group import Phase, members_in
+from raytrain_plus.membership.hang_detection import Pulses
+from raytrain_plus.membership.view import View
+from raytrain_plus.training.records import Evaluated, StepRecord
+from raytrain_plus.workers.messages import Outcome
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A batch of applied steps and evaluations of a worker."""
+
+    worker: str
+    generation: int
+    records: Sequence[StepRecord | Evaluated]
+
+
+@dataclass
+class _Outcomes:
+    """What members of one generation have come out with."""
+
+    stages: Mapping[str, int] = field(default_factory=dict)
+    """Each member's stage."""
+    shas: dict[str, str] = field(default_factory=dict)
+    squares: Mapping[str, float] = field(default_factory=dict)
+    """The squares of the newest step that a returned member has applied: see `Stepper.squares`."""
+    squares_of: int = -1
+
+
+class Members:
+    def __init__(
+        self,
+        loop: EventLoop,
+        machine: Machine,
+        journal: Journal,
+        pulses: Pulses,
+        checkpoints: Checkpoints,
+        replication: Replication,
+        clock: Clock,
+        keep_best: KeepBest | None,
+    ) -> None:
+        self._loop = loop
+        self._machine = machine
+        self._journal = journal
+        self._pulses = pulses
+        self._checkpoints = checkpoints
+        self._replication = replication
+        self._clock = clock
+        self._keep_best = keep_best
+        self._now = _Outcomes()
+        self.errors: dict[str, RaytrainError] = {}
+        """The members' errors, by the words in which the machine knows them."""
+
+    def begin(self, view: View) -> None:
+        """Expect the members of a new generation."""
+        self._now = _Outcomes({member.worker: member.stage for member in view.members})
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The hashes of the states that members of this generation have finished with."""
+        return self._now.shas
+
+    @property
+    def differ(self) -> bool:
+        """Whether members that hold the same stage have ended with different states."""
+        stages, shas = self._now.stages, self._now.shas
+        return len({(stages[name], sha) for name, sha in shas.items()}) > len({stages[name] for name in shas})
+
+    def came_out(self, name: str, generation: int) -> Callable[[Outcome], None]:
+        """Return what handles the outcome of this member in that generation."""
+        return partial(self._out, name, generation)
+
+    def pause(self, command: e.Pause) -> None:
+        """Ask all members to stop at one step boundary."""
+        for name in members_in(self._machine.group):
+            self._loop.tell(name, "pause", command.generation)
+
+    def finish(self, command: e.Finish) -> None:
+        """Have the step applied by workers that hold all its sums; its norms come from a worker that has applied it."""
+        assert self._now.squares_of == command.step, "a worker that has applied it has come back"
+        for name in command.workers:
+            then = self.came_out(name, command.generation)
+            self._loop.ask(name, "finish", command.generation, self._now.squares, then=then)
+
+    def recall(self, command: e.Recall) -> None:
+        """Have copies of their own states loaded by workers."""
+        for name in command.workers:
+            then = self.came_out(name, command.generation)
+            self._loop.ask(name, "recall", command.generation, command.step, then=then)
+
+    def stand_aside(self) -> None:
+        """Ask the members that still compute to provide the state that they had before this step."""
+        for name in members_in(self._machine.group):
+            self._ask_aside(name, self._machine.group.generation)
+
+    def reported(self, message: Reported) -> None:
+        """Record steps and evaluations."""
+        generation, records = message.generation, message.records
+        if stale(self._machine.group, generation, f"a report from {message.worker}"):
+            return
+        before, best = self._journal.committed, self._keep_best
+        for record in records:
+            if best is not None and isinstance(record, Evaluated) and best.metric not in record.metrics:
+                raise InputError(
+                    f"the task's evaluate does not return {best.metric!r}",
+                    where="checkpoint.keep_best.metric",
+                    expected=f"one of {', '.join(record.metrics)}",
+                )
+        self._journal.report(message.worker, records)
+        self._replication.settle()
+        if self._journal.committed > before:
+            self._machine.feed(e.Committed(generation, self._journal.committed))
+
+    def _ask_aside(self, name: str, generation: int) -> None:
+        if self._machine.group.phase is Phase.LEAVE:
+            self._loop.ask(name, "stand_aside", generation, then=partial(self._came_aside, name, generation))
+
+    def _came_aside(self, name: str, generation: int, outcome: Outcome | None) -> None:
+        if outcome is None:
+            self._loop.later(TICK_S, partial(self._ask_aside, name, generation))
+        else:
+            self._out(name, generation, outcome)
+
+    def _out(self, name: str, generation: int, outcome: Outcome) -> None:
+        group, now = self._machine.group, self._now
+        if stale(group, generation, f"{name} left") or name not in group.workers:
+            return
+        self.reported(Reported(name, generation, outcome.records))
+        self._pulses.left(name, self._clock.now())
+        self._checkpoints.left(name, outcome.saved_as, outcome.copied)
+        if outcome.why == "finished" and outcome.state_sha256 is not None:
+            now.shas[name] = outcome.state_sha256
+        if outcome.holds is not None and outcome.holds > now.squares_of:
+            now.squares, now.squares_of = outcome.squares, outcome.holds
+        if outcome.error is not None:
+            self.errors[outcome.fault] = outcome.error
+            log.info("%s failed in generation %d: %s", name, generation, outcome.fault)
+        if outcome.why in ("failed", "interrupted"):
+            self._journal.broke(self._clock.unix(), f"{name}: {outcome.fault}" if outcome.why == "failed" else "")
+        self._machine.feed(
+            e.Left(
+                name,
+                generation,
+                outcome.holds,
+                outcome.why,
+                outcome.fault,
+                outcome.final,
+                stage=outcome.stage,
+                ready=outcome.ready,
+                copy=outcome.copy,
+            )
+        )

@@ -1,0 +1,212 @@
+"""Watch the clock: how long each phase lasts, which workers hang, and which nodes will leave or do not answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
+from raytrain_plus.controller.export import HandOver
+from raytrain_plus.controller.formation import Formation
+from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.losses import Losses
+from raytrain_plus.controller.members import Members
+from raytrain_plus.controller.nodes import Draining
+from raytrain_plus.controller.roster import Roster
+from raytrain_plus.job.settings import Elastic
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership.group import Phase, holders, members_in
+from raytrain_plus.membership.hang_detection import Pulses, judge, overdue, silent
+from raytrain_plus.membership.timeouts import LEAVE_BEFORE_S, PAUSE_BEFORE_S, clock_of, limit_s, stop_limit_s
+from raytrain_plus.training.records import Activity
+
+PULSE_S = 0.5
+"""Seconds between two questions to a worker."""
+LEAVE_PULSE_S = 0.1
+"""Seconds between two questions to a worker that leaves a world."""
+PAUSED_S = 1.0
+"""If the controller itself stood still for longer, no worker is blamed for it."""
+NODE_SILENT_S = 2.0
+"""Seconds after which a node counts as lost if its worker does not answer and nothing there accepts a connection.
+
+In total that takes 3 to 4 s.
+"""
+EARLY_WAIT_S = 5.0
+"""Seconds for which a starting run does not report that it waits for workers."""
+
+log = logging.getLogger(__name__)
+
+
+class NodeWatch(Protocol):
+    """What looks after the nodes: see `nodes.Nodes`."""
+
+    def start(self, put: Callable[[object], None]) -> None: ...
+    def suspect(self, nodes: Set[str]) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Monitor:
+    loop: EventLoop
+    machine: Machine
+    journal: Journal
+    roster: Roster
+    pulses: Pulses
+    formation: Formation
+    members: Members
+    losses: Losses
+    checkpoints: Checkpoints
+    hand_over: HandOver
+    nodes: NodeWatch
+    elastic: Elastic
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        now = self.clock.now()
+        self._phase: tuple[object, float] = (clock_of(self.machine.group), now)
+        """What the current phase's clock measures, and since when."""
+        self._looked = now
+        self._draining: Mapping[str, float | None] = {}
+        """The nodes that will leave, each with its deadline in Unix seconds, if known."""
+        self._stopping_since: float | None = None
+        self._asked_aside = False
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._looked = self.clock.now()
+
+    def look(self, now: float) -> None:
+        """Do what is due."""
+        if now - self._looked > PAUSED_S:
+            self.pulses.forgive(now - self._looked)
+        self._looked = now
+        self._ask(now)
+        for name in overdue(self.pulses.all, now, holders(self.machine.group)):
+            self.losses.lost(name, "it did not leave a broken collective in time")
+        group = self.machine.group
+        verdict = judge(self.pulses.all, members_in(group), holders(group), self.elastic.hang_timeout_s, now)
+        for name, what in verdict.hung.items():
+            self.losses.lost(name, what)
+        generation = self.machine.group.generation
+        if verdict.stuck and self.machine.group.phase in (Phase.TRAIN, Phase.PAUSE):
+            self.journal.broke(self.clock.unix(), "all workers waited for one another")
+            self.machine.feed(e.Stuck(generation))
+        owing = silent(self.pulses.all, holders(self.machine.group), NODE_SILENT_S, now)
+        self.nodes.suspect(self.roster.nodes(owing))
+        self._look_at_limits(now)
+
+    def interrupt(self, command: e.Interrupt) -> None:
+        """Have members leave their world at once."""
+        self.formation.cancel()
+        now = self.clock.now()
+        for name in command.workers:
+            self.pulses.told(name, now)
+            self._tell_to_leave(name, now)
+
+    def stop(self, message: e.Stop) -> None:
+        """Have the run stop at the next step boundary."""
+        if self._stopping_since is None and self.machine.group.phase is not Phase.CLOSE:
+            self._stopping_since = self.clock.now()
+        self.machine.feed(message)
+
+    def drains(self, message: Draining) -> None:
+        """Have the workers of nodes that will leave do so before."""
+        before, self._draining = self._draining, dict(message.nodes)
+        for node, deadline in message.nodes.items():
+            if node in before:
+                continue
+            hosted = self.roster.on_node(node, self.machine.group.workers)
+            if not hosted:
+                log.warning("node %s will leave; it hosts no worker of this run", node)
+                continue
+            self.journal.will_leave(node, deadline)
+            for name in hosted:
+                self.machine.feed(e.Notice(name))
+
+    def is_draining(self, node: str) -> bool:
+        """Whether that node will leave."""
+        return node in self._draining
+
+    def wait(self, command: e.Wait) -> None:
+        """Report that there are too few workers; a run that starts reports it only after a while."""
+        if self.machine.group.generation >= 0:
+            self._waits(command.have)
+
+    def _waits(self, have: int) -> None:
+        need = self.machine.group.limits.minimum
+        if have >= need:
+            # All of them have started, and are preparing.
+            return
+        self.journal.waits(f"{need - have} more of at least {need} workers (each needs {self.loop.need})")
+
+    def _ask(self, now: float) -> None:
+        """Ask the workers what they do; remind those that should leave, with the addresses published so far."""
+        leaving = members_in(self.machine.group) if self.machine.group.phase is Phase.LEAVE else ()
+        for name in self.pulses.due(leaving, LEAVE_PULSE_S, now):
+            self._tell_to_leave(name, now)
+        for name in self.pulses.due(self.pulses.all.keys(), PULSE_S, now):
+            self.pulses.asked(name, now)
+            self._question(name, "activity")
+
+    def _tell_to_leave(self, name: str, now: float) -> None:
+        if name in self.pulses.all:
+            self.pulses.asked(name, now)
+        self._question(name, "interrupt", self.machine.group.generation, *self.formation.published())
+
+    def _question(self, name: str, method: str, *arguments: Any) -> None:
+        self.loop.ask(name, method, *arguments, then=partial(self._heard, name), failed=partial(self._unheard, name))
+
+    def _heard(self, name: str, activity: Activity) -> None:
+        self.pulses.heard(name, activity.doing, activity.since_s, activity.limit_s, self.clock.now())
+
+    def _unheard(self, name: str, error: Exception) -> None:
+        # The worker still owes an answer, and is lost if it owes it for too long.
+        log.warning("%s cannot report its activity", name, exc_info=error)
+
+    def _look_at_limits(self, now: float) -> None:
+        group = self.machine.group
+        if clock_of(group) != self._phase[0]:
+            self._phase = (clock_of(group), now)
+        since = now - self._phase[1]
+        if group.phase is Phase.GATHER and group.generation < 0 and since > EARLY_WAIT_S:
+            self._waits(len([worker for worker in group.workers.values() if worker.state != "coming"]))
+        if not self._late(now, since):
+            return
+        if group.phase is Phase.LEAVE and self._stopping_since is not None and not self._asked_aside:
+            self._asked_aside = True
+            self.members.stand_aside()
+            return
+        if group.phase in (Phase.JOIN, Phase.PAUSE):
+            self.journal.broke(self.clock.unix(), f"{group.phase.value} took too long")
+        for name in members_in(group) if group.phase is Phase.LEAVE else ():
+            self.journal.gone(name, "it did not leave its world in time")
+        if group.phase is Phase.CLOSE and self.hand_over.over:
+            # The model is exported; only the last checkpoint is late.
+            self.checkpoints.wait_no_longer("it was not written before the run ended")
+            self.machine.feed(e.Handed())
+            return
+        self.machine.feed(e.Late(group.generation))
+
+    def _late(self, now: float, since: float) -> bool:
+        """Whether the phase has reached its limit, having lasted for `since` seconds."""
+        group = self.machine.group
+        limit = limit_s(group, self.elastic.wait_s, self.roster.state_bytes)
+        if limit is not None and since > limit:
+            return True
+        if self._stopping_since is not None:
+            rest = stop_limit_s(group, self.elastic.stop_grace_s, self._asked_aside)
+            if rest is not None and now - self._stopping_since > rest:
+                return True
+        if group.phase is Phase.PAUSE:
+            return self._goes_within(LEAVE_BEFORE_S, untold=False)
+        return group.phase is Phase.TRAIN and self._goes_within(PAUSE_BEFORE_S, untold=True)
+
+    def _goes_within(self, seconds: float, untold: bool) -> bool:
+        """Whether a node that hosts a member leaves so soon; `untold` is the answer without a known deadline."""
+        nodes = self.roster.nodes(members_in(self.machine.group))
+        deadlines = [deadline for node, deadline in self._draining.items() if node in nodes]
+        return any(untold if deadline is None else self.clock.unix() > deadline - seconds for deadline in deadlines)

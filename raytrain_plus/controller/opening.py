@@ -1,0 +1,24 @@
+"""Open a run's folder: claim it, and write what a run begins with."""
+
+from __future__ import annotations
+
+from raytrain_plus.controller.event_loop import Host
+from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.order import Order
+from raytrain_plus.errors import RunError, StorageError
+from raytrain_plus.observe.trackers import begun
+from raytrain_plus.runs.folder import claim
+from raytrain_plus.storage.claimed import Claimed
+from raytrain_plus.storage.outage import outage_of
+
+
+def open_run(order: Order, run: Claimed, journal: Journal, host: Host) -> None:
+    """Claim the run's folder and open it. Raises `RunError` if the storage does not take what a run begins with."""
+    plan = order.plan
+    try:
+        fence = claim(run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
+        run.hold(fence.claim)
+        relays = begun(plan.job.trackers, run, order.job_yaml, order.environment, plan.roots[0])
+        journal.open(fence, order.job_yaml, order.versions, host.cluster, plan.index.to_json(), host.name, relays)
+    except StorageError as failure:
+        raise RunError(f"the run cannot start in {run.where}: {outage_of(failure, run)}") from failure

@@ -1,0 +1,89 @@
+"""Partition the model into stages: which layers belong to which stage, and which partitions fit the workers. Pure.
+
+A partition is the same for as long as this controller lives, through all generations.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from raytrain_plus.controller.roster import Roster
+from raytrain_plus.errors import InputError
+from raytrain_plus.job.settings import Job
+from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.view import View
+from raytrain_plus.parallel.pipeline.layout import Chunks
+from raytrain_plus.parallel.pipeline.memory import Misfit, within
+from raytrain_plus.parallel.sizing import most_shards
+from raytrain_plus.workers.messages import WHOLE, Layers
+
+log = logging.getLogger(__name__)
+
+
+class Partitions:
+    def __init__(self, job: Job, roster: Roster) -> None:
+        self._job = job
+        self._roster = roster
+        self._cuts: dict[int, tuple[Chunks, ...]] = {}
+        """For each number of stages, the layers of each stage."""
+
+    def fit(self, cuts: Sequence[int], living: Collection[str]) -> tuple[int, ...]:
+        """Return the numbers of stages, out of `cuts`, with which no stage is too large for the `living` workers.
+
+        Raises `InputError` if the requested number is not one of them.
+        """
+        self._cuts = {}
+        for stages in cuts:
+            found = self._laid(stages, living)
+            if not isinstance(found, Misfit):
+                self._cuts[stages] = found
+            elif stages == self._job.parallel.pipeline:
+                raise InputError(
+                    f"the model does not fit: {found}",
+                    where=f"parallel.pipeline: {stages}",
+                    remedy="use more stages, smaller layers, more microbatches, or larger machines",
+                )
+            else:
+                log.warning("fewer than %d workers cannot hold the model: %s", min(self._cuts), found)
+        return tuple(self._cuts)
+
+    def layers(self, stage: Stage) -> Layers:
+        """Return the layers that belong to a stage."""
+        if stage.of == 1:
+            return WHOLE
+        cut = self._cuts[stage.of]
+        stages = {name: number for number, chunks in enumerate(cut) for chunk in chunks for name in chunk}
+        return Layers(stage, cut[stage.number], stages)
+
+    def speaks(self, stage: Stage) -> bool:
+        """Whether this stage is the first that trains anything."""
+        if stage.of == 1:
+            return True
+        trains = {layer.name for layer in next(iter(self._roster.ready.values())).layers if layer.parameters}
+        stages = self.layers(stage).stages
+        return stage.number == min(stages[name] for name in stages if name in trains)
+
+    def parameters(self, view: View) -> dict[str, int]:
+        """Return how many parameters each member trains."""
+        found = {}
+        for seat, member in enumerate(view.members):
+            ready, layers = self._roster.ready[member.worker], self.layers(view.shape.stage(seat))
+            counts = {layer.name: layer.parameters for layer in ready.layers}
+            own = [counts[name] for chunk in layers.chunks for name in chunk]
+            found[member.worker] = sum(own) if layers.chunks else ready.parameters
+        return found
+
+    def _laid(self, stages: int, living: Collection[str]) -> tuple[Chunks, ...] | Misfit:
+        """Return the layers of each of so many stages, or why they do not fit."""
+        job = self._job
+        known = {name: ready for name, ready in self._roster.ready.items() if name in living}
+        sharing = Counter(self._roster.node(name) for name in known)
+        room = min(
+            ready.room if job.workers.gpus else ready.room // sharing[self._roster.node(name)]
+            for name, ready in known.items()
+        )
+        layers = next(ready.layers for ready in known.values())
+        microbatches = most_shards(job, stages) * job.parallel.microbatches
+        return within(layers, job.parallel.schedule, stages, microbatches, room)

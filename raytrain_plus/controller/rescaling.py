@@ -1,0 +1,34 @@
+"""Check a request for other numbers of workers. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raytrain_plus.errors import InputError
+from raytrain_plus.job.settings import Job
+from raytrain_plus.membership.events import Rescale
+from raytrain_plus.membership.group import Limits
+from raytrain_plus.parallel.sizing import cuts_of
+
+
+def requested(job: Job, now: Limits, minimum: int | None, maximum: int | None, spares: int | None) -> Rescale:
+    """Return the request for these numbers of workers; None keeps a number of the limits `now`.
+
+    Raises `InputError` if the job does not support them.
+    """
+    workers = replace(
+        job.workers,
+        min=now.minimum if minimum is None else minimum,
+        max=now.maximum if maximum is None else maximum,
+        spares=now.spares if spares is None else spares,
+    )
+    cuts_of(replace(job, workers=workers))
+    fewest = max(job.workers.min, now.cuts[-1])
+    if job.parallel.pipeline > 1 and workers.min < fewest:
+        # The check whether the partitions fit the workers' memory assumed so many workers.
+        raise InputError(
+            f"a model in stages cannot shrink below the minimum that it began with: {fewest} workers",
+            where=f"workers.min: {workers.min}",
+            remedy="stop the run, and continue with: raytrain resume RUN --set 'workers={min: ...}'",
+        )
+    return Rescale(workers.min, workers.max or workers.min, workers.spares)

@@ -1,0 +1,122 @@
+"""Have workers read a checkpoint, and record that the run continues from an earlier state."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.event_loop import TICK_S, EventLoop, Machine
+from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.partitions import Partitions
+from raytrain_plus.errors import CheckpointError, DamagedError, InputError, StorageError
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.runs.history import Past
+from raytrain_plus.state.checkpoint import MISSING, amiss
+from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.storage.interface import Folder
+
+RESTORE_AGAIN_S = 5.0
+"""Seconds after which reading a checkpoint is retried."""
+
+log = logging.getLogger(__name__)
+
+
+class Restoring:
+    def __init__(
+        self,
+        run: Folder,
+        past: Past | None,
+        journal: Journal,
+        checkpoints: Checkpoints,
+        loop: EventLoop,
+        machine: Machine,
+        partitions: Partitions,
+    ) -> None:
+        """`past`: what the run resumes from; None for a new run."""
+        self._run = run
+        self._past = past
+        self._journal = journal
+        self._checkpoints = checkpoints
+        self._loop = loop
+        self._machine = machine
+        self._partitions = partitions
+        self._read: Manifest | None = None
+        """The checkpoint that a worker has read last."""
+
+    def restore(self, command: e.Restore) -> None:
+        """Have a worker read a stage of the newest checkpoint."""
+        self._restore(command.worker, command.stage)
+
+    def go_back_to(self, step: int, generation: int) -> None:
+        """Record it if a generation continues after fewer steps than were committed, or is a controller's first."""
+        past, self._past = self._past, None
+        if past is not None:
+            made, evaluated = max(past.committed, step), past.evaluated
+        elif step < self._journal.committed:
+            made, evaluated = self._journal.committed, self._journal.evaluated
+        else:
+            return
+        read = self._read
+        checkpoint = read.name if read is not None and read.step == step else None
+        self._journal.go_back(step, generation, checkpoint, made, min(evaluated, step))
+        self._checkpoints.go_back(self._journal.generation, step)
+
+    def _restore(self, name: str, stage: Stage) -> None:
+        if name not in self._loop:
+            return
+        if self._checkpoints.publishing:
+            # The one being published may be newer, and publishing may remove older ones.
+            self._loop.later(TICK_S, partial(self._restore, name, stage))
+            return
+        manifest = self._checkpoints.newest
+        assert manifest is not None, "the machine restores nothing without a checkpoint"
+        self._loop.ask(
+            name,
+            "restore",
+            manifest,
+            self._partitions.layers(stage),
+            then=lambda _: self._restored(name, stage, manifest),
+            failed=partial(self._failed, name, stage, manifest),
+        )
+
+    def _restored(self, name: str, stage: Stage, manifest: Manifest) -> None:
+        self._read = manifest
+        self._machine.feed(e.Warm(name, manifest.step, stage))
+
+    def _failed(self, name: str, stage: Stage, manifest: Manifest, error: Exception) -> None:
+        if isinstance(error, DamagedError):
+            self._damaged(name, stage, manifest, error)
+        elif isinstance(error, StorageError):
+            self._later(name, stage, error)
+        else:
+            raise error
+
+    def _later(self, name: str, stage: Stage, error: OSError) -> None:
+        """Wait for a storage that is temporarily unavailable, as long as a worker may take to read a checkpoint."""
+        self._journal.waits(f"the checkpoint storage: {error}")
+        self._loop.later(RESTORE_AGAIN_S, partial(self._restore, name, stage))
+
+    def _damaged(self, name: str, stage: Stage, manifest: Manifest, error: DamagedError) -> None:
+        try:
+            hidden = error.what == MISSING and not amiss(self._run, manifest)
+        except OSError as failure:
+            self._later(name, stage, failure)
+            return
+        if hidden:
+            raise InputError(
+                f"{name} cannot see the checkpoint {manifest.name}, which the controller sees",
+                where=f"run folder {self._run.where}",
+                expected="a storage that all nodes share",
+            ) from error
+        self._checkpoints.drop(manifest)
+        if self._checkpoints.newest is None:
+            raise CheckpointError(
+                f"no checkpoint can be used; the last one tried: {error.what}",
+                where=error.where,
+                remedy="restore the file from a copy, or start over with --fresh, which keeps this run's folder",
+            ) from error
+        log.warning("%s", error)
+        self._journal.not_saved(manifest.step, f"{error.where}: {error.what}; the previous checkpoint is used")
+        self._machine.feed(e.Unreadable(name, self._checkpoints.durable))

@@ -1,0 +1,59 @@
+"""Keep what each worker has reported of itself: its node, and what preparing it has found. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from raytrain_plus.data.sight import Sight
+from raytrain_plus.workers.messages import Place, Ready
+
+
+class Roster:
+    """All workers of the run that ever came, also those that are gone."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, Place] = {}
+        self._ready: dict[str, Ready] = {}
+        self._sights: dict[str, Mapping[str, tuple[Sight, ...]]] = {}
+        """For each node, what its first worker saw of the data files: its replacements compare their view with it."""
+
+    def came(self, place: Place) -> None:
+        """Record where a worker's process runs."""
+        self._places[place.worker] = place
+
+    def prepared(self, name: str, ready: Ready) -> None:
+        """Record what a worker reports once its task is built."""
+        self._sights.setdefault(self.node(name), ready.sights)
+        # Kept once per node: workers may come and go by the hundred.
+        self._ready[name] = replace(ready, sights={})
+
+    def node(self, name: str) -> str:
+        """Return the node of a worker that has come."""
+        return self._places[name].node
+
+    def nodes(self, names: Iterable[str]) -> set[str]:
+        """Return the nodes of these workers, as far as they have come."""
+        return {self._places[name].node for name in names if name in self._places}
+
+    def on_node(self, node: str, names: Iterable[str]) -> list[str]:
+        """Return which of these workers run on that node."""
+        return [name for name in names if name in self._places and self._places[name].node == node]
+
+    def address(self, name: str) -> str:
+        """Return the address of the node of a worker that has come."""
+        return self._places[name].address
+
+    def sights(self, node: str) -> Mapping[str, tuple[Sight, ...]]:
+        """Return what the first worker on that node saw of the data; empty if there was none."""
+        return self._sights.get(node, {})
+
+    @property
+    def ready(self) -> Mapping[str, Ready]:
+        """What each prepared worker has reported."""
+        return self._ready
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of a copy of the training state; 0 if nobody knows yet."""
+        return max((ready.state_bytes for ready in self._ready.values()), default=0)

@@ -1,0 +1,308 @@
+"""A controller without Ray: its real loop and parts, with workers, nodes and clocks that a test moves by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from raytrain_plus.controller.engine import Engine
+from raytrain_plus.controller.event_loop import Clock
+from raytrain_plus.controller.formation import Formed
+from raytrain_plus.controller.members import Reported
+from raytrain_plus.controller.order import Order
+from raytrain_plus.data.ledger import NOTE
+from raytrain_plus.data.source import Index
+from raytrain_plus.errors import WorkerLost
+from raytrain_plus.job.settings import Data, Job, Workers
+from raytrain_plus.membership.group import Limits
+from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.observe.gauges import Figures
+from raytrain_plus.parallel.sizing import cuts_of
+from raytrain_plus.training.records import StepRecord
+from raytrain_plus.workers.messages import Assignment, Outcome, Place, Plan, Ready
+
+SHARDS = 2
+NOTES = np.zeros(SHARDS, NOTE).tobytes()
+
+
+class Call(NamedTuple):
+    """One call of the controller to a worker."""
+
+    worker: str
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class FakeWorkers:
+    """The workers of a run, as `workers.pool.Pool` offers them: calls are recorded, and a test answers them."""
+
+    need = "1 CPU"
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        """All calls so far, pulses apart."""
+        self.exports: Callable[[str, str, tuple[Any, ...]], Any] = lambda worker, method, arguments: []
+        """What a call that is waited for returns: of worker, method and arguments."""
+        self._taken = 0
+        self._alive: dict[str, Callable[[Future[Any]], None]] = {}
+        self._asked: dict[tuple[str, str], list[Future[Any]]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._alive
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._alive))
+
+    def start(self, name: str) -> None:
+        self._alive[name] = lambda future: None
+
+    def watch(self, name: str, died: Callable[[Future[Any]], None]) -> None:
+        self._alive[name] = died
+
+    def actor(self, name: str) -> str:
+        return f"the actor of {self._known(name)}"
+
+    def call(self, name: str, method: str, *arguments: Any) -> str:
+        self.calls.append(Call(self._known(name), method, arguments))
+        return f"{method} of {name}"
+
+    def ask(self, name: str, answered: Callable[[Future[Any]], None], method: str, *arguments: Any) -> None:
+        if method == "activity":
+            return
+        self.call(name, method, *arguments)
+        future: Future[Any] = Future()
+        future.add_done_callback(answered)
+        self._asked.setdefault((name, method), []).append(future)
+
+    def begin(self, name: str, method: str, *arguments: Any) -> Callable[[float], Any]:
+        return lambda limit_s: self.exports(name, method, arguments)
+
+    def end(self, name: str) -> None:
+        del self._alive[self._known(name)]
+
+    def shutdown(self) -> None:
+        self._alive.clear()
+
+    def answer(self, name: str, method: str, with_: object = None) -> None:
+        """Answer the oldest call of this method that has no answer yet."""
+        future = self._asked[name, method].pop(0)
+        if isinstance(with_, Exception):
+            future.set_exception(with_)
+        else:
+            future.set_result(with_)
+
+    def die(self, name: str, cause: str) -> None:
+        """End the worker's process: none of its calls will be answered."""
+        lost = WorkerLost(f"{name} died: {cause}")
+        died = self._alive[name]
+        for (worker, _), futures in self._asked.items():
+            while worker == name and futures:
+                futures.pop().set_exception(lost)
+        future: Future[Any] = Future()
+        future.set_exception(lost)
+        died(future)
+
+    def take(self, *methods: str) -> list[tuple[str, str]]:
+        """Return the calls of these methods, or of all, since the last `take`, in order."""
+        told, self._taken = self.calls[self._taken :], len(self.calls)
+        return [call[:2] for call in told if call.method in methods or not methods]
+
+    def _known(self, name: str) -> str:
+        assert name in self._alive, f"{name} is gone"
+        return name
+
+
+class FakeNodes:
+    """Watches no node; records what it should probe."""
+
+    suspected: Set[str] = frozenset()
+
+    def start(self, put: Callable[[object], None]) -> None: ...
+
+    def suspect(self, nodes: Set[str]) -> None:
+        self.suspected = nodes
+
+    def close(self) -> None: ...
+
+
+class FakeMetrics:
+    """Wants no figures."""
+
+    due = False
+
+    def show(self, figures: Figures) -> None: ...
+
+
+class FakeHost:
+    address = "127.0.0.1"
+    cluster = "127.0.0.1:6379"
+    name = "run/1"
+    actor = "the controller"
+
+
+class FakeTime:
+    """Both clocks, which stand still until a test moves them."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(now=lambda: self.now, unix=lambda: 1e9 + self.now)
+
+
+def job_of(minimum: int = 1, maximum: int = 2, spares: int = 0, **settings: Any) -> Job:
+    data = Data(path="x", batch_size=8, shards=SHARDS)
+    workers = Workers(min=minimum, max=maximum, spares=spares)
+    return Job(name="x", task="t:T", data=data, workers=workers, **{"steps": 4, **settings})
+
+
+def index_of(rows: int) -> Index:
+    return Index(
+        path="x",
+        files=("x",),
+        file_bytes=(1,),
+        file_footers=("f",),
+        unit_file=(0,),
+        unit_group=(0,),
+        unit_rows=(rows,),
+        file_groups=((rows,),),
+        unit_bytes=(1,),
+        schema=pa.schema([("x", pa.float32())]),
+        fingerprint="f",
+        file_sights=(),
+        one_file=True,
+    )
+
+
+def order_of(job: Job, folder: Path) -> Order:
+    plan = Plan(
+        job=job,
+        pickled_task=None,
+        roots=(".",),
+        steps=job.steps or 0,
+        index=index_of(80),
+        held_out=None,
+        collective="torch",
+        folder=str(folder),
+    )
+    return Order(
+        plan=plan, cuts=cuts_of(job), fresh=False, past=None, task_sha256=None, job_yaml="name: x\n", versions={}
+    )
+
+
+class Run:
+    """A run whose workers do what a test says, and everything that the controller has told."""
+
+    def __init__(self, folder: Path, job: Job, **changes: Any) -> None:
+        """`changes`: other limits than those of the job."""
+        order, workers = order_of(job, folder), job.workers
+        limits = {
+            "minimum": max(workers.min, order.cuts[-1]),
+            "maximum": workers.max or workers.min,
+            "spares": workers.spares,
+            "shards": job.data.shards,
+            "steps": order.plan.steps,
+            "max_failures": job.elastic.max_failures,
+            "expected": (workers.max or workers.min) + workers.spares,
+            "cuts": order.cuts,
+        }
+        self.workers, self.nodes, self.time = FakeWorkers(), FakeNodes(), FakeTime()
+        metrics: Any = FakeMetrics()
+        self.engine = Engine(
+            order,
+            Limits(**{**limits, **changes}),
+            0.0,
+            workers=self.workers,
+            nodes=self.nodes,
+            metrics=metrics,
+            host=FakeHost(),
+            clock=self.time.clock,
+        )
+        self.engine.begin(None)
+        self.turn()
+
+    def turn(self, seconds: float = 0.0) -> None:
+        """Let so many seconds pass, and everything be handled that has happened."""
+        self.time.now += seconds
+        self.engine.turn(0)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Handle what the controller's own threads report, until something is done."""
+        for _ in range(20):
+            if done():
+                return
+            self.engine.turn(1.0)
+        raise AssertionError("nothing more happens")
+
+    def put(self, message: object) -> None:
+        """Have a message handled."""
+        self.engine.loop.put(message)
+        self.turn()
+
+    def prepare(self, name: str, node: str = "n", **ready: Any) -> None:
+        """Bring a worker that was started to where it can take a place."""
+        self.workers.answer(name, "place", Place(worker=name, pid=1, node=node, address="127.0.0.1"))
+        self.turn()
+        self.workers.answer(name, "clock", 1e9 + self.time.now)
+        self.workers.answer(name, "prepare", Ready(**{"parameters": 10, "state_bytes": 80, **ready}))
+        self.turn()
+
+    def train(self, *names: str) -> None:
+        """Start a run with these workers, and have them join its first world."""
+        for name in names:
+            self.prepare(name)
+        self.join(*names)
+
+    def join(self, *names: str) -> None:
+        """Have these members report that they are in their world."""
+        for name in names:
+            self.put(Formed(name, self.generation, 0.25))
+
+    def report(self, name: str, *steps: int) -> None:
+        """Have a member report that it has applied these steps."""
+        records = [
+            StepRecord(step=step, rows=8, loss=1.0, seconds=0.1, waited_s=0.0, time=1e9 + self.time.now, notes=NOTES)
+            for step in steps
+        ]
+        self.put(Reported(name, self.generation, records))
+
+    def leave(self, name: str, holds: int | None, why: Any, **outcome: Any) -> None:
+        """Have a member come out of the generation."""
+        stage = None if holds is None else Stage()
+        self.workers.answer(name, "serve", Outcome(**{"holds": holds, "why": why, "stage": stage, **outcome}))
+        self.turn()
+
+    def finish(self, names: Sequence[str], sha: str = "ab") -> None:
+        """Have the members make the last step, and come out."""
+        for name in names:
+            self.leave(name, 3, "finished", state_sha256=sha)
+
+    def assignment(self, name: str) -> Assignment:
+        """Return what a member was given last."""
+        found: Assignment = [call for call in self.workers.calls if call[:2] == (name, "serve")][-1].arguments[1]
+        return found
+
+    @property
+    def generation(self) -> int:
+        return self.engine.machine.group.generation
+
+    @property
+    def phase(self) -> str:
+        return self.engine.machine.group.phase.name
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return self.engine.journal.follow(0, 0)
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.events]
+
+    def told(self, kind: str) -> dict[str, Any]:
+        """Return the last event of that kind."""
+        return [event for event in self.events if event["kind"] == kind][-1]

@@ -1,0 +1,420 @@
+"""The controller's real loop, one event at a time, with workers that do what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from raytrain_plus.controller.export import ENDS_KEPT, EXPORT_AGAIN_S, EXPORT_TRIES
+from raytrain_plus.controller.members import Reported
+from raytrain_plus.controller.nodes import Draining, NodeLost
+from raytrain_plus.data.sight import Sight
+from raytrain_plus.errors import DataChanged, InputError, Interrupted, RunError
+from raytrain_plus.job.settings import Checkpoint, Parallel
+from raytrain_plus.membership import events as e
+from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.workers.messages import Outcome, Place, Sent, Written
+from tests.unit.controller.fakes import Run, job_of
+
+Started = Callable[..., Run]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    """Start a run with workers of which the first ones train: `started("worker-0", maximum=1)`."""
+    runs: list[Run] = []
+
+    def start(*names: str, **settings: Any) -> Run:
+        # The first world waits for nobody else.
+        job = job_of(**{"maximum": max(1, len(names)), **settings})
+        runs.append(Run(tmp_path / "run", job, expected=len(names)))
+        runs[-1].train(*names)
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.engine.close()
+
+
+A, B, C = "worker-0", "worker-1", "worker-2"
+
+
+def test_every_command_has_a_handler(started: Started) -> None:
+    assert set(started().engine.machine.handlers) == set(get_args(e.Command))
+
+
+def test_workers_that_have_started_form_a_world_and_train(started: Started) -> None:
+    run = started(A, B)
+    calls = [*[(name, what) for name in (A, B) for what in ("place", "clock", "prepare")], (A, "serve"), (B, "serve")]
+    assert sorted(run.workers.take()) == sorted(calls)
+    assert run.phase == "TRAIN"
+    assert run.told("view_formed")["members"] == [
+        {"worker": name, "pid": 1, "node": "n", "replica": at, "stage": 0, "params": 10, "shards": [at]}
+        for at, name in enumerate((A, B))
+    ]
+    run.report(A, 0)
+    assert "step_committed" not in run.kinds()
+    run.report(B, 0)
+    assert run.told("step_committed")["step"] == 0
+
+
+def test_a_lost_worker_is_replaced_by_the_others_at_once(started: Started) -> None:
+    run = started(A, B)
+    for name in (A, B):
+        run.report(name, 0)
+    run.workers.take()
+    run.workers.die(B, "its process was killed or crashed")
+    run.turn()
+    assert run.phase == "LEAVE"
+    assert run.workers.take() == [(A, "interrupt")]
+    assert run.told("worker_lost")["cause"] == "its process was killed or crashed"
+    run.leave(A, 0, "interrupted")
+    assert run.workers.take() == [(A, "serve")]
+    assert (run.generation, run.phase) == (1, "JOIN")
+    run.join(A)
+    run.report(A, 1)
+    told = run.told("recovered")
+    assert (told["cause"], told["steps_lost"]) == (f"{B} was lost: its process was killed or crashed", 0)
+    assert [who["worker"] for who in told["kept"]] == [A]
+
+
+def test_a_newcomer_joins_at_a_boundary_and_takes_the_state_of_a_donor(started: Started) -> None:
+    run = started(A, B)
+    run.workers.die(B, "gone")
+    run.turn()
+    run.leave(A, None, "interrupted")
+    # Nobody holds a step that was applied: the initial state is made again.
+    run.join(A)
+    run.report(A, 0)
+    run.workers.take()
+    run.prepare(C)
+    assert run.workers.take("rehearse", "pause") == [(C, "rehearse")]
+    run.workers.answer(C, "rehearse")
+    run.turn()
+    # Until it joins it keeps the copy of what the other alone holds.
+    assert run.workers.take() == [(A, "pause"), (A, "copy_to")]
+    run.leave(A, 0, "paused")
+    lacks = {name: run.assignment(name).lacks for name in (A, C)}
+    assert lacks == {A: None, C: "newer"}
+    assert run.assignment(A).gives == 1
+    assert run.workers.calls[-1] == (C, "take", (2, (f"snapshot of {A}",)))
+    # The donor is asked for its state before it is busy, and the newcomer takes it while both join.
+    assert run.workers.take() == [(A, "snapshot"), (A, "serve"), (C, "serve"), (C, "take")]
+    run.join(A, C)
+    assert run.told("worker_joined")["worker"] == C
+
+
+def test_a_worker_leaves_its_draining_node_before_the_deadline(started: Started) -> None:
+    run = started(A, B, minimum=2)
+    run.workers.take()
+    run.put(Draining({"n": run.time.now + 1e9 + 60, "another": None}))
+    assert [run.told("drain_notice")[name] for name in ("node", "deadline")] == ["n", 1e9 + 1_060]
+    # Both leave, so that nobody could continue: they train on until the last moment.
+    assert run.phase == "TRAIN"
+    run.turn(49.0)
+    assert run.workers.take("pause") == []
+    run.turn(2.0)
+    assert run.workers.take("pause") == [(A, "pause"), (B, "pause")]
+
+
+def test_a_worker_that_starts_on_a_draining_node_is_not_counted_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path / "run", job_of(maximum=2))
+    run.put(Draining({"n": None}))
+    assert caplog.messages == ["node n will leave; it hosts no worker of this run"]
+    assert "drain_notice" not in run.kinds()
+    run.prepare(A)
+    assert run.engine.machine.group.workers[A].leaving
+    assert not run.engine.machine.group.workers[B].leaving
+    run.engine.close()
+
+
+def test_workers_of_a_node_that_does_not_answer_are_lost(started: Started) -> None:
+    run = started(A, B)
+    run.put(NodeLost("another"))
+    assert run.phase == "TRAIN"
+    run.put(NodeLost("n"))
+    causes = [event["cause"] for event in run.events if event["kind"] == "worker_lost"]
+    assert causes == ["its node n does not answer"] * 2
+    assert A not in run.workers
+
+
+def test_a_late_answer_of_an_older_generation_is_refused(started: Started, caplog: pytest.LogCaptureFixture) -> None:
+    run = started(A, B)
+    run.workers.die(B, "gone")
+    run.turn()
+    run.leave(A, -1, "interrupted")
+    run.join(A)
+    before = run.engine.machine.group
+    caplog.clear()
+    run.put(Reported(A, 0, []))
+    run.put(Sent(worker=A, buddy="", generation=0, step=0, bytes=1, stall_s=0.0))
+    assert caplog.messages == [
+        f"refused: a report from {A} in generation 0; the current one is 1",
+        f"refused: a copy from {A} in generation 0; the current one is 1",
+    ]
+    assert run.engine.machine.group == before
+
+
+def test_a_member_that_left_twice_is_heard_once(started: Started) -> None:
+    run = started(A, B)
+    run.workers.die(B, "gone")
+    run.turn()
+    # Its run is to stop, and it still computes: it provides what it held before, and comes out a moment later too.
+    run.put(e.Stop())
+    run.turn(1.1)
+    assert run.workers.take("stand_aside") == [(A, "stand_aside")]
+    run.workers.answer(A, "stand_aside", None)
+    run.turn()
+    run.turn(0.1)
+    assert run.workers.take("stand_aside") == [(A, "stand_aside")]
+    run.workers.answer(A, "stand_aside", Outcome(holds=-1, why="interrupted"))
+    run.leave(A, -1, "interrupted")
+    assert run.phase == "END"
+    assert run.engine.closing is not None
+    assert run.engine.closing.result.status == "stopped"
+
+
+def written(step: int, writer: int, error: str) -> Written:
+    return Written(
+        step=step,
+        generation=0,
+        writer=writer,
+        writers=2,
+        share=None,
+        tree=None,
+        metrics={},
+        time=0.0,
+        stall_s=0.0,
+        error=error,
+    )
+
+
+def test_a_checkpoint_that_fails_is_reported_and_requested_again(started: Started) -> None:
+    run = started(A, B, checkpoint=Checkpoint(every_s=60))
+    run.workers.take()
+    run.turn(61.0)
+    assert run.workers.take("save") == [(A, "save")], "one member asks the others, in the header"
+    run.turn(61.0)
+    assert run.workers.take("save") == []
+    run.put(written(0, 1, "no space left"))
+    assert run.told("checkpoint_failed")["error"] == f"{B} could not write its share: no space left"
+    assert run.workers.take("settled") == [(A, "settled"), (B, "settled")]
+    run.turn(59.0)
+    assert run.workers.take("save") == []
+    run.turn(2.0)
+    assert run.workers.take("save") == [(A, "save")]
+
+
+def test_a_run_ends_when_its_model_is_exported_and_its_last_state_kept(started: Started) -> None:
+    run = started(A)
+    run.report(A, 0, 1, 2, 3)
+    run.workers.take()
+    run.finish([A])
+    assert run.phase == "CLOSE"
+    assert run.workers.take() == [(A, "keep")]
+    run.until(lambda: (A, "show") in run.workers.take())
+    run.workers.answer(A, "show", "a picture")
+    run.turn()
+    assert run.engine.closing is None, "the last state is still being kept"
+    for attempt in range(ENDS_KEPT):
+        run.workers.answer(A, "keep", RunError("out of memory"))
+        run.turn()
+        assert run.told("checkpoint_failed")["error"] == f"{A} could not copy its state: out of memory"
+        assert (run.engine.closing is None) == (attempt + 1 < ENDS_KEPT)
+    assert run.engine.closing is not None
+    result = run.engine.closing.result
+    assert (result.status, result.show, run.engine.closing.error) == ("finished", "a picture", None)
+    assert run.kinds()[-1] == "run_finished"
+
+
+def test_an_interrupted_export_is_retried_a_moment_later(started: Started) -> None:
+    run = started(A)
+    run.report(A, 0, 1, 2, 3)
+    tried: list[str] = []
+
+    def interrupted(worker: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        tried.append(method)
+        raise Interrupted("it has no copy any more")
+
+    run.workers.exports = interrupted
+    run.finish([A])
+    run.workers.answer(A, "keep", RunError("no"))
+    for attempt in range(EXPORT_TRIES + 1):
+        # Its thread has tried; the controller hears it, and tries again when the pause is over.
+        run.engine.turn(10.0)
+        assert tried == ["inventory"] * (attempt + 1)
+        run.turn(EXPORT_AGAIN_S - 0.1)
+        run.turn(0.2)
+
+
+def test_a_rescaled_run_pauses_and_forms_the_requested_group(started: Started) -> None:
+    run = started(A, B)
+    for name in (A, B):
+        run.report(name, 0)
+    run.workers.take()
+    run.put(e.Rescale(1, 1, 0))
+    assert run.workers.take() == [(A, "pause"), (B, "pause")]
+    for name in (A, B):
+        run.leave(name, 0, "paused")
+    assert [member["worker"] for member in run.told("view_formed")["members"]] == [A, B]
+    run.join(A)
+    assert (run.told("rescaled")["from"], run.told("rescaled")["to"]) == (2, 1)
+    assert B not in run.workers
+
+
+def test_a_stopped_run_exports_what_it_has(started: Started) -> None:
+    run = started(A, B)
+    for name in (A, B):
+        run.report(name, 0)
+    run.workers.take()
+    run.put(e.Stop())
+    assert run.workers.take() == [(A, "pause"), (B, "pause")]
+    for name in (A, B):
+        run.leave(name, 0, "paused")
+    assert run.workers.take() == [(A, "keep"), (B, "keep")]
+    run.until(lambda: (A, "show") in run.workers.take())
+    run.workers.answer(A, "show")
+    run.turn()
+    # What the grace time leaves for the last checkpoint is over.
+    run.turn(2.0)
+    assert run.told("checkpoint_failed")["error"] == "it was not written before the run ended"
+    assert run.engine.closing is not None
+    assert run.engine.closing.result.status == "stopped"
+    assert run.engine.closing.result.steps == 1
+
+
+def test_a_member_lost_while_the_last_state_is_kept_ends_the_run_as_finished(started: Started) -> None:
+    run = started(A)
+    run.report(A, 0, 1, 2, 3)
+    run.finish([A])
+    run.until(lambda: (A, "show") in run.workers.take())
+    run.workers.answer(A, "show")
+    run.turn()
+    run.workers.die(A, "gone")
+    run.turn()
+    assert run.engine.closing is not None
+    assert run.engine.closing.result.status == "finished"
+
+
+def test_members_that_end_with_different_states_fail_the_run(started: Started) -> None:
+    run = started(A, B)
+    for name, sha in ((A, "ab"), (B, "cd")):
+        run.report(name, 0, 1, 2, 3)
+        run.finish([name], sha)
+    run.until(lambda: (A, "show") in run.workers.take())
+    run.workers.answer(A, "show")
+    run.turn()
+    assert run.engine.closing is not None
+    assert "the workers' states differ at the end (worker-0: ab, worker-1: cd)" in str(run.engine.closing.error)
+
+
+def test_an_error_of_the_task_is_the_runs_error_if_it_recurs(started: Started) -> None:
+    run = started(A)
+    run.report(A, 0)
+    failed = {"fault": "ValueError at task.py:3", "error": RunError("step 1 failed: no"), "stage": None}
+    run.leave(A, None, "failed", **failed, final=True)
+    run.turn()
+    assert run.engine.closing is not None
+    assert run.engine.closing.result.status == "failed"
+    assert str(run.engine.closing.error) == "step 1 failed: no"
+
+
+CHANGED = DataChanged("the file changed while the run used it: it was removed", where="a.parquet")
+
+
+@pytest.mark.parametrize("heard", ["prepare", "rehearse"])
+def test_data_that_changed_when_a_newcomer_used_it_stops_the_run_and_fails_it(started: Started, heard: str) -> None:
+    run = started(A, spares=1)
+    run.report(A, 0)
+    if heard == "rehearse":
+        run.prepare(B)
+    else:
+        run.workers.answer(B, "place", Place(worker=B, pid=1, node="n", address="127.0.0.1"))
+        run.turn()
+    run.workers.take()
+    run.workers.answer(B, heard, CHANGED)
+    run.turn()
+    assert run.workers.take("pause") == [(A, "pause")]
+    run.leave(A, 0, "paused")
+    run.until(lambda: (A, "show") in run.workers.take())
+    run.workers.answer(A, "show")
+    run.workers.die(A, "gone")
+    run.turn()
+    assert run.engine.closing is not None
+    assert (run.engine.closing.result.status, run.engine.closing.error) == ("failed", CHANGED)
+
+
+@pytest.mark.parametrize(("heard", "cause"), [("prepare", "no"), ("rehearse", "its warm-up step failed: no")])
+def test_a_newcomer_that_fails_is_lost(started: Started, heard: str, cause: str) -> None:
+    run = started(A, spares=1)
+    if heard == "rehearse":
+        run.prepare(B)
+    else:
+        run.workers.answer(B, "place", Place(worker=B, pid=1, node="n", address="127.0.0.1"))
+        run.turn()
+    run.workers.answer(B, heard, RunError("no"))
+    run.turn()
+    assert (run.told("worker_lost")["worker"], run.told("worker_lost")["cause"]) == (B, cause)
+    assert run.phase == "TRAIN"
+
+
+def test_what_only_a_worker_can_see_ends_a_run_before_it_begins(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", job_of(maximum=1))
+    run.workers.answer(A, "place", Place(worker=A, pid=1, node="n", address="127.0.0.1"))
+    run.turn()
+    run.workers.answer(A, "prepare", InputError("no such file", where="args"))
+    with pytest.raises(InputError, match="no such file"):
+        run.turn()
+    run.engine.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_later_workers_of_a_node_get_what_its_first_worker_saw_of_the_data(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", job_of(spares=2))
+    seen = [{"data": (Sight(size=1, modified_ns=at, changed_ns=at, inode=1),)} for at in (1, 2, 3)]
+    nodes = ["one", "two", "one", "one"]
+    for number, (node, sights) in enumerate(zip(nodes, [*seen, {}], strict=True)):
+        run.prepare(f"worker-{number}", node, sights=sights)
+    plans = [call.arguments[0] for call in run.workers.calls if call.method == "prepare"]
+    assert [plan.sights for plan in plans] == [{}, {}, seen[0], seen[0]]
+    run.engine.close()
+
+
+LAYERS = (Layer("front", 1.0, 60), Layer("back", 1.0, 50))
+
+
+def test_partitions_that_do_not_fit_the_first_workers_are_not_used(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", job_of(maximum=2, parallel=Parallel(pipeline=2)))
+    limits = run.engine.machine.group.limits
+    assert (limits.cuts, limits.minimum) == ((2, 1), 1)
+    run.prepare(A, room=80, layers=LAYERS)
+    limits = run.engine.machine.group.limits
+    assert (limits.cuts, limits.minimum) == ((2,), 2)
+    run.engine.close()
+
+
+def test_a_hung_worker_is_lost_and_told_apart_from_a_controller_that_stood_still(started: Started) -> None:
+    run = started(A, B)
+    # The controller stood still for an hour.
+    run.turn(3600.0)
+    assert run.phase == "TRAIN"
+    for _ in range(46):
+        run.turn(1.0)
+    causes = [event["cause"] for event in run.events if event["kind"] == "worker_lost"]
+    assert causes == ["hung: its process has not answered for 46 s"] * 2
+    assert run.nodes.suspected == set()
+
+
+def test_nodes_of_workers_that_owe_an_answer_are_probed(started: Started) -> None:
+    run = started(A, B)
+    for _ in range(17):
+        run.turn(1.0)
+    assert run.nodes.suspected == set(), "all who hold the state: our own network may be down"
+    run.turn(1.0)
+    run.turn(1.0)
+    assert run.nodes.suspected == {"n"}

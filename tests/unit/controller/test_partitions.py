@@ -1,0 +1,45 @@
+"""Which partitions of the model fit the workers, and which layers belong to which stage."""
+
+from __future__ import annotations
+
+import pytest
+
+from raytrain_plus.controller.partitions import Partitions
+from raytrain_plus.controller.roster import Roster
+from raytrain_plus.errors import InputError
+from raytrain_plus.job.settings import Parallel
+from raytrain_plus.membership.mesh import Shape, Stage
+from raytrain_plus.membership.view import form_view
+from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.workers.messages import WHOLE, Place, Ready
+from tests.unit.controller.fakes import job_of
+
+LAYERS = (Layer("front", 1.0, 60, parameters=6), Layer("back", 1.0, 50, parameters=5))
+
+
+def partitions(room: int) -> Partitions:
+    """Return the partitions for two workers on one machine, which share `room` bytes."""
+    roster = Roster()
+    # Another worker was lost before anything began.
+    for name in ("a", "b", "lost"):
+        roster.came(Place(worker=name, pid=1, node="n", address="h"))
+        roster.prepared(name, Ready(parameters=11, state_bytes=1, layers=LAYERS, room=room))
+    return Partitions(job_of(parallel=Parallel(pipeline=2)), roster)
+
+
+def test_partitions_that_do_not_fit_are_dropped_and_the_requested_one_raises() -> None:
+    assert partitions(400).fit((2, 1), ["a", "b"]) == (2, 1)
+    assert partitions(200).fit((2, 1), ["a", "b"]) == (2,)
+    with pytest.raises(InputError, match=r"stage 0 of 2 needs 60 bytes \(the layer 'front': 60 bytes\), .* 50 bytes"):
+        partitions(100).fit((2, 1), ["a", "b"])
+
+
+def test_a_stage_has_its_layers_and_the_first_that_trains_writes_the_rest() -> None:
+    found = partitions(400)
+    found.fit((2, 1), ["a", "b"])
+    stages = [Stage(0, 2), Stage(1, 2)]
+    assert [found.layers(stage).chunks for stage in stages] == [(("front",),), (("back",),)]
+    assert [found.speaks(stage) for stage in stages] == [True, False]
+    assert found.layers(Stage()) == WHOLE
+    assert found.parameters(form_view(0, ["a", "b"], Shape(1, 2), 2)) == {"a": 6, "b": 5}
+    assert found.parameters(form_view(0, ["a", "b"], Shape(2), 2)) == {"a": 11, "b": 11}
