@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from raytrain_plus.controller.bubble import Bubble, Drawing
+from raytrain_plus.controller.followed import Followed
 from raytrain_plus.controller.incidents import Incidents, Recovery
+from raytrain_plus.controller.last_writes import LastWrites
+from raytrain_plus.controller.ownership import Ownership
 from raytrain_plus.controller.totals import Totals
 from raytrain_plus.credentials import hide_credentials, without_credentials
 from raytrain_plus.data.parts import Parts
-from raytrain_plus.errors import FolderGone, RunError, StorageError
+from raytrain_plus.errors import FolderGone, RunError
 from raytrain_plus.membership.commits import Commits
 from raytrain_plus.membership.view import View
 from raytrain_plus.observe.events import EventLog
@@ -28,30 +28,14 @@ from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.observe.picture import svg, trace
 from raytrain_plus.observe.trackers import Relay, Trackers
 from raytrain_plus.result import RESULT, Result
-from raytrain_plus.runs.folder import (
-    CHANGED,
-    DATASET,
-    JOB,
-    LEASE_BYTES,
-    PICTURE,
-    TRACE,
-    Fence,
-    Lease,
-    resume_command,
-)
+from raytrain_plus.runs.folder import CHANGED, DATASET, JOB, PICTURE, TRACE, Fence
 from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.outage import Outage, Outages, outage_of
-from raytrain_plus.storage.retry import LAST_PAUSES_S, tried
+from raytrain_plus.storage.outage import Outages, outage_of
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.workers.messages import Export, Place, Sent
 
 log = logging.getLogger(__name__)
-
-KEPT = 250
-"""Minimum number of events kept in memory. Followers further back get them from the folder,"""
-READ_BACK = 10_000
-"""so many at a time."""
 
 
 class Journal:
@@ -71,20 +55,14 @@ class Journal:
         self._end = end
         self._batch_size = batch_size
         self._rows = rows
-        self._news = threading.Condition()
-        self._told: list[bytes] = []
-        """The newest events as JSON: their objects would take many times the memory."""
-        self._dropped = 0
         self._early: list[dict[str, Any]] = []
         self.outages = Outages()
         """What the storage does not take; every writer of the run reports here."""
-        self._gave_up = False
-        """Whether waiting for the storage at the end was in vain."""
-        self._fence: Fence | None = None
-        self._overtaken = ""
+        self._ownership = Ownership(run, self.outages)
+        self._last_writes = LastWrites(run, self.outages, self._still_alive)
+        self._followed = Followed(lambda error: self._say_once("events cannot be read back; trying again", error))
         self._newest = max((found.step for found in past.found if found.manifest is not None), default=-1)
         """The step of the newest complete checkpoint; -1 if there is none."""
-        self._lease: Lease | None = None
         # The lease is renewed even while ledger and events are being written.
         self._aside = ThreadPoolExecutor(max_workers=2, thread_name_prefix="journal")
         self._renewing: Future[None] | None = None
@@ -128,14 +106,13 @@ class Journal:
         the receivers of metrics, in addition to TensorBoard.
         """
         run = self._run
-        self._fence = fence
-        self._lease = Lease(run, address, controller)
-        self._lease.renew()
+        self._ownership.begin(fence, address, controller)
         run.remove(RESULT)
         run.write(JOB, [job_yaml.encode()])
         run.write(DATASET, [json.dumps(dataset, indent=1).encode() + b"\n"])
         self._log = EventLog(run, outages=self.outages)
-        self._parts = Parts(run, self._before_entries, self.outages)
+        self._followed.read_back(self._log.read)
+        self._parts = Parts(run, partial(self._before_entries, self._log), self.outages)
         self._trackers = Trackers(run, relays, self.outages)
         early, self._early = self._early, []
         self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
@@ -151,68 +128,37 @@ class Journal:
 
     def renew(self) -> None:
         """Renew the lease that marks the run as alive. Raises `RunError` if another controller owns the run by now."""
-        if self._overtaken:
-            raise RunError(self._overtaken)
+        self._ownership.check()
         self._tell_of_outages()
-        if self._lease is None or not self._lease.due or not (self._renewing is None or self._renewing.done()):
-            return
-        lease = self._lease
+        if self._ownership.due and (self._renewing is None or self._renewing.done()):
+            self._renewing = self._later(self._renew, "the run's lease cannot be renewed; trying again")
 
-        def renewed() -> None:
-            self.check_fence()
-            with self.outages.watching("lease", self._run, lambda: LEASE_BYTES):
-                lease.renew()
-
-        self._renewing = self._later(renewed, "the run's lease cannot be renewed; trying again")
+    def _renew(self) -> None:
+        self.check_fence()
+        self._ownership.renew()
 
     def check_fence(self) -> None:
         """Raise `RunError` if another controller has taken over the run; nothing is written from then on."""
         self._look_for_another()
-        if self._overtaken:
+        if self._ownership.lost:
             for opened in (self._trackers, self._parts, self._log):
                 if opened is not None:
                     opened.abandon()
-            raise RunError(self._overtaken)
+        self._ownership.check()
 
     def _look_for_another(self) -> None:
-        holder = None if self._fence is None else self._fence.overtaken()
-        if holder is not None:
-            self._overtaken = self._gone() or (
-                f"another controller has taken this run over ({holder}); this one stops and writes no more"
-            )
+        self._ownership.look(lambda: None if self._log is None else self._log.place(), self._newest)
 
-    def _gone(self) -> str:
-        """Return the message if the run's folder is not where it was; empty if it is."""
-        assert self._fence is not None
-        was, now = self._run.path, None if self._log is None else self._log.place()
-        moved = was is not None and now is not None and now.parent != Path(os.path.realpath(was))
-        if not moved and not self._fence.gone:
-            return ""
-        kept = f"the checkpoint after step {self._newest + 1}" if self._newest >= 0 else "no checkpoint"
-        stops = "the run stops and writes no more"
-        if moved:
-            assert now is not None
-            return (
-                f"the run's folder {was} was moved to {now.parent}: {stops}. It holds {kept}; to continue there: "
-                f"{resume_command(now.parent)}"
-            )
-        return (
-            f"the run's folder {self._run.where} was moved or removed: {stops}. It held {kept}; to continue, if it "
-            "lies elsewhere now: raytrain resume FOLDER"
-        )
-
-    def _before_entries(self) -> None:
+    def _before_entries(self, events: EventLog) -> None:
         """Run before anything is entered into the ledger.
 
         A resumption must be durable first: otherwise both what it makes void and what takes its place would count.
         Raises `OSError` if it cannot be made durable, `RunError` if another controller owns the run.
         """
         self._look_for_another()
-        if self._overtaken:
-            # The ledger's writer cannot be the one that ends its writing.
-            raise RunError(self._overtaken)
-        assert self._log is not None
-        self._log.sync()
+        # The ledger's writer cannot be the one that ends its writing.
+        self._ownership.check()
+        events.sync()
 
     def _later(self, act: Callable[[], None], failing: str) -> Future[None]:
         """Run `act` on a thread. If the storage fails (a full disk, say), the training continues."""
@@ -224,7 +170,7 @@ class Journal:
                 self._say_once(failing, error)
             except RunError as error:
                 # The loop ends the run with this error.
-                log.info("%s", self._overtaken or error)
+                log.info("%s", self._ownership.lost or error)
             except Exception:
                 log.exception("%s", failing)
 
@@ -241,20 +187,7 @@ class Journal:
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """Return the events from number `cursor` on; wait up to `timeout_s` for the first of them."""
-        with self._news:
-            self._news.wait_for(lambda: self._dropped + len(self._told) > cursor, timeout_s)
-            if cursor >= self._dropped or self._log is None:
-                return [json.loads(event) for event in self._told[max(0, cursor - self._dropped) :]]
-            until = min(self._dropped, cursor + READ_BACK)
-        try:
-            events = list(itertools.islice(self._log.read(), cursor, until))
-        except OSError as error:
-            self._say_once("events cannot be read back; trying again", error)
-            events = []
-        if not events:
-            # They are still to be written.
-            time.sleep(timeout_s)
-        return events
+        return self._followed.follow(cursor, timeout_s)
 
     def came(self, place: Place) -> None:
         """Record that a worker's process has started."""
@@ -332,11 +265,10 @@ class Journal:
         Raises `OSError` if that fails, and `RunError` if another controller owns the run.
         """
         self.check_fence()
-        parts, log = self._parts, self._log
-        assert parts is not None
-        assert log is not None
-        parts.flush()
-        log.sync()
+        if self._parts is not None:
+            self._parts.flush()
+        if self._log is not None:
+            self._log.sync()
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:
         """Record a complete checkpoint of `step`; it took `seconds`, and held the training up for `stall_s`."""
@@ -413,7 +345,7 @@ class Journal:
             self.check_fence()
             self._run.write(CHANGED, [json.dumps(first).encode() + b"\n"])
 
-        self._at_last(write)
+        self._last_writes.write(write, self._newest)
 
     def finish(self, name: str, status: str, error: str | None, export: Export | None, began: float) -> Result:
         """End the run: write its last event and its result, if it has a folder, and return the result.
@@ -450,7 +382,7 @@ class Journal:
             told.sync()
             result.save(self._run)
 
-        self._at_last(made)
+        self._last_writes.write(made, self._newest)
         self._tell_of_outages(last=True)
         self._tell(
             "run_finished",
@@ -460,7 +392,7 @@ class Journal:
             samples=self._totals.samples,
             state_sha256=sha,
         )
-        self._at_last(over)
+        self._last_writes.write(over, self._newest)
         return result
 
     def _draw(self, step: int, drawing: Drawing) -> None:
@@ -473,33 +405,11 @@ class Journal:
 
         self._later(draw, "the picture of a step cannot be written")
 
-    def _at_last(self, write: Callable[[], None]) -> None:
-        """Write a part of the end. The storage is waited for once, for half a minute.
-
-        Raises `RunError` if the storage does not take it.
-        """
-        outages: list[Outage] = []
-
-        def failed(error: OSError) -> None:
-            outages[:] = [outage_of(error, self._run)]
-            # Followers hear it while this waits, and that the run is alive.
-            self.outages.failed("end", outages[0])
-            self._tell_of_outages()
-            if self._lease is not None:
-                with contextlib.suppress(OSError):
-                    self._lease.renew()
-
-        try:
-            tried(write, () if self._gave_up else LAST_PAUSES_S, failed)
-        except StorageError as failure:
-            self._gave_up = True
-            kept = f"the checkpoint after step {self._newest + 1} is" if self._newest >= 0 else "no checkpoint is"
-            raise RunError(
-                f"the end of the run cannot be written: {outages[0]}, tried for {sum(LAST_PAUSES_S):.0f} s. In "
-                f"{self._run.where} {kept} kept; when there is room: "
-                f"{resume_command(self._run)}"
-            ) from failure
-        self.outages.worked("end")
+    def _still_alive(self) -> None:
+        """Tell followers what the end of the run waits for, and that the run is alive."""
+        self._tell_of_outages()
+        with contextlib.suppress(OSError):
+            self._ownership.renew_at_once()
 
     def close(self) -> None:
         """Close what is open. What the storage does not take by now is lost, and logged."""
@@ -511,10 +421,9 @@ class Journal:
             except OSError as error:
                 self._say_once(f"the end of {type(opened).__name__} cannot be written", error)
             except RunError as error:
-                log.warning("the end of %s is not written: %s", type(opened).__name__, self._overtaken or error)
+                log.warning("the end of %s is not written: %s", type(opened).__name__, self._ownership.lost or error)
         try:
-            if self._lease is not None and not self._overtaken:
-                self._lease.release()
+            self._ownership.release()
         except (OSError, FolderGone) as error:
             log.warning("the run's lease cannot be released; it expires by itself: %s", error)
 
@@ -566,19 +475,14 @@ class Journal:
     def _tell(self, kind: str, time_s: float | None = None, /, **fields: Any) -> None:
         # Some fields hold messages of Ray and of the task, and followers see them as they are here.
         fields = hide_credentials(fields)
-        if self._log is None or self._trackers is None or self._overtaken:
+        if self._log is None or self._trackers is None or self._ownership.lost:
             event = {"time": time.time(), "generation": self.generation, "kind": kind, **fields}
             self._early.append(dict(event))
         else:
             event = self._log.write(kind, generation=self.generation, time=time_s, fields=fields)
             self._trackers.add(event)
         self.gauges.add(event)
-        with self._news:
-            self._told.append(json.dumps(event).encode())
-            if len(self._told) > 2 * KEPT:
-                del self._told[:KEPT]
-                self._dropped += KEPT
-            self._news.notify_all()
+        self._followed.add(event)
 
 
 def _on_our_clock(record: StepRecord, offset_s: float) -> StepRecord:

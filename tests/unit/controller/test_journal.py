@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.controller import journal as module
+from raytrain_plus.controller import followed, last_writes
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.data import parts
 from raytrain_plus.data.ledger import NOTE
@@ -48,11 +48,11 @@ def journal(run: Folder) -> Iterator[Journal]:
 def test_a_follower_from_far_back_gets_events_dropped_from_memory(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "KEPT", 5)
+    monkeypatch.setattr(followed, "KEPT", 5)
     for number in range(40):
         journal.will_leave(f"node-{number}", None)
     journal.settle()
-    assert len(journal._told) <= 10
+    assert journal._followed.in_memory <= 10
     got: list[str] = []
     cursor = 0
     while cursor < 41:
@@ -113,7 +113,7 @@ class Ending(LocalFolder):
 
 
 def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LAST_PAUSES_S", ())
+    monkeypatch.setattr(last_writes, "LAST_PAUSES_S", ())
     run = Ending(tmp_path / "run")
     sync = EventLog.sync
     monkeypatch.setattr(
@@ -223,7 +223,7 @@ class Standing(LocalFolder):
 
 
 def test_no_storage_delays_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LAST_PAUSES_S", (0.01,))
+    monkeypatch.setattr(last_writes, "LAST_PAUSES_S", (0.01,))
     monkeypatch.setattr(Lease, "due", True)
     run = Standing(tmp_path / "run")
     journal = journal_of(run)
@@ -349,7 +349,7 @@ class Filling(LocalFolder):
 def test_a_full_disk_at_the_end_is_waited_for_once_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "LAST_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(last_writes, "LAST_PAUSES_S", (0.01, 0.01))
     run = Filling(tmp_path / "run")
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
@@ -363,7 +363,7 @@ def test_a_full_disk_at_the_end_is_waited_for_once_and_reported(
     assert "No space left on device (" in str(told.value)
     assert f"no checkpoint is kept; when there is room: raytrain resume {tmp_path / 'run'}" in str(told.value)
     # A second end does not wait again, and nothing is reported twice.
-    monkeypatch.setattr(module, "LAST_PAUSES_S", (60.0,))
+    monkeypatch.setattr(last_writes, "LAST_PAUSES_S", (60.0,))
     with pytest.raises(RunError, match="cannot be written"):
         journal.finish("x", "failed", str(told.value), None, 0.0)
     journal.close()

@@ -1,0 +1,46 @@
+"""Write the end of a run: the storage is waited for, but not for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raytrain_plus.errors import RunError, StorageError
+from raytrain_plus.runs.folder import resume_command
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.outage import Outage, Outages, outage_of
+from raytrain_plus.storage.retry import LAST_PAUSES_S, tried
+
+
+class LastWrites:
+    def __init__(self, run: Folder, outages: Outages, waiting: Callable[[], None]) -> None:
+        """`waiting` is called after each failure, before the next attempt."""
+        self._run = run
+        self._outages = outages
+        self._waiting = waiting
+        self._gave_up = False
+        """Whether waiting for the storage was in vain."""
+
+    def write(self, act: Callable[[], None], newest: int) -> None:
+        """Write a part of the end. The storage is waited for once, for half a minute.
+
+        `newest`: the step of the newest complete checkpoint; -1 if there is none. Raises `RunError` if the storage does
+        not take it.
+        """
+        outages: list[Outage] = []
+
+        def failed(error: OSError) -> None:
+            outages[:] = [outage_of(error, self._run)]
+            self._outages.failed("end", outages[0])
+            self._waiting()
+
+        try:
+            tried(act, () if self._gave_up else LAST_PAUSES_S, failed)
+        except StorageError as failure:
+            self._gave_up = True
+            kept = f"the checkpoint after step {newest + 1} is" if newest >= 0 else "no checkpoint is"
+            raise RunError(
+                f"the end of the run cannot be written: {outages[0]}, tried for {sum(LAST_PAUSES_S):.0f} s. In "
+                f"{self._run.where} {kept} kept; when there is room: "
+                f"{resume_command(self._run)}"
+            ) from failure
+        self._outages.worked("end")
