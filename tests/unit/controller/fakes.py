@@ -88,6 +88,10 @@ class FakeWorkers:
     def shutdown(self) -> None:
         self._alive.clear()
 
+    def owes(self, name: str, method: str) -> bool:
+        """Whether a call of this method has no answer yet."""
+        return bool(self._asked.get((name, method)))
+
     def answer(self, name: str, method: str, with_: object = None) -> None:
         """Answer the oldest call of this method that has no answer yet."""
         future = self._asked[name, method].pop(0)
@@ -282,6 +286,12 @@ class Run:
         """Have the members make the last step, and come out."""
         for name in names:
             self.leave(name, 3, "finished", state_sha256=sha)
+
+    def export(self, lead: str, show: str | None = None) -> None:
+        """Let the exporter's thread end, and show the model."""
+        self.until(lambda: self.workers.owes(lead, "show"))
+        self.workers.answer(lead, "show", show)
+        self.turn()
 
     def assignment(self, name: str) -> Assignment:
         """Return what a member was given last."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,13 +12,24 @@ import pytest
 from raytrain_plus.controller.export import ENDS_KEPT, EXPORT_AGAIN_S, EXPORT_TRIES
 from raytrain_plus.controller.members import Reported
 from raytrain_plus.controller.nodes import Draining, NodeLost
+from raytrain_plus.controller.restoring import RESTORE_AGAIN_S
 from raytrain_plus.data.sight import Sight
-from raytrain_plus.errors import DataChanged, InputError, Interrupted, RunError
+from raytrain_plus.errors import (
+    CheckpointError,
+    DamagedError,
+    DataChanged,
+    InputError,
+    Interrupted,
+    RunError,
+    StorageError,
+)
 from raytrain_plus.job.settings import Checkpoint, Parallel
 from raytrain_plus.membership import events as e
 from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.state.manifest import name_of
 from raytrain_plus.workers.messages import Outcome, Place, Sent, Written
 from tests.unit.controller.fakes import Run, job_of
+from tests.unit.state.test_checkpoint import shares, state
 
 Started = Callable[..., Run]
 
@@ -216,10 +228,8 @@ def test_a_run_ends_when_its_model_is_exported_and_its_last_state_kept(started: 
     run.workers.take()
     run.finish([A])
     assert run.phase == "CLOSE"
-    assert run.workers.take() == [(A, "keep")]
-    run.until(lambda: (A, "show") in run.workers.take())
-    run.workers.answer(A, "show", "a picture")
-    run.turn()
+    assert run.workers.take("keep") == [(A, "keep")]
+    run.export(A, "a picture")
     assert run.engine.closing is None, "the last state is still being kept"
     for attempt in range(ENDS_KEPT):
         run.workers.answer(A, "keep", RunError("out of memory"))
@@ -252,6 +262,91 @@ def test_an_interrupted_export_is_retried_a_moment_later(started: Started) -> No
         run.turn(0.2)
 
 
+def test_a_worker_whose_state_nobody_else_holds_is_copied_to_its_buddy(started: Started) -> None:
+    run = started(A, spares=1)
+    assert (run.assignment(A).buddy, run.assignment(A).copies) == (None, False)
+    run.prepare(B)
+    run.workers.take()
+    run.workers.answer(B, "rehearse")
+    run.turn()
+    assert run.workers.take() == [(A, "copy_to")]
+    sent = Sent(worker=A, buddy=B, generation=0, step=0, bytes=8, stall_s=0.0)
+    run.put(sent)
+    assert run.workers.take("copied") == [], "the group could not go back to a step that was never announced"
+    run.report(A, 0, 1)
+    assert run.workers.take("copied") == [(A, "copied"), (B, "copied")]
+    run.put(sent)
+    assert run.workers.take("copied") == []
+    run.workers.die(A, "gone")
+    run.turn()
+    # The buddy is asked whether its copy is whole; then it is its own donor, and computes the second step again.
+    assert run.workers.take() == [(B, name) for name in ("has_copy", "snapshot", "serve", "take")]
+    assert (run.assignment(B).lacks, run.assignment(B).first_step) == ("newer", 1)
+    assert "resumed" not in run.kinds()
+
+
+def test_a_copy_that_turns_out_to_be_damaged_no_longer_counts(
+    started: Started, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = started(A, spares=1)
+    run.prepare(B)
+    run.workers.answer(B, "rehearse")
+    run.turn()
+    run.report(A, 0)
+    run.put(Sent(worker=A, buddy=B, generation=0, step=0, bytes=8, stall_s=0.0))
+    run.workers.die(A, "gone")
+    run.turn()
+    run.workers.answer(B, "has_copy", False)
+    run.turn()
+    assert f"{B}: the copy that it should provide is missing or damaged; please report this" in caplog.messages
+    run.leave(B, None, "interrupted")
+    assert (run.assignment(B).lacks, run.assignment(B).first_step) == ("initial", 0)
+    assert run.told("resumed")["step"] == -1
+
+
+def saved(run: Run, step: int) -> None:
+    """Have the only member write a checkpoint."""
+    folder = run.engine.run_folder
+    [share] = shares(folder, state(step), name_of(step, 0), 1)
+    tree = {"optimizer": {}, "groups": [], "scheduler": {}, "scales": {}, "persistent": []}
+    run.put(replace(written(step, 0, ""), writers=1, share=share, tree=tree))
+    run.until(lambda: "checkpoint_saved" in run.kinds())
+
+
+def test_a_state_that_nobody_holds_is_read_from_the_checkpoint(started: Started) -> None:
+    run = started(A)
+    run.report(A, 0, 1)
+    saved(run, 0)
+    run.workers.die(A, "gone")
+    run.turn()
+    run.prepare(B)
+    assert run.workers.take("restore", "serve") == [(A, "serve"), (B, "restore")]
+    run.workers.answer(B, "restore", StorageError("no answer"))
+    run.turn()
+    assert run.told("waiting")["for"] == "the checkpoint storage: no answer"
+    run.turn(RESTORE_AGAIN_S - 0.1)
+    assert run.workers.take("restore") == []
+    run.turn(0.2)
+    assert run.workers.take("restore") == [(B, "restore")]
+    run.workers.answer(B, "restore")
+    run.turn()
+    told = run.told("resumed")
+    assert (told["step"], told["checkpoint"], told["voided_to"]) == (0, name_of(0, 0), 1)
+    assert run.assignment(B).first_step == 1
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_fails(started: Started) -> None:
+    run = started(A)
+    run.report(A, 0)
+    saved(run, 0)
+    run.workers.die(A, "gone")
+    run.turn()
+    run.prepare(B)
+    run.workers.answer(B, "restore", DamagedError("its hash differs", where="a file"))
+    with pytest.raises(CheckpointError, match="no checkpoint can be used; the last one tried: its hash differs"):
+        run.turn()
+
+
 def test_a_rescaled_run_pauses_and_forms_the_requested_group(started: Started) -> None:
     run = started(A, B)
     for name in (A, B):
@@ -276,10 +371,8 @@ def test_a_stopped_run_exports_what_it_has(started: Started) -> None:
     assert run.workers.take() == [(A, "pause"), (B, "pause")]
     for name in (A, B):
         run.leave(name, 0, "paused")
-    assert run.workers.take() == [(A, "keep"), (B, "keep")]
-    run.until(lambda: (A, "show") in run.workers.take())
-    run.workers.answer(A, "show")
-    run.turn()
+    assert run.workers.take("keep") == [(A, "keep"), (B, "keep")]
+    run.export(A)
     # What the grace time leaves for the last checkpoint is over.
     run.turn(2.0)
     assert run.told("checkpoint_failed")["error"] == "it was not written before the run ended"
@@ -292,9 +385,7 @@ def test_a_member_lost_while_the_last_state_is_kept_ends_the_run_as_finished(sta
     run = started(A)
     run.report(A, 0, 1, 2, 3)
     run.finish([A])
-    run.until(lambda: (A, "show") in run.workers.take())
-    run.workers.answer(A, "show")
-    run.turn()
+    run.export(A)
     run.workers.die(A, "gone")
     run.turn()
     assert run.engine.closing is not None
@@ -306,9 +397,7 @@ def test_members_that_end_with_different_states_fail_the_run(started: Started) -
     for name, sha in ((A, "ab"), (B, "cd")):
         run.report(name, 0, 1, 2, 3)
         run.finish([name], sha)
-    run.until(lambda: (A, "show") in run.workers.take())
-    run.workers.answer(A, "show")
-    run.turn()
+    run.export(A)
     assert run.engine.closing is not None
     assert "the workers' states differ at the end (worker-0: ab, worker-1: cd)" in str(run.engine.closing.error)
 
@@ -341,8 +430,7 @@ def test_data_that_changed_when_a_newcomer_used_it_stops_the_run_and_fails_it(st
     run.turn()
     assert run.workers.take("pause") == [(A, "pause")]
     run.leave(A, 0, "paused")
-    run.until(lambda: (A, "show") in run.workers.take())
-    run.workers.answer(A, "show")
+    run.export(A)
     run.workers.die(A, "gone")
     run.turn()
     assert run.engine.closing is not None
