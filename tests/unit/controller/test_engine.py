@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -246,20 +247,28 @@ def test_an_interrupted_export_is_retried_a_moment_later(started: Started) -> No
     run = started(A)
     run.report(A, 0, 1, 2, 3)
     tried: list[str] = []
+    go = threading.Semaphore(0)
 
     def interrupted(worker: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        assert go.acquire(timeout=10)
         tried.append(method)
         raise Interrupted("it has no copy any more")
 
     run.workers.exports = interrupted
     run.finish([A])
     run.workers.answer(A, "keep", RunError("no"))
+    run.turn()
     for attempt in range(EXPORT_TRIES + 1):
-        # Its thread has tried; the controller hears it, and tries again when the pause is over.
+        # Its thread tries; the controller hears it, and tries again when the pause is over.
+        go.release()
         run.engine.turn(10.0)
         assert tried == ["inventory"] * (attempt + 1)
         run.turn(EXPORT_AGAIN_S - 0.1)
         run.turn(0.2)
+    run.workers.answer(A, "keep", RunError("no"))
+    run.turn()
+    assert run.engine.closing is not None
+    assert isinstance(run.engine.closing.error, Interrupted), "it is not retried for ever"
 
 
 def test_a_worker_whose_state_nobody_else_holds_is_copied_to_its_buddy(started: Started) -> None:
