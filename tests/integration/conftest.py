@@ -14,7 +14,7 @@ TASKS = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Every process that a test started is gone when it ends."""
+    """Check that every process that a test started is gone when the test ends."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     yield
     if ray.is_initialized():
@@ -28,7 +28,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def background() -> list[psutil.Process]:
-    """The processes of runs in the background, with all that they have started."""
+    """Return the processes of detached runs, and all processes that these started."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         if "raytrain_plus.launch.background" in (process.info["cmdline"] or ()):
@@ -38,7 +38,7 @@ def background() -> list[psutil.Process]:
 
 @pytest.fixture
 def nothing_goes_on() -> Iterator[None]:
-    """A run that a test began in the background, and did not end, is ended, and told of."""
+    """End detached runs that a test left running, and fail the test."""
     assert not background()
     yield
     left = background()
@@ -49,7 +49,7 @@ def nothing_goes_on() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """A Ray of four logical CPUs, shared by the tests of a module."""
+    """Start a Ray of four logical CPUs, shared by the tests of a module."""
     ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield
     ray.shutdown()

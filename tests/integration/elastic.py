@@ -26,7 +26,7 @@ Event = dict[str, Any]
 
 @contextmanager
 def raylets(count: int, cpus: int = 1, settings: dict[str, Any] | None = None, **node_args: Any) -> Iterator[Cluster]:
-    """A head without CPUs, where the controller lives, and so many nodes of `cpus` each; `settings` are Ray's own."""
+    """Start a head without CPUs for the controller, and `count` nodes of `cpus` each; `settings` are Ray's own."""
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": settings, **node_args}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
@@ -40,7 +40,7 @@ def raylets(count: int, cpus: int = 1, settings: dict[str, Any] | None = None, *
 
 
 def job(tmp_path: Path, **changes: Any) -> Job:
-    """200 steps of a small model with everything in it that a step changes, on up to four workers."""
+    """Return a job of 200 steps on up to four workers; a step changes every kind of state of its small model."""
     settings: dict[str, Any] = {
         "name": "run",
         "task": "tasks:Faulty",
@@ -57,36 +57,36 @@ def job(tmp_path: Path, **changes: Any) -> Job:
 
 
 class Follower:
-    """Watches a run, and keeps its events."""
+    """A view of a run that keeps its events."""
 
     def __init__(self, told: list[Event]) -> None:
         self._told = told
 
     def start(self, name: str, steps: int) -> None:
-        """It begins."""
+        """The run starts."""
 
     def event(self, event: Event) -> None:
-        """It tells something."""
+        """The run reports an event."""
         self._told.append(event)
 
     def finish(self, result: Result) -> None:
-        """It has ended."""
+        """The run has ended."""
 
     def close(self) -> None:
-        """It tells nothing more."""
+        """No more events follow."""
 
 
 class Run:
-    """A run in a thread of the test, and what its events say."""
+    """A run in a thread of the test, and its events."""
 
     def __init__(self, job: Job, fresh: bool = True) -> None:
         self.job = job
         self._fresh = fresh
         self.folder = Path(job.storage) / job.name
-        """Where `storage` is a path."""
+        """The run's folder, if `storage` is a path."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.told: list[Event] = []
-        """Its events as whoever follows it gets them."""
+        """The events as a view of the run receives them."""
         self.result: Result | None = None
         self.error: BaseException | None = None
         self._thread.start()
@@ -98,12 +98,12 @@ class Run:
             self.error = error
 
     def events(self, kind: str | None = None) -> list[Event]:
-        """What has been told so far; where `storage` is an address, by this run alone."""
+        """Return the events so far; if `storage` is an address, only those of this run."""
         told = self.told if is_address(self.job.storage) else read_events(LocalFolder(self.folder))
         return [event for event in told if kind is None or event["kind"] == kind]
 
     def until(self, holds: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
-        """Waits until `holds` gives something true, and gives that."""
+        """Wait until `holds` returns something true, and return that."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             found = holds()
@@ -118,7 +118,7 @@ class Run:
         self.until(lambda: self.committed() >= step, f"step {step}")
 
     def until_told(self, kind: str, count: int = 1, timeout_s: float = 60) -> Event:
-        """The event of this kind with this number, from 1."""
+        """Wait for the event number `count` (from 1) of a kind, and return it."""
         told = self.until(lambda: self.events(kind)[count - 1 :], f"{kind} number {count}", timeout_s)
         return told[0]  # type: ignore[no-any-return]
 
@@ -127,11 +127,11 @@ class Run:
         return steps[-1]["step"] if steps else -1
 
     def members(self) -> list[Event]:
-        """The members of the newest view."""
+        """Return the members of the newest view."""
         return self.events("view_formed")[-1]["members"]  # type: ignore[no-any-return]
 
     def until_size(self, count: int) -> list[Event]:
-        """The members, once there are so many."""
+        """Wait for a view of `count` members, and return these."""
         self.until(lambda: self.events("view_formed") and len(self.members()) == count, f"{count} members")
         return self.members()
 
@@ -139,7 +139,7 @@ class Run:
         os.kill(member["pid"], number)
 
     def finish(self, timeout_s: float = 120) -> Result:
-        """The run's result; what it raised is raised."""
+        """Wait for the run's end and return its result; raise what the run raised."""
         self._thread.join(timeout_s)
         assert not self._thread.is_alive(), f"the run did not end; the last events: {self.events()[-5:]}"
         if self.error is not None:
@@ -148,7 +148,7 @@ class Run:
         return self.result
 
     def losses(self) -> list[float]:
-        """The loss of each step; each was told once, and in order, of those that no resumption made void."""
+        """Return the loss of each step that no resumption made void; check that each was reported once, in order."""
         void = [(event["generation"], event["step"]) for event in self.events("resumed")]
         steps = [
             event
@@ -160,5 +160,5 @@ class Run:
 
 
 def born(members: list[Event]) -> dict[int, float]:
-    """Process id -> when the process started."""
+    """Return process id -> start time of the process."""
     return {member["pid"]: psutil.Process(member["pid"]).create_time() for member in members}

@@ -1,4 +1,4 @@
-"""A Ray cluster as its users have it: `ray start --head`, with its dashboard, on this machine, for one test alone."""
+"""A Ray cluster as users start it: `ray start --head` with its dashboard, on this machine, for one test."""
 
 from __future__ import annotations
 
@@ -38,9 +38,11 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def head(cpus: int = 4, **environment: str) -> Iterator[Head]:
-    """Its processes and its files are gone when it is left. Its workers know where these tests' package is from no
-    environment: what a job needs is sent there."""
-    # Short: sockets have their paths in there.
+    """Start a head; on exit, end its processes and delete its files.
+
+    No environment variable tells its workers where the package under test is: a job must send what it needs.
+    """
+    # Short, because socket paths are inside it.
     folder = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))
     port, dashboard = free_port(), free_port()
     ray = Path(sys.executable).with_name("ray")
@@ -55,7 +57,7 @@ def head(cpus: int = 4, **environment: str) -> Iterator[Head]:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            # It would wait for half a minute for what still runs.
+            # Otherwise it waits half a minute for processes that still run.
             env={
                 **known,
                 "PATH": path,
@@ -80,7 +82,7 @@ def head(cpus: int = 4, **environment: str) -> Iterator[Head]:
             process.kill()
             process.wait(timeout=10)
         deadline = time.monotonic() + 20
-        # Those that it has started in sessions of their own, too.
+        # Including processes that it started in other sessions.
         while left := _of(folder):
             assert time.monotonic() < deadline, left
             psutil.wait_procs(left, timeout=2)
@@ -91,7 +93,7 @@ def head(cpus: int = 4, **environment: str) -> Iterator[Head]:
 
 
 def _of(folder: Path) -> list[psutil.Process]:
-    """The processes that have this folder in their command, or in their environment."""
+    """Return the processes that have this folder in their command or environment."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -106,7 +108,7 @@ def _answers(where: str) -> bool:
         with urllib.request.urlopen(f"{where}/api/version", timeout=2):
             return True
     except urllib.error.HTTPError:
-        # It wants a token.
+        # It requires a token.
         return True
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""A machine with a network of its own, whose cable can be pulled. Linux, root and iproute2 only."""
+"""A machine with its own network, which can be disconnected. Needs Linux, root and iproute2."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ POSSIBLE = os.geteuid() == 0 and shutil.which("ip") is not None
 
 
 class Cable:
-    """Between this machine and the other."""
+    """The connection between this machine and the other one."""
 
     def __init__(self, name: str, space: str) -> None:
         self.name = name
         self.there = ("ip", "netns", "exec", space)
-        """What a command begins with that is to run on the other machine."""
+        """The prefix of commands that run on the other machine."""
 
     def pull(self) -> None:
-        """From now on nothing comes through, and nobody is told."""
+        """Disconnect: from now on no packet passes, and neither side is notified."""
         _ip("link", "set", self.name, "down")
 
 
 @contextmanager
 def cable() -> Iterator[Cable]:
-    """A network namespace at the other end of a pair of virtual devices; what runs there is killed in the end."""
+    """Create a network namespace at the other end of a pair of virtual devices; kill its processes on exit."""
     space = f"raytrain-{os.getpid()}"
     near, far = f"rt{os.getpid()}a", f"rt{os.getpid()}b"
     _ip("netns", "add", space)
@@ -50,14 +50,16 @@ def cable() -> Iterator[Cable]:
 
 
 def raylet_behind(cable: Cable, address: str) -> AbstractContextManager[object]:
-    """A Ray node of one CPU at the other end of the cable, of the cluster at `address`."""
+    """Start a Ray node of one CPU on the other machine; it joins the cluster at `address`."""
     return raylet(cable.there, address, "--node-ip-address", THERE)
 
 
 @contextmanager
 def raylet(apart: Sequence[str | Path], address: str, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A Ray node of one CPU, of the cluster at `address`: its `ray start`, with which it ends. A command that begins
-    with `apart` has a world of its own."""
+    """Start a Ray node of one CPU in the cluster at `address`; yield its `ray start`, with which it ends.
+
+    A command that begins with `apart` runs in its own namespaces.
+    """
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     process = subprocess.Popen(
         [*apart, *start, "--address", address, *words, "--num-cpus", "1"],

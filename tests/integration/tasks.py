@@ -1,4 +1,4 @@
-"""Tasks and data that the real runs of these tests train on."""
+"""Tasks and data of the real runs in these tests."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from raytrain_plus.workers.notices import listen
 
 
 class Whole(nn.Sequential):
-    """Runs like a sequence, and says nothing of its layers."""
+    """A module that runs like a sequence but does not expose its layers."""
 
 
 class Net(Task):
-    """BatchNorm and dropout, so that buffers and random keys matter; layers named, so that keys are per layer."""
+    """A model with BatchNorm and dropout, so that buffers and random keys matter; named layers have their own keys."""
 
     def __init__(self, named: bool = True, explode_at: float | None = None, plain: bool = False) -> None:
         """Without `named` the model is whole, or, if it is `plain`, a sequence, whose modules are its layers."""
@@ -75,7 +75,7 @@ class Net(Task):
 
 
 class Raises(Net):
-    """Fails as users' code does."""
+    """A task that fails as users' code does."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Raises(Net):
 
 
 class Secretive(Net):
-    """Wants to be told a word that nobody else may read."""
+    """A task with a secret argument."""
 
     def __init__(self, word: str) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Secretive(Net):
 
 
 class Repeats(Net):
-    """Fails as a client library does: its error repeats the address that it was given."""
+    """A task that fails as a client library does: its error repeats the address that it received."""
 
     def __init__(self, address: str) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Repeats(Net):
 
 
 class Sleeps(Net):
-    """Takes its time, so that it can be interrupted."""
+    """A slow task, so that it can be interrupted."""
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         time.sleep(0.05)
@@ -123,17 +123,17 @@ class Sleeps(Net):
 
 
 class Paced(Sleeps):
-    """The same, of layers that steps can overlap in: without running figures."""
+    """The same with layers that allow overlapping steps: without running statistics."""
 
     def parts(self) -> dict[str, Any]:
         return {**super().parts(), "norm": lambda: nn.LayerNorm(16)}
 
 
 class Faulty(Net):
-    """Goes wrong as it is told: `fault` happens once, to the first process that gets there; `always`, from then on.
+    """A task with faults: `fault` happens once, in the first process that reaches it; with `always`, each time after.
 
-    A `fault` is "where:what:after": after so many calls of a place (loss, backward, apply, applied, snapshot, adopt,
-    evaluate; mesh: a newcomer's first batches, made while its world forms) in a process, do what (kill, stop, raise,
+    A `fault` is "where:what:after": after that many calls of a place (loss, backward, apply, applied, snapshot, adopt,
+    evaluate; mesh: a newcomer's first batches, made while its world forms) in a process, do this (kill, stop, raise,
     memory, loop, hold, rename, sleep). Every process that computes leaves a file; one that starts when there is a file
     "late" is a newcomer.
     """
@@ -182,7 +182,7 @@ class Faulty(Net):
 
     def collate(self, table: pa.Table) -> Any:
         self.calls["collate"] = self.calls.get("collate", 0) + 1
-        # The step for practice takes one microbatch, and no more are made for it than are kept ready.
+        # The warm-up step takes one microbatch; no more than the prefetched ones are made for it.
         if self.late and self.calls.get("loss") == 1 and self.calls["collate"] > PREFETCH_STEPS + 2:
             self.reach("mesh")
         batch = super().collate(table)
@@ -201,7 +201,7 @@ class Faulty(Net):
         return _Reached.apply(super().loss(model, batch), self)  # type: ignore[no-any-return]
 
     def reach(self, place: str) -> None:
-        """Does what is to be done here."""
+        """Perform the fault that is due at this place."""
         where, _, rest = self.fault.partition(":")
         what, _, after = rest.partition(":")
         self.calls[place] = self.calls.get(place, 0) + 1
@@ -224,7 +224,7 @@ class Faulty(Net):
         elif what == "memory":
             raise MemoryError("cannot allocate 64 GiB")
         elif what == "rename":
-            # This process's next sum has another name than the others': all wait for ever.
+            # This process's next sum has a different name from the others': all wait forever.
             reduce = HorovodWorld.reduce
 
             def renamed(world: HorovodWorld, tensor: torch.Tensor, name: str, operation: Any = "sum") -> Any:
@@ -236,15 +236,17 @@ class Faulty(Net):
             while True:
                 time.sleep(0.01)
         elif what == "hold":
-            # A call into C that keeps the interpreter's lock.
+            # A call into C that holds the interpreter's lock.
             ctypes.PyDLL(None).sleep(600)
         else:
             time.sleep(float(what.removeprefix("sleep")))
 
 
 class Derails(Faulty):
-    """Its loss is finite and its gradient is not: in the step after so many applied ones, or wherever a row's first
-    value exceeds `above`."""
+    """A task with a finite loss and a gradient that is not finite.
+
+    This happens in the step after a number of applied ones, or whenever a row's first value exceeds `above`.
+    """
 
     def __init__(self, folder: str, after: int | None = None, above: float = math.inf, **settings: Any) -> None:
         super().__init__(folder, **settings)
@@ -265,22 +267,25 @@ class Derails(Faulty):
 
 
 class Encoded(UserDict[str, Any]):
-    """A batch of a kind of its own, as tokenizers give: a mapping that moves itself."""
+    """A batch of its own class, as tokenizers return: a mapping that moves itself."""
 
     def to(self, device: torch.device) -> Encoded:
         return Encoded({key: value.to(device) for key, value in self.data.items()})
 
 
 class Encodes(Faulty):
-    """The same from batches of that kind."""
+    """The same task with batches of that class."""
 
     def collate(self, table: pa.Table) -> Any:
         return Encoded(super().collate(table))
 
 
 class FaultyStage(Faulty):
-    """Goes wrong where it holds that stage of two, also at places of a staged step: F0 to F15 and B0 to B15, the passes
-    of its microbatches; summed, when it has its sums; agreed, when its ring has; exchanged, when its replica has."""
+    """A task with faults in one of two stages, also at the places of a staged step.
+
+    F0 to F15 and B0 to B15: the passes of its microbatches; summed: the worker has its sums; agreed: all of its ring
+    have; exchanged: all of its replica have.
+    """
 
     def __init__(self, folder: str, stage: int, fault: str = "", pad_s: float = 0.0) -> None:
         self.stage, self.mine = stage, -1
@@ -320,14 +325,14 @@ class FaultyStage(Faulty):
 
 
 class Flowing(Faulty):
-    """Layers that steps can overlap in: without running figures."""
+    """Layers that allow overlapping steps: without running statistics."""
 
     def parts(self) -> dict[str, Any]:
         return {**super().parts(), "norm": lambda: nn.LayerNorm(16)}
 
 
 class Wide(Faulty):
-    """50 MB of weights and optimizer state."""
+    """A model with 50 MB of weights and optimizer state."""
 
     def parts(self) -> dict[str, Any]:
         return {
@@ -338,8 +343,7 @@ class Wide(Faulty):
 
 
 class Noticed(Faulty):
-    """Its workers listen to their cloud as all do on a cloud's machine, but to what is in its place: `services`, the
-    host and port for each node's id."""
+    """A task whose workers query a metadata service as in a cloud: `services` maps node id to host and port."""
 
     def __init__(self, folder: str, cloud: Any, services: dict[str, Any], pad_s: float = 0.0) -> None:
         super().__init__(folder, pad_s=pad_s)
@@ -348,7 +352,7 @@ class Noticed(Faulty):
 
 
 class Stumbles(Net):
-    """Raises now and then, each time another error."""
+    """A task that raises at random, a different error each time."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -361,7 +365,7 @@ class Stumbles(Net):
 
 
 class _Reached(torch.autograd.Function):
-    """The identity, which tells its task when the backward pass comes by."""
+    """The identity, which notifies its task in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, task: Faulty) -> torch.Tensor:
@@ -375,7 +379,7 @@ class _Reached(torch.autograd.Function):
 
 
 def noisy(table: pa.Table, rng: np.random.Generator) -> pa.Table:
-    """A random augmentation."""
+    """Add random noise to the rows, as an augmentation."""
     x = np.stack(table.column("x").to_numpy(zero_copy_only=False))
     x = x + rng.normal(size=x.shape).astype("float32") * 0.1
     column = pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), x.shape[1])
@@ -383,7 +387,7 @@ def noisy(table: pa.Table, rng: np.random.Generator) -> pa.Table:
 
 
 def write_data(folder: Path, rows: int = 500, files: int = 3, group: int = 20, seed: int = 0) -> Path:
-    """Gaussian blobs of three classes."""
+    """Write Gaussian blobs of three classes; return the folder."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     labels = rng.integers(0, 3, rows)
@@ -396,14 +400,14 @@ def write_data(folder: Path, rows: int = 500, files: int = 3, group: int = 20, s
 
 
 class Unkeyed(Net):
-    """Draws from a generator that no key seeds."""
+    """A task that draws from a generator that no key seeds."""
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return super().loss(model, {**batch, "x": batch["x"] + random.SystemRandom().gauss(0, 0.1)})
 
 
 class Remembers(Net):
-    """Changes an attribute in place that is no buffer: what it is depends on how many shards its process has seen."""
+    """A task that changes an attribute, not a buffer: its value depends on how many shards its process has seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,15 +419,18 @@ class Remembers(Net):
 
 
 class Timed(Net):
-    """Its result depends on the clock, as that of a kernel does whose parts come in any order."""
+    """A task whose result depends on the clock, as with a kernel that sums in varying order."""
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return super().loss(model, batch) * (1 + 1e-6 * (time.perf_counter_ns() % 1000))
 
 
 class Mortal(Net):
-    """Every process but the first dies now and then: just after it has changed its state by a step ("applied"), or when
-    it has told of that, too ("told"). It leaves a file that says when, and at which step."""
+    """A task that kills every process but the first at random.
+
+    It does so just after a step has changed the state ("applied"), or after that was reported as well ("told"). It
+    leaves a file with the time and the step.
+    """
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -447,7 +454,7 @@ class Mortal(Net):
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if self.telling:
-            # The next step has begun: the one before has been told of.
+            # The next step has begun, so the previous one has been reported.
             self.telling = False
             self.perhaps_die("told")
         return super().loss(model, batch)

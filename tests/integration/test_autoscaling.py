@@ -1,4 +1,4 @@
-"""Runs on a cluster with a real autoscaler: nodes come because a run lacks them, and go when it wants them no more.
+"""Runs on a cluster with a real autoscaler: nodes are added when a run lacks them, and removed when it is done.
 
 Ray's own autoscaler, with the provider that starts its nodes as processes on this machine.
 """
@@ -32,24 +32,26 @@ pytestmark = pytest.mark.timeout(180)
 
 PAD_S = 0.02
 STORE = 80_000_000
-"""Bytes of each node's object store."""
+"""Size of each node's object store in bytes."""
 IDLE_MINUTES = 0.05
-"""After so long a node on which nothing is goes."""
+"""Minutes after which an idle node is removed."""
 LATE_S = 60.0
-"""Limit of all that is waited for."""
+"""Maximum seconds of each wait."""
 
 
 @contextmanager
 def autoscaled(head_cpus: int, most: int) -> Iterator[Callable[[int], None]]:
-    """A head with so many CPUs, to which up to `most` nodes of one CPU each come and go; what it yields allows another
-    number. This process is connected."""
-    # Sockets lie below it, and their names must be short.
+    """Start a head, to which the autoscaler adds up to `most` nodes of one CPU each, and connect this process.
+
+    Yields a function that sets another maximum.
+    """
+    # Sockets are below it, and their names must be short.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
         address = f"{ray.util.get_node_ip_address()}:{free_port()}"
         file = Path(folder) / "cluster.json"
 
         def allow(most: int) -> None:
-            # The autoscaler reads it anew every second.
+            # The autoscaler reads it again every second.
             whole = file.with_suffix(".new")
             whole.write_text(json.dumps(cluster_file(address, head_cpus, most)))
             whole.rename(file)
@@ -68,7 +70,7 @@ def autoscaled(head_cpus: int, most: int) -> Iterator[Callable[[int], None]]:
 
 
 def cluster_file(address: str, head_cpus: int, most: int) -> dict[str, Any]:
-    """What `ray up` would leave on a head."""
+    """Return the content of the cluster file that `ray up` leaves on a head."""
     return {
         "cluster_name": "fake",
         "max_workers": most,
@@ -101,7 +103,7 @@ def cluster_file(address: str, head_cpus: int, most: int) -> dict[str, Any]:
 
 
 def started(folder: Path, file: Path, address: str, cpus: int) -> subprocess.Popen[bytes]:
-    """The head, in a session of its own."""
+    """Start the head in its own session."""
     host, _, port = address.rpartition(":")
     with (folder / "head.log").open("wb") as log:
         return subprocess.Popen(
@@ -126,7 +128,7 @@ def started(folder: Path, file: Path, address: str, cpus: int) -> subprocess.Pop
 
 
 def end(head: subprocess.Popen[bytes], folder: str) -> None:
-    """Ends the head, all that it has started, and what that has: those that name the folder, and those below them."""
+    """End the head and all processes that it started directly or indirectly: they name the folder."""
     found = {}
     for above in of(folder):
         with suppress(psutil.NoSuchProcess):
@@ -141,14 +143,14 @@ def end(head: subprocess.Popen[bytes], folder: str) -> None:
 
 
 def of(folder: str) -> list[psutil.Process]:
-    """Processes that name the folder."""
+    """Return the processes that name the folder."""
     return [
         process for process in psutil.process_iter(["cmdline"]) if folder in " ".join(process.info["cmdline"] or ())
     ]
 
 
 def running(process: psutil.Process) -> bool:
-    """Whether it is more than an entry that nobody has taken notice of."""
+    """Return whether the process runs: it is not a zombie."""
     with suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -168,7 +170,7 @@ def listens(address: str) -> bool:
 
 
 def until(holds: Callable[[], object], what: str, timeout_s: float = LATE_S) -> float:
-    """Waits until `holds`; the seconds that took."""
+    """Wait until `holds`; return the seconds that it took."""
     begun = time.monotonic()
     while not holds():
         assert time.monotonic() < begun + timeout_s, what
@@ -177,12 +179,12 @@ def until(holds: Callable[[], object], what: str, timeout_s: float = LATE_S) -> 
 
 
 def nodes() -> list[str]:
-    """The living ones."""
+    """Return the nodes that are alive."""
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
 def asked() -> int:
-    """Placement groups that wait for room: what an autoscaler hears."""
+    """Return the number of placement groups that wait for room: the autoscaler's input."""
     return sum(group["state"] == "PENDING" for group in ray.util.placement_group_table().values())
 
 
@@ -190,7 +192,7 @@ def sizes(run: Run) -> list[int]:
     return [len(view["members"]) for view in run.events("view_formed")]
 
 
-def test_nodes_come_because_a_run_asks_and_go_when_it_wants_them_no_more(tmp_path: Path) -> None:
+def test_nodes_are_added_on_request_and_removed_when_idle(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     with autoscaled(head_cpus=1, most=0) as allow:
         run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=1, max=4), steps=5000))
@@ -200,7 +202,7 @@ def test_nodes_come_because_a_run_asks_and_go_when_it_wants_them_no_more(tmp_pat
         allow(2)
         came = until(lambda: len(nodes()) == 3, "two nodes more")
         run.until_size(3)
-        # A fourth that cannot be had is asked for, and nobody waits for it.
+        # A fourth node is requested but not available; the run does not wait for it.
         assert asked() == 1
         run.until_step(run.committed() + 10)
         attach(run.folder).rescale(max=1)
@@ -218,7 +220,7 @@ def test_nodes_come_because_a_run_asks_and_go_when_it_wants_them_no_more(tmp_pat
 
 
 @pytest.mark.slow
-def test_the_node_goes_on_which_a_run_has_streamed_its_data(tmp_path: Path) -> None:
+def test_the_node_on_which_a_run_streamed_its_data_is_removed(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     data = Data(path=str(tmp_path / "data"), batch_size=48, shards=8, cache_mb=0)
     with autoscaled(head_cpus=0, most=1):
@@ -235,7 +237,7 @@ def test_the_node_goes_on_which_a_run_has_streamed_its_data(tmp_path: Path) -> N
 
 
 def ray_datas_own() -> dict[str, str]:
-    """The actors that Ray Data keeps for the whole cluster, and their nodes."""
+    """Return the cluster-wide actors of Ray Data, and their nodes."""
     return {
         actor["ActorClassName"]: actor["Address"]["NodeID"]
         for actor in state.actor_table(None).values()

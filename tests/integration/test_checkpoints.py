@@ -1,4 +1,4 @@
-"""Checkpoints on a real cluster: after any loss a run goes on from the newest complete one, to the same bits."""
+"""Checkpoints on a real cluster: after any loss a run continues from the newest complete one, to the same bits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ pytestmark = [pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def eight() -> Iterator[None]:
-    """Ray, with credentials of a store in the environment of all its processes."""
+    """Start Ray, with credentials of a store in the environment of all its processes."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("AWS_ACCESS_KEY_ID", "KEYID"), ("AWS_SECRET_ACCESS_KEY", "pa55word")):
             patch.setenv(name, value)
@@ -65,12 +65,12 @@ def eight() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def data(tmp_path: Path) -> Path:
-    """The same rows in every test."""
+    """Write the data: the same rows in every test."""
     return write_data(tmp_path / "data", rows=517)
 
 
 def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
-    """BatchNorm, dropout, AdamW, a scheduler, clipping; a checkpoint every ten steps."""
+    """Return a job with BatchNorm, dropout, AdamW, a scheduler and clipping; a checkpoint every ten steps."""
     settings: dict[str, Any] = {
         "data": Data(path=str(tmp_path / "data"), batch_size=36, shards=12, cache_mb=0),
         "steps": 60,
@@ -83,7 +83,7 @@ def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
 
 
 def ended(run: Run) -> tuple[str | None, list[float], dict[str, float]]:
-    """Hash, losses and figures of a run whose audit is clean."""
+    """Return hash, losses and metrics of a run; check that its audit is clean."""
     result = run.finish()
     assert result.status == "finished", result.error
     found = audit(result.path)
@@ -101,7 +101,9 @@ def undisturbed(
     return ended(Run(exact(folder, "quiet", workers=Workers(min=2))))
 
 
-def test_a_group_that_is_lost_whole_goes_on_from_its_checkpoint(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+def test_a_group_that_is_lost_completely_continues_from_its_checkpoint(
+    undisturbed: tuple[Any, ...], tmp_path: Path
+) -> None:
     run = Run(exact(tmp_path, "lost", workers=Workers(min=3), args={"pad_s": 0.03}))
     run.until(lambda: run.committed() >= 25 and run.events("checkpoint_saved")[1:], "step 25 and two checkpoints")
     for member in run.members():
@@ -116,7 +118,7 @@ def test_a_group_that_is_lost_whole_goes_on_from_its_checkpoint(undisturbed: tup
 
 
 @pytest.mark.slow
-def test_before_the_first_checkpoint_it_begins_anew(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+def test_before_the_first_checkpoint_a_run_starts_again(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
     run = Run(exact(tmp_path, "early", workers=Workers(min=2), args={"pad_s": 0.03}, checkpoint=Checkpoint()))
     run.until_step(8)
     for member in run.members():
@@ -139,7 +141,7 @@ def raytrain(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 def spawn(file: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`raytrain run`, with a Ray of its own."""
+    """Start `raytrain run` with its own Ray."""
     return subprocess.Popen(
         [sys.executable, "-m", "raytrain_plus", "run", str(file), "--json", *arguments],
         cwd=TASKS,
@@ -152,7 +154,7 @@ def spawn(file: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def end_all(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to driver, Ray, controller and workers at once."""
+    """Send SIGKILL to driver, Ray, controller and workers at once."""
     for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
         one.kill()
     process.communicate(timeout=30)
@@ -170,7 +172,7 @@ def until_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_after_the_loss_of_everything_the_same_command_goes_on(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
+def test_after_the_loss_of_everything_the_same_command_resumes(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
     padded = exact(tmp_path, "job", workers=Workers(min=4), args={"pad_s": 0.03})
     file = tmp_path / "job.yaml"
     file.write_text(padded.to_yaml())
@@ -200,7 +202,7 @@ def test_after_the_loss_of_everything_the_same_command_goes_on(undisturbed: tupl
 
 
 def outside_of_us(tmp_path: Path) -> None:
-    """The exported model, in a process that knows torch and safetensors alone."""
+    """Load the exported model in a process that has only torch and safetensors."""
     code, _, err = raytrain("export", tmp_path / "runs" / "job", "--to", tmp_path / "model.safetensors")
     assert code == 0, err
     program = ("export", tmp_path / "runs" / "job", "--to", tmp_path / "model.pt2", "--format", "torch-export")
@@ -288,7 +290,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path)
     before[document] = document.read_bytes()
     refused("the checkpoint has format 7, but this version reads format 1", "steps=80", kind=CheckpointError)
     document.write_bytes(written)
-    # A finished run goes on to more steps, and says that it did.
+    # A finished run continues to more steps, and reports that it did.
     result = resume(folder, ["steps=70"], quiet=True, roots=[TASKS])
     assert (result.status, result.steps) == ("finished", 70)
     assert audit(folder).clean
@@ -320,7 +322,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
 
 @contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
-    """A file system of its own in `folder`."""
+    """Mount a file system of its own in `folder`."""
     folder.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], check=True, timeout=10)
     try:
@@ -331,7 +333,7 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
 
 @contextmanager
 def full(run: Path) -> Iterator[None]:
-    """No room is left on the disk of a run's folder."""
+    """Fill the disk of a run's folder."""
     filler = run / "filler"
     with filler.open("wb", buffering=0) as file, suppress(OSError):
         for _ in range(10_000):
@@ -342,7 +344,7 @@ def full(run: Path) -> Iterator[None]:
 
 @contextmanager
 def read_only(run: Path) -> Iterator[None]:
-    """As a disk is that its kernel has found at fault."""
+    """Remount the disk read-only, as a kernel does with a faulty disk."""
     folder = str(run / "checkpoints")
     subprocess.run(["mount", "--bind", folder, folder], check=True, timeout=10)
     subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True, timeout=10)
@@ -352,7 +354,7 @@ def read_only(run: Path) -> Iterator[None]:
 
 @contextmanager
 def forbidden(run: Path) -> Iterator[None]:
-    """Nothing may be made there, not even by the superuser."""
+    """Forbid new files, even for the superuser."""
     folder = str(run / "checkpoints")
     subprocess.run(["chattr", "+i", folder], check=True, timeout=10)
     yield
@@ -369,7 +371,7 @@ def forbidden(run: Path) -> Iterator[None]:
         (forbidden, "[Errno 1] Operation not permitted"),
     ],
 )
-def test_a_disk_that_takes_nothing_costs_checkpoints_and_no_step(
+def test_a_disk_that_accepts_nothing_costs_checkpoints_and_no_step(
     undisturbed: tuple[Any, ...], tmp_path: Path, ailing: Any, words: str
 ) -> None:
     with small_disk(tmp_path / "small", 8):
@@ -386,11 +388,11 @@ def test_a_disk_that_takes_nothing_costs_checkpoints_and_no_step(
             at = [event["time"] for event in run.told if event["kind"] == "step_committed" and event["step"] >= 10]
             assert at[-1] - at[0] > 3
             assert max(after - before for before, after in pairwise(at)) < 2
-            # The last complete one remains.
+            # The last complete checkpoint remains.
             assert kept_steps(run.folder)[-1] == 9
         result = run.finish()
         assert (result.status, result.state_sha256) == ("finished", undisturbed[0])
-        # What could not be written then is written now.
+        # What could not be written earlier is written now.
         assert run.losses() == undisturbed[1]
         assert audit(run.folder).clean
         saved = [event["step"] for event in run.events("checkpoint_saved")]
@@ -399,13 +401,13 @@ def test_a_disk_that_takes_nothing_costs_checkpoints_and_no_step(
 
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[Proxy]:
-    """In front of a local S3 with a bucket `runs`."""
+    """Start a proxy in front of a local S3 with a bucket `runs`."""
     with serving("runs") as store, relaying(store) as server:
         yield server
 
 
 def end_controller() -> None:
-    """SIGKILL to the controller of the one run that goes on."""
+    """Send SIGKILL to the controller of the only running run."""
     [controller] = [
         process
         for process in psutil.Process().children(recursive=True)
@@ -425,7 +427,7 @@ def test_a_run_on_an_object_store_survives_the_same(proxy: Proxy, undisturbed: t
     end_controller()
     with pytest.raises(RunError, match="the controller died"):
         run.finish()
-    # It would be waited for, ten seconds long.
+    # Otherwise the test waits ten seconds for it.
     folder = open_folder(within(storage, "far"))
     folder.remove("lease.json")
     result = Run(far, fresh=False).finish()
@@ -476,7 +478,7 @@ def test_a_store_that_fails_for_a_while_costs_no_step(
 
 
 def kept_steps(folder: Path) -> list[int]:
-    """Of the complete checkpoints in a run's folder, oldest first."""
+    """Return the steps of the complete checkpoints in a run's folder, oldest first."""
     return sorted(found.step for found in survey(LocalFolder(folder)) if found.manifest is not None)
 
 
@@ -487,7 +489,7 @@ def test_of_two_controllers_the_older_one_stops(undisturbed: tuple[Any, ...], tm
     first.until_told("checkpoint_saved")
     ours = psutil.Process().children(recursive=True)
     [controller] = [child for child in ours if "Controller" in " ".join(child.cmdline())]
-    controller.suspend()  # as one is that has lost its network; its workers go on
+    controller.suspend()  # like one that has lost its network; its workers continue
     second = Run(replace(twice, workers=Workers(min=3)), fresh=False)
     second.until(lambda: [event for event in second.told if event["kind"] == "resumed"], "the second one")
     controller.resume()
@@ -506,14 +508,14 @@ def test_a_checkpoint_every_few_seconds(tmp_path: Path) -> None:
     saved = run.events("checkpoint_saved")
     times, steps = [event["time"] for event in saved], [event["step"] for event in saved]
     assert len(saved) >= 4
-    # Nobody's wish is fulfilled twice; the last one is that of the end.
+    # No request is fulfilled twice; the last checkpoint is the one at the end.
     assert all(after - before > 0.9 for before, after in pairwise(times[:-1])), times
     assert kept_steps(run.folder) == steps
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight")
-def test_the_best_checkpoint_stays_and_a_run_goes_on_with_other_arguments(tmp_path: Path) -> None:
+def test_the_best_checkpoint_stays_and_a_run_resumes_with_other_arguments(tmp_path: Path) -> None:
     best = Checkpoint(every_steps=None, every_s=None, keep=1, keep_best=KeepBest(metric="loss", mode="max"))
     evaluate = Evaluate(path=str(tmp_path / "data"), every_steps=10)
     settings = {"workers": Workers(min=2), "checkpoint": best, "evaluate": evaluate, "args": {"pad_s": 0.02}}
@@ -531,9 +533,7 @@ def test_the_best_checkpoint_stays_and_a_run_goes_on_with_other_arguments(tmp_pa
     assert audit(run.folder).clean
 
 
-def test_a_metric_that_the_task_does_not_give_is_told_with_those_that_it_does(
-    undisturbed: tuple[Any, ...], tmp_path: Path
-) -> None:
+def test_an_unknown_metric_is_an_error_that_lists_the_known_ones(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
     wrong = Checkpoint(keep_best=KeepBest(metric="accuracy", mode="max"))
     with pytest.raises(InputError, match="the task's evaluate does not return 'accuracy'") as caught:
         Run(exact(tmp_path, "wrong", workers=Workers(min=1), checkpoint=wrong)).finish()
@@ -549,7 +549,7 @@ def test_workers_killed_while_they_write_their_shares_cost_that_checkpoint_alone
     run = Run(exact(tmp_path, "far", workers=Workers(min=2), args=slow, storage=storage))
     run.until_told("checkpoint_saved")
     proxy.down = True
-    # The next one is due, and cannot be written.
+    # The next checkpoint is due, and cannot be written.
     run.until_step((run.committed() // 10 + 1) * 10 + 2)
     for member in run.members():
         run.kill(member)

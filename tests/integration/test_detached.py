@@ -1,4 +1,4 @@
-"""Runs that go on by themselves: whatever becomes of who began them, and told to whoever asks."""
+"""Detached runs survive the process that started them, and can be followed, stopped and rescaled from elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_in_the_background_of_a_laptop(tmp_path: Path, nothing_goes_on: None) -> None:
+def test_a_detached_run_on_one_machine(tmp_path: Path, nothing_goes_on: None) -> None:
     write_data(tmp_path / "data")
     job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=60), tmp_path / "runs" / "job"
     code, out, err = raytrain("run", job, "--detach", "--json")
@@ -51,7 +51,7 @@ def test_in_the_background_of_a_laptop(tmp_path: Path, nothing_goes_on: None) ->
     watching = command("attach", folder)
     until(lambda: len(losses(folder)) > 5, "5 steps")
     assert "<run job: running (process " in repr(attach(folder))
-    # Who began it has gone; who watches may go, too.
+    # The starting process has ended; a watching one may end too.
     assert watching.stdout is not None
     assert watching.stdout.readline().startswith("job: 60 steps")
     watching.send_signal(signal.SIGINT)
@@ -68,13 +68,13 @@ def test_in_the_background_of_a_laptop(tmp_path: Path, nothing_goes_on: None) ->
     assert "2 workers ready" in out
     assert "job finished: 60 steps" in out
     assert len(losses(folder)) == 60
-    # Another's eyes, later.
+    # Watched by another process, later.
     code, out, _ = raytrain("attach", folder, "--json")
     assert (code, json.loads(out)["state_sha256"]) == (0, result.state_sha256)
     code, out, _ = raytrain("logs", "job", "--storage", tmp_path / "runs")
     assert code == 0
     assert "2 workers ready" in out
-    # What has finished is not run again.
+    # A finished run is not run again.
     code, _, err = raytrain("run", job, "--detach")
     assert code == 0, err
     _, alive = psutil.wait_procs(processes, timeout=10)
@@ -82,12 +82,12 @@ def test_in_the_background_of_a_laptop(tmp_path: Path, nothing_goes_on: None) ->
 
 
 @pytest.mark.slow
-def test_stopped_from_elsewhere_it_is_saved_and_goes_on_later(tmp_path: Path, nothing_goes_on: None) -> None:
+def test_a_run_stopped_from_elsewhere_is_saved_and_resumes_later(tmp_path: Path, nothing_goes_on: None) -> None:
     write_data(tmp_path / "data")
     token = tmp_path / "token"
     token.write_text("a-token-of-this-test-alone")
     token.chmod(0o600)
-    # The cluster asks for a token; who stops the run has it.
+    # The cluster requires a token; the process that stops the run has it.
     asking = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=5000), tmp_path / "runs" / "job"
     code, _, err = raytrain("run", job, "--detach", **asking)
@@ -118,7 +118,7 @@ def test_nothing_is_left_of_a_run_whose_background_process_is_killed(tmp_path: P
     assert attach(tmp_path / "runs" / "job").status().state.startswith("unfinished (its controller died: process ")
 
 
-def test_what_keeps_a_run_from_beginning_is_told_at_once(tmp_path: Path, nothing_goes_on: None) -> None:
+def test_what_prevents_a_run_from_starting_is_reported_at_once(tmp_path: Path, nothing_goes_on: None) -> None:
     write_data(tmp_path / "data")
     job = write_job(tmp_path, workers={"min": 1, "cpus": 1, "gpus": 1})
     code, out, err = raytrain("run", job, "--detach")
@@ -146,7 +146,7 @@ time.sleep(600)
 
 
 def begun(job: Path, cluster: Cluster) -> subprocess.Popen[str]:
-    """A driver on the cluster that has begun a run, and stays."""
+    """Start a driver on the cluster that starts a run, and stays."""
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(job), cluster.address], cwd=TASKS, stdout=subprocess.PIPE, text=True
     )
@@ -156,7 +156,7 @@ def begun(job: Path, cluster: Cluster) -> subprocess.Popen[str]:
 
 
 def left_alone(tmp_path: Path, cluster: Cluster, **changes: Any) -> Path:
-    """The folder of a run on the cluster whose driver has been killed."""
+    """Return the folder of a run on the cluster whose driver has been killed."""
     write_data(tmp_path / "data")
     driver = begun(write_job(tmp_path, task="tasks:Sleeps", **changes), cluster)
     driver.kill()
@@ -165,7 +165,7 @@ def left_alone(tmp_path: Path, cluster: Cluster, **changes: Any) -> Path:
 
 
 def nothing_is_held() -> bool:
-    """Of what is ours: Ray Data has actors of its own for the whole cluster, which stay."""
+    """Return whether no actor or CPU of ours is held; Ray Data's own cluster-wide actors stay."""
     names = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
     return not names and ray.available_resources().get("CPU") == 2
 
@@ -186,7 +186,7 @@ def test_on_a_cluster_the_death_of_the_driver_changes_nothing(tmp_path: Path, cl
 
 
 @pytest.mark.slow
-def test_it_has_other_numbers_of_workers_when_told(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_detached_run_is_rescaled(tmp_path: Path, cluster: Cluster) -> None:
     folder = left_alone(tmp_path, cluster, steps=5000, workers={"min": 1})
     handle = attach(folder)
 
@@ -212,7 +212,7 @@ def test_it_has_other_numbers_of_workers_when_told(tmp_path: Path, cluster: Clus
 
 
 @pytest.mark.slow
-def test_a_controller_that_is_killed_is_missed(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_killed_controller_is_noticed(tmp_path: Path, cluster: Cluster) -> None:
     folder = left_alone(tmp_path, cluster, steps=5000)
     until(lambda: len(losses(folder)) > 5, "5 steps")
     holder = lease_holder(LocalFolder(folder))
@@ -226,7 +226,7 @@ def test_a_controller_that_is_killed_is_missed(tmp_path: Path, cluster: Cluster)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_watched_can_be_told_to_stop(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_run_is_stopped_by_a_signal_to_its_watcher(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     job, folder = write_job(tmp_path, task="tasks:Sleeps", steps=5000), tmp_path / "runs" / "job"
     driver = begun(job, cluster)

@@ -47,7 +47,7 @@ def losses(job: Job) -> list[float]:
 
 
 def plain_losses(job: Job, transform: Any = None) -> list[float]:
-    """The same training as a loop that anybody could write, from what DESIGN and the docstrings document."""
+    """Train with a plain loop, written from the documented rules alone."""
     task = Net(**job.args)
     seen = index(job.data.path)
     line = line_of(job, seen)
@@ -145,7 +145,7 @@ def test_evaluation_is_an_exact_mean_over_rows_whatever_the_workers(tmp_path: Pa
         assert [event["step"] for event in told] == [-1, 3, 7, 9]
         figures.append([event["metrics"]["loss"] for event in told])
         assert result.metrics["loss"] == figures[-1][-1]
-    # Before any step the state has the same bits everywhere, and so has the figure.
+    # Before any step the state has the same bits everywhere, and so has the metric.
     assert figures[0][0] == figures[1][0]
     np.testing.assert_allclose(figures[0], figures[1], rtol=1e-5)
     task = Net()

@@ -32,7 +32,7 @@ def eight() -> Iterator[None]:
 
 
 def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
-    """BatchNorm, dropout, AdamW, clipping, an augmentation; granules that spans cut, epochs that a step straddles."""
+    """Return a job with BatchNorm, dropout, AdamW, clipping and an augmentation; a step straddles epochs."""
     data = Data(path=str(tmp_path / "data"), batch_size=36, shards=12, transform="tasks:noisy", granule=7, cache_mb=0)
     held_out = Evaluate(path=str(tmp_path / "data"), every_steps=20)
     settings: dict[str, Any] = {"data": data, "steps": 60, "reduction": "exact", "evaluate": held_out, **changes}
@@ -40,7 +40,7 @@ def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
 
 
 def ended(run: Run) -> tuple[str | None, list[float], dict[str, float]]:
-    """Hash, losses and figures of a run whose audit is clean."""
+    """Return hash, losses and metrics of a run; check that its audit is clean."""
     result = run.finish()
     assert result.status == "finished", result.error
     found = audit(result.path)
@@ -49,7 +49,7 @@ def ended(run: Run) -> tuple[str | None, list[float], dict[str, float]]:
 
 
 def rings(run: Run) -> set[str]:
-    """What has summed over the workers, wherever there were several."""
+    """Return the libraries that summed over the workers, if there were several."""
     return {event["collective"] for event in run.events("view_formed") if len(event["members"]) > 1}
 
 
@@ -114,7 +114,7 @@ def test_verify_names_what_differs(tmp_path: Path, task: str) -> None:
     assert [trial["audit_clean"] for trial in found["trials"]] == [True, True]
 
 
-def test_a_run_that_is_still_going_is_audited_up_to_what_is_durable(tmp_path: Path) -> None:
+def test_a_running_run_is_audited_up_to_what_is_durable(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     often = Checkpoint(every_steps=10)
     args = {"pad_s": 0.02}
@@ -153,7 +153,7 @@ def test_the_same_bits_on_one_to_eight_workers(tmp_path: Path) -> None:
 
 
 def disturbed(job: Job, number: int) -> tuple[str | None, list[float], dict[str, float]]:
-    """A run in which workers die at moments drawn by chance."""
+    """Run a job whose workers die at random times."""
     draw = random.Random(number)
     run = Run(job)
     assert job.steps is not None
@@ -172,13 +172,13 @@ def disturbed(job: Job, number: int) -> tuple[str | None, list[float], dict[str,
 
 
 def whole(run: Run) -> bool:
-    """Whether the newest view has several members, and all of them live: one that holds the state is to be left."""
+    """Return whether the newest view has several members, all alive: one holder of the state must survive."""
     kinds = [event["kind"] for event in run.events() if event["kind"] in ("view_formed", "worker_lost")]
     return kinds[-1:] == ["view_formed"] and len(run.members()) > 1
 
 
 def example(tmp_path: Path, name: str, model: str, workers: Workers) -> Job:
-    """The examples' own tasks and data: `digits` (BatchNorm, dropout) or `byte_gpt` (AdamW, clipping)."""
+    """Return a job of the examples: `digits` (BatchNorm, dropout) or `byte_gpt` (AdamW, clipping)."""
     spelled = {"digits": "Digits", "byte_gpt": "ByteGPT"}[model]
     data = Data(
         path=str(tmp_path / model / "train"),
@@ -235,8 +235,10 @@ def test_fifty_deaths_between_apply_and_hand_over_leave_the_ledger_whole(tmp_pat
 
 
 def kept_steps(tmp_path: Path, run: Run, when: str) -> list[bool]:
-    """Of each member that died when it had applied a step (or also told of it): whether that step was committed in the
-    generation in which it died, by a survivor that had applied it, too; or was made again in a later one."""
+    """Return, for each member that died after it applied a step, whether that step was committed in its generation.
+
+    Then a survivor had applied the step too; otherwise the step was computed again in a later generation.
+    """
     committed = {event["step"]: event["generation"] for event in run.events("step_committed")}
     inside: dict[int, int] = {}
     for view in run.events("view_formed"):
@@ -245,7 +247,7 @@ def kept_steps(tmp_path: Path, run: Run, when: str) -> list[bool]:
     for file in tmp_path.glob("died-*"):
         died, step = file.read_text().split()
         pid = int(file.name.removeprefix("died-"))
-        # A step for practice is number 0.
+        # A warm-up step has number 0.
         if died == when and pid in inside and int(step) > 0 and int(step) in committed:
             kept.append(committed[int(step)] == inside[pid])
     return kept

@@ -1,4 +1,4 @@
-"""Where all who hold the state go, or cannot come out of a step: it is brought into safety before."""
+"""If all holders of the state leave, or cannot finish a step, the state is saved before."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-def test_when_all_machines_go_no_step_is_lost_and_new_ones_go_on(tmp_path: Path, cluster: Cluster) -> None:
+def test_when_all_machines_leave_no_step_is_lost_and_new_ones_continue(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     expected = losses_of_an_undisturbed_run(tmp_path)
     run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=2)))
@@ -43,7 +43,7 @@ def test_when_all_machines_go_no_step_is_lost_and_new_ones_go_on(tmp_path: Path,
     nodes = [node for node in cluster.worker_nodes if node.node_id in [member["node"] for member in members]]
     for node in nodes:
         drain(cluster, node.node_id, 13)
-    # It trains on while that is safe.
+    # It continues to train while that is safe.
     run.until_step(run.committed() + 5)
     saved = run.until_told("checkpoint_saved")
     assert saved["step"] == run.committed() < 199
@@ -59,9 +59,9 @@ def test_when_all_machines_go_no_step_is_lost_and_new_ones_go_on(tmp_path: Path,
     assert audit(result.path).clean
 
 
-def test_a_run_that_is_stopped_in_a_long_step_gives_out_the_state_before_it(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_run_that_is_stopped_in_a_long_step_saves_the_state_before_it(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
-    # From the sixth step on, each of both computes for half a minute.
+    # From the sixth step on, both compute for half a minute.
     slow = {"fault": "loss:sleep8:20", "always": True}
     file = tmp_path / "run.yaml"
     file.write_text(job(tmp_path, args=slow, workers=Workers(min=2), steps=50).to_yaml())
@@ -88,7 +88,7 @@ def test_a_run_that_is_stopped_in_a_long_step_gives_out_the_state_before_it(tmp_
     result = json.loads((tmp_path / "runs" / "run" / "result.json").read_text())
     assert (result["status"], result["steps"]) == ("stopped", 5)
     assert result["state_sha256"]
-    # The run goes on from there.
+    # The run continues from there.
     file.write_text(job(tmp_path, workers=Workers(min=2), steps=50).to_yaml())
     ended = resume(tmp_path / "runs" / "run", [f"args={{folder: {tmp_path}}}"], quiet=True, roots=[TASKS])
     assert (ended.status, ended.steps) == ("finished", 50)

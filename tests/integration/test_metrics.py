@@ -1,4 +1,4 @@
-"""What monitoring sees of a run, where Ray's node exports it: all that the dashboard asks for, and right."""
+"""The metrics that Ray's node exports of a run: all that the dashboard uses, with the right values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.observe.dashboard import queries
 pytestmark = pytest.mark.timeout(240)
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
-"""By metric: labels and value of each series."""
+"""Return metric -> labels and value of each series."""
 
 
 def until(holds: Callable[[], Any], missing: Callable[[], object], timeout_s: float = 60) -> Any:
@@ -34,10 +34,10 @@ def until(holds: Callable[[], Any], missing: Callable[[], object], timeout_s: fl
 
 
 class Exporter:
-    """A Ray whose node exports what its processes show, once a second, and forgets it after another."""
+    """Start a Ray that exports its processes' metrics once a second, and drops them after another second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # What a setting of `ray.init` says, the process that exports does not hear.
+        # The exporting process does not receive the settings of `ray.init`.
         monkeypatch.setenv("RAY_metrics_report_interval_ms", "1000")
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
@@ -51,7 +51,7 @@ class Exporter:
         )
 
     def scrape(self) -> Samples:
-        """What is exported of runs now."""
+        """Return the runs' currently exported metrics."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
         found: Samples = {}
@@ -62,7 +62,7 @@ class Exporter:
         return found
 
 
-def test_a_run_exports_all_that_the_dashboard_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_exports_all_that_the_dashboard_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_data(tmp_path / "data")
     try:
         exporter = Exporter(monkeypatch)

@@ -28,7 +28,7 @@ def newest(folder: Path) -> Manifest:
 
 
 def spoil(folder: Path) -> Manifest:
-    """Leaves a checkpoint full of NaN that is newer than all others, whole in every other way: older versions did."""
+    """Write a checkpoint full of NaN that is the newest and otherwise complete, as older versions did."""
     run, good = LocalFolder(folder), newest(folder)
     name = name_of(good.step + 1, good.generation)
     copies = []
@@ -59,7 +59,7 @@ def test_the_last_step_is_not_finite_and_an_older_version_saved_such_a_state(tmp
     assert (result.status, result.exit_code, result.steps) == ("failed", 1, 29)
     assert result.error is not None
     assert expected in result.error
-    # A failed run gives out the state of its last committed step.
+    # A failed run saves the state of its last committed step.
     model = safetensors.torch.load_file(first.folder / "model.safetensors")
     assert all(bool(value.isfinite().all()) for value in model.values())
     committed = first.events("step_committed")
@@ -102,5 +102,5 @@ def test_steps_that_are_skipped_are_the_same_ones_after_a_kill(tmp_path: Path) -
     assert disturbed.result.recoveries == 1
     assert [event["step"] for event in disturbed.events("step_committed") if event.get("skipped")] == skipped
     assert disturbed.result.state_sha256 == calm.result.state_sha256
-    # Their rows are used.
+    # Their rows count as used.
     assert audit(disturbed.folder).clean

@@ -69,8 +69,8 @@ FIRST, *OTHERS = NOTEBOOKS
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_an_example_does_what_it_says(name: str, tmp_path: Path, nothing_goes_on: None) -> None:
-    """What it promises is asserted in its own cells: an error in one would be raised here."""
+def test_a_notebook_of_the_examples_runs(name: str, tmp_path: Path, nothing_goes_on: None) -> None:
+    """The notebook's own cells assert its promises: an error in one is raised here."""
     notebook = executed(name, tmp_path)
     kept = nbformat.writes(tidy(notebook, tmp_path))
     assert len(kept) < 100_000
@@ -133,7 +133,7 @@ def test_interrupting_a_cell_that_follows_ends_the_watching_alone(tmp_path: Path
 
 
 def news(client: BlockingKernelClient) -> str:
-    """What the cell shows, where it has changed."""
+    """Return the cell's output if it has changed, otherwise an empty text."""
     try:
         content = client.get_iopub_msg(timeout=0.2)["content"]
     except Empty:

@@ -1,4 +1,4 @@
-"""Models in stages on a cluster of raylets: the bits of one worker, whatever is cut, lost, replaced or cut anew."""
+"""Models in stages on a cluster of raylets: the bits of one worker, through losses, replacements and repartitions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def four_nodes(cluster: Cluster) -> None:
 
 
 def staged(tmp_path: Path, size: int, pipeline: int, schedule: Any = "1f1b", **changes: Any) -> Job:
-    """80 steps with exact sums and evaluations; BatchNorm, dropout, AdamW with a scheduler, clipping."""
+    """Return a job of 80 steps with exact sums, evaluations, BatchNorm, dropout, AdamW, a scheduler and clipping."""
     write_data(tmp_path / "data")
     write_data(tmp_path / "held", rows=90, files=1, seed=3)
     settings: dict[str, Any] = {
@@ -60,12 +60,12 @@ def staged(tmp_path: Path, size: int, pipeline: int, schedule: Any = "1f1b", **c
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Result:
-    """What one worker makes of it."""
+    """Return the result of the same job on one worker."""
     return Run(staged(tmp_path_factory.mktemp("alone"), 1, 1)).finish()
 
 
 def check(run: Run, alone: Result) -> Result:
-    """The run's end is that of one worker, to the bit, and every row was used once."""
+    """Check that the final state has the bits of one worker, and that every row was used once."""
     result = run.finish()
     check_end(result, alone)
     run.losses()
@@ -80,7 +80,7 @@ def check_end(result: Result, alone: Result) -> None:
 
 
 def at(run: Run, replica: int, stage: int) -> Event:
-    """Who is there."""
+    """Return the member at a seat of the newest view."""
     return next(member for member in run.members() if (member["replica"], member["stage"]) == (replica, stage))
 
 
@@ -109,7 +109,7 @@ def test_the_bits_are_those_of_one_worker(
 
 
 def elastic(tmp_path: Path, spares: int = 0, **changes: Any) -> tuple[Run, dict[int, float]]:
-    """Two replicas of two stages that have made some steps, and their processes."""
+    """Start two replicas of two stages; return the run after some steps, and its processes."""
     workers = Workers(min=2, max=4 - 2 * bool(spares), spares=spares)
     run = Run(staged(tmp_path, 4, 2, **{"args": {"pad_s": PAD_S}, "workers": workers, **changes}))
     before = born(run.until_size(run.job.workers.max or run.job.workers.min))
@@ -118,9 +118,9 @@ def elastic(tmp_path: Path, spares: int = 0, **changes: Any) -> tuple[Run, dict[
 
 
 class Forger:
-    """A process of the same machine that belongs to nobody: it tries to publish and to read at every new port.
+    """A foreign process on the same machine that tries to publish and to read at every new port.
 
-    From when the run has its folder: then the rendezvous are served.
+    It begins when the run has its folder: then the rendezvous are served.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -143,7 +143,7 @@ class Forger:
             listening = self._listening()
             if self._folder.exists():
                 break
-            # All of these are older than the first rendezvous.
+            # All of these ports are older than the first rendezvous.
             self._known = listening
         while not self._end.wait(0.02):
             listening = self._listening()
@@ -180,7 +180,7 @@ class Forger:
 
 
 class Canary:
-    """Makes a file in whoever unpickles it."""
+    """An object that creates a file in the process that unpickles it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -189,7 +189,7 @@ class Canary:
         return open, (str(self._file), "w")
 
 
-def test_a_forger_on_the_same_machine_is_refused_and_the_run_goes_on(tmp_path: Path, alone: Result) -> None:
+def test_a_forger_on_the_same_machine_is_refused_and_the_run_continues(tmp_path: Path, alone: Result) -> None:
     canary = tmp_path / "canary"
     pickled = pickle.dumps(Canary(canary))
     with Forger(tmp_path / "runs" / "run") as forger, contextlib.ExitStack() as stack:
@@ -200,12 +200,12 @@ def test_a_forger_on_the_same_machine_is_refused_and_the_run_goes_on(tmp_path: P
                 if one.status != psutil.CONN_LISTEN:
                     continue
                 for number in range(3):
-                    # The number of a connection, as Gloo wants it, and a message's length.
+                    # The number of a connection in Gloo's format, and a message's length.
                     said = stack.enter_context(socket.create_connection(one.laddr[:2], timeout=5))
                     said.sendall(struct.pack("<qq", number, len(pickled)) + pickled)
         check(run, alone)
     assert not canary.exists()
-    # Two rings and two replicas, each asked four times.
+    # Two rings and two replicas, with four attempts each.
     assert set(forger.answers) == {"PUT 403", "GET 403"}, forger.answers
     assert forger.answers["PUT 403"] >= 8
     assert len(run.events("view_formed")) == 1
@@ -273,7 +273,7 @@ def test_a_spare_takes_the_place_of_any_stage(tmp_path: Path, cluster: Cluster, 
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW)])
-def test_a_stage_that_nobody_else_holds_comes_from_its_buddys_memory(tmp_path: Path, alone: Result, stage: int) -> None:
+def test_a_stage_without_another_holder_comes_from_its_buddys_memory(tmp_path: Path, alone: Result, stage: int) -> None:
     run, before = elastic(tmp_path, workers=Workers(min=2))
     victim = at(run, 0, stage)
     run.kill(victim)
@@ -286,7 +286,7 @@ def test_a_stage_that_nobody_else_holds_comes_from_its_buddys_memory(tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_model_is_cut_anew_out_of_copies_where_nobody_replaces_a_stage(
+def test_the_model_is_repartitioned_from_copies_if_no_worker_replaces_a_stage(
     tmp_path: Path, cluster: Cluster, alone: Result
 ) -> None:
     for one in list(cluster.worker_nodes)[2:]:
@@ -341,7 +341,7 @@ def test_steps_that_overlap_are_committed_together_and_lost_together(tmp_path: P
     run.kill(victim)
     recovered = run.until_told("recovered")
     assert recovered["steps_lost"] == 0, "of those that were committed"
-    # Where nobody else holds a stage, the copies of the newest steps may still have been on their way.
+    # If no other worker holds a stage, the copies of the newest steps may still have been on their way.
     assert recovered["steps_recomputed"] in ((0,) if size == 4 else (0, 8))
     assert {one["pid"] for one in recovered["kept"]} <= set(before) - {victim["pid"]}
     result = run.finish()
@@ -358,11 +358,11 @@ def test_steps_that_overlap_are_committed_together_and_lost_together(tmp_path: P
 
 @SLOW
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_stage_that_nobody_else_holds_is_read_from_the_checkpoint(tmp_path: Path, alone: Result, stage: int) -> None:
-    # There is one copy, of the first step, which is older.
+def test_a_stage_without_another_holder_is_read_from_the_checkpoint(tmp_path: Path, alone: Result, stage: int) -> None:
+    # The only copy is that of the first step, which is older.
     settings = {"checkpoint": Checkpoint(every_steps=30), "elastic": Elastic(wait_s=30, copy_every=1000)}
     run, _ = elastic(tmp_path, workers=Workers(min=2), **settings)
-    # Later than the checkpoint, and before the next one: who is left holds a step that nobody can go on from.
+    # Between two checkpoints: the survivors hold a step from which the run cannot continue.
     run.until_step(run.until_told("checkpoint_saved")["step"] + 3)
     run.kill(at(run, 0, stage))
     resumed = run.until_told("resumed")
@@ -370,7 +370,7 @@ def test_a_stage_that_nobody_else_holds_is_read_from_the_checkpoint(tmp_path: Pa
     check(run, alone)
 
 
-def test_a_model_is_cut_into_fewer_stages_and_back(tmp_path: Path, cluster: Cluster, alone: Result) -> None:
+def test_a_model_is_repartitioned_into_fewer_stages_and_back(tmp_path: Path, cluster: Cluster, alone: Result) -> None:
     args = {"pad_s": 2 * PAD_S}
     run = Run(staged(tmp_path, 2, 2, args=args, workers=Workers(min=1, max=2)))
     run.until_size(2)
@@ -378,7 +378,7 @@ def test_a_model_is_cut_into_fewer_stages_and_back(tmp_path: Path, cluster: Clus
     nodes = {one.node_id: one for one in cluster.worker_nodes}
     going = nodes[at(run, 0, 0)["node"]]
     for one in nodes.values():
-        # So that there is no other place.
+        # So that no other node has room.
         if one.node_id not in (going.node_id, at(run, 0, 1)["node"]):
             cluster.remove_node(one)
     drain(cluster, going.node_id, 10.0)
@@ -413,7 +413,7 @@ def test_checkpoints_of_one_layout_are_those_of_any(
 
 
 def overrides(made: Job) -> list[str]:
-    """What of a job may change when it goes on."""
+    """Return the settings of a job that may change when it resumes."""
     return [
         f"steps={made.steps}",
         f"workers.min={made.workers.min}",

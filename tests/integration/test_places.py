@@ -1,4 +1,4 @@
-"""A machine of a cluster that does not see what the others see is named before a run begins."""
+"""A machine that does not see what the others see is named before a run starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POSSIBLE = os.geteuid() == 0 and shutil.which("unshare") is not None
 
 
 def raylet_that_sees_another(folder: Path, address: str) -> AbstractContextManager[object]:
-    """A Ray node of one CPU, for which `folder` is a place of its own. Linux and root only."""
+    """Start a Ray node of one CPU that has its own `folder`. Needs Linux and root."""
     return raylet(["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', folder], address)
 
 
@@ -42,7 +42,7 @@ def test_what_a_machine_does_not_see(tmp_path: Path, place: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not POSSIBLE, reason="a machine with places of its own needs root and unshare")
 @pytest.mark.timeout(120)
-def test_what_a_machine_does_not_see_that_comes_later(tmp_path: Path) -> None:
+def test_what_a_machine_that_joins_later_does_not_see(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     with raylets(1) as cluster:
         run = Run(job(tmp_path, args={"pad_s": 0.02}, workers=Workers(min=1, max=2), steps=5000))

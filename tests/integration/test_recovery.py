@@ -1,4 +1,4 @@
-"""Losses on a cluster of raylets: the training goes on, to the same figures, in the processes that are healthy."""
+"""Losses on a cluster of raylets: the healthy processes continue the training, to the same losses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def four_nodes(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> dict[bool, list[float]]:
-    """The losses of the run without incident, in fp32 and with fp64 parameters."""
+    """Return the losses of a run without incident, in fp32 and with fp64 parameters."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_data(folder / "data")
     told = {}
@@ -58,7 +58,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> d
 
 
 def started(tmp_path: Path, size: int = 4, **changes: Any) -> tuple[Run, dict[int, float]]:
-    """A run with so many workers that has made some steps, and their processes."""
+    """Start a run; return it after some steps, and its workers' processes."""
     write_data(tmp_path / "data")
     args = {"pad_s": PAD_S, **changes.pop("args", {})}
     run = Run(job(tmp_path, args=args, **changes))
@@ -72,7 +72,7 @@ def tmp_path_of(run: Run) -> Path:
 
 
 def check(run: Run, before: dict[int, float], lost: list[int], expected: list[float]) -> Result:
-    """The run's end is that of the undisturbed one, and who was healthy stayed."""
+    """Check that the run ended as the undisturbed one, and that healthy processes stayed."""
     kept = [pid for pid in before if pid not in lost]
     assert {pid: psutil.Process(pid).create_time() for pid in kept} == {pid: before[pid] for pid in kept}
     last = {member["pid"] for member in run.members()}
@@ -80,7 +80,7 @@ def check(run: Run, before: dict[int, float], lost: list[int], expected: list[fl
     result = run.finish()
     assert result.status == "finished", result.error
     assert {member["pid"] for member in run.members()} >= set(kept)
-    # Who was lost is gone, and in the others the task was built once.
+    # The lost processes are gone, and the others built the task once.
     assert not [pid for pid in lost if psutil.pid_exists(pid)]
     assert {pid: (tmp_path_of(run) / f"built-{pid}").read_text() for pid in kept} == dict.fromkeys(kept, "built\n")
     np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-5)
@@ -153,7 +153,7 @@ def test_a_worker_that_hangs_is_found_and_replaced(
 
 @SLOW
 @pytest.mark.parametrize("fault", ["loss:sleep0.8:16", "loss:sleep3:0", "evaluate:sleep3:0", "build:sleep3:0"])
-def test_what_is_slow_but_healthy_is_no_hang(tmp_path: Path, fault: str) -> None:
+def test_a_slow_but_healthy_worker_does_not_hang(tmp_path: Path, fault: str) -> None:
     write_data(tmp_path / "data")
     slow = {"fault": fault, "always": "0.8" in fault}
     changes: dict[str, Any] = {"elastic": Elastic(hang_timeout_s=1), "workers": Workers(min=2), "steps": 8}
@@ -164,7 +164,7 @@ def test_what_is_slow_but_healthy_is_no_hang(tmp_path: Path, fault: str) -> None
 
 
 @pytest.mark.slow
-def test_a_collective_in_which_all_wait_is_formed_anew(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+def test_a_collective_in_which_all_wait_is_formed_again(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
     elastic = Elastic(wait_s=30, hang_timeout_s=2)
     run, before = started(tmp_path, args={"fault": "backward:rename:100"}, elastic=elastic)
     recovered = run.until_told("recovered")
@@ -180,8 +180,8 @@ def test_a_survivor_that_does_not_leave_is_replaced(
     args = {"pad_s": pad_s, "fault": "backward:sleep3:100"}
     run, before = started(tmp_path, args=args, elastic=Elastic(wait_s=30, hang_timeout_s=60))
     run.until(lambda: list(tmp_path.glob("reached-*")), "the slow backward")
-    # Whoever is stopped while it computes is given the time that a hang is given. The others wait for the slow one by
-    # now, and have been asked what they do.
+    # A worker that is stopped while it computes gets the time of a hang. By now the others wait for the slow one, and
+    # have been asked for their phase.
     time.sleep(2 * PULSE_S)
     members = run.members()
     killed = next(member for member in members if (tmp_path / f"reached-{member['pid']}").exists())
@@ -190,10 +190,10 @@ def test_a_survivor_that_does_not_leave_is_replaced(
     run.kill(killed)
     recovered = run.until_told("recovered")
     assert len(recovered["kept"]) == 2
-    # From the moment that the death is known; what comes before is the slow step.
+    # From the moment that the death is known; the slow step precedes it.
     assert recovered["stall_s"] - recovered["phases"]["detect"] < 3
     if pad_s > PAD_S:
-        # Slow enough that those who take their places come before its end.
+        # Slow enough that the replacements join before its end.
         run.until_size(4)
     check(run, before, [stopped["pid"], killed["pid"]], undisturbed[False])
 
@@ -249,11 +249,11 @@ def test_an_exception_inside_an_apply_makes_a_worker_dirty_not_lost(
 
 
 @pytest.mark.slow
-def test_a_donor_that_is_killed_in_mid_transfer(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+def test_a_donor_that_is_killed_during_a_transfer(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
     run, before = started(tmp_path, args={"fault": "snapshot:kill:1", "pad_s": 0.02})
     run.kill(victim := run.members()[3])
     run.until_told("recovered")
-    # Whoever takes the empty place needs a copy; who gives it dies.
+    # The worker that takes the empty seat needs a copy; its donor dies.
     donor = run.until_told("worker_lost", 2)
     check(run, before, [victim["pid"], donor["pid"]], undisturbed[False])
 
@@ -271,7 +271,7 @@ def test_a_survivor_that_computes_is_waited_for(tmp_path: Path, undisturbed: dic
 
 
 def _youngest_sleeper(run: Run) -> int:
-    """The member whose CPU stands still while it sleeps in its backward: the others wait for it, and poll."""
+    """Return the member that uses no CPU because it sleeps in its backward pass: the others wait for it, and poll."""
     before = {member["pid"]: sum(psutil.Process(member["pid"]).cpu_times()[:2]) for member in run.members()}
     time.sleep(1)
     used = {pid: sum(psutil.Process(pid).cpu_times()[:2]) - at for pid, at in before.items()}
@@ -298,7 +298,7 @@ def test_the_same_exception_twice_ends_the_run_with_the_state_of_the_last_commit
     assert "Traceback (your code only)" in str(result.error)
     assert (result.path / "model.safetensors").exists()
     assert json.loads((result.path / "result.json").read_text())["steps"] == run.committed() + 1 > 10
-    # It was tried again once, and not more often; the second world may break before all have joined it.
+    # It was tried again only once; the second world may break before all have joined it.
     assert max(len(file.read_text().split()) for file in tmp_path.glob("reached-*")) == 2
 
 
@@ -336,7 +336,7 @@ def test_sixty_kills_in_a_row_make_nothing_grow_in_a_survivor(tmp_path: Path) ->
     print(*figures, sep="\n")
     print(f"a death is known after {np.median(known):.3f} s (median), {max(known):.3f} s at most")
     assert np.median(known) < 0.1
-    # Caches fill, and threads of Ray's come, within the first kills.
+    # Caches fill, and Ray adds threads, within the first kills.
     early, late = np.median(figures[10:20], axis=0), np.median(figures[-10:], axis=0)
     assert (late <= 1.02 * early).all(), (early, late)
     run.kill(run.members()[0])
@@ -346,13 +346,13 @@ def test_sixty_kills_in_a_row_make_nothing_grow_in_a_survivor(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_hundreds_of_interrupts_cost_no_process(tmp_path: Path) -> None:
-    """Errors of the task at random break the world again and again, in the midst of whatever the others do."""
+    """Random errors of the task break the world again and again, at any point of the others' work."""
     write_data(tmp_path / "data")
     run = Run(job(tmp_path, task="tasks:Stumbles", args={}, steps=4000, workers=Workers(min=4)))
     before = born(run.until_size(4))
     result = run.finish(timeout_s=500)
     assert result.status == "finished", result.error
-    # By chance about one step in fifteen is broken: 265 of these, give or take 16.
+    # About one step in fifteen breaks at random: 265 of these, plus or minus 16.
     assert result.recoveries > 200
     assert {member["pid"] for member in run.members()} == set(before)
     stalls = sorted(event["stall_s"] for event in run.events("recovered"))

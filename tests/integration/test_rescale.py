@@ -1,4 +1,4 @@
-"""Planned changes on a cluster of raylets: machines join, announce their going, are too few; and nothing is left."""
+"""Planned changes on a cluster of raylets: machines join, drain, or are too few; and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ pytestmark = pytest.mark.timeout(240)
 
 PAD_S = 0.02
 SLOW_TRANSFERS = {"object_manager_default_chunk_size": 1 << 16, "object_manager_max_bytes_in_flight": 1 << 16}
-"""A state of 50 MB takes Ray a second or more, from machine to machine."""
+"""Ray settings with which a state of 50 MB takes a second or more from machine to machine."""
 SHARED_MEMORY = "/dev/shm"
 RAYS_OWN = {"_StatsActor", "_UsageCollectionActor", "_AutoscalingCoordinatorActor"}
-"""Classes of the cluster-wide actors that Ray Data starts once a cluster, and keeps."""
+"""Classes of the actors that Ray Data starts once per cluster, and keeps."""
 
 
 @pytest.fixture
@@ -49,11 +49,11 @@ def losses_of_an_undisturbed_run(tmp_path: Path, **changes: Any) -> list[float]:
 
 
 def drain(cluster: Cluster, node: str, seconds: float) -> None:
-    """What a cloud's notice becomes in Ray."""
+    """Drain a node in Ray, as a cloud's notice does."""
     assert drain_node(cluster.address, node, "taken back", time.time() + seconds)
 
 
-def test_machines_join_and_the_others_hardly_stop(tmp_path: Path, cluster: Cluster) -> None:
+def test_machines_join_and_the_others_stop_only_briefly(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     expected = losses_of_an_undisturbed_run(tmp_path)
     run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=2, max=4)))
@@ -94,7 +94,7 @@ def test_machines_join_a_group_with_a_state_of_fifty_megabytes(tmp_path: Path, c
 
 
 @pytest.mark.slow
-def test_the_machine_of_a_donor_goes_while_its_state_is_on_its_way(tmp_path: Path) -> None:
+def test_the_machine_of_a_donor_leaves_during_the_transfer(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     shape: dict[str, Any] = {"task": "tasks:Wide", "args": {"pad_s": PAD_S, "fault": "snapshot:sleep0:1"}, "steps": 150}
     with raylets(2, settings=SLOW_TRANSFERS) as cluster:
@@ -121,7 +121,7 @@ def test_the_machine_of_a_donor_goes_while_its_state_is_on_its_way(tmp_path: Pat
 
 
 def longest_gap(run: Run, when: float) -> tuple[float, float]:
-    """The longest time between two commits around a moment, and the usual one before."""
+    """Return the longest time between two commits around a moment, and the usual time before."""
     times = np.array([event["time"] for event in run.events("step_committed")])
     around = np.diff(times[(times > when - 2) & (times < when + 2)])
     return float(around.max()), float(np.median(np.diff(times[times < when])))
@@ -129,7 +129,7 @@ def longest_gap(run: Run, when: float) -> tuple[float, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["ring", "exact"])
-def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: Cluster, reduction: Any) -> None:
+def test_a_draining_machine_is_left_before_its_deadline(tmp_path: Path, cluster: Cluster, reduction: Any) -> None:
     write_data(tmp_path / "data")
     undisturbed = Run(job(tmp_path, name="undisturbed", workers=Workers(min=2), reduction=reduction))
     state = undisturbed.finish().state_sha256
@@ -146,14 +146,14 @@ def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: 
     notice = run.until_told("drain_notice")
     assert (notice["node"], abs(notice["deadline"] - noticed - 20) < 1) == (leaver["node"], True)
     run.until(lambda: leaver["pid"] not in [member["pid"] for member in run.members()], "a group without it")
-    # Not by the run's own word: it may end before the process is gone.
+    # Not according to the run: it may end before the process is gone.
     while alive(leaver["pid"]):
         assert time.time() < noticed + 10, psutil.Process(leaver["pid"])
         time.sleep(0.01)
     assert {pid: psutil.Process(pid).create_time() for pid in others} == others
     result = run.finish()
     assert (result.recoveries, result.steps, run.events("worker_lost")) == (0, 200, [])
-    # A node that hosts nobody is nobody's concern.
+    # The drain of a node without workers changes nothing.
     assert len(run.events("drain_notice")) == 1
     np.testing.assert_allclose(run.losses(), undisturbed.losses(), rtol=0, atol=1e-5)
     if reduction == "exact":
@@ -163,7 +163,7 @@ def test_a_machine_that_will_go_is_left_before_it_goes(tmp_path: Path, cluster: 
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs. A node that is left ends its raylet, and nobody may take notice of its children's end."""
+    """Return whether a process runs. After a drain the raylet ends, so its children may stay zombies."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -171,7 +171,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_machine_is_left_in_the_midst_of_a_step_that_would_outlast_it(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_machine_is_left_during_a_step_that_would_outlast_it(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     cluster.add_node(num_cpus=1)
     slow = {"fault": "loss:sleep1.5:8", "always": True}  # steps of six seconds, after the second one
@@ -234,7 +234,7 @@ def test_a_size_that_would_make_no_step_faster_is_not_formed(tmp_path: Path, clu
 
 
 @pytest.mark.slow
-def test_too_few_wait_for_capacity_and_go_on_with_the_state_they_have(tmp_path: Path, cluster: Cluster) -> None:
+def test_too_few_workers_wait_for_capacity_and_continue_with_their_state(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     expected = losses_of_an_undisturbed_run(tmp_path, steps=60)
     run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=2), steps=60))
@@ -255,7 +255,9 @@ def test_too_few_wait_for_capacity_and_go_on_with_the_state_they_have(tmp_path: 
 
 
 @pytest.mark.slow
-def test_too_few_for_too_long_end_the_run_with_the_model_of_the_last_commit(tmp_path: Path, cluster: Cluster) -> None:
+def test_too_few_workers_for_too_long_end_the_run_with_the_last_committed_model(
+    tmp_path: Path, cluster: Cluster
+) -> None:
     write_data(tmp_path / "data")
     run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=2), elastic=Elastic(wait_s=3)))
     members = run.until_size(2)
@@ -297,7 +299,7 @@ def test_nothing_is_left_however_a_run_ends(tmp_path: Path, cluster: Cluster) ->
         run = Run(job(tmp_path, name=name, args=args, steps=steps, workers=Workers(min=2)))
         run.until_step(0)
         ports = listening()
-        # Of the controller and two workers, Ray's own alone: ours listen where their neighbours reach them.
+        # Only Ray's own ports, one per process, are open to every machine: ours listen on one address.
         assert len([host for host, _ in ports if host in ("::", "0.0.0.0")]) == 3 < len(ports)
         assert run.finish().status == status
         check_nothing_is_left(ports, shared)
@@ -317,7 +319,7 @@ def test_nothing_is_left_however_a_run_ends(tmp_path: Path, cluster: Cluster) ->
 
 
 def attached_driver(tmp_path: Path, cluster: Cluster) -> subprocess.Popen[str]:
-    """`raytrain run` on the cluster, in the middle of its work."""
+    """Start `raytrain run` on the cluster; return it once it trains."""
     file = tmp_path / "attached.yaml"
     file.write_text(job(tmp_path, name="attached", args={"pad_s": PAD_S}, workers=Workers(min=2), steps=5000).to_yaml())
     events = tmp_path / "runs" / "attached" / "events.ndjson"
@@ -338,7 +340,7 @@ def attached_driver(tmp_path: Path, cluster: Cluster) -> subprocess.Popen[str]:
 
 
 def listening() -> set[tuple[str, int]]:
-    """Where the run's own processes, workers and controller, listen."""
+    """Return host and port of each socket on which the run's workers and controller listen."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -349,8 +351,10 @@ def listening() -> set[tuple[str, int]]:
 
 
 def check_nothing_is_left(ports: Collection[tuple[str, int]], shared: Collection[str], within_s: float = 10) -> None:
-    """No actor, placement group or process of ours; no CPU is held, nor memory in the object store, nobody listens at
-    these ports, and of files in shared memory there are these alone."""
+    """Check that no actor, placement group or process of ours is left, and no CPU or object store memory is held.
+
+    No process listens at `ports`, and shared memory holds only the files `shared`.
+    """
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         actors = [actor["ActorClassName"] for actor in state.actor_table(None).values() if actor["State"] != "DEAD"]
@@ -368,7 +372,7 @@ def check_nothing_is_left(ports: Collection[tuple[str, int]], shared: Collection
 
 
 def names_of_processes() -> list[str]:
-    """The command lines of what this test has started, and what that has."""
+    """Return the command lines of all processes that this test started directly or indirectly."""
     names = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -377,7 +381,7 @@ def names_of_processes() -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_begin_says_what_it_waits_for_and_gives_up(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_run_that_cannot_start_reports_what_it_waits_for_and_gives_up(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
 
     @ray.remote(num_cpus=2)

@@ -1,4 +1,4 @@
-"""Runs as a user starts them: by the command, in processes of their own, good and bad."""
+"""Runs as a user starts them: by the command, in their own processes, with valid and invalid input."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def raytrain(*arguments: str | Path, cwd: Path = TASKS, **environment: str) -> t
 
 
 def wait_for_a_step(tmp_path: Path, steps: int = 1) -> Path:
-    """The run's events, once so many steps are among them."""
+    """Wait for a number of steps; return the file of the run's events."""
     events = tmp_path / "runs" / "job" / "events.ndjson"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (events.exists() and events.read_text().count("step_committed") >= steps):
@@ -92,7 +92,7 @@ def test_digits_learn(tmp_path: Path) -> None:
     assert result["data_wait"] < 0.05
     assert (tmp_path / "runs" / "digits" / "model.safetensors").stat().st_size > 10_000
     assert list((tmp_path / "runs" / "digits" / "tensorboard").iterdir())
-    # Running it again changes nothing; another job of this name is refused.
+    # Running the job again changes nothing; another job of this name is refused.
     code, out, err = raytrain("run", "jobs/digits.yaml", *overrides, cwd=REPOSITORY)
     assert (code, "digits finished: 300 steps" in out) == (0, True), err
     code, _, err = raytrain("run", "jobs/digits.yaml", *overrides, "--set", "seed=5", cwd=REPOSITORY)
@@ -139,7 +139,9 @@ def test_byte_gpt_trains_and_writes_json(tmp_path: Path) -> None:
     ],
     ids=["class", "module", "data", "length", "rows", "held out", "gpu", "storage"],
 )
-def test_bad_input_is_told_before_a_run_begins(tmp_path: Path, changes: dict[str, Any], expected: list[str]) -> None:
+def test_bad_input_is_reported_before_a_run_starts(
+    tmp_path: Path, changes: dict[str, Any], expected: list[str]
+) -> None:
     write_data(tmp_path / "data", rows=400)
     write_data(tmp_path / "few", rows=200)
     text = json.dumps(changes).replace("DATA", str(tmp_path / "data")).replace("FEW", str(tmp_path / "few"))
@@ -153,7 +155,7 @@ def test_bad_input_is_told_before_a_run_begins(tmp_path: Path, changes: dict[str
     assert not (tmp_path / "runs" / "job").exists()
 
 
-def test_a_secret_is_referred_to_and_written_down_nowhere(tmp_path: Path) -> None:
+def test_a_secret_is_referred_to_and_never_written(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     job = write_job(tmp_path, task="tasks:Secretive", args={"word": "open ${env:WORD}"})
     code, _, err = raytrain("run", job)
@@ -165,11 +167,11 @@ def test_a_secret_is_referred_to_and_written_down_nowhere(tmp_path: Path) -> Non
     assert not any(b"sesame" in text for text in [*written, out.encode(), err.encode()])
 
 
-def test_what_a_library_says_of_an_address_is_stripped_everywhere(tmp_path: Path) -> None:
-    """Its error went into events, result and messages as it was; Ray's logs are looked through, too."""
+def test_credentials_are_stripped_from_a_librarys_error_everywhere(tmp_path: Path) -> None:
+    """Its error went into events, result and messages unchanged; Ray's logs are searched too."""
     write_data(tmp_path / "data")
     job = write_job(tmp_path, task="tasks:Repeats", args={"address": "${env:STORE}"})
-    # The names of Ray's sockets are short.
+    # The names of Ray's sockets must be short.
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as logs:
         code, out, err = raytrain("run", job, STORE="s3://KEY:hunter2@bucket/x?secret_key=hunter2", RAY_TMPDIR=logs)
         printed = [file.read_bytes() for file in Path(logs).rglob("*") if file.is_file()]
@@ -222,7 +224,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_shard(tmp_pa
         pytest.param("{min: 2, spares: 1}", "workers.spares: 1: the cluster", marks=pytest.mark.slow),
     ],
 )
-def test_too_small_a_cluster_says_what_it_has(tmp_path: Path, setting: str, expected: str) -> None:
+def test_too_small_a_cluster_reports_what_it_has(tmp_path: Path, setting: str, expected: str) -> None:
     write_data(tmp_path / "data")
     script = (
         "import ray, sys\nfrom raytrain_plus import InputError, run\nfrom raytrain_plus.job.yaml import load_job\n"
@@ -248,7 +250,7 @@ def test_too_small_a_cluster_says_what_it_has(tmp_path: Path, setting: str, expe
 def test_a_signal_that_comes_early_has_its_exit_code_too(tmp_path: Path, after_s: float) -> None:
     write_data(tmp_path / "data")
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=500))
-    time.sleep(after_s)  # in the imports, in the start of Ray
+    time.sleep(after_s)  # during the imports, during the start of Ray
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
@@ -264,7 +266,7 @@ def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None
     process.send_signal(number)
     signalled = time.time()
     out, err = process.communicate(timeout=60)
-    # The local Ray has ended, too; a second of this is the interpreter's own end.
+    # The local Ray has ended too; the interpreter's own end takes a second of this.
     assert time.time() - signalled < 5
     assert process.returncode == code, err
     *_, finished = read_events(LocalFolder(tmp_path / "runs" / "job"))
@@ -274,7 +276,7 @@ def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None
     result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
     assert 0 < result["steps"] < 500
     assert (tmp_path / "runs" / "job" / "model.safetensors").exists()
-    # What was stopped goes on.
+    # A stopped run resumes.
     code, out, err = raytrain("run", write_job(tmp_path, task="tasks:Net", steps=500, args={}), "--json")
     assert (code, "they differ in task" in err) == (2, True), err
     code, out, err = raytrain(
@@ -285,7 +287,7 @@ def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None
 
 
 @pytest.mark.slow
-def test_a_run_whose_steps_overlap_stops_where_they_came_together_last(tmp_path: Path) -> None:
+def test_a_run_whose_steps_overlap_stops_at_its_last_common_step(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     staged = {"pipeline": 2, "schedule": "pipedream", "microbatches": 2, "commit_every": 8}
     process = command("run", write_job(tmp_path, task="tasks:Paced", steps=500, parallel=staged))
@@ -296,7 +298,7 @@ def test_a_run_whose_steps_overlap_stops_where_they_came_together_last(tmp_path:
     assert time.time() - signalled < 3
     assert process.returncode == 130, err
     result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
-    # In the midst of steps: what was committed is kept.
+    # Stopped during steps: the committed ones are kept.
     assert 0 < result["steps"] < 500
     assert result["steps"] % 8 == 0
     assert (tmp_path / "runs" / "job" / "model.safetensors").exists()
@@ -318,19 +320,19 @@ def test_a_driver_that_dies_takes_the_run_with_it(tmp_path: Path) -> None:
     assert len(named(family, "Controller", "WorkerActor")) >= 3
     process.kill()
     process.communicate(timeout=10)
-    # Two agents of Ray's own outlived it by a minute.
+    # Two of Ray's agents outlived it by a minute.
     assert not outliving(family)
 
 
 def named(processes: list[psutil.Process], *words: str) -> list[psutil.Process]:
-    """Those that have one of the words in their command."""
+    """Return the processes that have one of the words in their command."""
     return [entry for entry in processes if any(word in " ".join(entry.cmdline()[:3]) for word in words)]
 
 
 def outliving(processes: list[psutil.Process]) -> set[str]:
-    """What those do that are there after 10 s; they are ended."""
+    """Return the commands of the processes that still run after 10 s, and end these."""
     _, alive = psutil.wait_procs(processes, timeout=10)
-    # One whose parent has not asked about it yet has ended.
+    # A zombie has ended: its parent has not waited for it yet.
     left = [entry for entry in alive if entry.is_running() and entry.status() != "zombie"]
     names = {" ".join([entry.name(), *entry.cmdline()[:4]]) for entry in left}
     for entry in left:
@@ -340,10 +342,12 @@ def outliving(processes: list[psutil.Process]) -> set[str]:
 
 @pytest.mark.parametrize(
     ("steps", "least_s", "most_s"),
-    # Ray ends a process that has not heard of the GCS for a minute.
+    # Ray ends a process that has had no contact with the GCS for a minute.
     [(30, 0, 55), pytest.param(420, 75, 130, marks=pytest.mark.slow)],
 )
-def test_the_result_decides_though_rays_head_is_gone(tmp_path: Path, steps: int, least_s: float, most_s: float) -> None:
+def test_the_result_decides_even_if_rays_head_is_gone(
+    tmp_path: Path, steps: int, least_s: float, most_s: float
+) -> None:
     """Ray ended the driver a minute after the GCS, with an exit code of its own, though the run had finished."""
     write_data(tmp_path / "data")
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=steps))
@@ -362,7 +366,7 @@ def test_the_result_decides_though_rays_head_is_gone(tmp_path: Path, steps: int,
 
 
 @pytest.mark.parametrize("who", ["Controller", pytest.param("raylet", marks=pytest.mark.slow)])
-def test_the_death_of_the_controller_says_what_is_kept_and_how_to_resume(tmp_path: Path, who: str) -> None:
+def test_the_death_of_the_controller_reports_what_is_kept_and_how_to_resume(tmp_path: Path, who: str) -> None:
     write_data(tmp_path / "data")
     folder = tmp_path / "runs" / "job"
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=500, checkpoint={"every_steps": 3}))
@@ -395,7 +399,7 @@ def test_the_death_of_the_controller_says_what_is_kept_and_how_to_resume(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_lost_worker_is_told_in_one_line_and_replaced(tmp_path: Path) -> None:
+def test_a_lost_worker_is_reported_in_one_line_and_replaced(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", steps=60))
     events = wait_for_a_step(tmp_path)
@@ -411,7 +415,7 @@ def test_a_lost_worker_is_told_in_one_line_and_replaced(tmp_path: Path) -> None:
     assert "recovered from 1 loss" in out
 
 
-def test_a_corrupt_file_is_told_with_its_name(tmp_path: Path) -> None:
+def test_a_corrupt_file_is_reported_with_its_name(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     (tmp_path / "data" / "9.parquet").write_bytes(b"PAR1 and then nothing")
     code, _, err = raytrain("run", write_job(tmp_path))
@@ -419,7 +423,7 @@ def test_a_corrupt_file_is_told_with_its_name(tmp_path: Path) -> None:
 
 
 def write_plain(file: Path, table: pa.Table) -> None:
-    """Write the table into the file as it lies there; of other values, its size and footer are the same."""
+    """Overwrite the file in place; with other values its size and footer stay the same."""
     with file.open("r+b") as opened:
         pq.write_table(
             table, opened, row_group_size=20, compression="none", use_dictionary=False, write_statistics=False
@@ -431,7 +435,7 @@ def write_plain(file: Path, table: pa.Table) -> None:
     ("cache_mb", "steps", "before_it"),
     [
         pytest.param(0, 120, 1, id="read again in each epoch"),
-        # All rows are in memory by then: the look at all files before the end finds it.
+        # All rows are in memory by then: the final check of all files finds the change.
         pytest.param(64, 40, 20, id="read once", marks=pytest.mark.slow),
     ],
 )
@@ -441,7 +445,7 @@ def test_a_file_that_is_overwritten_while_a_run_reads_it_fails_the_run(
     file = write_data(tmp_path / "data") / "1.parquet"
     table = pq.read_table(file)
     write_plain(file, table)
-    # In the files' order, so that each worker has what it needs in memory after an epoch, which takes 11 steps.
+    # In the files' order, so that each worker has its rows in memory after an epoch, which takes 11 steps.
     data = {"path": str(tmp_path / "data"), "batch_size": 48, "shards": 8, "cache_mb": cache_mb, "shuffle": "none"}
     process = command("run", write_job(tmp_path, task="tasks:Sleeps", data=data, steps=steps))
     wait_for_a_step(tmp_path, before_it)
@@ -459,7 +463,7 @@ def test_a_file_that_is_overwritten_while_a_run_reads_it_fails_the_run(
     # It was not tried again in another generation.
     kinds = [event["kind"] for event in read_events(LocalFolder(tmp_path / "runs" / "job"))]
     assert kinds.count("view_formed") == 1
-    # Nor does it resume with the other labels: no run whose data was found wrong ends well.
+    # It does not resume with the other labels either: a run whose data has changed cannot succeed.
     folder = tmp_path / "runs" / "job"
     code, _, err = raytrain("resume", folder)
     assert (code, f"{file}: the file changed while the run used it and has not been restored" in err) == (2, True), err
@@ -469,7 +473,7 @@ def test_a_file_that_is_overwritten_while_a_run_reads_it_fails_the_run(
     assert code == 0, err
 
 
-def test_schemas_that_differ_are_told_with_file_and_column(tmp_path: Path) -> None:
+def test_schemas_that_differ_are_reported_with_file_and_column(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     pq.write_table(pa.table({"x": [1.0], "y": [1]}), tmp_path / "data" / "9.parquet")
     code, _, err = raytrain("validate", write_job(tmp_path))
@@ -484,7 +488,7 @@ def test_validate_shows_the_sizes(tmp_path: Path) -> None:
     assert "3 workers: 3 shards on the fullest, 89 % efficiency" in out
 
 
-def test_horovod_named_but_not_built_is_told_before_any_actor_starts(tmp_path: Path) -> None:
+def test_horovod_named_but_not_built_is_reported_before_any_actor_starts(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     # A stock build, as pip would show it.
     stub = tmp_path / "site" / "horovod-0.28.1.dist-info"
@@ -519,7 +523,7 @@ def test_an_address_joins_a_cluster_and_leaves_it_running(tmp_path: Path) -> Non
         assert ("the cluster requires no token" in err) == (not address.startswith("127."))
         started = next(iter(read_events(LocalFolder(tmp_path / "runs" / "job"))))
         assert started["address"] == address
-        # What the run held is free again.
+        # The run's CPUs are free again.
         deadline = time.monotonic() + 10
         while ray.available_resources().get("CPU", 0) < 3 and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -532,7 +536,7 @@ def test_an_address_joins_a_cluster_and_leaves_it_running(tmp_path: Path) -> Non
     assert (code, "only a machine of the cluster can join it" in err) == (2, True), err
 
 
-def test_a_task_that_cannot_be_sent_is_told(tmp_path: Path) -> None:
+def test_a_task_that_cannot_be_sent_is_reported(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
 
     class Locked(Net):

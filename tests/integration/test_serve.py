@@ -1,4 +1,4 @@
-"""What the first page says of Ray Serve, done."""
+"""Execute the example for Ray Serve in `examples/README.md`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine that is gone without a word: no connection is closed, nothing answers any more."""
+"""A machine that disappears silently: no connection is closed, and nothing answers."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ PERIOD_S = 10.0
 """Seconds from one kill to the next."""
 STEPS_PER_S = 6
 PAD_S = 0.06
-"""What each of two shards sleeps in a step of four workers, so that it takes most of a step's time."""
+"""Seconds that each of two shards sleeps in a step of four workers: most of the step's time."""
 WARM_S = 60.0
-"""Until then a process still loads what it uses for the first time, at its first losses among others."""
+"""Seconds in which a process still loads what it uses for the first time, for example at its first losses."""
 GROWTH = 0.02
 
 
@@ -37,7 +37,7 @@ def five() -> Iterator[None]:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes that the process holds in memory."""
+    """Return the bytes that the process holds in memory."""
     return int(psutil.Process(pid).memory_info().rss)
 
 

@@ -1,4 +1,4 @@
-"""A machine that its cloud takes back is left before, without a step lost."""
+"""Workers leave a machine before its cloud preempts it, and lose no step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(240)
 
 NOTICE_S = 20.0
 DRAIN_S = 12
-"""As clusters/kuberay has it."""
+"""As in clusters/kuberay."""
 STEPS = 300
 
 
@@ -37,12 +37,12 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def clouds(cluster: Cluster) -> Iterator[dict[str, Service]]:
-    """For each node's id, what its machine is told by AWS."""
+    """Start a metadata service of AWS for each machine; yield node id -> service."""
     with ExitStack() as stack:
         yield {node.node_id: stack.enter_context(speaking("AWS")) for node in cluster.worker_nodes}
 
 
-def test_a_machine_that_is_taken_back_is_left_before(tmp_path: Path, clouds: dict[str, Service]) -> None:
+def test_a_preempted_machine_is_left_before_its_end(tmp_path: Path, clouds: dict[str, Service]) -> None:
     write_data(tmp_path / "data")
     expected = losses_of_an_undisturbed_run(tmp_path, steps=STEPS)
     places = {node: list(service.place) for node, service in clouds.items()}
@@ -71,7 +71,7 @@ def test_a_machine_that_is_taken_back_is_left_before(tmp_path: Path, clouds: dic
 
 
 @pytest.mark.slow
-def test_a_pod_that_is_told_to_end_is_left_before(tmp_path: Path) -> None:
+def test_a_terminating_pod_is_left_before_its_end(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     told = ["env", f"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S={DRAIN_S}"]
     with raylets(1) as cluster, raylet(told, cluster.address) as pod:
@@ -85,7 +85,7 @@ def test_a_pod_that_is_told_to_end_is_left_before(tmp_path: Path) -> None:
         goes = time.time() + DRAIN_S
         notice = run.until_told("drain_notice")
         assert (notice["node"], notice["deadline"]) == (leaver["node"], pytest.approx(goes, abs=1))
-        # It ends when nobody is left on it.
+        # The pod ends when no worker is left on it.
         pod.wait(DRAIN_S - 2)
         assert run.committed() < STEPS - 1
         result = run.finish()

@@ -1,4 +1,4 @@
-"""What happens to a run's folder while the run goes on: its disk is full for a while or for good; it is moved away."""
+"""Faults of a run's folder during the run: its disk is full for a while or permanently; the folder is moved."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ pytestmark = pytest.mark.timeout(240)
 
 PAD_S = 0.02
 SPAN_S = 8.0
-"""Seconds for which the disk is full: longer than one share's tries."""
+"""Seconds for which the disk is full: longer than all attempts to write one share."""
 
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """A file system of 8 MB in `folder`; whether that is one, which takes the right to mount."""
+    """Mount a file system of 8 MB in `folder`; yield whether that worked, which needs the right to mount."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
     with suppress(FileNotFoundError):
@@ -52,7 +52,7 @@ def small_disk(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def filled(run: Path, driver: int) -> Iterator[str]:
-    """The disk of a run's folder is full; what the system says then."""
+    """Fill the disk of a run's folder; yield the system's error text."""
     filler = run / "filler"
     with filler.open("wb", buffering=0) as file, suppress(OSError):
         for _ in range(10_000):
@@ -63,7 +63,7 @@ def filled(run: Path, driver: int) -> Iterator[str]:
 
 @contextmanager
 def limited(run: Path, driver: int) -> Iterator[str]:
-    """No file of the run can grow: for that nobody needs a right. Ray's own processes go on writing."""
+    """Limit the size of the run's files, which needs no privileges. Ray's own processes continue to write."""
     names = ("ray::Controller", "ray::WorkerActor")
     writers = [one for one in psutil.Process(driver).children(recursive=True) if one.cmdline()[0].startswith(names)]
     assert len(writers) == 3
@@ -75,7 +75,7 @@ def limited(run: Path, driver: int) -> Iterator[str]:
 
 
 def started(tmp_path: Path, steps: int) -> subprocess.Popen[str]:
-    """`raytrain run` on the small disk, with a Ray and two workers of its own, a checkpoint every ten steps."""
+    """Start `raytrain run` on the small disk, with its own Ray, two workers, and a checkpoint every ten steps."""
     write_data(tmp_path / "data")
     made = job(
         tmp_path,
@@ -111,7 +111,7 @@ def lines_of(output: str, words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("unprivileged", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_disk_that_is_full_for_a_while_has_two_lines(tmp_path: Path, unprivileged: bool) -> None:
+def test_a_disk_that_is_full_for_a_while_is_reported_in_two_lines(tmp_path: Path, unprivileged: bool) -> None:
     """One run printed 516 tracebacks of the same full disk."""
     with small_disk(tmp_path / "small") as own:
         folder = tmp_path / "small" / "runs" / "run"
@@ -138,12 +138,12 @@ def test_a_disk_that_is_full_for_a_while_has_two_lines(tmp_path: Path, unprivile
         # No step waits for the disk.
         times = [event["time"] for event in events if event["kind"] == "step_committed"]
         assert max(after - before for before, after in pairwise(times)) < 3
-        # What TensorBoard shows is whole, too.
+        # TensorBoard's data is complete too.
         assert len(list((folder / "tensorboard").iterdir())) == 1
 
 
 @pytest.mark.slow
-def test_a_disk_that_stays_full_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_ends_the_run_with_one_sentence(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small") as own:
         folder = tmp_path / "small" / "runs" / "run"
         process = started(tmp_path, steps=60)
@@ -185,7 +185,7 @@ def moved(folder: Path, away: Path) -> None:
 
 
 def test_a_folder_that_is_moved_away_ends_its_run_and_frees_its_name(four: None, tmp_path: Path) -> None:
-    """The workers made `checkpoints/` again where it had been, and the name was refused from then on."""
+    """The workers created `checkpoints/` again at the old place, and the name was refused from then on."""
     write_data(tmp_path / "data")
     changes: dict[str, Any] = {"reduction": "exact", "clip_norm": None, "workers": Workers(min=2)}
     made = job(tmp_path, args={"pad_s": 0.03}, steps=80, checkpoint=Checkpoint(every_steps=5), **changes)
@@ -199,7 +199,7 @@ def test_a_folder_that_is_moved_away_ends_its_run_and_frees_its_name(four: None,
     assert f"raytrain resume {away}" in str(told.value)
     assert not run.folder.exists()
     assert audit(away).clean
-    # The name is free, and what was moved goes on where it lies now; both end alike.
+    # The name is free, and the moved run resumes at its new place; both end alike.
     again = Run(made, fresh=False)
     result = again.finish()
     assert result.status == "finished"

@@ -1,4 +1,4 @@
-"""The stream on a real Ray: the rows read directly, also where workers hold every CPU, and in bounded memory."""
+"""The stream on a real Ray: the same rows as a direct read, in bounded memory, even if workers hold every CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.timeout(180)]
 
 @pytest.fixture
 def full_cluster() -> Iterator[None]:
-    """A Ray whose every CPU is held by an actor, as workers hold them."""
+    """Start a Ray whose every CPU is held by an actor, as by workers."""
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
 
     @ray.remote(num_cpus=2)

@@ -1,4 +1,4 @@
-"""Runs as jobs of a cluster that was started with `ray start`: sent, followed, stopped, gone on with."""
+"""Runs as jobs of a cluster that was started with `ray start`: submitted, followed, stopped, resumed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> None:
-    """The head looks after its own processes: it starts some again, whatever test runs meanwhile."""
+    """Check nothing: the head manages its own processes, and restarts some during any test."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def cluster() -> Iterator[Head]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder as a user has it: a job file, and the module with its task."""
+    """Return a folder as a user has it: a job file, and the module with its task."""
     folder = tmp_path / "project"
     folder.mkdir()
     shutil.copy(TASKS / "tasks.py", folder)
@@ -59,7 +59,7 @@ def submit(project: Path, cluster: Head, *words: str) -> tuple[int, str, str]:
 
 
 def drivers(cluster: Head) -> list[psutil.Process]:
-    """The processes that follow the cluster's runs."""
+    """Return the drivers of the cluster's runs."""
     own = cluster.process.children(recursive=True)
     return [one for one in own if one.cmdline()[1:4] == ["-m", "raytrain_plus", "run"]]
 
@@ -86,7 +86,7 @@ def test_two_jobs_are_sent_and_followed(project: Path, cluster: Head) -> None:
 
 
 @pytest.mark.slow
-def test_stopped_it_is_saved_and_sent_again_it_goes_on(project: Path, cluster: Head) -> None:
+def test_a_stopped_job_is_saved_and_resumes_when_submitted_again(project: Path, cluster: Head) -> None:
     job_in(project, steps=80, reduction="exact")
     folder = project.parent / "runs" / "job"
     code, _, err = submit(project, cluster)
@@ -95,7 +95,7 @@ def test_stopped_it_is_saved_and_sent_again_it_goes_on(project: Path, cluster: H
     until(lambda: (folder / "job.yaml").exists() and len(losses(folder)) > 5, "5 steps", 120)
     code, out, _ = submit(project, cluster, "--follow")
     assert (code, "a run with this name is already running" in out) == (2, True), out
-    # That one has ended: it is the first that the name means.
+    # That one has ended: the name refers to the first one.
     code, out, err = raytrain("stop", "job", "--address", cluster.dashboard)
     assert (code, "job: stopped" in out) == (0, True), out + err
     out, _ = following.communicate(timeout=30)
@@ -106,7 +106,7 @@ def test_stopped_it_is_saved_and_sent_again_it_goes_on(project: Path, cluster: H
     assert attach(folder).result().exit_code == 143
     assert submit(project, cluster)[0] == 0
     until(lambda: len(losses(folder)) > made + 5, "5 steps more", 120)
-    # Nothing becomes of a run without its driver but its end.
+    # A run without its driver continues to its end.
     for one in drivers(cluster):
         one.kill()
         one.wait(10)
@@ -130,7 +130,7 @@ def test_stopped_it_is_saved_and_sent_again_it_goes_on(project: Path, cluster: H
     assert attach(project.parent / "runs" / "undisturbed").result().state_sha256 == result.state_sha256
 
 
-def test_what_cannot_be_sent_is_told(project: Path, cluster: Head, tmp_path: Path) -> None:
+def test_what_cannot_be_sent_is_reported(project: Path, cluster: Head, tmp_path: Path) -> None:
     job_in(project)
     code, _, err = raytrain("submit", project / "job.yaml", "--address", cluster.dashboard, cwd=TASKS)
     assert (code, "the job file is not inside the working directory" in err) == (2, True), err
@@ -141,7 +141,7 @@ def test_what_cannot_be_sent_is_told(project: Path, cluster: Head, tmp_path: Pat
 
 
 def ray(cwd: Path, cluster: Head, *words: str | Path) -> str:
-    """What Ray's own command prints."""
+    """Return the output of Ray's own command."""
     command = [Path(sys.executable).with_name("ray"), *words]
     known = {**os.environ, "RAY_API_SERVER_ADDRESS": cluster.dashboard}
     done = subprocess.run(command, cwd=cwd, env=known, capture_output=True, text=True, timeout=200)
@@ -149,8 +149,8 @@ def ray(cwd: Path, cluster: Head, *words: str | Path) -> str:
     return done.stdout
 
 
-def test_as_ray_has_it(cluster: Head, tmp_path: Path) -> None:
-    """`ray job submit` of a job file of this repository, with no more than its page says."""
+def test_a_job_submitted_by_rays_own_command(cluster: Head, tmp_path: Path) -> None:
+    """`ray job submit` of a job file of this repository, as the page states it."""
     words = "job submit --working-dir . -- python -m raytrain_plus run jobs/byte_gpt.yaml --set steps=5"
     out = ray(REPOSITORY, cluster, *words.split())
     assert "byte_gpt finished: 5 steps" in out
@@ -167,7 +167,7 @@ def test_as_ray_has_it(cluster: Head, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raytrain submit", "ray job submit"])
 def test_stopped_by_ray_in_a_long_step(project: Path, cluster: Head, how: str) -> None:
-    """One that is longer than the 3 s that Ray gives a driver which is told to stop, unless it is told otherwise."""
+    """The step takes longer than the 3 s that Ray gives a stopping driver by default."""
     job_in(project, task="tasks:Faulty", args={"folder": str(project.parent), "pad_s": 1.2}, steps=4)
     shutil.copytree(REPOSITORY / "raytrain_plus", project / "raytrain_plus")
     folder = project.parent / "runs" / "job"
@@ -193,7 +193,7 @@ def test_stopped_by_ray_in_a_long_step(project: Path, cluster: Head, how: str) -
     assert (result.status, result.exit_code, result.steps) == ("stopped", 143, len(losses(folder)))
     assert 1 <= result.steps < 4
     assert [one.step for one in attach(folder).status().checkpoints] == [result.steps - 1]
-    # Its driver had the time to say so.
+    # Its driver had the time to report this.
     assert f"job stopped: {result.steps:,} step" in ray(project, cluster, "job", "logs", job)
     send()
     until(lambda: len(found(folder)) > result.steps, "a step more", 120)
@@ -215,7 +215,7 @@ def test_a_head_that_forgot_everything(project: Path) -> None:
         assert submit(project, second, "--set", "name=undisturbed", "--follow")[0] == 0
         shas = [attach(project.parent / "runs" / name).result().state_sha256 for name in ("job", "undisturbed")]
         assert shas[0] == shas[1]
-        # What has finished goes on there, too.
+        # A finished run can be continued there too.
         where = ("--address", second.dashboard)
         code, out, err = raytrain("resume", "job", "--storage", folder.parent, "--set", "steps=85", *where, cwd=project)
         assert (code, "job was submitted" in out) == (0, True), out + err
@@ -224,7 +224,7 @@ def test_a_head_that_forgot_everything(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cluster_that_asks_for_a_token(project: Path, tmp_path: Path) -> None:
+def test_a_cluster_that_requires_a_token(project: Path, tmp_path: Path) -> None:
     job_in(project, steps=8)
     token, wrong = tmp_path / "token", tmp_path / "wrong"
     token.write_text("a-token-of-this-test-alone")
@@ -238,7 +238,7 @@ def test_a_cluster_that_asks_for_a_token(project: Path, tmp_path: Path) -> None:
             for told in (words, joining):
                 code, _, err = raytrain(*told, cwd=project, **shown)
                 assert (code, "the cluster requires a valid token" in err) == (2, True), err
-        # A token that lies here is shown, though nobody says so.
+        # A token in its usual file is sent without being asked for.
         lies_here = {name: value for name, value in {**os.environ, **asking}.items() if name != "RAY_AUTH_MODE"}
         joined = subprocess.run(
             [sys.executable, "-m", "raytrain_plus", *joining, "--set", "name=joined"],

@@ -1,4 +1,4 @@
-"""Trackers beside real runs: what MLflow has in the end, whatever became of the run in between."""
+"""Trackers of real runs: MLflow's data at the end, even if the run was stopped in between."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """MLflow's, on a store of files: as the user says it, in the driver's environment alone."""
+    """Configure MLflow with a store of files, in the driver's environment alone, as a user does."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlflow")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "trees")
     with warnings.catch_warnings():
-        # What it says of others' packages.
+        # Its warnings about other packages.
         warnings.simplefilter("ignore")
         from mlflow import MlflowClient
     return MlflowClient()

@@ -27,7 +27,7 @@ MEMBER = Path(__file__).parent / "world_member.py"
 
 
 class Member:
-    """A process that obeys lines on its standard input and answers each with one JSON line."""
+    """A process that executes commands from its standard input and answers each with one JSON line."""
 
     def __init__(self, kind: str, where: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
@@ -67,7 +67,7 @@ def members(count: int, kind: str) -> Iterator[list[Member]]:
 
 @contextmanager
 def started(kind: str, where: Sequence[str] = ()) -> Iterator[Member]:
-    """A member whose command begins with `where`; it is killed in the end."""
+    """Start a member whose command begins with `where`; kill it on exit."""
     member = Member(kind, where)
     try:
         yield member
@@ -80,7 +80,7 @@ def started(kind: str, where: Sequence[str] = ()) -> Iterator[Member]:
 
 
 class Door(NamedTuple):
-    """Where members find a rendezvous, and who lets them in."""
+    """A rendezvous as members see it: the port to connect to, and the server that admits them."""
 
     port: int
     rendezvous: RendezvousServer
@@ -138,7 +138,7 @@ def test_int64_sums_keep_every_bit(kind: str) -> None:
         form(group, door)
         for member in group:
             member.tell(do="bits")
-        # One writer, 2^62 + 1 and a float's bits: they come out as they went in.
+        # One writer, 2^62 + 1 and a float's bits: they arrive unchanged.
         assert [member.hear() for member in group] == [{"same": True}] * 2
 
 
@@ -152,7 +152,7 @@ def test_tensors_pass_from_member_to_member() -> None:
             assert [member.hear() for member in group] == expected
 
 
-def test_who_waits_for_a_tensor_leaves_when_told_and_when_its_sender_dies() -> None:
+def test_a_receiver_leaves_on_interrupt_and_when_the_sender_dies() -> None:
     with members(3, "torch") as group:
         with server(3) as (rendezvous, door):
             form(group, door)
@@ -171,7 +171,7 @@ def test_who_waits_for_a_tensor_leaves_when_told_and_when_its_sender_dies() -> N
 
 
 @pytest.mark.parametrize("length", [10, 50_000_000])
-def test_who_waits_for_a_tensor_to_be_taken_leaves_when_told_and_when_the_taker_dies(length: int) -> None:
+def test_a_sender_leaves_on_interrupt_and_when_the_receiver_dies(length: int) -> None:
     with members(3, "torch") as group, server(3) as (rendezvous, door):
         form(group, door)
         listening = [address for addresses in rendezvous.published().values() for address in addresses]
@@ -195,7 +195,7 @@ def forged(rendezvous: RendezvousServer, waiting: int, says: Sequence[bytes]) ->
     with ExitStack() as stack:
         for place in sorted({place for places in found.values() for place in places}):
             for said in says:
-                # Members that are connected to each other listen there no more.
+                # Connected members no longer listen there.
                 with suppress(ConnectionRefusedError):
                     forger = stack.enter_context(socket.create_connection(place))
                     forger.sendall(said)
@@ -203,7 +203,7 @@ def forged(rendezvous: RendezvousServer, waiting: int, says: Sequence[bytes]) ->
 
 
 @pytest.mark.parametrize("says", [b"", b"0" * 32, b"GET / HTTP/1.1\r\n\r\n" * 10], ids=["nothing", "a key", "a lot"])
-def test_who_connects_to_a_horovod_member_without_its_key_is_dropped(says: bytes) -> None:
+def test_a_connection_to_a_horovod_member_without_its_key_is_dropped(says: bytes) -> None:
     with members(4, "horovod") as group, server(4) as (rendezvous, door):
         for rank in range(3):
             group[rank].tell(do="form", formation=formation(rank, 4, door))
@@ -214,7 +214,7 @@ def test_who_connects_to_a_horovod_member_without_its_key_is_dropped(says: bytes
 
 
 def test_a_torch_world_with_a_forged_connection_is_not_used() -> None:
-    # Gloo takes whoever says the number of a connection for its peer. The members find out, and form another world.
+    # Gloo accepts any process that sends a connection's number. The members detect it, and form another world.
     says = [struct.pack("<q", number) for number in range(3)]
     with members(4, "torch") as group:
         caught = 0
@@ -226,7 +226,7 @@ def test_a_torch_world_with_a_forged_connection_is_not_used() -> None:
                     group[3].tell(do="form", formation=formation(3, 4, door, generation))
                     answers = [member.hear() for member in group]
             caught = sum("did not form" in answer.get("interrupted", "") for answer in answers)
-            # The member that has published last may be the one who connects to all others, or to none.
+            # The member that published last may connect to all others, or to none.
             if caught:
                 break
             assert reduced(group) == [{"value": 10}] * 4
@@ -263,7 +263,7 @@ def test_an_absent_peer_is_given_up_at_once_when_the_formation_is_cancelled(kind
         assert reduced(group) == [{"value": 3}, {"value": 3}]
 
 
-def test_a_peer_killed_in_mid_mesh_aborts_nobody() -> None:
+def test_a_peer_killed_during_a_formation_aborts_no_process() -> None:
     with members(3, "horovod") as group:
         with server(3) as (rendezvous, door):
             for rank in (0, 2):
@@ -271,7 +271,7 @@ def test_a_peer_killed_in_mid_mesh_aborts_nobody() -> None:
             deadline = time.monotonic() + 10
             while 2 not in rendezvous.published() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            # It has published where it listens; the others will try to connect to it.
+            # It has published its address; the others will try to connect to it.
             group[2].process.kill()
             group[1].tell(do="form", formation=formation(1, 3, door))
             time.sleep(0.3)
@@ -289,8 +289,8 @@ def test_a_peer_killed_in_mid_mesh_aborts_nobody() -> None:
         assert reduced(survivors) == [{"value": 3}, {"value": 3}]
 
 
-def test_a_peer_whose_machine_vanishes_in_mid_mesh_is_waited_for_by_nobody() -> None:
-    # A listener with a full queue answers no more than a machine that is gone; its low port makes others connect to it.
+def test_no_member_waits_for_a_peer_whose_machine_vanishes_during_a_formation() -> None:
+    # A listener with a full queue is as silent as a vanished machine; its low port makes others connect to it.
     with members(2, "horovod") as group, ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0x1001), backlog=0))
         full = [stack.enter_context(socket.socket()) for _ in range(4)]
@@ -322,7 +322,7 @@ def test_a_peer_whose_machine_vanishes_in_mid_mesh_is_waited_for_by_nobody() -> 
 
 
 def connecting_to(port: int) -> int:
-    """Connections of this machine to that port that nobody has answered."""
+    """Return the number of this machine's unanswered connections to that port."""
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     return sum(line.split()[2].endswith(f":{port:04X}") and line.split()[3] == "02" for line in lines)
 

@@ -1,4 +1,4 @@
-"""One member of a world, told what to do by lines of JSON on standard input. Not a test itself."""
+"""One member of a world, controlled by lines of JSON on standard input. Not a test itself."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ KIND = sys.argv[1]
 
 
 class Member:
-    """Holds the world; collectives run on one thread, so that orders can come meanwhile."""
+    """Holds the world; collectives run on one thread, so that commands can arrive meanwhile."""
 
     def __init__(self) -> None:
         self.world: Any = None
         self.left = False
 
     def interrupted(self) -> bool:
-        """Whether it is to leave a wait by itself. Horovod's work must end by the cut alone; torch's cannot always."""
+        """Return whether to leave a wait. Horovod's work must end by the cut alone; torch's sometimes cannot."""
         return self.left and KIND == "torch"
 
     def form(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Member:
                 wait(self.world.reduce(torch.ones(order["length"]), "forever"), "a test", 20, self.interrupted)
 
     def flood(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Enqueues many, and only then waits: a death finds it in the midst of enqueuing."""
+        """Enqueue many sums, and only then wait: a death occurs during enqueuing."""
         with self._closing():
             while True:
                 names = [f"flood.{number}" for number in range(300)]
@@ -78,7 +78,7 @@ class Member:
                     wait(work, "a test", 20, self.interrupted)
 
     def agree(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Small sums, whose result is known: one that is called a success must be right."""
+        """Compute small sums with known results: each reported success must be right."""
         with self._closing():
             number = 1000
             while True:
@@ -89,7 +89,7 @@ class Member:
                     raise AssertionError(f"the maximum of {number} everywhere is {tensor.item()}")
 
     def relay(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Each passes what it gets from the one before on to the one after, three tensors at once, last ones first."""
+        """Pass what the previous member sent on to the next one, three tensors at once, last ones first."""
         world, size = self.world, self.world.size
         tensors = [torch.full((order["length"],), float(number)) for number in range(3)]
         if world.rank:
