@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).parents[2]
 STEPS = 420
 WARM_UP = 20
 BLOCK = 4096
-"""Rows and columns of a large state's matrices."""
+"""Number of rows and columns of a large state's matrices."""
 
 
 def trained(folder: Path, every_steps: int | None) -> tuple[float, float, float]:
@@ -92,14 +92,14 @@ def big_state(gigabytes: float) -> Holding:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds."""
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def cold(folder: Path) -> None:
-    """Nothing of these files is in memory."""
+    """Drop these files from the page cache."""
     for file in folder.rglob("*"):
         if file.is_file():
             handle = os.open(file, os.O_RDONLY)
@@ -109,7 +109,7 @@ def cold(folder: Path) -> None:
 
 
 def plain_read(file: Path) -> None:
-    """As fast as a file comes."""
+    """Read a file without processing it."""
     with file.open("rb", buffering=0) as stream:
         buffer = bytearray(8 << 20)
         while stream.readinto(buffer):

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Images(Task):
 
 
 def batches(step: int, hosted: Sequence[int], dtype: torch.dtype) -> dict[int, list[Microbatch]]:
-    """The same numbers in every precision."""
+    """Return a step's batch of each hosted shard: the same numbers in every precision."""
     made = {}
     for shard in hosted:
         draw = torch.Generator().manual_seed(1000 * step + shard)
@@ -87,7 +87,7 @@ def batches(step: int, hosted: Sequence[int], dtype: torch.dtype) -> dict[int, l
 
 @dataclass
 class Ring:
-    """What two workers have submitted, by name and number."""
+    """The tensors that two workers have submitted, by name and number."""
 
     parts: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
     meets: threading.Barrier = field(default_factory=lambda: threading.Barrier(2))
@@ -112,7 +112,7 @@ class RingWorld:
         return Done()
 
     def close(self) -> None:
-        """There is nothing to leave."""
+        """Do nothing: there is no wait to interrupt."""
 
 
 class Done:
@@ -120,11 +120,11 @@ class Done:
         return True
 
     def finish(self) -> None:
-        """The sum is in place."""
+        """Do nothing: the sum is in place."""
 
 
 def losses(workers: int, dtype: torch.dtype, exact: bool, steps: int) -> list[float]:
-    """The loss of each step on so many workers."""
+    """Return the loss of each step on a number of workers."""
     ring, hosted = Ring(), host_shards(SHARDS, workers)
 
     def worker(rank: int) -> list[float]:
@@ -147,17 +147,17 @@ def losses(workers: int, dtype: torch.dtype, exact: bool, steps: int) -> list[fl
 
 
 BUILDS = threading.Lock()
-"""Initial values come from the process's one generator."""
+"""Held while a model is built: initial values come from the process's one generator."""
 
 
 def drift(dtype: torch.dtype, exact: bool = False, steps: int = STEPS) -> list[float]:
-    """By how much the losses of one worker and of two differ at each step, relative to the former."""
+    """Return the relative difference between the losses of one worker and of two at each step."""
     one, two = (losses(workers, dtype, exact, steps) for workers in (1, 2))
     return [abs(a - b) / abs(a) for a, b in zip(one, two, strict=True)]
 
 
 def table() -> Iterator[str]:
-    """Lines of the comparison."""
+    """Yield the lines of the comparison."""
     single, double = drift(torch.float32), drift(torch.float64)
     exact = drift(torch.float32, exact=True)
     yield "step   ring, float32   ring, float64   shrinks by   exact, float32"

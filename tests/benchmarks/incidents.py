@@ -1,4 +1,4 @@
-"""What the death of a worker cost: computed from the steps that each process says it has finished. Pure."""
+"""What the death of a worker cost: computed from the steps that each process reports as finished. Pure."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class Incident:
     killed: Set[int]
     """their pids"""
     stall_s: float | None
-    """seconds without a new step, beyond those that a step takes anyway; None: training never went on"""
+    """seconds without a new step, beyond the time of a step; None: training never continued"""
     step_s: float
     """seconds between two steps before the kill: the median of the last `MEDIAN_OF`"""
     steps_lost: int
-    """steps that no other process than the killed has ever finished, and that training went past"""
+    """steps that only killed processes have finished, and that training skipped"""
     steps_repeated: int
-    """steps that every worker had finished, and that were done again"""
+    """steps that every worker had finished, and that were computed again"""
     kept: float
-    """the share of the other workers whose processes step on"""
+    """the share of the other workers whose processes continue"""
 
 
 MEDIAN_OF = 50
 
 
 def incident(records: Iterable[Finished], killed_at: float, killed: Set[int]) -> Incident:
-    """The cost of the kill of the processes `killed` at `killed_at` (unix seconds), whatever the order of the records.
+    """Return the cost of killing the processes `killed` at `killed_at` (unix seconds). The records may have any order.
 
-    The step in flight may still end without the killed one: what it had to give may have been given. The step after
+    The step in flight may still end without the killed process, which may have contributed already. The step after
     that one cannot. So the stall is the longer of the two gaps that follow the last step finished before the kill, and
-    training has gone on once the second step beyond it is finished.
+    training has continued once the second step beyond it is finished.
 
         step finished    s-1   s  kill  s+1                      s+2  s+3
                           |    |    x    |                        |    |
@@ -62,7 +62,7 @@ def incident(records: Iterable[Finished], killed_at: float, killed: Set[int]) ->
     if not before:
         raise ValueError("no step was finished before the kill: there is nothing to compare with")
     last = max(record.step for record in before)
-    # Nobody finishes step s before everybody has given to it, having finished s - 1.
+    # No worker finishes step s before all have contributed to it, having finished s - 1.
     members = {record.pid for record in before if record.step >= last - 1}
     survivors = members - killed
     step_s = _step_s(before)
@@ -73,7 +73,7 @@ def incident(records: Iterable[Finished], killed_at: float, killed: Set[int]) ->
         killed=killed,
         stall_s=stall_s,
         step_s=step_s,
-        # What came before its last step all had given to; where one alone finished it, others took that one's state.
+        # All had contributed to the steps before its last; if only one finished a step, others took that one's state.
         steps_lost=0 if resumed is None else len(set(range(last, resumed)) - others),
         steps_repeated=_repeated(before, after, members),
         kept=len(survivors & on) / len(survivors) if survivors else 0.0,
@@ -81,7 +81,7 @@ def incident(records: Iterable[Finished], killed_at: float, killed: Set[int]) ->
 
 
 def frontier(records: Iterable[Finished]) -> list[Finished]:
-    """Those records that go beyond every step finished before them, in order of time: training's progress."""
+    """Return, in order of time, the records that exceed every step finished before them: training's progress."""
     found: list[Finished] = []
     for record in sorted(records, key=lambda record: (record.time, record.step)):
         if not found or record.step > found[-1].step:
@@ -95,7 +95,7 @@ def _step_s(before: list[Finished]) -> float:
 
 
 def _stall(before: list[Finished], after: list[Finished], last: int, step_s: float) -> tuple[float | None, int | None]:
-    """The stall in seconds, and the step that shows that training has gone on: None where it has not."""
+    """Return the stall in seconds, and the step that shows that training continued; None if it did not."""
     start = next(record for record in before if record.step == last)
     beyond = [record for record in frontier([start, *after]) if record.step > last]
     resumed = next((number for number, record in enumerate(beyond) if record.step > last + 1), None)

@@ -1,8 +1,8 @@
-"""One rank of the loops that the platform is measured against, as anybody would write them. Started by `steps`.
+"""One rank of the plain loops that the platform is measured against. Started by `steps`.
 
 python -m tests.benchmarks.loop horovod|ddp|own JOB.yaml RANK SIZE PORT WARM_UP -> seconds per measured step, as JSON
 
-`own` is the platform's own loop in a process that no Ray and no controller knows of.
+`own` is the platform's own loop without Ray and controller.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main(kind: str, file: str, rank: int, size: int, port: int, warm_up: int) ->
         loss = loss[0] if isinstance(loss, tuple) else loss
         loss.backward()
         optimizer.step()
-        loss.item()  # every loop, the platform too, knows its loss
+        loss.item()  # Every loop reads its loss, as the platform does.
     print(json.dumps((time.perf_counter() - start) / (len(batches) - warm_up)))
 
 
@@ -98,18 +98,18 @@ def formation(rank: int, size: int, port: int) -> Formation:
 
 
 def credentials_for(server: RendezvousServer, rank: int) -> dict[str, str]:
-    """The environment in which a rank finds its credentials."""
+    """Return the environment in which a rank finds its credentials."""
     return {**os.environ, CREDENTIALS: json.dumps(asdict(server.credentials(rank)))}
 
 
 def own_credentials() -> Credentials:
-    """What `credentials_for` left for this rank."""
+    """Return what `credentials_for` left for this rank."""
     given = json.loads(os.environ[CREDENTIALS])
     return Credentials(given["token"], tuple(given["link_keys"]))
 
 
 def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> float:
-    """Seconds per step of the platform's own loop, alone."""
+    """Return the seconds per step of the platform's own loop, alone."""
     device = torch.device("cpu")
     built = build_model(task, job.seed, device)
     stepper = Stepper(
@@ -155,7 +155,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
 
 
 def prepared(job: Any, rank: int, collate: Any) -> list[Any]:
-    """The batches of shard `rank`, collated beforehand: the rows that the platform gives to that worker."""
+    """Return the batches of shard `rank`, collated beforehand: the rows that the platform gives to that worker."""
     seen = index(job.data.path)
     line = line_of(job, seen)
     rows = Rows(index=seen, line=line, seed=job.seed, transform=None, granule=1024)

@@ -1,11 +1,11 @@
 """A replica's step beside the ideal makespan of its schedule, and beside torch.distributed.pipelining driven by hand.
 
-By hand, nothing keeps a stage from beginning its next step before the others have ended this one. Clipping by the norm
-over all stages does: so it is measured with that, too. Of pipedream, whose steps overlap, a step's part of four that
-are committed together; torch has no such schedule.
+Driven by hand, a stage may begin its next step before the others have ended this one. Clipping by the norm over all
+stages prevents that, so it is measured too. Steps of pipedream overlap: the figure is a quarter of four steps that are
+committed together; torch has no such schedule.
 
 Each layer computes little and then sleeps, as if a device computed, so that the stages of one small machine do not wait
-for its cores: so long in the forward pass, for its input's gradient, and for its weights'.
+for its cores: `--pad` seconds in the forward pass, for its input's gradient, and for its weights' gradients.
 
 python -m tests.benchmarks.pipeline [--rounds 3] [--schedules 1f1b ...] [--pad 0.05]
 """
@@ -59,7 +59,7 @@ CPU = torch.device("cpu")
 
 
 class _Pause(torch.autograd.Function):
-    """The identity, which takes its time forward and backward."""
+    """The identity, which sleeps in the forward and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
@@ -74,7 +74,7 @@ class _Pause(torch.autograd.Function):
 
 
 class Padded(nn.Module):
-    """A layer that takes so many seconds forward, so many for its input's gradient, and so many for its weights'."""
+    """A layer with given seconds for the forward pass, its input's gradient, and its weights' gradients."""
 
     def __init__(self, pad_s: float) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Padded(nn.Module):
 
 
 class Deep(Task):
-    """So many layers."""
+    """A model of `depth` layers."""
 
     def __init__(self, depth: int, pad_s: float) -> None:
         self.depth, self.pad_s = depth, pad_s
@@ -100,7 +100,7 @@ class Deep(Task):
 
 
 def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: int, pad_s: float) -> list[float]:
-    """Seconds of each step of one stage."""
+    """Return the seconds of each step of one stage."""
     where = holders(schedule, stages)
     task = Deep(len(where), pad_s)
     built = build_chunks(task, 0, CPU, [[str(chunk)] for chunk, stage in enumerate(where) if stage == rank])
@@ -141,7 +141,7 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
 def by_hand(
     rank: int, stages: int, port: int, schedule: Schedule, microbatches: int, pad_s: float, *, clips: bool
 ) -> list[float]:
-    """The same with nothing but torch; `clips`: by the norm over all stages."""
+    """Return the same for torch alone; `clips`: whether it clips by the norm over all stages."""
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=stages, timeout=timedelta(seconds=LIMIT_S)
     )
@@ -185,7 +185,7 @@ def by_hand(
 
 
 def timed(step: Callable[[int], Any], times: int = STEPS) -> list[float]:
-    """Seconds of each step but the first."""
+    """Return the seconds of each step but the first."""
     found = []
     for number in range(WARM_UP + times):
         start = time.perf_counter()
@@ -195,10 +195,10 @@ def timed(step: Callable[[int], Any], times: int = STEPS) -> list[float]:
 
 
 def ideal(schedule: Schedule, stages: int, microbatches: int, pad_s: float) -> tuple[float, float]:
-    """Makespan and bubble of the schedule; of one step."""
+    """Return makespan and bubble of one step of the schedule."""
     together = STEPS if schedule == "pipedream" else 1
     count = len(holders(schedule, stages))
-    # Of the first chunk nobody wants the input's gradient: it does all when its weights' turn comes.
+    # The first chunk's input needs no gradient: all its backward work is that of its weights.
     costs = [Cost(pad_s, pad_s, pad_s)] * count
     if schedule == "zero-bubble":
         costs[0] = Cost(pad_s, 0.0, 2 * pad_s)
@@ -207,7 +207,7 @@ def ideal(schedule: Schedule, stages: int, microbatches: int, pad_s: float) -> t
 
 
 def measured(kind: str, schedule: Schedule, stages: int, microbatches: int, pad_s: float) -> float:
-    """The median of a step's seconds, of its slowest stage."""
+    """Return the median seconds of a step in its slowest stage."""
     server = RendezvousServer("127.0.0.1", size=stages, peers=["127.0.0.1"])
     port = server.start()
     if kind != "ours":

@@ -43,7 +43,7 @@ AUDITED = 10_000_000
 
 
 def sums(folder: Path, rounds: int) -> None:
-    """Exact sums beside the ring's: the byte GPT on four workers, without Ray, so that nothing else is on the wire."""
+    """Measure exact sums beside the ring's: the byte GPT on four workers, without Ray, so that nothing else is sent."""
     prepare("tests.benchmarks.tasks:prepare", folder / "byte_gpt", [REPOSITORY])
     base = replace(job(folder, "byte_gpt", "sums", shards=SHARDS, rows=8 * SHARDS, workers=WORKERS), steps=STEPS)
     took: dict[str, list[float]] = defaultdict(list)
@@ -68,7 +68,7 @@ def sums(folder: Path, rounds: int) -> None:
 
 
 def bookkeeping(folder: Path) -> None:
-    """What the ledger adds to a step: ids and notes in each worker, the parts in the controller."""
+    """Measure what the ledger adds to a step: ids and notes in each worker, the parts in the controller."""
     rows = 32
     table = pa.table({"x": pa.array(np.zeros(rows)), ROW_ID: pa.array(row_ids("a", 0, rows))})
     reports = {shard: header.ShardReport(0, rows, 1, 1.0, 1.0) for shard in range(SHARDS)}
@@ -103,7 +103,7 @@ def _seconds(call: Callable[[], None], times: int = 2000) -> float:
 
 
 def audited(folder: Path) -> None:
-    """How long an audit of ten million rows takes, and what memory, in a process of its own."""
+    """Measure time and memory of an audit of ten million rows, in its own process."""
     (folder / "data").mkdir()
     column = pa.array(np.zeros(AUDITED // 10, dtype=np.int8))
     for number in range(10):
@@ -130,7 +130,7 @@ def audited(folder: Path) -> None:
 
 
 def _planned(seen: Index, line: Line) -> list[np.ndarray]:
-    """The notes of all steps of one epoch."""
+    """Yield the notes of all steps of one epoch."""
     notes = np.zeros((line.steps, line.shards), NOTE)
     ids = [
         row_ids(seen.files[file], group, rows)

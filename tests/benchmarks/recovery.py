@@ -43,7 +43,7 @@ HEAD = f"  {'':30}   went on     p50 s     max s   lost  repeated kept %   step 
 
 
 def row(name: str, incidents: Sequence[Incident]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     stalls = sorted(incident.stall_s for incident in incidents if incident.stall_s is not None)
     went_on = f"{len(stalls)}/{len(incidents)}"
     if not stalls:
@@ -66,17 +66,17 @@ LONGEST_S = {
     "recut": {"p50": 1.5},
     "recut_two": {"p50": 1.5},
 }
-"""Wanted of the stalls, in seconds."""
+"""Limits of the stalls, in seconds."""
 KEPT = 97.0
-"""Wanted: the percentage of the kills after which every survivor steps on in its process."""
+"""Minimum percentage of the kills after which every survivor continues in its process."""
 SOME_STAND_BY = ("stages", "recut", "recut_two")
 """Cases in which the dead worker's replica dissolves until another worker has come."""
 FASTER = {"torchft": 3, "ray_train": 30}
-"""Wanted: how many times longer these stall than this platform, shrinking; by their p50."""
+"""Minimum factors by which these stall longer than this platform, shrinking; by their p50."""
 
 
 def verdicts(key: str, measured: Mapping[str, Sequence[Incident]]) -> list[str]:
-    """What is wanted of `key`'s figures, each beside its figure, and whether it is met."""
+    """Return each limit of `key`'s figures beside its figure, and whether it is met."""
 
     def stalls(of: str) -> list[float]:
         return [math.inf if one.stall_s is None else one.stall_s for one in measured[of]]

@@ -58,7 +58,7 @@ def job(folder: Path, model: str, name: str, *, shards: int, rows: int, workers:
 
 
 def loop(kind: str, file: Path, warm_up: int, size: int = 2) -> float:
-    """Seconds per step of a loop without the platform, the slowest of its ranks."""
+    """Return the seconds per step of a loop without the platform, for its slowest rank."""
     server = RendezvousServer("127.0.0.1", size=size, peers=["127.0.0.1"])
     port = server.start()
     if kind == "ddp":
@@ -85,7 +85,7 @@ def loop(kind: str, file: Path, warm_up: int, size: int = 2) -> float:
 
 
 def platform(asked: Job, warm_up: int) -> tuple[float, float]:
-    """Seconds per step of this platform after warm-up, and the share of them spent waiting for data."""
+    """Return the seconds per step of this platform after warm-up, and the share of them spent waiting for data."""
     result = run(asked, fresh=True, quiet=True, roots=[REPOSITORY])
     assert result.status == "finished", result.error
     events = read_events(LocalFolder(result.path))
@@ -133,7 +133,7 @@ def measure(folder: Path, rounds: int, models: Sequence[str]) -> None:
 
 
 def report(model: str, seconds: dict[str, list[float]], waits: list[float]) -> None:
-    """Medians over rounds; ratios are taken round by round, because the machine's speed drifts."""
+    """Print medians over rounds; ratios are taken round by round, because the machine's speed drifts."""
     bare = seconds["bare Horovod loop"]
     print(f"\n{model}: two workers, one thread each, medians of {len(bare)} interleaved rounds")
     print(f"  {'':44}{'steps/s':>9}{'of bare Horovod':>17}{'  (range)'}")

@@ -1,4 +1,4 @@
-"""What the benchmarks train: the byte GPT of the examples, and an MLP so small that only overhead is left."""
+"""Tasks of the benchmarks: the byte GPT of the examples, and an MLP so small that only overhead is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytrain_plus import Task
 
 
 class Mlp(Task):
-    """0.4 M parameters."""
+    """An MLP of 0.4 M parameters."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -59,14 +59,14 @@ class Padded(Mlp):
 
 
 class ByteGPT(byte_gpt.ByteGPT):
-    """As in the examples, without its schedule, which the bare loops do not have."""
+    """Return the optimizer of the examples without its schedule, which the bare loops do not have."""
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> None:  # type: ignore[override]
         return None
 
 
 def prepare(folder: Path, name: str) -> None:
-    """Writes `mlp` (random points) or `byte_gpt` (source text)."""
+    """Write `mlp` (random points) or `byte_gpt` (source text)."""
     if name == "byte_gpt":
         byte_gpt.prepare(folder, "train")
         return

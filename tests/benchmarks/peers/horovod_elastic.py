@@ -1,6 +1,6 @@
-"""Horovod Elastic: when one worker dies, the others form a new ring and go on. As a module: a worker.
+"""Horovod Elastic: when one worker dies, the others form a new ring and continue. As a module: a worker.
 
-Horovod blacklists the whole host of a dead worker, and gives up where no other host is left. So each worker gets a host
+Horovod blacklists the whole host of a dead worker, and gives up if no other host is left. So each worker gets a host
 of its own: four spellings of this machine's loopback address, for which no ssh is needed.
 """
 
@@ -18,7 +18,7 @@ HOSTS = ("localhost", "127.0.0.1", "127.0.1", "127.1")
 
 
 def measure(folder: Path, kills: int, *, model: str = "byte_gpt") -> list[Incident]:
-    """Kills one worker in each of `kills` runs under `folder`: Horovod does not replace it."""
+    """Kill one worker in each of `kills` runs under `folder`: Horovod does not replace it."""
 
     def start(run: Path) -> AbstractContextManager[object]:
         script = run / "hosts.sh"
@@ -30,14 +30,14 @@ def measure(folder: Path, kills: int, *, model: str = "byte_gpt") -> list[Incide
 
 
 def launcher(script: Path) -> list[str]:
-    """What comes between `python` and `-m WORKER`: horovodrun, and the Python of the workers."""
+    """Return the words between `python` and `-m WORKER`: horovodrun, and the Python of the workers."""
     limits = [f"--num-proc={WORKERS}", "--min-num-proc=2", f"--max-num-proc={WORKERS}"]
     where = [f"--host-discovery-script={script}", "--network-interfaces=lo", "--gloo"]
     return ["-m", "horovod.runner.launch", *limits, *where, sys.executable]
 
 
 def work(folder: Path, model: str) -> None:
-    """One worker, until it is killed. Commits every step, so that none is repeated."""
+    """Run one worker until it is killed. It commits every step, so that none is repeated."""
     import horovod.torch as hvd
 
     hvd.init()

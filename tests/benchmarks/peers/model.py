@@ -1,4 +1,4 @@
-"""What the peers share: the model they train, the log of their steps, and how one of their workers is killed."""
+"""Shared by the peers: the model they train, the log of their steps, and how one of their workers is killed."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ CHECKPOINT_EVERY = 50
 START_S = 180.0
 """the limit for a peer's start, up to the step of the kill"""
 RECOVERY_S = 120.0
-"""the limit for training to go on after a kill"""
+"""the limit for training to continue after a kill"""
 POLL_S = 0.05
 PROOF = 5
-"""steps beyond the last one before the kill that show that training has gone on"""
+"""steps beyond the last one before the kill that show that training continued"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A byte GPT, and how much of text one worker gives it in a step."""
+    """A byte GPT, and how much text one worker feeds it in a step."""
 
     width: int
     rows: int
@@ -56,7 +56,7 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What one worker needs for a step: the same in all workers and peers, but for the batch, which is the rank's."""
+    """Everything that one worker needs for a step: equal in all workers and peers, except the rank's batch."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -65,7 +65,7 @@ class Training:
 
 
 def training(name: str, rank: int) -> Training:
-    """The model called `name`, seeded; random bytes, drawn once for each rank."""
+    """Return the model called `name`, seeded, and random bytes, drawn once for each rank."""
     torch.set_num_threads(1)
     size = SIZES[name]
     task = ByteGPT(width=size.width)
@@ -78,7 +78,7 @@ def training(name: str, rank: int) -> Training:
 
 
 class Log:
-    """Appends a line for each step that this process has finished to `steps-<pid>.ndjson` in `folder`."""
+    """Append a line for each step that this process has finished to `steps-<pid>.ndjson` in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._pid = os.getpid()
@@ -95,7 +95,7 @@ class Log:
 
 
 def read_steps(folder: Path) -> list[Finished]:
-    """The steps that all processes have finished so far; a line that is still being written is left out."""
+    """Return the steps that all processes have finished so far, without incomplete lines."""
     return [
         Finished(**json.loads(line))
         for file in sorted(folder.glob("steps-*.ndjson"))
@@ -126,17 +126,17 @@ def started(
 
 
 def path_of_modules() -> str:
-    """PYTHONPATH for processes that import this repository's tests."""
+    """Return PYTHONPATH for processes that import this repository's tests."""
     return os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
 
 
 def end(process: subprocess.Popen[bytes], folder: Path, timeout_s: float = 20.0) -> None:
-    """Ends `process` by SIGTERM, and by SIGKILL what is left of its children and of the workers that logged steps."""
+    """End `process` by SIGTERM, and by SIGKILL its remaining children and the workers that logged steps."""
     others = {child.pid: child for child in _children(process.pid)}
     for pid in {record.pid for record in read_steps(folder)} - others.keys():
         with contextlib.suppress(psutil.Error):
             worker = psutil.Process(pid)
-            if str(folder) in worker.cmdline():  # and no other process, by now, under its number
+            if str(folder) in worker.cmdline():  # and its number is not that of another process by now
                 others[pid] = worker
     process.terminate()
     try:
@@ -159,7 +159,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 Choose = Callable[[Path, Set[int], random.Random], Set[int]]
-"""Whom to kill: from a run's folder, and the processes that step."""
+"""Chooses the processes to kill, given a run's folder and the processes that step."""
 
 
 def one_by_chance(folder: Path, pids: Set[int], chance: random.Random) -> Set[int]:
@@ -175,10 +175,10 @@ def kill_some(
     spares: int = 0,
     choose: Choose = one_by_chance,
 ) -> list[Incident]:
-    """What `kills` kills cost, in as few runs of `start` as it takes, each in a new folder under `folder`.
+    """Return the cost of `kills` kills, in as few runs of `start` as possible, each in a new folder under `folder`.
 
     Each kill meets `WORKERS` workers: a peer that does not replace the dead, or did not recover, is started again. It
-    meets as many warm spares, too.
+    meets `spares` warm spares too.
     """
     chance = random.Random(0)
     incidents: list[Incident] = []
@@ -193,11 +193,11 @@ def kill_some(
 
 
 def kill_one(folder: Path, chance: random.Random, spares: int = 0, choose: Choose = one_by_chance) -> Incident:
-    """Waits until `WORKERS` processes step together and `spares` others are warm, kills whom `choose` names of those
-    that step, and waits until training has gone on, or a limit.
+    """Wait until `WORKERS` processes step together and `spares` others are warm; kill some, and wait for training.
 
-    The kill comes at a step drawn between one and two checkpoints from here, so that its distance to the last
-    checkpoint is any. Raises `TimeoutError` where training does not get there in `START_S`.
+    `choose` selects the processes to kill from those that step. The kill comes at a step drawn between one and two
+    checkpoints from here, so that its distance to the last checkpoint varies. Raises `TimeoutError` if training does
+    not get there in `START_S`.
     """
     base = max((record.step for record in read_steps(folder)), default=0)
     at = base + chance.randrange(CHECKPOINT_EVERY, 2 * CHECKPOINT_EVERY) + PROOF
@@ -222,18 +222,18 @@ def kill_one(folder: Path, chance: random.Random, spares: int = 0, choose: Choos
 
 
 def stepping(records: list[Finished]) -> set[int]:
-    """The processes that are at most one step behind the newest."""
+    """Return the processes that are at most one step behind the newest."""
     newest = max(record.step for record in records)
     return {record.pid for record in records if record.step >= newest - 1}
 
 
 def practised(records: list[Finished]) -> set[int]:
-    """The processes that have finished step 0 and no later one: a spare makes that step alone, and is warm then."""
+    """Return the processes that have finished step 0 and no later one: a spare makes only that step to warm up."""
     return {record.pid for record in records} - {record.pid for record in records if record.step > 0}
 
 
 def awaited(true: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether `true` holds within `timeout_s`; asked every `POLL_S`, as files tell nobody that they grow."""
+    """Return whether `true` holds within `timeout_s`; check every `POLL_S`, because files do not notify readers."""
     deadline = time.monotonic() + timeout_s
     while not true():
         if time.monotonic() > deadline:
@@ -243,7 +243,7 @@ def awaited(true: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
-    """Writes a checkpoint that is either whole or not there."""
+    """Write a checkpoint that is either complete or absent."""
     unfinished = path.with_suffix(".unfinished")
     torch.save(content, unfinished)
     unfinished.replace(path)

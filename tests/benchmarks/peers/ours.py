@@ -1,4 +1,4 @@
-"""This platform: when one worker dies, the others go on from memory; a new one joins. As a module: the driver."""
+"""This platform: when one worker dies, the others continue from memory; a new one joins. As a module: the driver."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Logged(ByteGPT):
         super().__init__(width=SIZES[model].width)
         self._folder = Path(folder)
         self._log: Log | None = None
-        # In stages the layers are measured, for practice, the first and the last of them with the loss.
+        # In stages the layers are measured at warm-up, the first and the last of them with the loss.
         self._practice = 2 * TIMES if pipeline > 1 else 0
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Logged(ByteGPT):
         inner = super().optimizer(parameters)
 
         def applied(optimizer: torch.optim.Optimizer, arguments: Any, settings: Any) -> None:
-            # A worker that makes a step for practice is no member: it does so at step 0, where nobody is killed.
+            # A worker that makes a warm-up step is not a member: it does so at step 0, where no worker is killed.
             self._finished(int(optimizer.state[parameters[0][1]]["step"]) - 1)
 
         inner.register_step_post_hook(applied)
@@ -64,8 +64,11 @@ class Logged(ByteGPT):
 def measure(
     folder: Path, kills: int, *, model: str = "byte_gpt", spares: int = 0, pipeline: int = 1, two: bool = False
 ) -> list[Incident]:
-    """Kills `kills` workers, one after the other, in runs under `folder`; or as often `two` of the four stages at once,
-    which keep no copies for one another, each time in a new run, as who keeps whose changes with every death."""
+    """Kill `kills` workers, one after the other, in runs under `folder`.
+
+    With `two`, kill two of the four stages at once, which keep no copies for each other. Each kill needs a new run,
+    because every death changes which worker keeps whose copy.
+    """
 
     def start(made: Path) -> AbstractContextManager[object]:
         return started(DRIVER, made, model, str(spares), str(pipeline), settings={"RAY_AUTH_MODE": "disabled"})
@@ -76,24 +79,24 @@ def measure(
 
 
 def every_second(folder: Path, pids: Set[int], chance: random.Random) -> Set[int]:
-    """The workers of stages 0 and 2, or of 1 and 3. In a new run the next stage keeps a copy of each."""
+    """Return the workers of stages 0 and 2, or of 1 and 3. In a new run the next stage keeps a copy of each."""
     [*_, view] = [event for event in events(folder) if event["kind"] == "view_formed"]
     first = chance.randrange(2)
     return {member["pid"] for member in view["members"] if member["stage"] % 2 == first} & pids
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """What a run told in `folder`."""
+    """Return the events of the run in `folder`."""
     return read_events(LocalFolder(folder / "runs" / NAME))
 
 
 def recoveries(folder: Path) -> list[Mapping[str, Any]]:
-    """What the runs under `folder` tell of each recovery."""
+    """Return the recoveries of the runs under `folder`."""
     return [event for run in sorted(folder.glob("run-*")) for event in events(run) if event["kind"] == "recovered"]
 
 
 def drive(folder: Path, model: str, spares: int, pipeline: int) -> None:
-    """Trains on a Ray of its own, until it is ended."""
+    """Train on its own Ray until it is ended."""
     size = SIZES[model]
     data = folder / "data"
     data.mkdir()

@@ -1,4 +1,4 @@
-"""Ray Train: when one worker dies, all are started anew, from the newest checkpoint. As a module: the driver."""
+"""Ray Train: when one worker dies, all are restarted from the newest checkpoint. As a module: the driver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_AUTH_MODE": "disabled"}
 
 
 def measure(folder: Path, kills: int, *, model: str = "byte_gpt") -> list[Incident]:
-    """Kills `kills` workers, one after the other, in runs under `folder`."""
+    """Kill `kills` workers, one after the other, in runs under `folder`."""
 
     def start(run: Path) -> AbstractContextManager[object]:
         return started(DRIVER, run, model, settings=SETTINGS)
@@ -37,7 +37,7 @@ def measure(folder: Path, kills: int, *, model: str = "byte_gpt") -> list[Incide
 
 
 def drive(folder: Path, model: str) -> None:
-    """Trains on a Ray of its own, until it is ended."""
+    """Train on its own Ray until it is ended."""
     import ray
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -59,7 +59,7 @@ def drive(folder: Path, model: str) -> None:
 
 
 def work(config: dict[str, Any]) -> None:
-    """One worker, until it is killed."""
+    """Run one worker until it is killed."""
     from ray import train
     from ray.train.torch import prepare_model
 

@@ -1,7 +1,7 @@
-"""torchft: when one worker dies, the others go on; a new one takes their state over. As a module: the driver, a worker.
+"""torchft: when one worker dies, the others continue; a new one copies their state. As a module: the driver, a worker.
 
-Each worker is a replica group of one. The driver starts torchft's lighthouse and the workers, and starts anew a worker
-that has died, as torchrun would under each group. torchft is in no requirements: measuring it takes `torchft==0.2.0`.
+Each worker is a replica group of one. The driver starts torchft's lighthouse and the workers, and restarts a worker
+that has died, as torchrun would under each group. torchft is optional: measuring it needs `torchft==0.2.0`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def measure(folder: Path, kills: int, *, model: str = "byte_gpt") -> list[Incide
 
     The second, shorter stall, when the new worker joins, is not part of an incident's.
     """
-    import_module("torchft")  # where it is missing, say so here
+    import_module("torchft")  # If it is missing, fail here.
 
     def start(run: Path) -> AbstractContextManager[object]:
         return started(DRIVER, run, "drive", model)
@@ -40,7 +40,7 @@ def measure(folder: Path, kills: int, *, model: str = "byte_gpt") -> list[Incide
 
 
 def drive(folder: Path, model: str) -> None:
-    """Keeps `WORKERS` workers, until it is ended."""
+    """Keep `WORKERS` workers running until it is ended."""
     address = folder / "lighthouse"
     spawn(folder, "lighthouse")
     if not awaited(address.exists, START_S):
@@ -52,12 +52,12 @@ def drive(folder: Path, model: str) -> None:
 
 
 def spawn(folder: Path, *arguments: str) -> int:
-    """The pid of a process of this module."""
+    """Start a process of this module; return its pid."""
     return subprocess.Popen([sys.executable, "-m", DRIVER, str(folder), *arguments], cwd=REPOSITORY).pid
 
 
 def light(folder: Path) -> None:
-    """The lighthouse, which tells the workers who is there; its address is written last and at once."""
+    """Run the lighthouse, which tells the workers which peers exist; its address is written last, atomically."""
     torchft: Any = import_module("torchft.coordination")
     server = torchft.LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=JOIN_MS)
     unfinished = folder / "lighthouse.unfinished"
@@ -67,7 +67,7 @@ def light(folder: Path) -> None:
 
 
 def work(folder: Path, model: str, number: int) -> None:
-    """Worker `number`, until it is killed."""
+    """Run worker `number` until it is killed."""
     torchft: Any = import_module("torchft")
     distributed: Any = import_module("torch.distributed")  # its annotations lack TCPStore
     mine = training(model, number)

@@ -1,4 +1,4 @@
-"""torchrun: when one worker dies, all are started anew, from the newest checkpoint. As a module: a worker."""
+"""torchrun: when one worker dies, all are restarted from the newest checkpoint. As a module: a worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def measure(folder: Path, kills: int, *, model: str = "byte_gpt") -> list[Incident]:
-    """Kills `kills` workers, one after the other, in runs under `folder`."""
+    """Kill `kills` workers, one after the other, in runs under `folder`."""
 
     def start(run: Path) -> AbstractContextManager[object]:
         return started(WORKER, run, model, under=LAUNCHER, settings=SETTINGS)
@@ -34,7 +34,7 @@ def measure(folder: Path, kills: int, *, model: str = "byte_gpt") -> list[Incide
 
 
 def work(folder: Path, model: str) -> None:
-    """One worker, until it is killed."""
+    """Run one worker until it is killed."""
     dist.init_process_group("gloo")
     mine = training(model, dist.get_rank())
     first = 0
