@@ -1,8 +1,8 @@
-"""The notebooks of `examples/`, executed: by their tests, and by hand to save their outputs.
+"""Execute the notebooks of `examples/`: in their tests, and by hand to save their outputs.
 
     python -m tests.notebooks
 
-An output that is saved says nothing of the machine that made it.
+Saved outputs do not identify the machine that made them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from nbformat import NotebookNode
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = tuple(sorted(path.name for path in EXAMPLES.glob("*.ipynb")))
 LIMIT_S = 120
-"""For one cell."""
+"""Maximum seconds of one cell."""
 
 
 def executed(name: str, folder: Path) -> NotebookNode:
-    """The notebook, executed in a copy of the examples in `folder`, beside which it puts what it makes."""
+    """Execute a notebook in a copy of the examples in `folder`, which also receives its outputs; return it."""
     copy = folder / "examples"
     shutil.copytree(EXAMPLES, copy, ignore=shutil.ignore_patterns("__pycache__"))
     notebook = nbformat.read(copy / name, as_version=4)
@@ -33,11 +33,11 @@ def executed(name: str, folder: Path) -> NotebookNode:
 
 
 def tidy(notebook: NotebookNode, folder: Path) -> NotebookNode:
-    """The same, for keeping: paths as they are seen from where it lies, no name of the machine, no log."""
+    """Return the notebook as it is saved: with relative paths, without the machine's name and logs."""
     for cell in notebook.cells:
         cell.metadata.clear()
         if cell.cell_type == "code":
-            # What libraries log, with times and versions.
+            # Logs of libraries, with times and versions.
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     text = nbformat.writes(notebook).replace(f"{folder}/examples/", "").replace(str(folder), "..")
@@ -45,7 +45,7 @@ def tidy(notebook: NotebookNode, folder: Path) -> NotebookNode:
 
 
 def main() -> None:
-    """Saves them all."""
+    """Execute and save all notebooks."""
     for name in NOTEBOOKS:
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made).resolve()
