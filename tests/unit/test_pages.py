@@ -4,6 +4,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from raytrain_plus.job import settings
+
 PACKAGE = Path(__file__).parents[2] / "raytrain_plus"
 PAGE = (PACKAGE / "README.md").read_text()
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -41,3 +43,17 @@ def test_no_page_cites_a_document_that_is_not_here() -> None:
         for cited in re.findall(r"[\w./-]*\b[\w-]+\.md\b", (root / page).read_text()):
             names = {cited.removeprefix("./"), str((Path(page).parent / cited).as_posix())}
             assert any(name.endswith(tuple(names)) for name in listed), f"{page} cites {cited}"
+
+
+def test_every_module_that_the_map_refers_to_exists() -> None:
+    cited = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+)/?`", PAGE.partition("## ")[2]))
+    assert len(cited) > 20
+    for name in cited:
+        found = [base / name for base in (PACKAGE, PACKAGE.parent)]
+        assert any(path.is_dir() or path.with_suffix(".py").is_file() for path in found), f"the map cites {name}"
+
+
+def test_the_page_of_jobs_lists_what_makes_two_jobs_the_same() -> None:
+    jobs = (PACKAGE.parent / "jobs" / "README.md").read_text()
+    listed = re.findall(r"`([a-z_.]+)`", jobs.partition("Two jobs are the same if")[2].partition("`raytrain run`")[0])
+    assert tuple(listed) == settings._SAME

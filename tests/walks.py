@@ -1,0 +1,174 @@
+"""Which test executes which command of the pages. Pure.
+
+A walk executes commands in order, as a reader would, in a copy of the repository (`tests/integration/test_walks`).
+The text of each command is that of the page; only its length, and what a page leaves open, is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+HEAD = "ray start --head"
+"""Executed by `tests/integration/head`, with ports and a folder of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One command of a page, and what its output must match."""
+
+    command: str
+    shows: str = ""
+    """A regular expression, found in what it prints."""
+    also: str = ""
+    """Words added at its end."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """Text in it -> text that replaces it."""
+    code: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """Commands in order."""
+
+    steps: tuple[Step, ...]
+    slow: bool = True
+    cluster: bool = False
+    """Whether a cluster is there, started by `HEAD`."""
+    bare: bool = False
+    """Whether there is no environment yet: the walk makes one."""
+    timeout_s: int = 400
+
+
+_SHORT = {"--set steps=600": "--set steps=18"}
+_BYTE_GPT_IN_STAGES = "--set parallel.pipeline=2 --set parallel.microbatches=2"
+
+WALKS = {
+    "first run": Walk(
+        slow=False,
+        steps=(
+            Step("raytrain validate jobs/digits.yaml", r"digits: OK"),
+            Step("raytrain run jobs/digits.yaml", r"digits finished: 30 steps"),
+            Step("raytrain status digits", r"finished"),
+            Step("raytrain audit digits", r"rows"),
+            Step("raytrain export digits --to model.safetensors", r"the model after step 30 of digits"),
+            Step("raytrain resume digits", r"digits finished: 30 steps"),
+        ),
+    ),
+    "detached": Walk(
+        slow=False,
+        steps=(
+            Step("raytrain run jobs/digits.yaml --fresh --detach", r"digits runs detached", also="--set epochs=5000"),
+            Step("raytrain rescale digits --max 8"),
+            Step("raytrain stop digits", r"digits: stopped after"),
+            Step("raytrain attach digits", r"digits stopped", code=143),
+            Step("raytrain logs digits -f", r"2 workers ready"),
+        ),
+    ),
+    "no Ray": Walk(
+        steps=(
+            Step(". .venv/bin/activate"),
+            Step("raytrain doctor", r"PASS  Python"),
+            Step("python -m raytrain_plus.job.reference", r"- `name` \(text, required\)"),
+            Step("raytrain validate jobs/byte_gpt.yaml --cluster clusters/aws.yaml", r"room for"),
+            Step("ray get-auth-token --generate", r"\w{20}"),
+            Step(f"raytrain validate jobs/byte_gpt.yaml {_BYTE_GPT_IN_STAGES}", r"stage"),
+        ),
+    ),
+    "settings": Walk(
+        steps=(
+            Step("raytrain run jobs/digits.yaml --set data.batch_size=192 --fresh", r"digits finished: 15 steps"),
+            Step("raytrain run jobs/digits.yaml --set reduction=exact --fresh", r"digits finished: 30 steps"),
+            Step("raytrain resume digits --set 'workers={min: 1}'", r"digits finished: 30 steps"),
+            Step(
+                "raytrain verify jobs/digits.yaml --set reduction=exact --workers 1,2,4 --kill 1",
+                r"equal",
+                also="--steps 12",
+            ),
+        ),
+    ),
+    "stages": Walk(
+        steps=(
+            Step(f"raytrain run jobs/byte_gpt.yaml {_BYTE_GPT_IN_STAGES} --fresh", r"byte_gpt finished: 12 steps"),
+            Step("raytrain resume byte_gpt --set steps=600", r"byte_gpt finished: 18 steps", instead=_SHORT),
+        ),
+    ),
+    "cluster": Walk(
+        cluster=True,
+        timeout_s=600,
+        steps=(
+            Step("raytrain run jobs/digits.yaml --address HOST:6379", r"digits finished: 30 steps"),
+            Step(
+                "raytrain submit jobs/byte_gpt.yaml --follow --set storage=$PWD/runs",
+                r"byte_gpt finished: 12 steps",
+                also="--address http://HOST:8265",
+            ),
+            Step(
+                "raytrain submit jobs/byte_gpt.yaml --address http://HOST:8265 --set storage=s3://BUCKET/runs",
+                r"byte_gpt was submitted",
+                instead={"s3://BUCKET/runs": "$PWD/others"},
+            ),
+            Step("raytrain status byte_gpt --address http://HOST:8265", r"byte_gpt: \w+"),
+            Step("export RAY_ADDRESS=http://HOST:8265"),
+            Step(
+                "ray job submit --working-dir . -- python -m raytrain_plus run jobs/byte_gpt.yaml",
+                r"byte_gpt finished: 12 steps",
+            ),
+        ),
+    ),
+    "install": Walk(
+        bare=True,
+        timeout_s=900,
+        steps=(
+            Step("python3 -m venv .venv && . .venv/bin/activate"),
+            Step("pip install '.[examples]'", r"Successfully installed raytrain-plus"),
+            Step("pip install '.[horovod]' && raytrain install-horovod", r"Horovod works"),
+            Step("pip install '.[s3]'", r"Successfully installed raytrain-plus"),
+            Step("pip install '.[mlflow]'", r"Successfully installed raytrain-plus"),
+            # The packages of wandb are not among those of the tests.
+            Step("pip install '.[wandb]'", r"Successfully installed raytrain-plus", also="--no-deps"),
+            Step("pip install 'ray[serve]'", r"already satisfied"),
+            Step("pip wheel . --no-deps -w clusters/wheels", r"raytrain_plus-\S+\.whl"),
+            Step("raytrain install-horovod --to clusters/wheels", r"copied to clusters/wheels/horovod-"),
+        ),
+    ),
+    "make": Walk(
+        timeout_s=900,
+        steps=(
+            # pytest only collects: see `ENVIRONMENT` in tests/integration/test_walks.
+            Step("make check", r"Contracts: \d+ kept, 0 broken"),
+            Step("make unit", r"tests/unit/test_pages.py"),
+            Step("make test", r"tests/integration/test_walks.py"),
+            Step("make test-slow", r"tests/integration/test_soak.py"),
+            Step("pytest -m slow tests/integration/test_soak.py", r"tests/integration/test_soak.py"),
+            Step("make demo", r"byte_gpt finished: 12 steps"),
+        ),
+    ),
+    "benchmarks": Walk(
+        timeout_s=1800,
+        # Their lengths: `SHORTER` in tests/integration/test_walks.
+        steps=(
+            Step("make bench", r"gpipe"),
+            Step("make bench-recovery", r"raytrain_plus, shrinking"),
+            Step("python -m tests.benchmarks.drift", r"exact, float32"),
+            Step(
+                "python -m tests.benchmarks.recovery --only stages,stages_spare,recut,recut_two --kills 10",
+                r"4 stages to 2",
+                instead={"--kills 10": "--kills 1"},
+            ),
+            Step("python -m tests.benchmarks.pipeline", r"zero-bubble"),
+        ),
+    ),
+}
+
+OTHERS = {
+    HEAD: "integration/test_walks.py::test_a_walk_through_the_pages",
+    "python -m examples.lost_worker": "integration/test_picture.py::test_a_worker_is_killed_and_drawn",
+}
+"""Commands that a test executes otherwise: command -> the test, from `tests/`."""
+
+
+def executed() -> dict[str, str]:
+    """Return which command is executed where."""
+    walked = {step.command: f"walk: {name}" for name, walk in WALKS.items() for step in walk.steps}
+    return {**walked, **OTHERS}
