@@ -17,12 +17,12 @@ def test_a_notebook_is_kept_small_and_tidy(name: str) -> None:
     assert not ABSOLUTE.search(text)
     notebook = nbformat.reads(text, as_version=4)
     nbformat.validate(notebook)
-    assert all(not replica.metadata for replica in notebook.replicas)
-    outputs = [output for replica in notebook.replicas for output in replica.get("outputs", ())]
+    assert all(not cell.metadata for cell in notebook.cells)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert any("<svg" in output.get("data", {}).get("text/html", "") for output in outputs)
     assert all(output.output_type != "error" and output.get("name") != "stderr" for output in outputs)
-    assert [replica.execution_count for replica in notebook.replicas if replica.replica_type == "code"] == [
-        number + 1 for number in range(sum(replica.replica_type == "code" for replica in notebook.replicas))
+    assert [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"] == [
+        number + 1 for number in range(sum(cell.cell_type == "code" for cell in notebook.cells))
     ]
 
 
