@@ -105,8 +105,9 @@ WALKS = {
             ),
             Step(
                 "raytrain submit jobs/byte_gpt.yaml --address http://HOST:8265 --set storage=s3://BUCKET/runs",
-                r"byte_gpt was submitted",
-                instead={"s3://BUCKET/runs": "$PWD/others"},
+                r"byte_gpt finished: 12 steps",
+                also="--follow",
+                instead={"s3://BUCKET/runs": "$PWD/runs"},
             ),
             Step("raytrain status byte_gpt --address http://HOST:8265", r"byte_gpt: \w+"),
             Step("export RAY_ADDRESS=http://HOST:8265"),
@@ -135,7 +136,7 @@ WALKS = {
     "make": Walk(
         timeout_s=900,
         steps=(
-            # pytest only collects: see `ENVIRONMENT` in tests/integration/test_walks.
+            # pytest only collects: see `environment` in tests/integration/test_walks.
             Step("make check", r"Contracts: \d+ kept, 0 broken"),
             Step("make unit", r"tests/unit/test_pages.py"),
             Step("make test", r"tests/integration/test_walks.py"),

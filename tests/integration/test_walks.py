@@ -25,12 +25,12 @@ SHORTER = {
     "-m tests.benchmarks.pipeline": "--rounds 1 --pad 0.002",
     "-m tests.benchmarks.recovery": "--only ours --kills 1",
 }
-"""What a benchmark is given beside what make gives it."""
-EPOCHS = {
+"""Words that shorten a benchmark, added to those of its command."""
+SHORT_JOBS = {
     "jobs/digits.yaml": (("epochs: 20", "epochs: 2"), ("every_steps: 100", "every_steps: 10")),
     "jobs/byte_gpt.yaml": (("steps: 300", "steps: 12"), ("every_steps: 100", "every_steps: 6")),
 }
-"""How the jobs are shortened: the numbers alone."""
+"""The numbers by which the jobs are shortened: file -> (text, its replacement)."""
 TOOLS = ("lint-imports", "mypy", "pip", "pytest", "ray", "raytrain", "ruff")
 BIN = Path(sys.executable).parent
 
@@ -42,7 +42,7 @@ def copy_repository(folder: Path) -> None:
         if (REPOSITORY / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / name, folder / name)
-    for name, changes in EPOCHS.items():
+    for name, changes in SHORT_JOBS.items():
         text = (folder / name).read_text()
         for before, after in changes:
             assert text.count(before) == 1, (name, before)
