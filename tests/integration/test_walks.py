@@ -71,8 +71,8 @@ def environment(folder: Path, bare: bool) -> dict[str, str]:
     known |= {"HOME": str(folder.parent), "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", f"{Path.home()}/.cache")}
     if bare:
         # pip finds there what is required, and fetches nothing.
-        packages = Path(pytest.__file__).parents[1]
-        return {**known, "PYTHONPATH": str(packages), "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+        known |= {"PYTHONPATH": str(Path(pytest.__file__).parents[1]), "PATH": f"{BIN}{os.pathsep}{known['PATH']}"}
+        return {**known, "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
     path = f"{folder}/.venv/bin{os.pathsep}{known['PATH']}"
     # make starts pytest, which would start this test: it collects.
     return {**known, "PATH": path, "PYTHONPATH": str(folder), "PYTEST_ADDOPTS": "--collect-only"}
