@@ -146,7 +146,7 @@ WALKS = {
         ),
     ),
     "benchmarks": Walk(
-        timeout_s=1800,
+        timeout_s=3000,
         # Their lengths: `SHORTER` in tests/integration/test_walks.
         steps=(
             Step("make bench", r"gpipe"),

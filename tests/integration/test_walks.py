@@ -19,13 +19,14 @@ from tests.pages import PAGES, commands
 from tests.walks import WALKS, Step, Walk
 
 SHORTER = {
-    "-m tests.benchmarks.steps": "--rounds 1 --models digits",
+    "-m tests.benchmarks.steps": "--rounds 1 --models paced_20ms",
     "-m tests.benchmarks.proof": "--rounds 1",
     "-m tests.benchmarks.checkpoints": "--rounds 1 --gigabytes 0.05",
     "-m tests.benchmarks.pipeline": "--rounds 1 --pad 0.002",
+    "-m tests.benchmarks.recovery --only": "",
     "-m tests.benchmarks.recovery": "--only ours --kills 1",
 }
-"""Words that shorten a benchmark, added to those of its command."""
+"""Words that shorten a benchmark, added to those of its command. The first entry that a command begins with counts."""
 SHORT_JOBS = {
     "jobs/digits.yaml": (("epochs: 20", "epochs: 2"), ("every_steps: 100", "every_steps: 10")),
     "jobs/byte_gpt.yaml": (("steps: 300", "steps: 12"), ("every_steps: 100", "every_steps: 6")),
