@@ -261,7 +261,7 @@ def test_a_living_run_blocks_even_a_fresh_one(run: Folder, monkeypatch: pytest.M
 
 def test_a_living_lease_is_always_readable(run: Folder) -> None:
     with living(run):
-        assert all(lease_holder(run) is not None for _ in range(100))
+        assert all(lease_holder(run) is not None for _ in range(100 if run.path else 25))
 
 
 def test_a_run_that_started_in_the_meantime_is_left_alone(run: Folder) -> None:

@@ -17,20 +17,27 @@ import pytest
 def serving(bucket: str) -> Iterator[tuple[str, int]]:
     """Yield host and port of an S3 server with this bucket; its keys are in the environment, also of new processes."""
     boto3 = pytest.importorskip("boto3")
-    moto = pytest.importorskip("moto.server")
+    moto = pytest.importorskip("moto.moto_server.werkzeug_app")
+    serving = pytest.importorskip("werkzeug.serving")
     logging.getLogger("werkzeug").setLevel(logging.WARNING)
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    # Moto's own server finds out anew for each request which of AWS's services is meant, which takes longer than to
+    # serve it.
+    app = moto.create_backend_app("s3")
+    server = serving.make_server("127.0.0.1", 0, app, threaded=True, request_handler=moto.MotoRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
             patch.setenv(name, os.devnull)
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
             patch.setenv(name, "true")
         patch.delenv("AWS_SESSION_TOKEN", raising=False)
-        host, port = server.get_host_and_port()
+        host, port = server.server_address
         boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1").create_bucket(Bucket=bucket)
         yield host, port
-    server.stop()
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
 
 
 def at(place: str, server: str) -> str:
