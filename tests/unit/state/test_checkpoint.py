@@ -142,12 +142,12 @@ def test_the_files_are_safetensors_files(tmp_path: Path) -> None:
 
 def test_one_checkpoint_is_complete_wherever_the_writer_stops(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    save(LocalFolder(folder), 4)
+    save(LocalFolder(folder), 4, writers=2)
     loaded: list[int] = []
 
     def write(disk: Disk) -> None:
         run = LocalFolder(folder, disk)
-        made = save(run, 9, generation=1)
+        made = save(run, 9, generation=1, writers=2)
         sweep(run, [made.name], before=m.newness(made))
 
     def check(folder: Path) -> None:

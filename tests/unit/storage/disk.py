@@ -139,11 +139,13 @@ def survives(calls: list[tuple[Any, ...]], names: bool, data: bool) -> dict[Path
 def after_every_stop(folder: Path, work: Callable[[Disk], None], check: Callable[[Path], None]) -> int:
     """Run `work` on disks that stop before each of its calls, `check` on what survives; return the number of calls.
 
-    `folder` holds the initial files, which are restored each time. The last three checks are after complete work.
+    `folder` holds the initial files, which are restored each time. What survives more than one stop is checked once,
+    except after complete work: the last three checks.
     """
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     whole = Recorder()
     work(whole)
+    checked: set[frozenset[tuple[Path, bytes]]] = set()
     for stop in range(len(whole.calls) + 1):
         restore(folder, before)
         disk = Recorder(stop)
@@ -156,8 +158,11 @@ def after_every_stop(folder: Path, work: Callable[[Disk], None], check: Callable
             earlier += [("write", -index, content) for index, content in enumerate(before.values(), 1)]  # type: ignore[misc]
             earlier += [("fsync", -index, b"") for index, _ in enumerate(before, 1)]  # type: ignore[misc]
             earlier += [("fsync_folder", folder, b"") for folder in {path.parent for path in before}]  # type: ignore[misc]
-            restore(folder, survives([*earlier, *disk.calls], names, data))
-            check(folder)
+            found = survives([*earlier, *disk.calls], names, data)
+            if frozenset(found.items()) not in checked or stop == len(whole.calls):
+                checked.add(frozenset(found.items()))
+                restore(folder, found)
+                check(folder)
     restore(folder, before)
     return len(whole.calls)
 
