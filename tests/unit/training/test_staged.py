@@ -284,9 +284,15 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def of_one() -> Told:
+    """Return one worker's results with exact sums."""
+    return alone(exact=True)
+
+
 @pytest.mark.parametrize(("shape", "schedule"), CASES, ids=str)
-def test_the_bits_are_those_of_one_worker(shape: Shape, schedule: Schedule) -> None:
-    applied, state = alone(exact=True)
+def test_the_bits_are_those_of_one_worker(shape: Shape, schedule: Schedule, of_one: Told) -> None:
+    applied, state = of_one
     told = together(shape, schedule, exact=True)
     for found, _ in told:
         assert found == applied
@@ -298,8 +304,8 @@ def test_the_bits_are_those_of_one_worker(shape: Shape, schedule: Schedule) -> N
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])
-def test_a_step_that_others_have_applied_is_finished_to_the_same_bits(schedule: Schedule) -> None:
-    applied, state = alone(exact=True)
+def test_a_step_that_others_have_applied_is_finished_to_the_same_bits(schedule: Schedule, of_one: Told) -> None:
+    applied, state = of_one
 
     def interrupted_in_the_last(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
         """The second replica's members hear of a death when all sums are complete, before they have applied them."""
@@ -524,8 +530,8 @@ def test_layers_that_share_by_a_closure_must_be_declared_tied() -> None:
         layer_names(Closed(), SEED)
 
 
-def test_recomputed_layers_change_no_buffer_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, state = alone(exact=True)
+def test_recomputed_layers_change_no_buffer_twice(monkeypatch: pytest.MonkeyPatch, of_one: Told) -> None:
+    _, state = of_one
     monkeypatch.setattr(f"{__name__}.checkpoint", lambda layers, x, use_reentrant: layers(x))
     _, plain = alone(exact=True)
     assert [name for name in state if not torch.equal(state[name], plain[name])] == []
