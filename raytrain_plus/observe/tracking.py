@@ -138,8 +138,8 @@ def read(lines: BinaryIO, queue: Queue) -> None:
         queue.end("failed")
 
 
-def main() -> None:
-    """Run the tracker whose name is the first argument."""
+def main(end_s: float = END_S) -> None:
+    """Run the tracker whose name is the first argument; it has `end_s` seconds after the end of the run."""
     name = sys.argv[1]
     lines = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
@@ -170,7 +170,7 @@ def main() -> None:
     read(lines, queue)
     # A short run may end before its library is loaded.
     loaded.wait(LOAD_S)
-    thread.join(END_S)
+    thread.join(end_s)
     if queue.missing:
         tell({"warning": f"{queue.missing} metric values were not delivered; the run's events contain them"})
     elif thread.is_alive():

@@ -8,25 +8,30 @@ import pytest
 
 from raytrain_plus.observe.metrics import Figure
 
-with warnings.catch_warnings():
-    # MLflow warns about other packages.
-    warnings.simplefilter("ignore")
-    from mlflow import MlflowClient
-
-    from raytrain_plus.observe import mlflow as module
-
 SETTINGS = {"name": "digits", "args": {"rate?": 0.5, "deep": {"er": None}}, "trackers": ["mlflow"], "task": "a:B"}
 
 
+@pytest.fixture(scope="module")
+def module() -> Any:
+    """Load the tracker, and MLflow with it, which takes seconds: only in a process that runs these tests."""
+    with warnings.catch_warnings():
+        # MLflow warns about other packages.
+        warnings.simplefilter("ignore")
+        from raytrain_plus.observe import mlflow
+    return mlflow
+
+
 @pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def client(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "trees")
-    return MlflowClient()
+    return module.MlflowClient()
 
 
-def test_a_run_is_there_with_its_settings_figures_and_end(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_there_with_its_settings_figures_and_end(
+    client: Any, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MOST_PARAMS", 2)
     run, tracker = module.begin(None, "digits", SETTINGS)
     tracker.add([Figure("evaluation/acc@5", 0.5, step, step + 0.25) for step in range(1500)])
@@ -45,7 +50,7 @@ def test_a_run_is_there_with_its_settings_figures_and_end(client: Any, monkeypat
     assert [(one.step, one.timestamp) for one in history] == [(step, 1000 * step + 250) for step in range(1500)]
 
 
-def test_a_run_is_continued(client: Any) -> None:
+def test_a_run_is_continued(client: Any, module: Any) -> None:
     run, _ = module.begin(None, "digits", SETTINGS)
     client.set_terminated(run, "KILLED")
     again, tracker = module.begin(run, "digits", {**SETTINGS, "name": "another"})
@@ -61,7 +66,7 @@ def test_a_run_is_continued(client: Any) -> None:
 
 
 @pytest.mark.parametrize("removed", [True, False])
-def test_a_removed_run_is_replaced_by_a_new_one(client: Any, removed: bool) -> None:
+def test_a_removed_run_is_replaced_by_a_new_one(client: Any, module: Any, removed: bool) -> None:
     run, _ = module.begin(None, "digits", SETTINGS)
     if removed:
         client.delete_run(run)

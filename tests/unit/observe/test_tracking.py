@@ -115,7 +115,7 @@ def test_a_hanging_library_is_abandoned_in_time(tmp_path: Path) -> None:
     search = os.pathsep.join([str(tmp_path), *sys.path])
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "raytrain_plus.observe.tracking", "wandb"],
+        [sys.executable, "-c", "from raytrain_plus.observe.tracking import main; main(end_s=0.5)", "wandb"],
         input='{"run": null, "title": "x", "settings": {}}\n[["train/loss", 1.0, 0, 0.0]]\n',
         env={**os.environ, "PYTHONPATH": search},
         capture_output=True,
@@ -124,4 +124,4 @@ def test_a_hanging_library_is_abandoned_in_time(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == {"warning": "1 metric values were not delivered; the run's events contain them"}
-    assert time.monotonic() - began >= module.END_S
+    assert 0.5 <= time.monotonic() - began < 60
