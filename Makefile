@@ -44,7 +44,7 @@ test: setup check unit  ## set up, check, and run every test but the slow ones
 	$(BIN)/python -m pytest tests/integration -m "not slow" --durations=15
 
 test-slow: setup  ## the large counts
-	$(BIN)/python -m pytest -m slow --durations=15
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=many --durations=15
 
 bench: setup  ## this platform beside a bare Horovod loop and torch DDP; what exact sums, ledger and checkpoints cost
 	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.steps

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,21 @@ from raytrain_plus.storage.open import open_folder
 from tests.unit.storage.store import at, serving
 
 # A deadline on one example measures the machine: on a busy one, any can take a second.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+settings.register_profile("few", deadline=None, max_examples=25)
+# `make test-slow` runs the same tests with `--hypothesis-profile=many`.
+settings.register_profile("many", deadline=None, max_examples=500)
+settings.load_profile("few")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exclude all that is imported from garbage collection, which would search torch and Ray for it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

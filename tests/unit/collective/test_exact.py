@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.collective.exact import LIMIT_BITS, ExactSum
@@ -62,7 +62,6 @@ def grouping(draw: random.Random, count: int) -> list[list[int]]:
     return [order[a:b] for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     values=st.lists(st.lists(MAGNITUDES, min_size=3, max_size=3), min_size=1, max_size=12),
     dtype=st.sampled_from([torch.float32, torch.float64]),

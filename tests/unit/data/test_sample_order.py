@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.data.reads import GROUP_READS, first_touches, grouped, reads
@@ -40,7 +40,6 @@ def rows_of(line: Line, shard: int, step: int) -> list[tuple[int, int, int]]:
 
 
 @given(lines())
-@settings(max_examples=150)
 def test_every_row_is_used_once_an_epoch_and_steps_are_alike(line: Line) -> None:
     used: Counter[tuple[int, int, int]] = Counter()
     for step in range(line.steps):
@@ -122,7 +121,6 @@ def test_seeds_and_epochs_give_other_orders() -> None:
 
 
 @given(lines(), st.data())
-@settings(max_examples=80)
 def test_reads_give_each_shard_its_rows_in_order(line: Line, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, line.steps - 1))
     shards = data.draw(st.sets(st.integers(0, line.shards - 1), min_size=1))

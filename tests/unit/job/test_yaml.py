@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus import Data, Job, JobError, Workers
@@ -235,7 +235,6 @@ def test_every_setting_is_either_kept_or_free(tmp_path: Path) -> None:
     assert load(tmp_path, by_epochs, "epochs=3").same_as(load(tmp_path, by_epochs).to_yaml()) == ["epochs"]
 
 
-@settings(max_examples=200)
 @given(st.data())
 def test_mutated_files_give_a_job_or_a_job_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     text = data.draw(st.sampled_from([GOOD, (Path(__file__).parents[3] / "jobs" / "byte_gpt.yaml").read_text()]))
