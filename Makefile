@@ -32,7 +32,8 @@ demo: setup  ## train the byte GPT on the source of Python's standard library
 	$(BIN)/raytrain run jobs/byte_gpt.yaml --fresh
 
 unit: $(BIN)/raytrain  ## the pure tests, under a minute
-	$(BIN)/python -m pytest tests/unit -m "not slow" --numprocesses auto
+	@# Without bytecode each process takes seconds to rewrite the assertions of all tests again.
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests/unit -m "not slow" --numprocesses auto --dist worksteal
 
 check: $(BIN)/raytrain  ## ruff, mypy, import-linter
 	$(BIN)/ruff check raytrain_plus tests examples

@@ -155,7 +155,7 @@ def many_shards(folder: Path, shards: int) -> Job:
     return job_of(folder, data=Data(path=str(folder / "data"), batch_size=2 * shards, shards=shards))
 
 
-@pytest.mark.parametrize("shards", [8, 12, 196, 300])
+@pytest.mark.parametrize("shards", [8, 12, 196, pytest.param(300, marks=pytest.mark.slow)])
 def test_the_step_sum_detects_a_row_that_the_shards_bits_miss(tmp_path: Path, shards: int) -> None:
     job = many_shards(tmp_path, shards)
     notes = notes_of(job)
