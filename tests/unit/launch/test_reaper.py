@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.processes import runs, still_alive
+
 LASTS = "import time; time.sleep(600)"
 # The child has a child, as Ray's raylet has agents.
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {LASTS!r}])"
@@ -60,7 +62,7 @@ def driver(started: list[subprocess.Popen[str]], how: str) -> tuple[subprocess.P
 def end(*processes: psutil.Process) -> None:
     for process in processes:
         process.kill()
-    psutil.wait_procs(processes, timeout=10)
+    still_alive(processes, 10)
 
 
 @pytest.mark.parametrize("how", ["plain", "forks"])
@@ -69,17 +71,17 @@ def test_registered_processes_and_no_others_end_with_a_killed_driver(
 ) -> None:
     process, (*others, reaper, late, child, grandchild) = driver(started, how)
     process.kill()
-    gone, alive = psutil.wait_procs([reaper, late, child, grandchild], timeout=8)
-    living = [other.is_running() for other in others]
+    alive = still_alive([reaper, late, child, grandchild], 8)
+    living = [runs(other) for other in others]
     end(*alive, *others)
-    assert len(gone) == 4, alive
+    assert not alive
     assert all(living)
 
 
 def test_registered_processes_end_when_the_driver_lets_go(started: list[subprocess.Popen[str]]) -> None:
     process, (one, other, *minded) = driver(started, "plain")
     process.communicate("\n", timeout=20)
-    _, alive = psutil.wait_procs(minded, timeout=5)
-    living = one.is_running() and other.is_running()
+    alive = still_alive(minded, 5)
+    living = runs(one) and runs(other)
     end(*alive, one, other)
     assert (process.returncode, alive, living) == (0, [], True)
