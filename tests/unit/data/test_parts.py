@@ -83,7 +83,7 @@ def test_it_is_written_in_the_background(run: Folder, monkeypatch: pytest.Monkey
         ),
         (12, 2, "rows", 64 << 10),
         (1024, 2, "rows", 85 * 1024),
-        (4096, 8192, "rows", 85 * 4096),
+        pytest.param(4096, 8192, "rows", 85 * 4096, marks=pytest.mark.slow),
         (12, 8192, "tokens", (64 << 10) + 2 * 12_000),
         (64, 5, "tokens", (64 << 10) + 2 * 64_000),
         (64, 2, "any", (64 << 10) + int(7.2 * 64_000)),
