@@ -455,6 +455,7 @@ def test_every_small_number_of_rows_and_files_is_clean(job: Job, numbers: list[t
     assert straddling > least
 
 
+@pytest.mark.timeout(600)
 @given(
     shards=st.integers(1, 5),
     extra=st.integers(0, 11),
