@@ -1,0 +1,96 @@
+"""Read the entries of a run's ledger, and find those that are missing, repeated or undue, for the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_plus.data.audit_faults import Faults, first_line
+from raytrain_plus.data.audit_order import ExpectedOrder, Ints
+from raytrain_plus.storage.interface import Folder
+
+_NUMBERS = ("generation", "step", "shard", "start", "rows")
+_SUMS = ("ids", "step_ids")
+_COLUMNS = (*_NUMBERS, *_SUMS)
+_ENTRY = np.dtype([*((name, "<i8") for name in _NUMBERS), *((name, "<u8") for name in _SUMS), ("summed", "?")])
+"""A row of the ledger; `summed`: whether the row holds its step's sum."""
+_SCHEMA = pa.schema([*((name, pa.int64()) for name in _NUMBERS), *((name, pa.uint64()) for name in _SUMS)])
+
+
+def read_entries(run: Folder, names: Iterable[str], faults: Faults) -> npt.NDArray[Any]:
+    """Return the rows of the ledger's parts; parts that cannot be read become faults."""
+    parts: list[npt.NDArray[Any]] = []
+    torn = []
+    for name in names:
+        try:
+            file = pa.BufferReader(run.read(name))
+            table = pq.read_table(file, columns=list(_COLUMNS), page_checksum_verification=True).cast(_SCHEMA)
+            if any(table.column(column).null_count for column in _COLUMNS[:-1]):
+                raise ValueError("a column has nulls")
+            summed = table.column("step_ids").is_valid().to_numpy()
+            table = table.set_column(len(_NUMBERS) + 1, "step_ids", table.column("step_ids").fill_null(0))
+        except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+            torn.append(f"{name} cannot be read: {first_line(error)}")
+            continue
+        part = np.empty(table.num_rows, _ENTRY)
+        for column in _COLUMNS:
+            part[column] = table.column(column).to_numpy()
+        part["summed"] = summed
+        parts.append(part)
+    faults.add(*torn)
+    return np.concatenate(parts) if parts else np.empty(0, _ENTRY)
+
+
+def only_due(entries: npt.NDArray[Any], line: ExpectedOrder, due_to: int, faults: Faults) -> npt.NDArray[Any]:
+    """Return the entries of due steps and existing shards; report the others."""
+    fits = (entries["step"] >= 0) & (entries["step"] <= due_to)
+    fits &= (entries["shard"] >= 0) & (entries["shard"] < line.shards)
+    strange = entries[~fits]
+    strange = strange[np.lexsort((strange["step"], strange["shard"]))]
+    runs = _Runs(strange["shard"], strange["step"])
+    faults.add_many(len(runs), (f"{which} was never due" for which, _, _ in runs))
+    return entries[fits]
+
+
+def find_doubled_and_missing(entries: npt.NDArray[Any], line: ExpectedOrder, due_to: int, faults: Faults) -> None:
+    keys = entries["shard"] * (due_to + 1) + entries["step"]
+    values, counts = np.unique(keys, return_counts=True)
+    doubled = values[counts > 1]
+    missing = np.setdiff1d(np.arange((due_to + 1) * line.shards), values, assume_unique=True)
+    for found, what in ((doubled, "is in the ledger more than once"), (missing, "is missing from the ledger")):
+        runs = _Runs(found // (due_to + 1), found % (due_to + 1))
+        faults.add_many(
+            len(runs),
+            (
+                f"{which} {what} ({line.files_of(shard, first * line.per_shard, line.per_shard)})"
+                for which, shard, first in runs
+            ),
+        )
+
+
+class _Runs:
+    """Runs of consecutive steps of a shard, from arrays of shards and steps sorted by shard and step."""
+
+    def __init__(self, shards: Ints, steps: Ints) -> None:
+        self._shards, self._steps = shards, steps
+        gaps = np.diff(steps)
+        # A step that appears twice does not break a run.
+        breaks = np.flatnonzero((gaps < 0) | (gaps > 1) | (np.diff(shards) != 0))
+        self._ends = np.append(breaks, len(steps) - 1) if len(steps) else np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __iter__(self) -> Iterator[tuple[str, int, int]]:
+        """Yield each run's description, its shard and its first step."""
+        start = 0
+        for end in self._ends.tolist():
+            first, last, shard = int(self._steps[start]), int(self._steps[end]), int(self._shards[start])
+            which = f"step {first}" if first == last else f"every step from {first} to {last}"
+            yield f"{which} of shard {shard}", shard, first
+            start = end + 1
