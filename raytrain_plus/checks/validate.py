@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytrain_plus.credentials import without_credentials
+from raytrain_plus.data.files import exists
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.page_checksum import HOW, LOOKED_AT, without_checksums
+from raytrain_plus.data.prepare import check_preparable
 from raytrain_plus.data.sample_order import read_factor
-from raytrain_plus.data.source import Index, check_alike, check_enough, exists, index
+from raytrain_plus.data.source import Index, check_alike, check_enough, index
 from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
@@ -221,6 +223,7 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     check_installed(job.trackers)
     cuts = cuts_of(job, layers_of(job, search))
     sizes, unformed = sizes_of(job, cuts), left_out(job, cuts)
+    check_preparable(job)
     if job.data.prepare is not None and not exists(Path(job.data.path)):
         return Report(job.name, sizes, None, None, None, None, unformed)
     seen = index(job.data.path)

@@ -1,10 +1,16 @@
-"""Build the sample order of a job's data. Pure."""
+"""What a job says of its data: the paths, and the sample order. Pure."""
 
 from __future__ import annotations
 
 from raytrain_plus.data.sample_order import Line, steps_of_epochs
 from raytrain_plus.data.source import Index
 from raytrain_plus.job.settings import Job
+
+
+def data_paths(job: Job) -> dict[str, str]:
+    """Return the data paths of a job by their settings."""
+    held_out = {} if job.evaluate is None else {"evaluate.path": job.evaluate.path}
+    return {"data.path": job.data.path, **held_out}
 
 
 def line_of(job: Job, data: Index) -> Line:

@@ -9,12 +9,32 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from raytrain_plus.data.source import exists
+from raytrain_plus.data.files import exists, split_pattern
+from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.errors import DataError, TaskError, WaitExpired
+from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import is_signal, load_function, trim_traceback
 
 LOCK_S = 3600.0
 """Maximum seconds to wait for another process of this node that prepares the same data."""
+
+
+def check_preparable(job: Job) -> None:
+    """Raise `DataError` if the job prepares its data and a path is a pattern: it names no folder to write to."""
+    if job.data.prepare is not None:
+        for key, path in data_paths(job).items():
+            _refuse_pattern(Path(path).absolute(), f"{key}: {path}")
+
+
+def _refuse_pattern(target: Path, where: str) -> None:
+    root, pattern = split_pattern(target)
+    if pattern:
+        raise DataError(
+            "data.prepare writes a folder, and cannot write to a path with wildcards",
+            where=where,
+            expected="the path of a folder",
+            remedy=f"use the folder itself, such as {root}, or leave out data.prepare",
+        )
 
 
 def prepare(spec: str | None, path: str | Path, roots: Sequence[Path]) -> None:
@@ -23,12 +43,14 @@ def prepare(spec: str | None, path: str | Path, roots: Sequence[Path]) -> None:
     `folder` is an empty folder beside `path`; it is renamed to `path` when the function has returned. `name` is the
     last part of `path`, so that one function can write several splits.
 
-    Raises `TaskError` with the user's own frames if the function raises, `DataError` if it writes nothing or the folder
-    cannot be made, and `WaitExpired` if another process prepares the data for more than `LOCK_S`.
+    Raises `TaskError` with the user's own frames if the function raises, `DataError` if it writes nothing, the folder
+    cannot be made, or `path` is a pattern, and `WaitExpired` if another process prepares the data for more than
+    `LOCK_S`.
     """
     target = Path(path).absolute()
     if spec is None or exists(target):
         return
+    _refuse_pattern(target, str(target))
     function = load_function(spec, roots)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

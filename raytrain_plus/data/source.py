@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-import stat
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_plus.data.columns import column_of
+from raytrain_plus.data.files import exists, find_files
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.sight import Sight, change_of, footer_of, sight_of
 from raytrain_plus.errors import DataChanged, DataError
@@ -36,8 +35,11 @@ class Index:
     """The result of one pass over the footers. Units are numbered file by file, row group by row group."""
 
     path: str
+    """The file, folder or pattern, absolute."""
+    root: str
+    """The folder that `files` are relative to."""
     files: tuple[str, ...]
-    """File names relative to `path`, sorted; the file's own name if `path` is a file."""
+    """File names relative to `root`, sorted."""
     file_bytes: tuple[int, ...]
     """For each file, its size."""
     file_footers: tuple[str, ...]
@@ -59,8 +61,6 @@ class Index:
     """SHA-256 over the files' relative paths, sizes and footers; no times."""
     file_sights: tuple[Sight, ...] = field(compare=False)
     """For each file, its `stat` on this node, taken before its footer was read. Differs from node to node."""
-    one_file: bool
-    """Whether `path` is a file."""
 
     @property
     def rows(self) -> int:
@@ -82,7 +82,7 @@ class Index:
 
     def file(self, number: int) -> Path:
         """Return the path of file `number`."""
-        return Path(self.path) if self.one_file else Path(self.path, self.files[number])
+        return Path(self.root, self.files[number])
 
     def name(self, unit: int) -> str:
         """Return the name of a unit for messages: its file's path and its row group."""
@@ -90,25 +90,25 @@ class Index:
 
 
 def index(path: str | Path) -> Index:
-    """Read the footers of a Parquet file, or of every `*.parquet` below a folder.
+    """Read the footers of the files that `path` names; see `find_files`.
 
-    Names with a leading . or _ are ignored. Raises `DataError` if there is nothing to read, a file cannot be read, or
-    the files are not one table.
+    Raises `DataError` if there is nothing to read, a file cannot be read, or the files are not one table.
     """
     base = Path(path).absolute()
-    files = _find(base)
+    found = find_files(base)
+    files = [found.root / name for name in found.names]
     digest = hashlib.sha256()
     schemas: list[pa.Schema] = []
     units: list[tuple[int, int, int, int]] = []
     marks: list[tuple[int, str, tuple[int, ...]]] = []
     sights: list[Sight] = []
-    for number, file in enumerate(files):
+    for number, (name, file) in enumerate(zip(found.names, files, strict=True)):
         sight, metadata, footer = _looked_at(file)
         sights.append(sight)
         size = sight.size
         groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
         marks.append((size, hashlib.sha256(footer).hexdigest(), groups))
-        digest.update(f"{_relative(file, base)}\0{size}\0".encode())
+        digest.update(f"{name}\0{size}\0".encode())
         digest.update(bytes.fromhex(marks[-1][1]))
         schemas.append(metadata.schema.to_arrow_schema().remove_metadata())
         row_bytes = sum(_least_bytes(kind) for kind in schemas[-1].types)
@@ -128,7 +128,8 @@ def index(path: str | Path) -> Index:
     columns = list(zip(*units, strict=True))
     return Index(
         path=str(base),
-        files=tuple(_relative(file, base) for file in files),
+        root=str(found.root),
+        files=found.names,
         file_bytes=tuple(size for size, _, _ in marks),
         file_footers=tuple(footer for _, footer, _ in marks),
         file_groups=tuple(groups for _, _, groups in marks),
@@ -139,7 +140,6 @@ def index(path: str | Path) -> Index:
         schema=schemas[0],
         fingerprint=digest.hexdigest(),
         file_sights=tuple(sights),
-        one_file=files == [base],
     )
 
 
@@ -294,63 +294,6 @@ def _least_bytes(kind: pa.DataType) -> int:
         return max(1, int(kind.bit_width) // 8)
     except ValueError:
         return 4
-
-
-def _find(base: Path) -> list[Path]:
-    if not exists(base):
-        parent = next(parent for parent in base.parents if exists(parent))
-        raise DataError(
-            "there is no such file or folder",
-            where=str(base),
-            remedy=f"create it, correct the path ({parent} exists), or set data.prepare to a function that writes it",
-        )
-    if is_file(base):
-        return [base]
-    seen = [file for file in _walk(base) if is_file(file) and not _hidden(file.relative_to(base))]
-    files = sorted((file for file in seen if file.suffix == ".parquet"), key=lambda file: _relative(file, base))
-    if not files:
-        kinds = Counter(file.suffix or "without an extension" for file in seen)
-        there = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)) or "nothing"
-        raise DataError(f"contains no Parquet files; found {there}", where=str(base), expected="files named *.parquet")
-    return files
-
-
-def exists(path: Path) -> bool:
-    """Return whether anything is at `path`. Raises `DataError` if `path` cannot be accessed."""
-    return _mode(path) is not None
-
-
-def is_file(path: Path) -> bool:
-    """Return whether a regular file is at `path`. Raises `DataError` if `path` cannot be accessed."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISREG(mode)
-
-
-def _mode(path: Path) -> int | None:
-    # `Path.exists` raises some errors and treats others as absence; which ones depends on Python's version.
-    try:
-        return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(f"cannot be accessed: {reason}", where=str(path)) from error
-
-
-def _walk(base: Path) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
-        raise DataError(f"cannot be listed: {error.strerror}", where=str(error.filename)) from error
-
-    for folder, _, names in os.walk(base, onerror=refuse):
-        yield from (Path(folder) / name for name in names)
-
-
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in relative.parts)
-
-
-def _relative(file: Path, base: Path) -> str:
-    return file.name if file == base else file.relative_to(base).as_posix()
 
 
 def _looked_at(file: Path) -> tuple[Sight, pq.FileMetaData, bytes]:

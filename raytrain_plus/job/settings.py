@@ -24,16 +24,18 @@ class Data:
     """Which rows to train on, and how to shuffle, batch and transform them."""
 
     path: str
-    """Parquet file, or folder of Parquet files (searched recursively), with the training rows.
+    """Parquet file, folder of Parquet files (searched recursively), or pattern, with the training rows. Required.
 
-    Relative paths start at the working directory. Required.
+    In a pattern, `*`, `?` and `[...]` match within one name and `**` matches any number of folders:
+    `data/*.parquet`, `data/2024-*/part-*.parquet`, `data/**/*.parquet`. The files that match, sorted by name, are one
+    dataset. Names that begin with . or _ are ignored. Relative paths start at the working directory.
     """
 
     prepare: str | None = None
     """`module:function` that writes the data if `path` is missing. Default None: the data must exist.
 
-    It is called once per node as function(folder, name) and must write the same bytes on every node. `folder` is an
-    empty folder that becomes `path`; `name` is the last part of `path`.
+    `path` cannot be a pattern then. The function is called once per node as function(folder, name) and must write the
+    same bytes on every node. `folder` is an empty folder that becomes `path`; `name` is the last part of `path`.
     """
 
     batch_size: int
@@ -187,7 +189,7 @@ class Evaluate:
     """Evaluation on held-out rows."""
 
     path: str
-    """Parquet file or folder with held-out rows; it has the columns of `data.path`. Required."""
+    """Parquet file, folder or pattern, as in `data.path`, with held-out rows; they have its columns. Required."""
 
     every_steps: int
     """Steps between evaluations; required. The run also evaluates before the first and after the last step."""

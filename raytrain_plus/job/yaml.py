@@ -331,7 +331,8 @@ def _default(cls: type, name: str) -> Any:
 
 
 def _meaning(cls: type, name: str) -> str:
-    return {"path": "a Parquet file or a folder of them", "task": "module:Class"}.get(name, f"a value for `{name}`")
+    known = {"path": "a Parquet file, a folder of them, or a pattern", "task": "module:Class"}
+    return known.get(name, f"a value for `{name}`")
 
 
 def _build(cls: type, values: Mapping[str, Any]) -> Any:

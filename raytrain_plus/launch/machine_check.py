@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from raytrain_plus.controller.order import Order
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import horovod_state
-from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.probe import Probe, amiss_with, refusal
 
 
@@ -39,11 +37,8 @@ def needs_of(order: Order, probe: Probe) -> Needs:
     """Return what each machine must see for this run."""
     files: dict[str, int] = {}
     for index in (order.plan.index, order.plan.held_out):
-        if order.plan.job.data.prepare is None and index is not None and not is_address(index.path):
-            path = Path(os.path.abspath(index.path))
-            folder = path.parent if path.is_file() else path
-            sizes = zip(index.files, index.file_bytes, strict=True)
-            files |= {str(folder / name): size for name, size in sizes}
+        if order.plan.job.data.prepare is None and index is not None:
+            files |= {str(index.file(number)): size for number, size in enumerate(index.file_bytes)}
     return Needs(probe, files, order.plan.collective == "horovod")
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from raytrain_plus.controller.order import Order
 from raytrain_plus.data.of_job import line_of
-from raytrain_plus.data.prepare import prepare
+from raytrain_plus.data.prepare import check_preparable, prepare
 from raytrain_plus.data.source import Index, check_alike, check_enough, check_put_back, differences, index
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.state import choose_collective, passed_over
@@ -234,6 +234,7 @@ def _look_at_data(job: Job, roots: Sequence[Path]) -> tuple[Index, Index | None]
     for name in (job.data.prepare, job.data.transform):
         if name is not None:
             load_function(name, roots)
+    check_preparable(job)
     prepare(job.data.prepare, job.data.path, roots)
     seen = index(job.data.path)
     check_enough(seen, job.data.shards)

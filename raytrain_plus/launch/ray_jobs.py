@@ -20,6 +20,8 @@ import aiohttp
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
+from raytrain_plus.data.files import split_pattern
+from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.errors import InputError, RaytrainError, RunError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.launch.ray_address import not_let_in
@@ -226,11 +228,21 @@ def unneeded_by(job: Job, folder: Path) -> list[str]:
     """
     # If the storage is the folder itself, a pattern would exclude everything.
     runs = [place for place in _inside(job.storage, folder) if place != "."]
-    paths = [job.data.path, *([] if job.evaluate is None else [job.evaluate.path])]
-    data = [place for path in paths for place in _inside(path, folder)]
-    # Restrict to Parquet files: this package has a folder `data`, too, but no such files.
-    parts = [(place,) if place.endswith(".parquet") else (place, "**", "*.parquet") for place in data]
-    return [*(f"/{place}/*/" for place in runs), *(str(PurePosixPath("/", *names)) for names in parts)]
+    data = [pattern for path in data_paths(job).values() if not is_address(path) for pattern in _data_in(path, folder)]
+    return [*(f"/{place}/*/" for place in runs), *data]
+
+
+def _data_in(path: str, folder: Path) -> list[str]:
+    """Return .gitignore patterns of the data files inside `folder` that a data path names."""
+    root, pattern = split_pattern(Path(os.path.abspath(folder / path)))
+    found = []
+    for place in _inside(str(root), folder):
+        parts = [glob.escape(place), *pattern]
+        # Restrict to Parquet files: this package has a folder `data`, too, but no such files.
+        if not parts[-1].endswith(".parquet"):
+            parts = [glob.escape(place), "**", "*.parquet"]
+        found.append(str(PurePosixPath("/", *parts)))
+    return found
 
 
 def unneeded_to_resume(run: str, storage: str, folder: Path) -> list[str]:
@@ -281,8 +293,7 @@ def check_sendable(job: Job, file: Path, folder: Path) -> str:
             where=f"{file}, working directory {folder}",
             remedy="submit from the folder that contains the job file and the task's module",
         ) from None
-    held_out = {} if job.evaluate is None else {"evaluate.path": job.evaluate.path}
-    for key, path in {"data.path": job.data.path, **held_out}.items():
+    for key, path in data_paths(job).items():
         if not is_address(path) and not Path(path).is_absolute() and not job.data.prepare:
             raise InputError(
                 "the path is relative, and data is not sent to the cluster",

@@ -12,7 +12,7 @@ from typing import Any
 
 from raytrain_plus.data.audit import audit
 from raytrain_plus.data.of_job import line_of
-from raytrain_plus.data.prepare import prepare
+from raytrain_plus.data.prepare import check_preparable, prepare
 from raytrain_plus.data.source import index
 from raytrain_plus.errors import DamagedError, InputError, RunError
 from raytrain_plus.job.settings import Job
@@ -175,6 +175,7 @@ def _check(job: Job, sizes: Sequence[int]) -> None:
 
 def _shortened(job: Job, steps: int, roots: Sequence[Path]) -> Job:
     """Return the job with that many steps, or unchanged if it has fewer."""
+    check_preparable(job)
     prepare(job.data.prepare, job.data.path, [Path.cwd(), *roots])
     whole = line_of(job, index(job.data.path)).steps
     return job if steps >= whole else replace(job, steps=steps, epochs=None)

@@ -473,6 +473,22 @@ def test_a_file_that_is_overwritten_while_a_run_reads_it_fails_the_run(
     assert code == 0, err
 
 
+def test_the_files_that_match_a_pattern_are_one_dataset(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=400)
+    write_data(tmp_path / "held_out", rows=100, files=1)
+    data = {"path": str(tmp_path / "d*" / "*.parquet"), "batch_size": 48}
+    job = write_job(tmp_path, data=data, evaluate={"path": str(tmp_path / "held_out" / "?.parquet"), "every_steps": 2})
+    code, out, err = raytrain("run", job, "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["samples"], result["steps"]) == (8 * 48, 8)
+    code, out, _ = raytrain("audit", tmp_path / "runs" / "job", "--json")
+    assert (code, json.loads(out)["files"]) == (0, len(list((tmp_path / "data").iterdir())))
+    write_data(tmp_path / "data2", rows=10, files=1)
+    code, _, err = raytrain("resume", tmp_path / "runs" / "job", "--set", "steps=9")
+    assert (code, "data2/0.parquet is new" in err) == (2, True), err
+
+
 def test_schemas_that_differ_are_reported_with_file_and_column(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     pq.write_table(pa.table({"x": [1.0], "y": [1]}), tmp_path / "data" / "9.parquet")

@@ -86,6 +86,17 @@ def test_held_out_data_that_is_missing_or_another_table(tmp_path: Path) -> None:
         validate_job(job(tmp_path), [])
 
 
+def test_patterns_are_checked_and_refused_with_a_preparation(tmp_path: Path) -> None:
+    write(tmp_path / "data", "x")
+    write(tmp_path / "held_out", "x")
+    report = validate_job(job(tmp_path, data="d*/*.parquet", held_out="held_out/[0-9].parquet"), [])
+    assert (report.rows, report.files_in_all) == (20, 2)
+    with pytest.raises(DataError, match="no file matches this pattern"):
+        validate_job(job(tmp_path, data="data/*.csv"), [])
+    with pytest.raises(DataError, match="cannot write to a path with wildcards"):
+        validate_job(job(tmp_path, prepare="examples.digits:prepare", held_out="held_out/*.parquet"), [])
+
+
 def test_files_without_page_checksums_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("data", "held_out"):
         write(tmp_path / folder, "x")

@@ -242,6 +242,18 @@ def test_a_new_a_missing_and_a_changed_file(job: Job) -> None:
     assert "has changed" in found.faults[2]
 
 
+def test_the_data_of_a_pattern(job: Job) -> None:
+    folder = Path(job.data.path)
+    matched = replace(job, data=replace(job.data, path=str(folder / "[0-9]*.parquet")))
+    run = run_of(matched, notes_of(matched))
+    write_data(folder / "aside", [3], 3)
+    assert audit(run).clean
+    (folder / "1.parquet").rename(folder / "7.parquet")
+    assert [fault.partition(";")[0] for fault in audit(run).faults] == ["1.parquet is missing", "7.parquet is new"]
+    folder.rename(folder.parent / "moved")
+    assert audit(run).faults == (f"the dataset no longer exists: {matched.data.path}",)
+
+
 def test_a_dataset_that_cannot_be_accessed(job: Job) -> None:
     run = run_of(job, notes_of(job))
     then = json.loads((run / "dataset.json").read_text())

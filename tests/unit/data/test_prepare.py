@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_plus.data.prepare import prepare
+from raytrain_plus import Data, Evaluate, Job
+from raytrain_plus.data.prepare import check_preparable, prepare
 from raytrain_plus.errors import DataError, TaskError
 
 
@@ -20,3 +21,29 @@ def test_a_function_that_exits_is_an_error_and_leaves_nothing(tmp_path: Path) ->
     with pytest.raises(TaskError, match=r"sys.exit(.|\n)*data.prepare raised SystemExit: no network"):
         prepare("ending_prepare:make", tmp_path / "data", [tmp_path])
     assert not [path for path in tmp_path.iterdir() if path.is_dir() and "data" in path.name]
+
+
+@pytest.mark.parametrize(
+    ("path", "held_out", "where"), [("data/*.parquet", "held_out", "data.path"), ("data", "a[b]", "evaluate.path")]
+)
+def test_a_pattern_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, held_out: str, where: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = Data(path=path, prepare="no_module:make", batch_size=8)
+    job = Job(name="x", task="a:B", data=data, steps=1, evaluate=Evaluate(path=held_out, every_steps=1))
+    with pytest.raises(DataError, match="cannot write to a path with wildcards") as caught:
+        check_preparable(job)
+    assert caught.value.where == f"{where}: {path if where == 'data.path' else held_out}"
+    assert str(tmp_path) in caught.value.remedy
+    with pytest.raises(DataError, match="cannot write to a path with wildcards"):
+        prepare("no_module:make", tmp_path / "deep" / "*.parquet", [])
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_that_exists_may_have_any_name(tmp_path: Path) -> None:
+    (tmp_path / "data[1]").mkdir()
+    prepare("no_module:make", tmp_path / "data[1]", [])
+    check_preparable(
+        Job(name="x", task="a:B", data=Data(path=str(tmp_path / "data[1]"), prepare="a:b", batch_size=8), steps=1)
+    )

@@ -39,6 +39,9 @@ def test_a_machine_that_sees_everything_has_no_problems(tmp_path: Path) -> None:
         assert look(needs) == GOOD
         assert os.listdir(tmp_path / "runs") == [".probe-x"]
         assert len(needs_of(order(tmp_path / "data" / "a.parquet"), probe).data) == 1
+        assert set(needs_of(order(tmp_path / "data" / "[b-z]*.parquet"), probe).data) == {
+            str(tmp_path / "data" / "b.parquet")
+        }
         assert not needs_of(order(tmp_path / "data", prepare="t:prepare"), probe).data
     (tmp_path / "data" / "b.parquet").unlink()
     assert "b.parquet" in look(needs).data

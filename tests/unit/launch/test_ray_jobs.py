@@ -64,6 +64,18 @@ def test_data_inside_the_folder_is_not_sent(tmp_path: Path, place: str) -> None:
     assert "share/far/0.parquet" not in sent(folder, unneeded_by(job(path=str(folder / "share/far")), folder))
 
 
+@pytest.mark.parametrize("pattern", ["data/*/*.parquet", "data/**/*.parquet", "data/[[]x]", "data/*", "d*/?x?"])
+def test_data_that_a_pattern_names_is_not_sent(tmp_path: Path, pattern: str) -> None:
+    folder = filled(tmp_path / "project", "task.py", "data/[x]/0.parquet", "data/x.py")
+    assert sent(folder, unneeded_by(job(path=str(folder / pattern)), folder)) == ["data/x.py", "task.py"]
+
+
+def test_a_folder_with_the_characters_of_a_pattern_is_not_sent(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "project", "task.py", "data[x]/0.parquet", "datax/kept.parquet")
+    assert sent(folder, unneeded_by(job(path="data[x]"), folder)) == ["datax/kept.parquet", "task.py"]
+    assert sent(folder, unneeded_by(job(path="data[x]/*.parquet"), folder)) == ["datax/kept.parquet", "task.py"]
+
+
 def test_a_resumed_run_sends_no_data_either(tmp_path: Path) -> None:
     folder = filled(tmp_path / "project", "task.py", "runs/old/model", "made/0.parquet")
     storage = filled(tmp_path / "runs", "job/job.yaml")

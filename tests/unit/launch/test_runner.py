@@ -154,6 +154,21 @@ def test_other_data_is_refused_by_the_folder_or_else_by_the_checkpoint(begun: Be
         begun.goes_on()
 
 
+def test_a_new_file_that_matches_the_pattern_is_other_data(begun: Begun, tmp_path: Path) -> None:
+    pattern = tmp_path / "data" / "*.parquet"
+    begun.job = replace(begun.job, data=replace(begun.job.data, path=str(pattern)))
+    begun.run.write("dataset.json", [json.dumps(index(pattern).to_json()).encode()])
+    begun.run.remove("checkpoints")
+    begun.save(3)
+    write(tmp_path / "data" / "aside" / "c.parquet", 40)
+    begun.seen = index(pattern)
+    begun.goes_on()
+    write(tmp_path / "data" / "b.parquet", 40)
+    begun.seen = index(pattern)
+    with pytest.raises(DataError, match=r"the data has changed since the run started: b\.parquet is new"):
+        begun.goes_on()
+
+
 @pytest.mark.parametrize("damaged", [b"{", b"[]", b"{}", b'{"fingerprint": ""}', b'{"fingerprint": "", "files": [1]}'])
 def test_a_damaged_description_of_the_data_is_reported(begun: Begun, damaged: bytes) -> None:
     begun.run.write("dataset.json", [damaged])
