@@ -6,13 +6,10 @@ Each command imports what it needs itself, so that `raytrain --help` stays fast.
 from __future__ import annotations
 
 import io
-import platform
 import shutil
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +18,9 @@ import click
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError, RaytrainError
 from raytrain_plus.install.missing_package import lacking
+from raytrain_plus.launch.bug_report import bug_report
 from raytrain_plus.launch.ray_address import dashboard_of, is_dashboard, named_dashboard
+from raytrain_plus.launch.request import RescaleRequest, StopRequest
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
 from raytrain_plus.storage.address import is_address, split
@@ -211,10 +210,10 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
     def hand_on() -> None:
         if asked:
             asked.clear()
-            from raytrain_plus.launch.control import stop
+            from raytrain_plus.launch.control import send
 
             try:
-                stop(folder)
+                send(folder, StopRequest())
             except RaytrainError as error:
                 # The run may just have ended.
                 click.echo(str(error), err=True)
@@ -255,12 +254,12 @@ def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
     if is_dashboard(address):
         click.echo(_jobs(address).stop(run, wait=not no_wait))
         return 0
-    from raytrain_plus.launch.control import stop as stop_run
+    from raytrain_plus.launch.control import send
     from raytrain_plus.runs.folder import find_run
     from raytrain_plus.runs.follow import watch
 
     folder = find_run(run, storage)
-    stop_run(folder, address)
+    send(folder, StopRequest(), address)
     if not no_wait:
         result = watch(folder, None)
         click.echo(f"{result.name}: {result.status} after {result.steps:,} steps")
@@ -282,10 +281,10 @@ def rescale(
     """Change the number of workers of a run. RUN: a folder, an address, or a name."""
     if minimum is maximum is spares is None:
         raise click.UsageError("Set at least one of --min, --max and --spares.")
-    from raytrain_plus.launch.control import rescale as rescale_run
+    from raytrain_plus.launch.control import send
     from raytrain_plus.runs.folder import find_run
 
-    rescale_run(find_run(run, storage), minimum, maximum, spares, address)
+    send(find_run(run, storage), RescaleRequest(minimum, maximum, spares), address)
     return 0
 
 
@@ -459,7 +458,7 @@ def _guarded(call: Callable[[], Any]) -> int:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (told := lacking(error)) is not None:
             return _say(str(told), 2)
-        return _say(f"{without_credentials(traceback.format_exc())}\n{_report_request()}", 1)
+        return _say(bug_report(error), 1)
     return code if isinstance(code, int) else 0
 
 
@@ -529,12 +528,3 @@ def _watched(jobs: Jobs, job: str, run: str, address: str) -> int:
 def _say(text: str, code: int) -> int:
     click.echo(text, err=True)
     return code
-
-
-def _report_request() -> str:
-    names = ("ray", "torch", "pyarrow")
-    versions = ", ".join([f"raytrain-plus {VERSION}", *(f"{name} {version(name)}" for name in names)])
-    return (
-        "This is a bug in raytrain_plus, not in your job. Please report it with the lines above and these:\n"
-        f"  Python {platform.python_version()} on {platform.platform()}; {versions}"
-    )

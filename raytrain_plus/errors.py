@@ -28,6 +28,11 @@ from collections.abc import Mapping, Sequence
 from raytrain_plus.credentials import without_credentials
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; the name of its type if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class RaytrainError(Exception):
     """Base of all errors raised on purpose; they can be pickled between processes."""
 

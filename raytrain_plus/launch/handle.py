@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from raytrain_plus.errors import RunError
+from raytrain_plus.errors import InputError, RunError
+from raytrain_plus.launch.request import Request, RescaleRequest, StopRequest
+from raytrain_plus.launch.request_process import send_apart
 from raytrain_plus.observe.events import Event, read_events
 from raytrain_plus.observe.progress import view_for
 from raytrain_plus.result import Result
@@ -17,9 +18,6 @@ from raytrain_plus.runs.follow import seen, watch
 from raytrain_plus.runs.status import Status, state_of, status
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.interface import Folder
-
-WISH_S = 60.0
-"""Maximum seconds for a run to receive a request."""
 
 
 def attach(run: str | Path, storage: str = "runs") -> Handle:
@@ -95,7 +93,7 @@ class Handle:
 
         Raises `RunError` if the run cannot be reached.
         """
-        self._wish("stop", "--no-wait")
+        self._send(StopRequest())
 
     def rescale(self, *, min: int | None = None, max: int | None = None, spares: int | None = None) -> None:
         """Request other values of `workers.min`, `workers.max` and `workers.spares`; return once the run has them.
@@ -103,8 +101,9 @@ class Handle:
         Surplus workers leave at a step boundary; missing ones join when they are ready. Raises `RunError` if the run
         cannot be reached, or its job does not support these numbers.
         """
-        wished = {"--min": min, "--max": max, "--spares": spares}
-        self._wish("rescale", *(f"{name}={count}" for name, count in wished.items() if count is not None))
+        if min is max is spares is None:
+            raise RunError("set at least one of min, max and spares")
+        self._send(RescaleRequest(min, max, spares))
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -113,12 +112,8 @@ class Handle:
         except KeyboardInterrupt:
             raise Interrupted(self.name) from None
 
-    def _wish(self, *words: str) -> None:
-        # In a separate process, so that this one keeps its connection to another Ray, or to none.
-        command = [sys.executable, "-m", "raytrain_plus", *words, self._run.address]
+    def _send(self, request: Request) -> None:
         try:
-            told = subprocess.run(command, capture_output=True, text=True, timeout=WISH_S)
-        except subprocess.TimeoutExpired:
-            raise RunError(f"the run {self.name} did not answer the request within {WISH_S:.0f} s") from None
-        if told.returncode:
-            raise RunError(told.stderr.strip() or f"the run {self.name} cannot be reached")
+            send_apart(self._run, request)
+        except InputError as error:
+            raise RunError(str(error)) from error
