@@ -1,12 +1,14 @@
-"""Define the result of a run, returned in Python and saved as `result.json`. Pure."""
+"""Define the result of a run, returned in Python and saved as `result.json`, and how the run resumes. Pure."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.document import read_object
@@ -120,3 +122,9 @@ def _misfit(values: Mapping[str, Any]) -> str:
     if unknown:
         return f"unknown field {min(unknown)!a}"
     return _SHAPE(values) or next((f"{name}: {what}" for name, what in wrong if what), "")
+
+
+def resume_command(where: Folder | str | Path) -> str:
+    """Return the command that resumes the run in a folder, or at a path or address."""
+    address = str(where) if isinstance(where, (str, Path)) else where.address
+    return f"raytrain resume {shlex.quote(without_credentials(address, whole=True))}"

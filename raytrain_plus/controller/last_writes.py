@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raytrain_plus.errors import RunError, StorageError
-from raytrain_plus.runs.folder import resume_command
+from raytrain_plus.result import resume_command
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outage, Outages, outage_of
 from raytrain_plus.storage.retry import LAST_PAUSES_S, tried

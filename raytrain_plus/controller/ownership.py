@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from raytrain_plus.errors import RunError
-from raytrain_plus.runs.folder import LEASE_BYTES, Fence, Lease, resume_command
+from raytrain_plus.result import resume_command
+from raytrain_plus.runs.folder import LEASE_BYTES, Fence, Lease
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 

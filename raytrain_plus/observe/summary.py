@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-
 from raytrain_plus.observe.run_progress import Standing, after_step, clock_text, figures, plural, spell_speed
-from raytrain_plus.result import Result
+from raytrain_plus.result import Result, resume_command
 from raytrain_plus.storage.address import is_address, within
 
 
@@ -25,12 +23,12 @@ def summary(result: Result, standing: Standing | None) -> list[str]:
         lines.append(f"  model    {within(folder, 'model.safetensors')}")
     if not is_address(folder):
         lines.append(f"  events   {within(folder, 'events.ndjson')}")
-    going_on = f"raytrain resume {shlex.quote(folder)}"
+    resume = resume_command(folder)
     if result.status == "failed":
         anew = "or start over: raytrain run JOB --fresh"
-        return [*lines, f"  next     fix the error above, then resume: {going_on}; {anew}"]
+        return [*lines, f"  next     fix the error above, then resume: {resume}; {anew}"]
     if result.status == "stopped":
-        return [*lines, f"  next     to resume: {going_on}, or repeat raytrain run JOB"]
+        return [*lines, f"  next     to resume: {resume}, or repeat raytrain run JOB"]
     if is_address(folder):
         return [*lines, f"  next     raytrain export '{folder}' --to model.safetensors"]
     return [*lines, f"  next     pip install tensorboard && tensorboard --logdir {within(folder, 'tensorboard')}"]

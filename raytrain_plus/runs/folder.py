@@ -12,7 +12,6 @@ import json
 import os
 import re
 import secrets
-import shlex
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +21,6 @@ from typing import Any
 
 import yaml
 
-from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError, JobError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.yaml import read_job
@@ -279,12 +277,6 @@ def single_writer(run: Folder) -> bool:
     except (FileNotFoundError, InputError):
         return run.exclusive
     return run.exclusive and claim.get("exclusive") is not False
-
-
-def resume_command(where: Folder | str | Path) -> str:
-    """Return the command that resumes the run in a folder, or at a path or address."""
-    address = str(where) if isinstance(where, (str, Path)) else where.address
-    return f"raytrain resume {shlex.quote(without_credentials(address, whole=True))}"
 
 
 LEASE_BYTES = 512

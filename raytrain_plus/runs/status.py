@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.result import Result
-from raytrain_plus.runs.folder import exists, lease_holder, lost_holder, resume_command, single_writer
+from raytrain_plus.result import Result, resume_command
+from raytrain_plus.runs.folder import exists, lease_holder, lost_holder, single_writer
 from raytrain_plus.runs.history import look_back
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.address import split
