@@ -19,10 +19,10 @@ import numpy.typing as npt
 import yaml
 
 from raytrain_plus.data.audit_entries import find_doubled_and_missing, only_due, read_entries
-from raytrain_plus.data.audit_faults import Faults, first_line
+from raytrain_plus.data.audit_faults import Faults
 from raytrain_plus.data.audit_files import compare
 from raytrain_plus.data.audit_order import Epoch, ExpectedOrder
-from raytrain_plus.errors import InputError, StorageError
+from raytrain_plus.errors import InputError, StorageError, first_line
 from raytrain_plus.job.yaml import read_job
 from raytrain_plus.observe.events import event_lines
 from raytrain_plus.storage import json_shape as has

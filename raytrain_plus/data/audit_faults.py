@@ -24,7 +24,3 @@ class Faults:
         """Add `count` faults of one kind; only those that are kept are described."""
         self.told += itertools.islice(told, KEPT)
         self.count += count
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -13,7 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_plus.data.audit_faults import Faults, first_line
+from raytrain_plus.data.audit_faults import Faults
+from raytrain_plus.errors import first_line
 
 
 def compare(data: Path, then: Mapping[str, Any], faults: Faults) -> None:

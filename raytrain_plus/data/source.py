@@ -21,7 +21,7 @@ from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.files import exists, find_files
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.sight import Sight, change_of, footer_of, sight_of
-from raytrain_plus.errors import DataChanged, DataError
+from raytrain_plus.errors import DataChanged, DataError, first_line
 
 _CHECKSUM_FAILED = "CRC checksum verification failed"
 """Part of Arrow's message; Arrow has no error type for it."""
@@ -260,7 +260,9 @@ def _read_group(file: Path, group: int, columns: list[str] | None = None) -> pa.
 def _unreadable(data: Index, unit: int, error: Exception) -> DataError:
     if _CHECKSUM_FAILED in str(error):
         return _damaged(data, unit, "the page checksum does not match", _damaged_column(data, unit))
-    return DataError(f"cannot be read: {_plain(error)}", where=data.name(unit), remedy="rewrite the file, or remove it")
+    return DataError(
+        f"cannot be read: {first_line(error)}", where=data.name(unit), remedy="rewrite the file, or remove it"
+    )
 
 
 def _damaged_column(data: Index, unit: int) -> str:
@@ -305,7 +307,7 @@ def _looked_at(file: Path) -> tuple[Sight, pq.FileMetaData, bytes]:
     except UNREADABLE as error:
         size = file.stat().st_size if exists(file) else 0
         raise DataError(
-            f"is not a readable Parquet file ({size} bytes): {_plain(error)}",
+            f"is not a readable Parquet file ({size} bytes): {first_line(error)}",
             where=str(file),
             remedy="rewrite it, or move it out of the folder",
         ) from error
@@ -338,7 +340,3 @@ def _check_one_table(files: list[Path], schemas: list[pa.Schema]) -> None:
         expected=f"{expected}, as in {files[0]}",
         remedy="write all files with the same columns, in the same order",
     )
-
-
-def _plain(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

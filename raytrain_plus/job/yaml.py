@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from raytrain_plus.errors import InputError, JobError
+from raytrain_plus.errors import InputError, JobError, first_line
 from raytrain_plus.job.settings import Job, check_type, check_values, fields_of, flatten, nested
 
 MOST_BYTES = 1 << 20
@@ -155,7 +155,7 @@ def _compose(text: str) -> yaml.Node | None:
 
 def _no_yaml(error: yaml.YAMLError, where: str) -> InputError:
     if not isinstance(error, yaml.MarkedYAMLError):
-        return InputError(f"is not valid YAML: {str(error).splitlines()[0]}", where=where)
+        return InputError(f"is not valid YAML: {first_line(error)}", where=where)
     mark = error.problem_mark or error.context_mark
     place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
     if isinstance(error, _TooLarge):

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_plus.controller.actor import Controller
 from raytrain_plus.controller.order import Order
-from raytrain_plus.errors import InputError, RunError
+from raytrain_plus.errors import InputError, RunError, first_line
 from raytrain_plus.job.settings import Job
 from raytrain_plus.launch.machine_check import check_seen, look, needs_of
 from raytrain_plus.launch.ray_address import check_cluster, is_join, not_let_in
@@ -141,7 +141,7 @@ def _starting() -> Iterator[None]:
             raise
         # Ray raises a plain `Exception` after half a minute.
         raise RunError(
-            f"Ray did not start on this machine: {_first_line(error)}\n  {_load()}\n"
+            f"Ray did not start on this machine: {first_line(error)}\n  {_load()}\n"
             "  fix: try again when the machine is less busy, or join a cluster (--address)"
         ) from error
 
@@ -152,7 +152,7 @@ def _ray_errors_told() -> Iterator[None]:
     try:
         yield
     except RayError as error:
-        raise RunError(f"Ray failed: {type(error).__name__}: {_first_line(error)}\n  {_load()}") from error
+        raise RunError(f"Ray failed: {type(error).__name__}: {first_line(error)}\n  {_load()}") from error
 
 
 def _load() -> str:
@@ -160,10 +160,6 @@ def _load() -> str:
     memory, (load, _, _) = psutil.virtual_memory(), os.getloadavg()
     room = f"{size_text(memory.available)} of {size_text(memory.total)} memory free"
     return f"this machine now: load average {load:.1f} on {os.cpu_count()} cores, {room}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
@@ -202,7 +198,7 @@ def _answering(address: str, remedy: str) -> Iterator[None]:
                 remedy="install the cluster's versions of Ray and Python here",
             ) from None
         raise InputError(
-            f"no Ray cluster answers: {why.splitlines()[0]}", where=f"address: {address}", remedy=remedy
+            f"no Ray cluster answers: {first_line(error)}", where=f"address: {address}", remedy=remedy
         ) from error
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.source import index
 from raytrain_plus.data.transform_block import Rows, without_ids
-from raytrain_plus.errors import DamagedError, InputError
+from raytrain_plus.errors import DamagedError, InputError, first_line
 from raytrain_plus.job.task_loader import build_task, load_function, load_task
 from raytrain_plus.runs.folder import job_of
 from raytrain_plus.runs.history import look_back
@@ -181,7 +181,7 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path]) -> Manifest:
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
     except Exception as error:
         raise InputError(
-            f"torch.export failed for this model: {type(error).__name__}: {str(error).splitlines()[0]}",
+            f"torch.export failed for this model: {type(error).__name__}: {first_line(error)}",
             where=f"task: {job.task}",
             remedy="--format safetensors",
         ) from error
