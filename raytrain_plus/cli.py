@@ -11,24 +11,22 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from raytrain_plus.cli_submitted import asked_cluster, jobs_at, submit_resume, submit_run, watch_job
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError, RaytrainError
 from raytrain_plus.install.missing_package import lacking
 from raytrain_plus.launch.bug_report import bug_report
-from raytrain_plus.launch.ray_address import dashboard_of, is_dashboard, named_dashboard
+from raytrain_plus.launch.ray_address import is_dashboard
 from raytrain_plus.launch.request import RescaleRequest, StopRequest
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
-from raytrain_plus.storage.address import is_address, split
+from raytrain_plus.storage.address import split
 from raytrain_plus.storage.json_text import json_text
 from raytrain_plus.storage.open import open_folder
-
-if TYPE_CHECKING:
-    from raytrain_plus.launch.ray_jobs import Jobs
 
 _EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid input, 130 and 143 stopped by a signal."
 
@@ -118,16 +116,7 @@ def submit(job: str, overrides: Sequence[str], address: str | None, fresh: bool,
     """
     if follow and as_json:
         raise click.UsageError("--json and --follow cannot be combined.")
-    from raytrain_plus.job.yaml import load_job
-
-    loaded, _ = load_job(job, overrides)
-    from raytrain_plus.launch.ray_jobs import check_sendable, unneeded_by
-
-    file = check_sendable(loaded, Path(job), Path.cwd())
-    where = dashboard_of(address)
-    settings = [word for override in overrides for word in ("--set", override)]
-    words = ["run", file, *settings, *(["--fresh"] if fresh else [])]
-    return _send(where, loaded.name, words, unneeded_by(loaded, Path.cwd()), follow, as_json)
+    return submit_run(job, overrides, address, fresh, follow, as_json)
 
 
 _run = click.argument("run")
@@ -152,19 +141,7 @@ _storage = click.option(
 def resume(run: str, storage: str, overrides: Sequence[str], address: str | None, as_json: bool) -> int:
     """Resume a run from its newest complete checkpoint. RUN: a folder, an address, or a name."""
     if is_dashboard(address):
-        if not any(is_address(place) or Path(place).is_absolute() for place in (run, storage)):
-            raise InputError(
-                "the run's folder is not sent to the cluster",
-                where=f"storage: {storage}",
-                expected="a place that the cluster's machines see: --storage with an absolute path, or an address",
-            )
-        settings = [word for override in overrides for word in ("--set", override)]
-        name = split(run)[1] if is_address(run) else Path(run).name
-        from raytrain_plus.launch.ray_jobs import check_shown, unneeded_to_resume
-
-        words = ["resume", run, "--storage", storage, *settings]
-        check_shown(words)
-        return _send(str(address), name, words, unneeded_to_resume(run, storage, Path.cwd()), False, as_json)
+        return submit_resume(str(address), run, storage, overrides, as_json)
     from raytrain_plus.runs.folder import find_run
 
     folder = find_run(run, storage)
@@ -191,12 +168,12 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
 
     Ctrl-C stops following; SIGTERM stops the run.
     """
-    address = _asked(run, storage, address)
+    address = asked_cluster(run, storage, address)
     if address is not None:
         if as_json:
             raise click.UsageError("--json is not supported when attaching through a dashboard.")
-        jobs = _jobs(address)
-        return _watched(jobs, str(jobs.find(run).submission_id), run, address)
+        jobs = jobs_at(address)
+        return watch_job(jobs, str(jobs.find(run).submission_id), run, address)
     from raytrain_plus.observe.progress import view_for
     from raytrain_plus.runs.folder import find_run
     from raytrain_plus.runs.follow import watch
@@ -232,9 +209,9 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
 @click.option("-f", "--follow", is_flag=True, help="Keep printing until the run has ended.")
 def logs(run: str, storage: str, address: str | None, follow: bool) -> int:
     """Print the events of a run. RUN: a folder, an address, or a name."""
-    address = _asked(run, storage, address)
+    address = asked_cluster(run, storage, address)
     if address is not None:
-        _jobs(address).tell(run, sys.stdout, follow)
+        jobs_at(address).tell(run, sys.stdout, follow)
         return 0
     from raytrain_plus.runs.folder import find_run
     from raytrain_plus.runs.follow import tell
@@ -250,9 +227,9 @@ def logs(run: str, storage: str, address: str | None, follow: bool) -> int:
 @click.option("--no-wait", is_flag=True, help="Return once the run has received the request.")
 def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
     """Stop a run at the next step boundary and save its state. RUN: a folder, an address, or a name."""
-    address = _asked(run, storage, address)
+    address = asked_cluster(run, storage, address)
     if is_dashboard(address):
-        click.echo(_jobs(address).stop(run, wait=not no_wait))
+        click.echo(jobs_at(address).stop(run, wait=not no_wait))
         return 0
     from raytrain_plus.launch.control import send
     from raytrain_plus.runs.folder import find_run
@@ -295,9 +272,9 @@ def rescale(
 @_json
 def status(run: str, storage: str, address: str | None, as_json: bool) -> int:
     """Show the state, steps and checkpoints of a run. RUN: a folder, an address, or a name."""
-    address = _asked(run, storage, address)
+    address = asked_cluster(run, storage, address)
     if address is not None:
-        told = _jobs(address).status(run)
+        told = jobs_at(address).status(run)
         click.echo(json_text(told) if as_json else f"{run}: {told['state']} (job {told['job']})\n  {told['newest']}")
         return 0
     from raytrain_plus.runs.folder import find_run
@@ -469,60 +446,6 @@ def _ended(result: Result, as_json: bool) -> int:
         if result.error:
             click.echo(result.error, err=True)
     return result.exit_code
-
-
-def _asked(run: str, storage: str, address: str | None) -> str | None:
-    """Return the cluster to ask about a run; None if its folder is read instead.
-
-    An explicit `address` wins. If the run is not in the storage as seen from here, it is the cluster whose dashboard
-    the environment names.
-    """
-    there = named_dashboard()
-    if address is not None or there is None:
-        return address
-    from raytrain_plus.runs.folder import find_run
-
-    try:
-        find_run(run, storage)
-    except InputError:
-        click.echo(f"run '{run}' not found in {storage}: asking {there}", err=True)
-        return there
-    return None
-
-
-def _jobs(address: str | None) -> Jobs:
-    """Return the jobs of the cluster with this dashboard."""
-    from raytrain_plus.launch.ray_jobs import Jobs
-
-    return Jobs(dashboard_of(address))
-
-
-def _send(address: str, run: str, words: Sequence[str], unneeded: Sequence[str], follow: bool, as_json: bool) -> int:
-    """Submit the command `words` for a run to a cluster, with a copy of this folder; return the exit code."""
-    jobs = _jobs(address)
-    job = jobs.submit(run, words, Path.cwd(), unneeded)
-    if as_json:
-        click.echo(json_text({"name": run, "job": job, "address": address}))
-    else:
-        click.echo(f"{run} was submitted (job {job}); follow it with: raytrain attach {run} --address {address}")
-    return _watched(jobs, job, run, address) if follow else 0
-
-
-def _watched(jobs: Jobs, job: str, run: str, address: str) -> int:
-    """Print a job's output until it ends; return its exit code. SIGTERM stops the job."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return jobs.watch(job, sys.stdout)
-    except KeyboardInterrupt:
-        return _say(f"the run continues; stop it with: raytrain stop {run} --address {address}", 130)
-    except SystemExit as error:
-        click.echo(jobs.stop(job, wait=False), err=True)
-        return int(str(error.code))
 
 
 def _say(text: str, code: int) -> int:

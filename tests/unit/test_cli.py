@@ -180,7 +180,7 @@ def test_the_dashboard_in_the_environment_is_asked_for_submitted_runs(
 ) -> None:
     run_in(tmp_path / "runs", status="finished")
     asked: list[str] = []
-    monkeypatch.setattr(cli, "_jobs", lambda address: asked.append(address) or Asked())
+    monkeypatch.setattr(cli, "jobs_at", lambda address: asked.append(address) or Asked())
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_ADDRESS", "http://cluster:8265")
 
