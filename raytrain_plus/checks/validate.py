@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import build_task, load_function, load_task
+from raytrain_plus.job.task_loader import build_task, load_user_code
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.observe.trackers import check_installed
 from raytrain_plus.parallel.sizing import cuts_of, left_out, most_shards, shapes_of
@@ -215,15 +215,13 @@ def _asking(storage: str) -> Iterator[_Asked]:
 
 def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     search = [Path.cwd(), *roots]
-    task = build_task(load_task(job.task, search), job.args)
-    for name in (job.data.prepare, job.data.transform):
-        if name is not None:
-            load_function(name, search)
+    code = load_user_code(job, search)
+    task = build_task(code.task, job.args)
+    check_preparable(job, search)
     choose_collective(job.collective, job.workers.gpus)
     check_installed(job.trackers)
-    cuts = cuts_of(job, layers_of(job, search))
+    cuts = cuts_of(job, layers_of(job, code.task))
     sizes, unformed = sizes_of(job, cuts), left_out(job, cuts)
-    check_preparable(job)
     if job.data.prepare is not None and not exists(Path(job.data.path)):
         return Report(job.name, sizes, None, None, None, None, unformed)
     seen = index(job.data.path)
@@ -237,7 +235,9 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     looked_at = files[:LOOKED_AT]
     line = line_of(job, seen)
     units = len(seen.unit_rows)
-    cut, misfits = _forecast(job, task, search, sizes[-1], cuts, seen) if job.parallel.pipeline > 1 else (None, ())
+    cut, misfits = (
+        _forecast(job, task, code.transform, sizes[-1], cuts, seen) if job.parallel.pipeline > 1 else (None, ())
+    )
     return Report(
         job.name,
         sizes,
@@ -255,7 +255,7 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
 
 
 def _forecast(
-    job: Job, task: Task, roots: Sequence[Path], size: Size, cuts: Sequence[int], seen: Index
+    job: Job, task: Task, transform: Callable[..., Any] | None, size: Size, cuts: Sequence[int], seen: Index
 ) -> tuple[Forecast, tuple[str, ...]]:
     """Run each layer of the model once on this machine and partition the model into the job's stages.
 
@@ -266,7 +266,6 @@ def _forecast(
     from raytrain_plus.parallel.pipeline.memory import Misfit, within
     from raytrain_plus.training.measure import measured_here, room_of
 
-    transform = load_function(job.data.transform, roots) if job.data.transform else None
     rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=transform, granule=job.data.granule)
     layers = measured_here(job, task, rows)
     microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together

@@ -19,9 +19,14 @@ LOCK_S = 3600.0
 """Maximum seconds to wait for another process of this node that prepares the same data."""
 
 
-def check_preparable(job: Job) -> None:
-    """Raise `DataError` if the job prepares its data and a path is a pattern: it names no folder to write to."""
+def check_preparable(job: Job, roots: Sequence[Path]) -> None:
+    """Check the job's `data.prepare`, if it has one, without calling it.
+
+    Raises `TaskError` if the function cannot be imported, and `DataError` if a path is a pattern, which names no folder
+    to write to.
+    """
     if job.data.prepare is not None:
+        load_function(job.data.prepare, roots)
         for key, path in data_paths(job).items():
             _refuse_pattern(Path(path).absolute(), f"{key}: {path}")
 

@@ -13,6 +13,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job.secret_refs import resolved
+from raytrain_plus.job.settings import Job
 from raytrain_plus.task import Task
 
 
@@ -33,6 +35,21 @@ _OURS = _folder(os.path.dirname(__file__))
 _BENEATH_TASKS = (_OURS, _folder(torch.__file__), _folder(importlib.__file__), "<frozen ")
 """Code that calls a task or is called by it, and is never a task itself: this package, torch, the import system."""
 _STANDARD = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
+
+
+@dataclass(frozen=True, slots=True)
+class UserCode:
+    """What a job names and a run calls, imported."""
+
+    task: type[Task]
+    transform: Callable[..., Any] | None
+    """The function of `data.transform`."""
+
+
+def load_user_code(job: Job, roots: Sequence[Path]) -> UserCode:
+    """Import the job's task and transform, searching `roots` first. Raises `TaskError`."""
+    transform = job.data.transform
+    return UserCode(load_task(job.task, roots), None if transform is None else load_function(transform, roots))
 
 
 def load_task(task: str | type, roots: Sequence[Path]) -> type[Task]:

@@ -23,7 +23,7 @@ from raytrain_plus.data.source import Index, check_alike, check_enough, check_pu
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import load_function, load_task
+from raytrain_plus.job.task_loader import load_user_code
 from raytrain_plus.observe.trackers import check_installed, settings_for
 from raytrain_plus.parallel.sizing import cuts_of, left_out
 from raytrain_plus.release import VERSION
@@ -35,6 +35,7 @@ from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.interface import Folder
+from raytrain_plus.task import Task
 from raytrain_plus.training.layers import layers_of
 from raytrain_plus.workers.messages import Plan
 
@@ -68,17 +69,18 @@ def order_of(
     if unused := passed_over(job.collective):
         print(f"warning: {unused}", file=sys.stderr)
     check_installed(job.trackers)
-    pickled = _task_to_send(job, search)
+    code = load_user_code(job, search)
+    pickled = _task_to_send(job)
     seen, held_out = _look_at_data(job, search)
     past = None
     if exists(folder) and not fresh:
         past = look_back(folder)
         check_goes_on(past, folder, job, seen)
         _check_put_back(folder, seen, held_out)
-    source = None if pickled is not None else source_sha256(job.task, search)
+    source = None if pickled is not None else source_sha256(code.task)
     if past is not None:
         _warn_of_another_task(past, source)
-    cuts = cuts_of(job, layers_of(job, search))
+    cuts = cuts_of(job, layers_of(job, code.task))
     unformed = left_out(job, cuts)
     if unformed:
         print(f"warning: {unformed}", file=sys.stderr)
@@ -181,9 +183,8 @@ def _other_data(job: Job, seen: Index, fingerprint: str, when: str) -> DataError
     )
 
 
-def source_sha256(task: str | type, roots: Sequence[Path]) -> str | None:
+def source_sha256(cls: type[Task]) -> str | None:
     """Return the SHA-256 of the source file of a task's class; None if it has no file."""
-    cls = load_task(task, roots)
     try:
         file = inspect.getsourcefile(cls)
         return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
@@ -205,9 +206,8 @@ def _spelled(task: str | type) -> str:
     return task if isinstance(task, str) else f"{task.__module__}:{task.__qualname__}"
 
 
-def _task_to_send(job: Job, roots: Sequence[Path]) -> bytes | None:
+def _task_to_send(job: Job) -> bytes | None:
     """Return the pickled task class if the job holds the class itself; None if workers import it by name."""
-    load_task(job.task, roots)
     if isinstance(job.task, str):
         return None
     module = sys.modules[job.task.__module__]
@@ -231,10 +231,7 @@ def _task_to_send(job: Job, roots: Sequence[Path]) -> bytes | None:
 
 
 def _look_at_data(job: Job, roots: Sequence[Path]) -> tuple[Index, Index | None]:
-    for name in (job.data.prepare, job.data.transform):
-        if name is not None:
-            load_function(name, roots)
-    check_preparable(job)
+    check_preparable(job, roots)
     prepare(job.data.prepare, job.data.path, roots)
     seen = index(job.data.path)
     check_enough(seen, job.data.shards)

@@ -175,8 +175,9 @@ def _check(job: Job, sizes: Sequence[int]) -> None:
 
 def _shortened(job: Job, steps: int, roots: Sequence[Path]) -> Job:
     """Return the job with that many steps, or unchanged if it has fewer."""
-    check_preparable(job)
-    prepare(job.data.prepare, job.data.path, [Path.cwd(), *roots])
+    search = [Path.cwd(), *roots]
+    check_preparable(job, search)
+    prepare(job.data.prepare, job.data.path, search)
     whole = line_of(job, index(job.data.path)).steps
     return job if steps >= whole else replace(job, steps=steps, epochs=None)
 

@@ -18,7 +18,7 @@ from raytrain_plus.data.of_job import line_of
 from raytrain_plus.data.source import index
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import DamagedError, InputError, first_line
-from raytrain_plus.job.task_loader import build_task, load_function, load_task
+from raytrain_plus.job.task_loader import build_task, load_user_code
 from raytrain_plus.runs.folder import job_of
 from raytrain_plus.runs.history import look_back
 from raytrain_plus.state.checkpoint import read_tensors
@@ -152,15 +152,15 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path]) -> Manifest:
     job = job_of(run)
     assert isinstance(job.task, str)
     manifest, weights = newest_weights(run)
+    code = load_user_code(job, roots)
     set_random_key(random_key(job.seed, "task"))
-    task = build_task(load_task(job.task, roots), job.args)
+    task = build_task(code.task, job.args)
     module = build_model(task, job.seed, CPU).module
     put_weights(weights, module, run.where)
     module.eval()
-    transform = load_function(job.data.transform, roots) if job.data.transform else None
     seen = index(job.data.path)
     line = line_of(job, seen)
-    rows = Rows(index=seen, line=line, seed=job.seed, transform=transform, granule=job.data.granule)
+    rows = Rows(index=seen, line=line, seed=job.seed, transform=code.transform, granule=job.data.granule)
     batch = task.collate(pa.concat_tables([without_ids(rows.read(piece)) for piece in line.pieces(0, 0)]))
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     hook = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)

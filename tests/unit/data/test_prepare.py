@@ -30,20 +30,20 @@ def test_a_pattern_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, held_out: str, where: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    data = Data(path=path, prepare="no_module:make", batch_size=8)
+    (tmp_path / "making.py").write_text("def make(folder, name):\n    raise AssertionError\n")
+    data = Data(path=path, prepare="making:make", batch_size=8)
     job = Job(name="x", task="a:B", data=data, steps=1, evaluate=Evaluate(path=held_out, every_steps=1))
     with pytest.raises(DataError, match="cannot write to a path with wildcards") as caught:
-        check_preparable(job)
+        check_preparable(job, [tmp_path])
     assert caught.value.where == f"{where}: {path if where == 'data.path' else held_out}"
     assert str(tmp_path) in caught.value.remedy
     with pytest.raises(DataError, match="cannot write to a path with wildcards"):
-        prepare("no_module:make", tmp_path / "deep" / "*.parquet", [])
-    assert not list(tmp_path.iterdir())
+        prepare("making:make", tmp_path / "deep" / "*.parquet", [tmp_path])
+    assert {found.name for found in tmp_path.iterdir()} <= {"making.py", "__pycache__"}
 
 
 def test_data_that_exists_may_have_any_name(tmp_path: Path) -> None:
     (tmp_path / "data[1]").mkdir()
     prepare("no_module:make", tmp_path / "data[1]", [])
-    check_preparable(
-        Job(name="x", task="a:B", data=Data(path=str(tmp_path / "data[1]"), prepare="a:b", batch_size=8), steps=1)
-    )
+    data = Data(path=str(tmp_path / "data[1]"), prepare="os.path:join", batch_size=8)
+    check_preparable(Job(name="x", task="a:B", data=data, steps=1), [])

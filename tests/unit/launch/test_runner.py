@@ -18,6 +18,7 @@ import yaml
 from raytrain_plus import Data, Job, Workers
 from raytrain_plus.data.source import Index, index
 from raytrain_plus.errors import CheckpointError, DataError, InputError, TaskError
+from raytrain_plus.job.task_loader import load_task
 from raytrain_plus.launch import cluster, preflight, runner
 from raytrain_plus.launch.preflight import check_goes_on
 from raytrain_plus.result import Result
@@ -80,10 +81,10 @@ def test_impossible_requests_are_refused(
     assert "its 1 nodes have: 2 CPU, 0 GPU" in caught.value.expected
 
 
-def test_a_class_that_is_not_a_task_is_not_sent() -> None:
-    job = Job(name="x", task=int, data=Data(path="d", batch_size=8), steps=1)
+def test_a_class_that_is_not_a_task_is_not_sent(tmp_path: Path) -> None:
+    job = Job(name="x", task=int, data=Data(path="d", batch_size=8), steps=1, storage=str(tmp_path))
     with pytest.raises(TaskError, match="builtins:int is the class int"):
-        preflight._task_to_send(job, [])
+        preflight.order_of(job)
 
 
 def test_unused_workers_are_warned_about_and_ray_has_no_room_for_them(
@@ -221,14 +222,15 @@ def test_a_task_changed_since_the_checkpoint_gives_a_warning(
     begun: Begun, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "a.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    pass\n")
-    written = preflight.source_sha256("a:B", [tmp_path])
+    cls = load_task("a:B", [tmp_path])
+    written = preflight.source_sha256(cls)
     begun.save(5, task_sha256=written)
     past = look_back(begun.run)
     for known in (written, None):
         preflight._warn_of_another_task(past, known)
         assert capsys.readouterr().err == ""
     (tmp_path / "a.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    width = 3\n")
-    preflight._warn_of_another_task(past, preflight.source_sha256("a:B", [tmp_path]))
+    preflight._warn_of_another_task(past, preflight.source_sha256(cls))
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: the task's source file has changed since the checkpoint that the run resumes from")
     assert line.endswith("(step 5) was written")
