@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.collective.exact import LIMIT_BITS, ExactSum
-from raytrain_plus.job.settings import EXACT_SHARDS
+from raytrain_plus.job.value_checks import EXACT_SHARDS
 
 CPU = torch.device("cpu")
 MAGNITUDES = st.one_of(

@@ -1,0 +1,252 @@
+"""Check the values of a job's settings, one by one and together. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from raytrain_plus.credentials import REMEDY, credential_in
+from raytrain_plus.errors import InputError
+from raytrain_plus.storage.address import SCHEMES, is_address
+
+
+def check_values(values: Mapping[str, Any]) -> list[InputError]:
+    """Return what is wrong with settings whose types are right.
+
+    `values` maps dotted keys to values; a check is skipped unless all of its settings are in it.
+    """
+    problems = [problem for key, value in values.items() for problem in _credentials(value, key)]
+    for keys, check in _CHECKS:
+        if all(key in values for key in keys):
+            problem = check(*(values[key] for key in keys))
+            if problem is not None:
+                problems.append(InputError(problem[0], where=keys[0], expected=problem[1], remedy=problem[2]))
+    return problems
+
+
+def _credentials(value: Any, key: str) -> Iterator[InputError]:
+    """Yield an error per address with a credential: settings are written to the run's folder and widely shown."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _credentials(name, key)
+            yield from _credentials(one, f"{key}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for place, one in enumerate(value):
+            yield from _credentials(one, f"{key}[{place}]")
+    elif isinstance(value, str) and (part := credential_in(value)):
+        reference = "; or refer to an environment variable with ${env:NAME}" * key.startswith("args")
+        yield InputError(f"the address contains a credential: {part}", where=key, remedy=f"{REMEDY}{reference}")
+
+
+_Problem = tuple[str, str, str] | None
+
+
+def _name(name: str) -> _Problem:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
+        return None
+    why = "contains a path separator" if "/" in name or "\\" in name else "is not a valid name"
+    return (
+        f"{name!r} {why}",
+        "letters, digits, '.', '_' and '-', starting with a letter or digit, at most 128 characters",
+        "set the folder with `storage`",
+    )
+
+
+MOST = 10**9
+"""Limit of every count and every time in seconds: a larger value is a mistake, and overflows 64 bits or a clock."""
+
+
+def _at_least(lowest: float, highest: float = MOST) -> Callable[[float | None], _Problem]:
+    def check(value: float | None) -> _Problem:
+        if value is None or (math.isfinite(value) and lowest <= value <= highest):
+            return None
+        bound = f"at most {highest:,}" if value > highest else f"{lowest:g} or more"
+        return f"{value} is not allowed", bound, ""
+
+    return check
+
+
+def _above_zero(value: float | None) -> _Problem:
+    if value is None or (math.isfinite(value) and value > 0):
+        return None
+    return f"{value} is not allowed", "a number above 0", ""
+
+
+def _seconds(value: float | None) -> _Problem:
+    if value is None or value <= MOST:
+        return _above_zero(value)
+    return f"{value} is not allowed", f"at most {MOST:,} seconds", ""
+
+
+def _batch(batch_size: int, shards: int) -> _Problem:
+    if shards < 1 or batch_size < 1 or batch_size % shards == 0:
+        return None
+    below = batch_size // shards * shards
+    nearest = " or ".join(str(value) for value in (below, below + shards) if value)
+    return (
+        f"{batch_size} is not a multiple of data.shards = {shards}",
+        f"{nearest}, for example",
+        "choose a multiple of data.shards: every shard gives every step the same number of rows",
+    )
+
+
+def _microbatches(microbatches: int, batch_size: int, shards: int) -> _Problem:
+    if min(microbatches, batch_size, shards) < 1 or batch_size % shards or batch_size // shards % microbatches == 0:
+        return None
+    rows = batch_size // shards
+    return f"{microbatches} does not divide the {rows} rows that each shard gives to a step", f"a divisor of {rows}", ""
+
+
+def _length(steps: int | None, epochs: int | None) -> _Problem:
+    if (steps is None) != (epochs is None):
+        return None
+    given = "neither `steps` nor `epochs` is given" if steps is None else "both `steps` and `epochs` are given"
+    return given, "exactly one of them", ""
+
+
+def _sizes(maximum: int | None, minimum: int) -> _Problem:
+    if maximum is None or maximum >= minimum:
+        return None
+    return f"{maximum} is less than workers.min = {minimum}", f"{minimum} or more", ""
+
+
+def _shard_room(minimum: int, shards: int, pipeline: int) -> _Problem:
+    if minimum <= shards * pipeline:
+        return None
+    of = "" if pipeline == 1 else f" and parallel.pipeline = {pipeline}"
+    return (
+        f"{minimum} workers for data.shards = {shards}{of}: some would be idle",
+        f"at most {shards * pipeline}",
+        "raise data.shards",
+    )
+
+
+def _one_replica(maximum: int | None, minimum: int, pipeline: int) -> _Problem:
+    most = minimum if maximum is None else maximum
+    if most >= pipeline:
+        return None
+    return f"{most} workers are fewer than the {pipeline} stages of parallel.pipeline", f"{pipeline} or more", ""
+
+
+def _pipedream(
+    schedule: str, pipeline: int, reduction: str, clip_norm: float | None, minimum: int, on_nonfinite: str
+) -> _Problem:
+    if schedule != "pipedream":
+        return None
+    if pipeline == 1:
+        return "the pipedream schedule needs at least two stages", "parallel.pipeline of 2 or more", ""
+    if reduction == "exact":
+        what = "pipedream does not support reduction: exact; its results depend on how far each stage is"
+        return what, "reduction: ring, or another schedule", ""
+    if clip_norm is not None:
+        what = "pipedream does not support clip_norm, which needs the gradients of all stages at the same step"
+        return what, "no clip_norm, or another schedule", ""
+    if on_nonfinite == "skip":
+        what = "pipedream does not support on_nonfinite: skip; its stages apply a step one by one, not together"
+        return what, "on_nonfinite: stop, or another schedule", ""
+    if minimum < pipeline:
+        what = f"workers.min = {minimum} lets the run repartition the model, which pipedream does not support"
+        return what, f"workers.min of at least parallel.pipeline = {pipeline}", ""
+    return None
+
+
+EXACT_SHARDS = 4096
+"""Maximum shards with `reduction: exact`: with more, its grid would have to be coarser than float32."""
+
+
+def _exact(reduction: str, shards: int) -> _Problem:
+    if reduction != "exact" or shards <= EXACT_SHARDS:
+        return None
+    return f"data.shards = {shards} is too many for an exact sum", f"at most {EXACT_SHARDS} shards", ""
+
+
+def _gpus(gpus: float) -> _Problem:
+    return None if gpus in (0, 1) else (f"{gpus:g} is not allowed", "0 or 1: a worker trains on one device", "")
+
+
+def _reference(spec: str | type | None) -> _Problem:
+    if not isinstance(spec, str) or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", spec):
+        return None
+    return f"{spec!r} is not an import path", "module:name, such as examples.digits:Digits", ""
+
+
+def _best(metric: str, evaluate: None) -> _Problem:
+    return f"{metric!r} needs an evaluation, and none is configured", "an `evaluate` group", ""
+
+
+def _folder(storage: str) -> _Problem:
+    scheme = storage.partition("://")[0]
+    if not is_address(storage) or scheme in SCHEMES:
+        return None
+    # Not the whole address: it may hold a password.
+    return f"unsupported address '{scheme}://...'", f"a path, or {', '.join(f'{known}://' for known in SCHEMES)}", ""
+
+
+TRACKERS = ("mlflow", "wandb")
+"""Supported trackers, by the names of their packages."""
+
+
+def _trackers(names: Sequence[str]) -> _Problem:
+    unknown = [name for name in names if name not in TRACKERS]
+    if unknown:
+        there = f"{' or '.join(TRACKERS)}; TensorBoard files are always written"
+        near = difflib.get_close_matches(unknown[0], TRACKERS, 1)
+        return f"unknown tracker {unknown[0]!r}", there, f"did you mean '{near[0]}'?" if near else ""
+    return ("a tracker is listed twice", "each tracker once", "") if len(set(names)) < len(names) else None
+
+
+_CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
+    (("name",), _name),
+    (("task",), _reference),
+    (("data.batch_size",), _at_least(1)),
+    (("data.shards",), _at_least(1, 100_000)),
+    (("data.batch_size", "data.shards"), _batch),
+    (("data.prepare",), _reference),
+    (("data.transform",), _reference),
+    (("data.granule",), _at_least(1)),
+    (("data.cache_mb",), _at_least(0)),
+    (("steps",), _at_least(1)),
+    (("epochs",), _at_least(1)),
+    (("steps", "epochs"), _length),
+    (("workers.min",), _at_least(1, 1_000_000)),
+    (("workers.max", "workers.min"), _sizes),
+    (("workers.min", "data.shards", "parallel.pipeline"), _shard_room),
+    (("workers.max", "workers.min", "parallel.pipeline"), _one_replica),
+    (("parallel.pipeline",), _at_least(1, 1_000)),
+    (("workers.spares",), _at_least(0, 1_000_000)),
+    (("workers.cpus",), _at_least(0, 1_000_000)),
+    (("workers.gpus",), _gpus),
+    (("workers.threads",), _at_least(1, 1_000)),
+    (("parallel.microbatches",), _at_least(1, 10_000)),
+    (("parallel.commit_every",), _at_least(1, 10_000)),
+    (
+        (
+            "parallel.schedule",
+            "parallel.pipeline",
+            "reduction",
+            "clip_norm",
+            "workers.min",
+            "elastic.on_nonfinite",
+        ),
+        _pipedream,
+    ),
+    (("parallel.microbatches", "data.batch_size", "data.shards"), _microbatches),
+    (("reduction", "data.shards"), _exact),
+    (("clip_norm",), _above_zero),
+    (("elastic.hang_timeout_s",), _seconds),
+    (("elastic.max_failures",), _at_least(0)),
+    (("elastic.wait_s",), _seconds),
+    (("elastic.copy_every",), _at_least(1)),
+    (("elastic.stop_grace_s",), _seconds),
+    (("checkpoint.every_steps",), _at_least(1)),
+    (("checkpoint.every_s",), _seconds),
+    (("checkpoint.keep",), _at_least(1)),
+    (("checkpoint.keep_best.metric", "evaluate"), _best),
+    (("evaluate.every_steps",), _at_least(1)),
+    (("trackers",), _trackers),
+    (("storage",), _folder),
+)
+"""(keys, check of their values); an error is reported at the first key."""
