@@ -274,8 +274,10 @@ def status(run: str, storage: str, address: str | None, as_json: bool) -> int:
     """Show the state, steps and checkpoints of a run. RUN: a folder, an address, or a name."""
     address = asked_cluster(run, storage, address)
     if address is not None:
-        told = jobs_at(address).status(run)
-        click.echo(json_text(told) if as_json else f"{run}: {told['state']} (job {told['job']})\n  {told['newest']}")
+        found = jobs_at(address).status(run)
+        click.echo(
+            json_text(found) if as_json else f"{run}: {found['state']} (job {found['job']})\n  {found['newest']}"
+        )
         return 0
     from raytrain_plus.runs.folder import find_run
     from raytrain_plus.runs.status import status
@@ -350,7 +352,7 @@ def verify(
         )
     from raytrain_plus.launch.verify import verify as verify_job
 
-    verdict = verify_job(
+    comparison = verify_job(
         loaded,
         sizes,
         kills=kills,
@@ -359,8 +361,8 @@ def verify(
         roots=roots,
         tell=(lambda line: None) if as_json else (lambda line: click.echo(line, err=True)),
     )
-    click.echo(json_text(verdict.to_json()) if as_json else "\n".join(verdict.lines()))
-    return 0 if verdict.agree else 1
+    click.echo(json_text(comparison.to_json()) if as_json else "\n".join(comparison.lines()))
+    return 0 if comparison.agree else 1
 
 
 @cli.command()
@@ -433,8 +435,8 @@ def _guarded(call: Callable[[], Any]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return _say("interrupted", 130)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and (told := lacking(error)) is not None:
-            return _say(str(told), 2)
+        if isinstance(error, ModuleNotFoundError) and (missing := lacking(error)) is not None:
+            return _say(str(missing), 2)
         return _say(bug_report(error), 1)
     return code if isinstance(code, int) else 0
 

@@ -147,10 +147,10 @@ def _of_pod(group: Mapping[str, Any]) -> dict[str, float]:
     """Return a pod's resources as Ray counts them: its first container's limits, unless `rayStartParams` sets them."""
     resources = group["template"]["spec"]["containers"][0].get("resources", {})
     asked = {**resources.get("requests", {}), **resources.get("limits", {})}
-    told = group.get("rayStartParams") or {}
+    params = group.get("rayStartParams") or {}
     # Ray rounds CPUs up to whole numbers.
-    cpus = float(-(-_number(asked.get("cpu", 0)) // 1)) if "num-cpus" not in told else float(told["num-cpus"])
-    gpus = float(told.get("num-gpus", asked.get("nvidia.com/gpu", 0)))
+    cpus = float(-(-_number(asked.get("cpu", 0)) // 1)) if "num-cpus" not in params else float(params["num-cpus"])
+    gpus = float(params.get("num-gpus", asked.get("nvidia.com/gpu", 0)))
     return {"CPU": cpus, "GPU": gpus}
 
 

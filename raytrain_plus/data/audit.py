@@ -45,7 +45,7 @@ _RESUMED = has.object_of(generation=has.whole(0), step=has.whole(-1))
 _REMEDY = "restore the file that the run wrote: it is the only record of the data that the run began with"
 MOST_DUE = 1 << 22
 """Maximum missing entries of a ledger that can still be audited: all of them are laid out in memory."""
-TOLD = 20
+SHOWN = 20
 """Maximum faults in the report for a person."""
 
 
@@ -89,16 +89,16 @@ class Audit:
             f"{self.audited_to + 1:,} of {self.steps:,} steps audited; run status: {self.status}",
             f"  {'epoch':>6}{'rows due':>16}{'never used':>14}{'once':>16}{'more often':>14}",
         ]
-        shown = self.epochs if len(self.epochs) <= TOLD else [*self.epochs[:3], *self.epochs[-3:]]
+        shown = self.epochs if len(self.epochs) <= SHOWN else [*self.epochs[:3], *self.epochs[-3:]]
         for number, epoch in enumerate(shown):
             if len(shown) < len(self.epochs) and number == 3:
                 said.append(f"  {'...':>6}")
             part = "" if epoch.due == self.rows else "  (not finished)"
             said.append(f"  {epoch.epoch:>6}{epoch.due:>16,}{epoch.never:>14,}{epoch.once:>16,}{epoch.more:>14,}{part}")
-        said += [f"  fault: {fault}" for fault in self.faults[:TOLD]]
-        if self.num_faults > TOLD:
+        said += [f"  fault: {fault}" for fault in self.faults[:SHOWN]]
+        if self.num_faults > SHOWN:
             kept = "all of them" if len(self.faults) == self.num_faults else f"{len(self.faults):,} of them"
-            said.append(f"  and {self.num_faults - TOLD:,} more faults; --json lists {kept}")
+            said.append(f"  and {self.num_faults - SHOWN:,} more faults; --json lists {kept}")
         if self.clean:
             nothing = "  the ledger has no entries yet: nothing to audit"
             said.append("  every row that was due was used exactly once" if self.epochs else nothing)
@@ -150,7 +150,7 @@ def audit(where: str | Path) -> Audit:
         audited_to=due_to,
         status=status,
         epochs=tuple(epochs),
-        faults=tuple(faults.told),
+        faults=tuple(faults.found),
         num_faults=faults.count,
     )
 

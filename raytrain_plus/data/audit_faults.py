@@ -13,14 +13,14 @@ class Faults:
     """The faults found: descriptions of the first ones of each kind, and the number of all."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.found: list[str] = []
         self.count = 0
 
-    def add(self, *told: str) -> None:
+    def add(self, *found: str) -> None:
         """Add faults of one kind."""
-        self.add_many(len(told), told)
+        self.add_many(len(found), found)
 
-    def add_many(self, count: int, told: Iterable[str]) -> None:
+    def add_many(self, count: int, found: Iterable[str]) -> None:
         """Add `count` faults of one kind; only those that are kept are described."""
-        self.told += itertools.islice(told, KEPT)
+        self.found += itertools.islice(found, KEPT)
         self.count += count

@@ -71,11 +71,11 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
     if ray.is_initialized():
         _check_no_client()
         _warn_of_an_open_cluster()
-        with _ray_errors_told():
+        with _as_run_error():
             yield time.time()
         return
     address = address or os.environ.get("RAY_ADDRESS")
-    with _others_ray(address) if address else _our_own_ray(job), silent_about_deaths(), _ray_errors_told():
+    with _others_ray(address) if address else _our_own_ray(job), silent_about_deaths(), _as_run_error():
         yield time.time()
 
 
@@ -147,7 +147,7 @@ def _starting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ray_errors_told() -> Iterator[None]:
+def _as_run_error() -> Iterator[None]:
     """Turn Ray's own errors into `RunError`; most often something is too slow, or the head node is gone."""
     try:
         yield
@@ -310,7 +310,7 @@ def _ask_machines(order: Order, here: str) -> None:
             asked[asking.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(needs)] = name
         # Never cancel these tasks: Ray 2.60 ends a process that cancels a task at the moment it ends ("Tried to
         # complete task that was not pending").
-        answered, silent = ray.wait([*asked], num_returns=len(asked), timeout=LOOK_S)
+        answered, unanswered = ray.wait([*asked], num_returns=len(asked), timeout=LOOK_S)
         for ref in answered:
             try:
                 seen = ray.get(ref)
@@ -325,7 +325,7 @@ def _ask_machines(order: Order, here: str) -> None:
                 # The machine has left in the meantime.
                 continue
             check_seen(order, asked[ref], seen)
-    for ref in silent:
+    for ref in unanswered:
         print(f"warning: the check of the machine {asked[ref]} did not finish within {LOOK_S:g} s", file=sys.stderr)
 
 

@@ -180,14 +180,14 @@ class Signals:
 
     def __init__(self) -> None:
         self._count = 0
-        self._told = 0
+        self._reported = 0
         self.exit_code = 130
         self._before: dict[int, Any] = {}
 
     def new(self) -> bool:
         """Return whether a signal came since the last call."""
-        told, self._told = self._told, self._count
-        return told != self._count
+        reported, self._reported = self._reported, self._count
+        return reported != self._count
 
     @property
     def heard(self) -> bool:

@@ -42,11 +42,11 @@ class Reaper:
         `socket`: the raylet's socket, which identifies workers that start later.
         """
         family = {one.pid for process in processes for one in _family(process)}
-        told = {"processes": sorted(family), "socket": socket}
+        watched = {"processes": sorted(family), "socket": socket}
         # A reaper that has ended is no reason to stop a run.
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(told).encode() + b"\n")
+            self._process.stdin.write(json.dumps(watched).encode() + b"\n")
             self._process.stdin.flush()
 
     def let_go(self) -> None:
@@ -111,10 +111,10 @@ def main() -> None:
     driver, minded, sockets = int(sys.argv[1]), list[psutil.Process](), set[str]()
     alive = True
     # Unbuffered: `select` does not see what a buffer holds.
-    with open(sys.stdin.fileno(), "rb", buffering=0) as told:
+    with open(sys.stdin.fileno(), "rb", buffering=0) as orders:
         while True:
-            if select.select([told], [], [], LOOK_S)[0]:
-                line = told.readline()
+            if select.select([orders], [], [], LOOK_S)[0]:
+                line = orders.readline()
                 if not line.strip():
                     alive = bool(line)
                     break

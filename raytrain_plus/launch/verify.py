@@ -65,7 +65,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Comparison:
     """The combined result of all trials."""
 
     name: str
@@ -80,11 +80,11 @@ class Verdict:
         return not self.differs and all(trial.as_asked and trial.audit_clean for trial in self.trials)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the verdict as plain values."""
+        """Return the comparison as plain values."""
         return {"agree": self.agree, **asdict(self), "culprits": CULPRITS if self.differs else ()}
 
     def lines(self) -> list[str]:
-        """Return the verdict as lines of text."""
+        """Return the comparison as lines of text."""
         said = [f"{self.name}: its first {self.steps} steps, reduction: exact"]
         for trial in self.trials:
             who = f"{_of(trial.workers, trial.to_form)} worker{'s' * (trial.to_form != 1)}"
@@ -120,7 +120,7 @@ def verify(
     address: str | None = None,
     roots: Sequence[Path] = (),
     tell: Callable[[str], None] = lambda line: None,
-) -> Verdict:
+) -> Comparison:
     """Run the first `steps` steps of `job` on each number of workers in `sizes` and compare the results.
 
     In each run with more than one worker, `kills` workers are killed. `tell` receives progress messages. Raises
@@ -149,7 +149,7 @@ def verify(
                 pair = ((sizes[0], trials[0].to_kill), (sizes[number], trial.to_kill))
                 differs = _first_difference(short, Path(folder), trials[0], trial, pair, roots, tell)
                 break
-    return Verdict(job.name, len(trials[0].losses), tuple(trials), differs)
+    return Comparison(job.name, len(trials[0].losses), tuple(trials), differs)
 
 
 def _check(job: Job, sizes: Sequence[int]) -> None:

@@ -25,8 +25,8 @@ def summary(result: Result, standing: Standing | None) -> list[str]:
         lines.append(f"  events   {within(folder, 'events.ndjson')}")
     resume = resume_command(folder)
     if result.status == "failed":
-        anew = "or start over: raytrain run JOB --fresh"
-        return [*lines, f"  next     fix the error above, then resume: {resume}; {anew}"]
+        restart = "or start over: raytrain run JOB --fresh"
+        return [*lines, f"  next     fix the error above, then resume: {resume}; {restart}"]
     if result.status == "stopped":
         return [*lines, f"  next     to resume: {resume}, or repeat raytrain run JOB"]
     if is_address(folder):

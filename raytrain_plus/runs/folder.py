@@ -348,7 +348,7 @@ def lease_holder(run: Folder) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostHolder:
     """A controller that no longer renews its lease and has not removed it, as a controller does that ends normally."""
 
     process: str
@@ -359,12 +359,12 @@ class Lost:
     """Seconds since it renewed its lease."""
 
 
-def lost_holder(run: Folder) -> Lost | None:
+def lost_holder(run: Folder) -> LostHolder | None:
     """Return the controller whose lease has expired; None if the lease is valid, or there is none."""
     lease = _parsed(_lease(run))
     if lease is None or _holds(lease):
         return None
-    return Lost(_process(lease), _lives(lease), time.time() - lease["time"])
+    return LostHolder(_process(lease), _lives(lease), time.time() - lease["time"])
 
 
 def holder_lives(document: bytes) -> bool | None:

@@ -39,7 +39,7 @@ def watch(
     name = split(run.address)[1]
     if view is not None:
         view.start(name, _steps(run))
-    tail, pulse = Tail(run), _Pulse(run)
+    tail, liveness = Tail(run), _Liveness(run)
     until = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         while True:
@@ -51,8 +51,8 @@ def watch(
                     view.event(event)
             if result is not None:
                 break
-            if not pulse.felt() and Result.load(run) is None:
-                raise RunError(f"{name}: {pulse.end}; {what_is_kept(run)}")
+            if not liveness.alive() and Result.load(run) is None:
+                raise RunError(f"{name}: {liveness.end}; {what_is_kept(run)}")
             if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"{name} is still running after {timeout_s:g} s")
             time.sleep(HERE_S if run.path is not None else ELSEWHERE_S)
@@ -79,32 +79,32 @@ def seen(run: Folder) -> Page:
 def tell(run: Folder, stream: TextIO, follow: bool) -> None:
     """Write the past events to `stream`, a line each, with the time; if `follow`, continue until the run ends."""
     standing = Standing(total=_steps(run))
-    tail, pulse = Tail(run), _Pulse(run)
-    shown, untold = -math.inf, None
+    tail, liveness = Tail(run), _Liveness(run)
+    shown, unwritten = -math.inf, None
 
     def say(event: Event, line: str) -> None:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
         print(f"{moment}  {line}", file=stream, flush=True)
 
     while True:
-        going_on = Result.load(run) is None and pulse.felt()
+        continues = Result.load(run) is None and liveness.alive()
         for event in tail.read():
             line = standing.add(event)
             if event["kind"] == "step_committed":
-                untold = event
+                unwritten = event
                 if event["time"] - shown >= PLAIN_S:
-                    line, shown, untold = standing.line(), event["time"], None
-            if event["kind"] == "run_finished" and untold is not None:
-                say(untold, standing.line())
-                untold = None
+                    line, shown, unwritten = standing.line(), event["time"], None
+            if event["kind"] == "run_finished" and unwritten is not None:
+                say(unwritten, standing.line())
+                unwritten = None
             if line:
                 say(event, line)
             if event["kind"] == "run_finished":
                 ended = f"{event['status']}: {plural(event['steps'], 'step')}"
                 say(event, "\n".join(filter(None, [ended, event["error"]])))
-        if not (follow and going_on):
-            if untold is not None:
-                say(untold, standing.line())
+        if not (follow and continues):
+            if unwritten is not None:
+                say(unwritten, standing.line())
             return
         time.sleep(HERE_S if run.path is not None else ELSEWHERE_S)
 
@@ -118,7 +118,7 @@ def _steps(run: Folder) -> int:
         return job.steps or 0
 
 
-class _Pulse:
+class _Liveness:
     """Detect whether a run's controller is alive: its lease changes then. Only this machine's clock is used.
 
     If the holder is a process of this machine, its existence decides: on a full disk it cannot renew its lease.
@@ -129,12 +129,12 @@ class _Pulse:
         self._seen: bytes | None = None
         self._since = time.monotonic()
 
-    def felt(self) -> bool:
+    def alive(self) -> bool:
         now = lease_document(self._run)
         if now != self._seen:
             self._seen, self._since = now, time.monotonic()
-        alive = holder_lives(now)
-        return time.monotonic() - self._since <= LEASE_S if alive is None else alive
+        lives = holder_lives(now)
+        return time.monotonic() - self._since <= LEASE_S if lives is None else lives
 
     @property
     def end(self) -> str:

@@ -39,18 +39,18 @@ def look_back(run: Folder) -> Past:
     generation = committed = -1
     resumptions: list[tuple[int, int]] = []
     # Metrics by step: a resumption voids those of later steps.
-    told: dict[int, Mapping[str, float]] = {}
+    metrics: dict[int, Mapping[str, float]] = {}
     for event in read_events(run):
         generation = max(generation, event["generation"])
         if event["kind"] == "step_committed" and not _void(event["generation"], event["step"], resumptions):
             committed = max(committed, event["step"])
         elif event["kind"] == "evaluated" and not _void(event["generation"], event["step"], resumptions):
-            told[event["step"]] = {name: float(value) for name, value in event["metrics"].items()}
+            metrics[event["step"]] = {name: float(value) for name, value in event["metrics"].items()}
         elif event["kind"] == "resumed":
             resumptions.append((event["generation"], event["step"]))
             committed = min(committed, event["step"])
-            told = {step: figures for step, figures in told.items() if step <= event["step"]}
-    evaluated = max(told, default=-2)
+            metrics = {step: values for step, values in metrics.items() if step <= event["step"]}
+    evaluated = max(metrics, default=-2)
     found = tuple(survey(run, resumptions))
     # Checkpoints and ledger parts may come from generations whose events were never written.
     for one in found:
@@ -62,7 +62,7 @@ def look_back(run: Folder) -> Past:
         generation=generation,
         committed=committed,
         evaluated=evaluated,
-        figures=told,
+        figures=metrics,
         resumptions=tuple(resumptions),
         claims=claims,
         found=found,

@@ -20,7 +20,7 @@ DIED = "unfinished (its controller died"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CheckpointStatus:
     """A checkpoint, complete or not."""
 
     name: str
@@ -40,7 +40,7 @@ class Status:
     """`running` (with its process), `finished`, `stopped`, `failed`, or `unfinished` (with the process that died)."""
     steps: int
     """Number of committed steps."""
-    checkpoints: tuple[Kept, ...]
+    checkpoints: tuple[CheckpointStatus, ...]
     single_writer: bool
     """Whether the storage prevents two controllers from writing to the run."""
     resume: str = ""
@@ -74,7 +74,9 @@ def status(run: Folder) -> Status:
     past = look_back(run)
     state, now = state_of(run), time.time()
     kept = tuple(
-        Kept(one.name, one.step, max(0.0, now - _moment(one.manifest, one.time)), one.bytes, one.why or "complete")
+        CheckpointStatus(
+            one.name, one.step, max(0.0, now - _moment(one.manifest, one.time)), one.bytes, one.why or "complete"
+        )
         for one in past.found
     )
     resume = resume_command(run) if state.startswith("unfinished (") else ""

@@ -1,4 +1,4 @@
-"""The verdict of `verify` on runs that agree, that differ, or that did not run as planned."""
+"""The comparison of `verify` on runs that agree, that differ, or that did not run as planned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from raytrain_plus import Data, Job
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.launch import verify as module
-from raytrain_plus.launch.verify import CULPRITS, Trial, Verdict, verify
+from raytrain_plus.launch.verify import CULPRITS, Comparison, Trial, verify
 from raytrain_plus.observe.events import EventLog
 from raytrain_plus.result import Result
 from raytrain_plus.state.checkpoint import commit
@@ -78,8 +78,8 @@ class Fakes:
 
 
 @pytest.fixture
-def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdict]:
-    def judge(fakes: Fakes, sizes: tuple[int, ...] = SIZES, kills: int = 1) -> Verdict:
+def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Comparison]:
+    def judge(fakes: Fakes, sizes: tuple[int, ...] = SIZES, kills: int = 1) -> Comparison:
         monkeypatch.setattr(module, "_trial", fakes.trial)
         monkeypatch.setattr(module, "_shortened", lambda job, steps, roots: replace(job, steps=steps))
         monkeypatch.setattr(module, "connected", lambda job, address: contextlib.nullcontext())
@@ -88,7 +88,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdict]:
     return judge
 
 
-def test_runs_that_agree(judged: Callable[..., Verdict]) -> None:
+def test_runs_that_agree(judged: Callable[..., Comparison]) -> None:
     found = judged(Fakes())
     assert (found.agree, found.differs, found.steps) == (True, "", 10)
     # With one worker a kill would lose the state.
@@ -97,12 +97,12 @@ def test_runs_that_agree(judged: Callable[..., Verdict]) -> None:
     assert found.to_json()["culprits"] == ()
 
 
-def test_nan_equals_nan(judged: Callable[..., Verdict]) -> None:
+def test_nan_equals_nan(judged: Callable[..., Comparison]) -> None:
     assert judged(Fakes(loss=lambda size, step: float("nan"), metric=lambda size: float("nan"))).agree
 
 
 @pytest.mark.parametrize("first", [0, 1, 6, 9])
-def test_the_first_step_and_tensor_that_differ(judged: Callable[..., Verdict], first: int) -> None:
+def test_the_first_step_and_tensor_that_differ(judged: Callable[..., Comparison], first: int) -> None:
     def model(size: int, step: int) -> float:
         return step + (size == 4 and step >= first) * 1e-7
 
@@ -117,24 +117,24 @@ def test_the_first_step_and_tensor_that_differ(judged: Callable[..., Verdict], f
     assert json.loads(json.dumps(found.to_json()))["culprits"] == list(CULPRITS)
 
 
-def test_a_difference_in_the_optimizers_state_alone(judged: Callable[..., Verdict]) -> None:
+def test_a_difference_in_the_optimizers_state_alone(judged: Callable[..., Comparison]) -> None:
     found = judged(Fakes(moments=lambda size, step: step + (size == 2 and step >= 7) * 1e-7))
     assert (found.agree, found.differs) == (False, "after step 7, first in the optimizer's 'exp_avg' of 'a.weight'")
 
 
-def test_a_difference_in_an_evaluation_alone(judged: Callable[..., Verdict]) -> None:
+def test_a_difference_in_an_evaluation_alone(judged: Callable[..., Comparison]) -> None:
     fakes = Fakes(metric=lambda size: 0.5 + (size == 2) * 1e-7)
     found = judged(fakes)
     assert (found.agree, found.differs) == (False, "only in the metrics of an evaluation")
     assert fakes.cuts == []
 
 
-def test_a_difference_in_a_loss_alone(judged: Callable[..., Verdict]) -> None:
+def test_a_difference_in_a_loss_alone(judged: Callable[..., Comparison]) -> None:
     found = judged(Fakes(loss=lambda size, step: step + (size == 2 and step == 3) * 1e-7))
     assert (found.agree, found.differs) == (False, "only in the loss of step 3")
 
 
-def test_a_difference_that_does_not_repeat(judged: Callable[..., Verdict]) -> None:
+def test_a_difference_that_does_not_repeat(judged: Callable[..., Comparison]) -> None:
     class Once(Fakes):
         def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> Trial:
             made = super().trial(job, folder, name, size, kills, roots)
@@ -144,7 +144,7 @@ def test_a_difference_that_does_not_repeat(judged: Callable[..., Verdict]) -> No
     assert (found.agree, found.differs) == (False, "not every time: when run again, the states agree after every step")
 
 
-def test_a_failed_search_reports_how_far_it_came(judged: Callable[..., Verdict]) -> None:
+def test_a_failed_search_reports_how_far_it_came(judged: Callable[..., Comparison]) -> None:
     class Failing(Fakes):
         def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> Trial:
             if name.startswith("to-"):
@@ -155,7 +155,7 @@ def test_a_failed_search_reports_how_far_it_came(judged: Callable[..., Verdict])
     assert found.differs == "at step 9 or before; the search for the first difference failed: no room"
 
 
-def test_a_run_that_ended_before_its_kills_is_repeated(judged: Callable[..., Verdict]) -> None:
+def test_a_run_that_ended_before_its_kills_is_repeated(judged: Callable[..., Comparison]) -> None:
     class Late(Fakes):
         def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> Trial:
             made = super().trial(job, folder, name, size, kills, roots)
@@ -175,7 +175,7 @@ def test_a_run_that_ended_before_its_kills_is_repeated(judged: Callable[..., Ver
     ],
 )
 def test_runs_that_did_not_go_as_planned_do_not_agree(
-    judged: Callable[..., Verdict], change: dict[str, Any], said: str
+    judged: Callable[..., Comparison], change: dict[str, Any], said: str
 ) -> None:
     fakes = Fakes(changes={4: change})
     found = judged(fakes)
@@ -209,12 +209,12 @@ def test_a_size_that_makes_no_step_faster_is_smaller_with_kills(
     assert (trial.workers, trial.to_form, trial.as_asked) == (to_form, to_form, not kills)
 
 
-def test_a_single_run_is_refused(judged: Callable[..., Verdict]) -> None:
+def test_a_single_run_is_refused(judged: Callable[..., Comparison]) -> None:
     with pytest.raises(InputError, match="nothing to compare") as caught:
         judged(Fakes(), sizes=(4,))
     assert "--workers 1,2" in str(caught.value)
 
 
-def test_impossible_sizes_are_refused(judged: Callable[..., Verdict]) -> None:
+def test_impossible_sizes_are_refused(judged: Callable[..., Comparison]) -> None:
     with pytest.raises(InputError, match="13 workers cannot train this job"):
         judged(Fakes(), sizes=(1, 13))
