@@ -274,10 +274,8 @@ def status(run: str, storage: str, address: str | None, as_json: bool) -> int:
     """Show the state, steps and checkpoints of a run. RUN: a folder, an address, or a name."""
     address = asked_cluster(run, storage, address)
     if address is not None:
-        found = jobs_at(address).status(run)
-        click.echo(
-            json_text(found) if as_json else f"{run}: {found['state']} (job {found['job']})\n  {found['newest']}"
-        )
+        job = jobs_at(address).status(run)
+        click.echo(json_text(job) if as_json else f"{run}: {job['state']} (job {job['job']})\n  {job['newest']}")
         return 0
     from raytrain_plus.runs.folder import find_run
     from raytrain_plus.runs.status import status
