@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.data.files import exists
-from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.page_checksum import HOW, LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable
 from raytrain_plus.data.sample_order import read_factor
@@ -233,7 +233,7 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
         check_alike(seen, held_out)
         files += [held_out.file(number) for number in range(len(held_out.files))]
     looked_at = files[:LOOKED_AT]
-    line = line_of(job, seen)
+    sample_order = sample_order_of(job, seen)
     units = len(seen.unit_rows)
     cut, misfits = (
         _forecast(job, task, code.transform, sizes[-1], cuts, seen) if job.parallel.pipeline > 1 else (None, ())
@@ -243,8 +243,8 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
         sizes,
         seen.rows,
         units,
-        line.steps,
-        read_factor(line, units),
+        sample_order.steps,
+        read_factor(sample_order, units),
         unformed,
         cut,
         misfits,
@@ -266,7 +266,13 @@ def _forecast(
     from raytrain_plus.parallel.pipeline.memory import Misfit, within
     from raytrain_plus.training.measure import measured_here, room_of
 
-    rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=transform, granule=job.data.granule)
+    rows = Rows(
+        index=seen,
+        sample_order=sample_order_of(job, seen),
+        seed=job.seed,
+        transform=transform,
+        granule=job.data.granule,
+    )
     layers = measured_here(job, task, rows)
     microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together
     schedule = job.parallel.schedule

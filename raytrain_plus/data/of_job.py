@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain_plus.data.sample_order import Line, steps_of_epochs
+from raytrain_plus.data.sample_order import SampleOrder, steps_of_epochs
 from raytrain_plus.data.source import Index
 from raytrain_plus.job.settings import Job
 
@@ -13,9 +13,9 @@ def data_paths(job: Job) -> dict[str, str]:
     return {"data.path": job.data.path, **held_out}
 
 
-def line_of(job: Job, data: Index) -> Line:
+def sample_order_of(job: Job, data: Index) -> SampleOrder:
     """Return the sample order that the job trains on."""
-    return Line(
+    return SampleOrder(
         data.unit_rows,
         shards=job.data.shards,
         batch_size=job.data.batch_size,
@@ -34,8 +34,8 @@ def steps_of(job: Job, rows: int) -> int:
     return steps_of_epochs(rows, shards, job.data.batch_size // shards, job.epochs)
 
 
-def evaluation_line(job: Job, data: Index) -> Line:
+def evaluation_order_of(job: Job, data: Index) -> SampleOrder:
     """Return the sample order of the held-out data: one epoch, unshuffled, divided over the shards."""
-    return Line(
+    return SampleOrder(
         data.unit_rows, shards=job.data.shards, batch_size=job.data.batch_size, seed=0, shuffle="none", epochs=1
     )

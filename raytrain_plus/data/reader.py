@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from raytrain_plus.data.ledger import ROW_ID
 from raytrain_plus.data.reads import Read, first_touches, grouped, reads
-from raytrain_plus.data.sample_order import Line
+from raytrain_plus.data.sample_order import SampleOrder
 from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import RaytrainError, TrainingError, WaitExpired
@@ -91,15 +91,15 @@ def cut_sizes(total: int, rows: int) -> list[int]:
     return sizes
 
 
-def microbatch_rows(line: Line, microbatches: int) -> int:
+def microbatch_rows(sample_order: SampleOrder, microbatches: int) -> int:
     """Return the rows of a microbatch if a shard's part of a step is divided into `microbatches`."""
-    return max(1, line.per_shard // microbatches)
+    return max(1, sample_order.per_shard // microbatches)
 
 
 def first_microbatch(rows: Rows, microbatches: int, collate: Collate) -> Microbatch:
     """Return the first microbatch of shard 0 in step 0."""
-    table = pa.concat_tables([rows.read(piece) for piece in rows.line.pieces(0, 0)])
-    return cut(table, microbatch_rows(rows.line, microbatches), collate)[0]
+    table = pa.concat_tables([rows.read(piece) for piece in rows.sample_order.pieces(0, 0)])
+    return cut(table, microbatch_rows(rows.sample_order, microbatches), collate)[0]
 
 
 def _collated(table: pa.Table, collate: Collate) -> Any:
@@ -145,10 +145,10 @@ class Batches:
         `before` is the closed `Batches` that this replaces: its cached units are reused once its thread has ended.
         """
         self._rows = rows
-        self._line: Line = rows.line
+        self._sample_order: SampleOrder = rows.sample_order
         self._shards = tuple(sorted(shards))
         self._first_step = first_step
-        self._microbatch_rows = microbatch_rows(self._line, microbatches)
+        self._microbatch_rows = microbatch_rows(self._sample_order, microbatches)
         self._collate = collate
         self._keep_units = rows.transform is None and sum(rows.index.unit_bytes) + 8 * rows.index.rows <= cache_mb << 20
         self._units: dict[int, pa.Table] = {} if before is None else before._units
@@ -214,9 +214,9 @@ class Batches:
                 # Two threads reading at once would read the same units twice.
                 self._before._thread.join(JOIN_S)
                 self._before = None
-            sources = {shard: _ShardRows(self._line, shard, self._first_step) for shard in self._shards}
-            upcoming = reads(self._line, self._shards, self._first_step)
-            for step in range(self._first_step, self._line.steps):
+            sources = {shard: _ShardRows(self._sample_order, shard, self._first_step) for shard in self._shards}
+            upcoming = reads(self._sample_order, self._shards, self._first_step)
+            for step in range(self._first_step, self._sample_order.steps):
                 if step == self._first_step + PREFETCH_STEPS + 2:
                     # Loading and starting Ray Data takes a second, which must not delay the first step's batch.
                     self._start_stream()
@@ -256,7 +256,7 @@ class Batches:
         if self._make_stream is None or self._has_every_unit() or self._closing.is_set():
             return
         index = self._rows.index
-        upcoming = reads(self._line, self._shards, self._first_step)
+        upcoming = reads(self._sample_order, self._shards, self._first_step)
         wanted: Iterator[Read] = itertools.islice(upcoming, self._next_read, None)
         if self._keep_units:
             wanted = first_touches(wanted, frozenset(range(len(index.unit_rows))) - self._units.keys())
@@ -311,23 +311,23 @@ class Batches:
 class _ShardRows:
     """One shard's rows that have been read but not yet used."""
 
-    def __init__(self, line: Line, shard: int, first_step: int) -> None:
-        self._line = line
+    def __init__(self, sample_order: SampleOrder, shard: int, first_step: int) -> None:
+        self._sample_order = sample_order
         self._shard = shard
-        self.at = first_step * line.per_shard
+        self.at = first_step * sample_order.per_shard
         """The position of the next row in the shard's own sequence."""
         self._tables: list[pa.Table] = []
         self._have = 0
 
     def lacks(self, step: int) -> bool:
-        return self._have < self._line.rows_in_step(self._shard, step)
+        return self._have < self._sample_order.rows_in_step(self._shard, step)
 
     def add(self, table: pa.Table) -> None:
         self._tables.append(table)
         self._have += table.num_rows
 
     def take(self, step: int) -> pa.Table:
-        wanted = self._line.rows_in_step(self._shard, step)
+        wanted = self._sample_order.rows_in_step(self._shard, step)
         self._have -= wanted
         self.at += wanted
         parts = []
@@ -343,15 +343,15 @@ class _ShardRows:
 class Counts:
     """Replace `Batches` in a worker whose stage needs no data: it knows how many rows the other workers read."""
 
-    def __init__(self, line: Line, shards: Sequence[int], microbatches: int) -> None:
-        self._line = line
+    def __init__(self, sample_order: SampleOrder, shards: Sequence[int], microbatches: int) -> None:
+        self._sample_order = sample_order
         self._shards = tuple(sorted(shards))
-        self._microbatch_rows = microbatch_rows(line, microbatches)
+        self._microbatch_rows = microbatch_rows(sample_order, microbatches)
 
     def get(self, step: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> StepBatches:
         """Return the step's microbatches with their number of rows and without data."""
         made = {
-            shard: _counted(cut_sizes(self._line.rows_in_step(shard, step), self._microbatch_rows))
+            shard: _counted(cut_sizes(self._sample_order.rows_in_step(shard, step), self._microbatch_rows))
             for shard in self._shards
         }
         return StepBatches(made, 0.0)
@@ -360,9 +360,9 @@ class Counts:
         """Do nothing: there is nothing to prepare."""
 
 
-def held_out_counts(line: Line, shard: int, rows: int) -> Iterator[Microbatch]:
+def held_out_counts(sample_order: SampleOrder, shard: int, rows: int) -> Iterator[Microbatch]:
     """Yield the microbatches of `held_out` with their number of rows and without data."""
-    whole, left = divmod(line.span(shard, 0)[1], rows)
+    whole, left = divmod(sample_order.span(shard, 0)[1], rows)
     yield from _counted([rows] * whole + [left] * (left > 0))
 
 
@@ -372,12 +372,12 @@ def _counted(sizes: Sequence[int]) -> list[Microbatch]:
 
 def held_out(rows: Rows, shard: int, microbatch_rows: int, collate: Collate) -> Iterator[Microbatch]:
     """Yield one shard's span of a held-out dataset in microbatches (see `cut`), read directly, unit by unit."""
-    _, length = rows.line.span(shard, 0)
+    _, length = rows.sample_order.span(shard, 0)
     if not length:
         return
     pending: list[pa.Table] = []
     have = 0
-    for piece in rows.line.pieces_between(shard, 0, length):
+    for piece in rows.sample_order.pieces_between(shard, 0, length):
         table = rows.read(piece)
         pending.append(table)
         have += table.num_rows

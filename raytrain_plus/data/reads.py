@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from raytrain_plus.data.sample_order import Line, Piece
+from raytrain_plus.data.sample_order import Piece, SampleOrder
 
 GROUP_BYTES = 32 << 20
 """Maximum decoded bytes of the small reads that share a task."""
@@ -28,27 +28,28 @@ class Read:
     piece: Piece
 
 
-def reads(line: Line, shards: Iterable[int], first_step: int) -> Iterator[Read]:
+def reads(sample_order: SampleOrder, shards: Iterable[int], first_step: int) -> Iterator[Read]:
     """Yield all reads of the hosted shards from `first_step` to the job's end, by the first step that needs them."""
     merged = heapq.merge(
-        *(_shard_reads(line, shard, first_step) for shard in sorted(shards)), key=lambda read: (read.step, read.shard)
+        *(_shard_reads(sample_order, shard, first_step) for shard in sorted(shards)),
+        key=lambda read: (read.step, read.shard),
     )
     for number, read in enumerate(merged):
         yield replace(read, number=number)
 
 
-def _shard_reads(line: Line, shard: int, first_step: int) -> Iterator[Read]:
-    last = line.steps - 1
-    start = first_step * line.per_shard
-    end = last * line.per_shard + line.rows_in_step(shard, last)
+def _shard_reads(sample_order: SampleOrder, shard: int, first_step: int) -> Iterator[Read]:
+    last = sample_order.steps - 1
+    start = first_step * sample_order.per_shard
+    end = last * sample_order.per_shard + sample_order.rows_in_step(shard, last)
     epoch = 0
     while start < end:
-        stop = min(end, line.rows_before(shard, epoch + 1))
+        stop = min(end, sample_order.rows_before(shard, epoch + 1))
         epoch += 1
         if stop <= start:
             continue
-        for piece in line.pieces_between(shard, start, stop):
-            yield Read(0, min(start // line.per_shard, last), shard, piece)
+        for piece in sample_order.pieces_between(shard, start, stop):
+            yield Read(0, min(start // sample_order.per_shard, last), shard, piece)
             start += piece.rows
 
 

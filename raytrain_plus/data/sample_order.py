@@ -61,7 +61,7 @@ def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         return z ^ (z >> np.uint64(31))
 
 
-class Line:
+class SampleOrder:
     """The sample order of one dataset, seed and number of shards.
 
     It ends after `steps` or `epochs`; exactly one of them is given. `unit_rows`: the rows of each unit.
@@ -189,10 +189,10 @@ def steps_of_epochs(rows: int, shards: int, per_shard: int, epochs: int | None) 
     return full + 1
 
 
-def read_factor(line: Line, units: int) -> float:
+def read_factor(sample_order: SampleOrder, units: int) -> float:
     """Return how often a unit is read in epoch 0, on average; 1 if no unit is shared by several spans."""
     reads = 0
-    for shard in range(line.shards):
-        _, length = line.span(shard, 0)
-        reads += len(line.pieces_between(shard, 0, length)) if length else 0
+    for shard in range(sample_order.shards):
+        _, length = sample_order.span(shard, 0)
+        reads += len(sample_order.pieces_between(shard, 0, length)) if length else 0
     return reads / max(1, units)

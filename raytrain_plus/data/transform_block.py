@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrain_plus.data.ledger import ROW_ID
-from raytrain_plus.data.sample_order import Line, Piece, mix
+from raytrain_plus.data.sample_order import Piece, SampleOrder, mix
 from raytrain_plus.data.source import Index, read_unit
 from raytrain_plus.errors import TrainingError
 
@@ -33,7 +33,7 @@ class Rows:
     """Read the rows of a job. `granule`: the maximum rows of a transform block."""
 
     index: Index
-    line: Line
+    sample_order: SampleOrder
     seed: int
     transform: Transform | None
     granule: int
@@ -47,7 +47,7 @@ class Rows:
 
         Raises `TrainingError` if `transform` does not keep the number of rows.
         """
-        permutation = self.line.permutation(piece.epoch, piece.unit)
+        permutation = self.sample_order.permutation(piece.epoch, piece.unit)
         if self.transform is None:
             if permutation is None:
                 return unit.slice(piece.start, piece.rows)

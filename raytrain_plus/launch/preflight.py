@@ -17,7 +17,7 @@ import cloudpickle
 import yaml
 
 from raytrain_plus.controller.order import Order
-from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare
 from raytrain_plus.data.source import Index, check_alike, check_enough, check_put_back, differences, index
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
@@ -89,7 +89,7 @@ def order_of(
             job=job if pickled is None else replace(job, task=_spelled(job.task)),
             pickled_task=pickled,
             roots=tuple(str(root.absolute()) for root in search),
-            steps=line_of(job, seen).steps,
+            steps=sample_order_of(job, seen).steps,
             index=seen,
             held_out=held_out,
             collective=collective,
@@ -119,7 +119,7 @@ def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
         if found.damaged:
             print(f"warning: the checkpoint {found.name} cannot be used: {found.why}", file=sys.stderr)
         if found.manifest is not None:
-            made, steps = found.manifest.step + 1, line_of(job, seen).steps
+            made, steps = found.manifest.step + 1, sample_order_of(job, seen).steps
             if steps < made:
                 raise InputError(
                     f"{steps} steps are fewer than the run has already made ({made})",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_plus.data.audit import audit
-from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare
 from raytrain_plus.data.source import index
 from raytrain_plus.errors import DamagedError, InputError, RunError
@@ -178,7 +178,7 @@ def _shortened(job: Job, steps: int, roots: Sequence[Path]) -> Job:
     search = [Path.cwd(), *roots]
     check_preparable(job, search)
     prepare(job.data.prepare, job.data.path, search)
-    whole = line_of(job, index(job.data.path)).steps
+    whole = sample_order_of(job, index(job.data.path)).steps
     return job if steps >= whole else replace(job, steps=steps, epochs=None)
 
 

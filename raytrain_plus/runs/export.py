@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.source import index
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import DamagedError, InputError, first_line
@@ -159,9 +159,11 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path]) -> Manifest:
     put_weights(weights, module, run.where)
     module.eval()
     seen = index(job.data.path)
-    line = line_of(job, seen)
-    rows = Rows(index=seen, line=line, seed=job.seed, transform=code.transform, granule=job.data.granule)
-    batch = task.collate(pa.concat_tables([without_ids(rows.read(piece)) for piece in line.pieces(0, 0)]))
+    sample_order = sample_order_of(job, seen)
+    rows = Rows(
+        index=seen, sample_order=sample_order, seed=job.seed, transform=code.transform, granule=job.data.granule
+    )
+    batch = task.collate(pa.concat_tables([without_ids(rows.read(piece)) for piece in sample_order.pieces(0, 0)]))
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     hook = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from raytrain_plus.data.of_job import evaluation_line, line_of
+from raytrain_plus.data.of_job import evaluation_order_of, sample_order_of
 from raytrain_plus.data.reader import (
     Batches,
     Collate,
@@ -21,7 +21,7 @@ from raytrain_plus.data.reader import (
     held_out_counts,
     microbatch_rows,
 )
-from raytrain_plus.data.sample_order import Line
+from raytrain_plus.data.sample_order import SampleOrder
 from raytrain_plus.data.source import Index
 from raytrain_plus.data.transform_block import Rows, Transform
 from raytrain_plus.job.settings import Job
@@ -37,7 +37,7 @@ class Feeds:
     def __init__(self, plan: Plan, collate: Collate, transform: Transform | None) -> None:
         self._plan = plan
         self._collate = collate
-        self._rows = _rows(plan.index, line_of(plan.job, plan.index), plan.job, transform)
+        self._rows = _rows(plan.index, sample_order_of(plan.job, plan.index), plan.job, transform)
         self._evaluation = None if plan.held_out is None else _evaluation(plan.job, plan.held_out, collate, transform)
         self._last: Batches | None = None
 
@@ -82,20 +82,20 @@ class Feeds:
         found, seen = self._evaluation, self._plan.held_out
         if found is None or seen is None or not stage.number:
             return found
-        line = evaluation_line(self._plan.job, seen)
-        rows = microbatch_rows(line, self._plan.job.parallel.microbatches)
-        return replace(found, batches=lambda shard: held_out_counts(line, shard, rows))
+        sample_order = evaluation_order_of(self._plan.job, seen)
+        rows = microbatch_rows(sample_order, self._plan.job.parallel.microbatches)
+        return replace(found, batches=lambda shard: held_out_counts(sample_order, shard, rows))
 
     def _counts(self, shards: Sequence[int]) -> Counts:
         job = self._plan.job
-        return Counts(line_of(job, self._plan.index), shards, job.parallel.microbatches)
+        return Counts(sample_order_of(job, self._plan.index), shards, job.parallel.microbatches)
 
 
 def _evaluation(job: Job, seen: Index, collate: Collate, transform: Transform | None) -> Evaluation | None:
     if job.evaluate is None:
         return None
-    rows = _rows(seen, evaluation_line(job, seen), job, transform)
-    size = microbatch_rows(rows.line, job.parallel.microbatches)
+    rows = _rows(seen, evaluation_order_of(job, seen), job, transform)
+    size = microbatch_rows(rows.sample_order, job.parallel.microbatches)
     return Evaluation(every_steps=job.evaluate.every_steps, batches=lambda shard: held_out(rows, shard, size, collate))
 
 
@@ -111,5 +111,5 @@ def _node() -> str:
     return node
 
 
-def _rows(seen: Index, line: Line, job: Job, transform: Transform | None) -> Rows:
-    return Rows(index=seen, line=line, seed=job.seed, transform=transform, granule=job.data.granule)
+def _rows(seen: Index, sample_order: SampleOrder, job: Job, transform: Transform | None) -> Rows:
+    return Rows(index=seen, sample_order=sample_order, seed=job.seed, transform=transform, granule=job.data.granule)

@@ -24,7 +24,7 @@ from raytrain_plus.collective.credentials import Credentials
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.horovod import HorovodWorld, _environment, load_horovod
 from raytrain_plus.collective.rendezvous import RendezvousServer
-from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
 from raytrain_plus.data.transform_block import Rows, without_ids
@@ -122,8 +122,8 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
         exact=job.reduction == "exact",
     )
     seen = index(job.data.path)
-    line = line_of(job, seen)
-    rows = Rows(index=seen, line=line, seed=job.seed, transform=None, granule=1024)
+    line = sample_order_of(job, seen)
+    rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=None, granule=1024)
     hosted = host_shards(job.data.shards, size)[rank]
     feed = Batches(
         rows, shards=hosted, first_step=0, microbatches=1, collate=task.collate, cache_mb=1024, make_stream=None
@@ -157,8 +157,8 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
 def prepared(job: Any, rank: int, collate: Any) -> list[Any]:
     """Return the batches of shard `rank`, collated beforehand: the rows that the platform gives to that worker."""
     seen = index(job.data.path)
-    line = line_of(job, seen)
-    rows = Rows(index=seen, line=line, seed=job.seed, transform=None, granule=1024)
+    line = sample_order_of(job, seen)
+    rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=None, granule=1024)
     return [
         collate(pa.concat_tables([without_ids(rows.read(piece)) for piece in line.pieces(rank, step)]))
         for step in range(line.steps)

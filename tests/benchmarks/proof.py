@@ -26,10 +26,10 @@ import pyarrow.parquet as pq
 from raytrain_plus import Data, Job
 from raytrain_plus.data.audit import audit
 from raytrain_plus.data.ledger import NOTE, ROW_ID, row_ids
-from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.parts import Parts
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.data.sample_order import Line
+from raytrain_plus.data.sample_order import SampleOrder
 from raytrain_plus.data.source import Index, index
 from raytrain_plus.data.transform_block import without_ids
 from raytrain_plus.storage.local import LocalFolder
@@ -121,7 +121,7 @@ def audited(folder: Path) -> None:
     (run / "job.yaml").write_text(asked.to_yaml())
     (run / "dataset.json").write_text(json.dumps(seen.to_json()))
     parts = Parts(LocalFolder(run))
-    for step, notes in enumerate(_planned(seen, line_of(asked, seen))):
+    for step, notes in enumerate(_planned(seen, sample_order_of(asked, seen))):
         parts.add(0, step, notes.tobytes())
     parts.close()
     command = [sys.executable, "-m", "tests.benchmarks.proof", "--audit", str(run)]
@@ -129,23 +129,23 @@ def audited(folder: Path) -> None:
     print(f"\n{AUDITED:,} rows audited in {took:.1f} s with {megabytes:.0f} MB of memory; clean: {clean}")
 
 
-def _planned(seen: Index, line: Line) -> list[np.ndarray]:
+def _planned(seen: Index, sample_order: SampleOrder) -> list[np.ndarray]:
     """Yield the notes of all steps of one epoch."""
-    notes = np.zeros((line.steps, line.shards), NOTE)
+    notes = np.zeros((sample_order.steps, sample_order.shards), NOTE)
     ids = [
         row_ids(seen.files[file], group, rows)
         for file, group, rows in zip(seen.unit_file, seen.unit_group, seen.unit_rows, strict=True)
     ]
-    for shard in range(line.shards):
-        _, length = line.span(shard, 0)
+    for shard in range(sample_order.shards):
+        _, length = sample_order.span(shard, 0)
         parts = []
-        for piece in line.pieces_between(shard, 0, length):
-            order = line.permutation(0, piece.unit)
+        for piece in sample_order.pieces_between(shard, 0, length):
+            order = sample_order.permutation(0, piece.unit)
             assert order is not None
             parts.append(ids[piece.unit][order[piece.start : piece.start + piece.rows]])
         total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.concatenate(parts))])
-        start = np.arange(line.steps) * line.per_shard
-        rows = np.array([line.rows_in_step(shard, step) for step in range(line.steps)])
+        start = np.arange(sample_order.steps) * sample_order.per_shard
+        rows = np.array([sample_order.rows_in_step(shard, step) for step in range(sample_order.steps)])
         mine = notes[:, shard]
         mine["start"], mine["rows"], mine["weight"] = start, rows, rows
         mine["ids"] = total[start + rows] - total[start]

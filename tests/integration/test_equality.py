@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from raytrain_plus import Data, Evaluate, Job, Parallel, Workers, run
-from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.source import index
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.observe.events import read_events
@@ -50,8 +50,8 @@ def plain_losses(job: Job, transform: Any = None) -> list[float]:
     """Train with a plain loop, written from the documented rules alone."""
     task = Net(**job.args)
     seen = index(job.data.path)
-    line = line_of(job, seen)
-    rows = Rows(index=seen, line=line, seed=job.seed, transform=transform, granule=job.data.granule)
+    line = sample_order_of(job, seen)
+    rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=transform, granule=job.data.granule)
     if task.named:
         model = nn.Sequential()
         for name, build in task.parts().items():
@@ -157,20 +157,22 @@ def test_evaluation_is_an_exact_mean_over_rows_whatever_the_workers(tmp_path: Pa
     seen = index(tmp_path / "held_out")
     rows = Rows(
         index=seen,
-        line=line_of(replace(base, steps=None, epochs=1, data=replace(base.data, shuffle="none")), seen),
+        sample_order=sample_order_of(
+            replace(base, steps=None, epochs=1, data=replace(base.data, shuffle="none")), seen
+        ),
         seed=0,
         transform=None,
         granule=8,
     )
     batch = task.collate(
-        pa.concat_tables([without_ids(rows.read(piece)) for piece in rows.line.pieces_between(0, 0, 1)])
+        pa.concat_tables([without_ids(rows.read(piece)) for piece in rows.sample_order.pieces_between(0, 0, 1)])
     )
     assert batch["x"].shape == (1, 6)
     whole = pa.concat_tables(
         [
             without_ids(rows.read(piece))
             for shard in range(8)
-            for piece in rows.line.pieces_between(shard, 0, rows.line.span(shard, 0)[1])
+            for piece in rows.sample_order.pieces_between(shard, 0, rows.sample_order.span(shard, 0)[1])
         ]
     )
     with torch.no_grad():

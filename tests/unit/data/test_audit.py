@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from raytrain_plus import Data, Job
 from raytrain_plus.data.audit import Audit, Epoch, audit
 from raytrain_plus.data.ledger import NOTE
-from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.parts import SCHEMA, Parts, table_of
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
@@ -48,14 +48,14 @@ def job_of(folder: Path, **changes: object) -> Job:
 def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
     """Return the notes of what the run's own readers deliver, step by step."""
     seen = index(job.data.path)
-    rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=None, granule=4)
-    made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.line.steps)]
+    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, granule=4)
+    made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.sample_order.steps)]
     for shards in ((0, 2), (1, 3)) if job.data.shards == 4 else (range(job.data.shards),):
         feed = Batches(
             rows, shards=shards, first_step=0, microbatches=1, collate=len, cache_mb=cache_mb, make_stream=None
         )
         with feed:
-            for step in range(rows.line.steps):
+            for step in range(rows.sample_order.steps):
                 for shard, batches in feed.get(step, 10).shards.items():
                     count = sum(batch.rows for batch in batches)
                     ids = sum(batch.ids for batch in batches) % 2**64
@@ -138,8 +138,8 @@ def test_a_row_that_was_used_twice_is_counted(job: Job) -> None:
     notes = notes_of(job)
     table = pa.concat_tables([pq.read_table(file) for file in sorted((run_of(job, notes) / "ledger").iterdir())])
     seen = index(job.data.path)
-    rows = Rows(index=seen, line=line_of(job, seen), seed=0, transform=None, granule=4)
-    [piece, *_] = rows.line.pieces_between(1, 12, 13)
+    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=0, transform=None, granule=4)
+    [piece, *_] = rows.sample_order.pieces_between(1, 12, 13)
     notes[3][1]["rows"] += 1
     more = rows.read(piece).column("_raytrain_id").to_pylist()[0]
     notes[3][1]["ids"] = (int(notes[3][1]["ids"]) + more) % 2**64

@@ -14,7 +14,7 @@ import pytest
 from raytrain_plus import Task
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.reader import Batches, Counts, cut, from_stream, held_out, held_out_counts
-from raytrain_plus.data.sample_order import Line
+from raytrain_plus.data.sample_order import SampleOrder
 from raytrain_plus.data.source import index, read_unit
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import DataChanged, TrainingError, WaitExpired
@@ -34,8 +34,8 @@ def augment(table: pa.Table, rng: np.random.Generator) -> pa.Table:
 
 def rows_of(folder: Path, *, transform=None, shards: int = 4, epochs: int = 3, granule: int = 4) -> Rows:  # type: ignore[no-untyped-def]
     seen = index(folder)
-    line = Line(seen.unit_rows, shards=shards, batch_size=shards * 3, seed=5, epochs=epochs)
-    return Rows(index=seen, line=line, seed=5, transform=transform, granule=granule)
+    line = SampleOrder(seen.unit_rows, shards=shards, batch_size=shards * 3, seed=5, epochs=epochs)
+    return Rows(index=seen, sample_order=line, seed=5, transform=transform, granule=granule)
 
 
 def to_rows(table: pa.Table) -> list[tuple[object, ...]]:
@@ -53,10 +53,13 @@ def gather(rows: Rows, make_stream=None, cache_mb: int = 0, shards: tuple[int, .
         make_stream=make_stream,
     )
     with feed:
-        steps = [feed.get(step, 10).shards for step in range(first, rows.line.steps)]
+        steps = [feed.get(step, 10).shards for step in range(first, rows.sample_order.steps)]
     for step, made in enumerate(steps):
         for shard, (only,) in made.items():
-            assert (only.start, only.ids) == ((step + first) * rows.line.per_shard, noted(rows, step + first, shard))
+            assert (only.start, only.ids) == (
+                (step + first) * rows.sample_order.per_shard,
+                noted(rows, step + first, shard),
+            )
     return {
         (step + first, shard): [row for mb in mbs for row in mb.batch]
         for step, made in enumerate(steps)
@@ -67,12 +70,12 @@ def gather(rows: Rows, make_stream=None, cache_mb: int = 0, shards: tuple[int, .
 def noted(rows: Rows, step: int, shard: int) -> int:
     """Return the sum of the ids of the shard's rows in that step, modulo 2^64, computed independently of the reader."""
     total = 0
-    for piece in rows.line.pieces(shard, step):
+    for piece in rows.sample_order.pieces(shard, step):
         unit = piece.unit
         ids = row_ids(
             rows.index.files[rows.index.unit_file[unit]], rows.index.unit_group[unit], rows.index.unit_rows[unit]
         )
-        order = rows.line.permutation(piece.epoch, unit)
+        order = rows.sample_order.permutation(piece.epoch, unit)
         places = range(len(ids)) if order is None else order.tolist()
         total += sum(int(ids[place]) for place in places[piece.start : piece.start + piece.rows])
     return total % 2**64
@@ -113,7 +116,9 @@ def test_batches_follow_the_sample_order(folder: Path) -> None:
     rows = rows_of(folder)
     made, _ = gather(rows)
     for (step, shard), got in made.items():
-        expected = [row for piece in rows.line.pieces(shard, step) for row in to_rows(without_ids(rows.read(piece)))]
+        expected = [
+            row for piece in rows.sample_order.pieces(shard, step) for row in to_rows(without_ids(rows.read(piece)))
+        ]
         assert got == expected
     everything = sorted(value for got in made.values() for (value,) in got)
     assert everything == sorted([n * 100 + i for n in range(3) for i in range(37)] * 3)
@@ -198,8 +203,8 @@ def test_a_step_that_never_arrives_names_the_missing_data(folder: Path) -> None:
 
 def test_microbatches_split_a_shards_rows_and_the_last_takes_the_rest(folder: Path) -> None:
     seen = index(folder)
-    line = Line(seen.unit_rows, shards=2, batch_size=16, seed=0, epochs=1)
-    rows = Rows(index=seen, line=line, seed=0, transform=None, granule=8)
+    line = SampleOrder(seen.unit_rows, shards=2, batch_size=16, seed=0, epochs=1)
+    rows = Rows(index=seen, sample_order=line, seed=0, transform=None, granule=8)
     feed = Batches(rows, shards=[0, 1], first_step=0, microbatches=4, collate=to_rows, cache_mb=0, make_stream=None)
     with feed:
         steps = [feed.get(step, 10).shards[0] for step in range(line.steps)]
@@ -228,8 +233,8 @@ def test_from_stream(number: int, delivered: int, ended: bool, expected: bool) -
 
 def test_held_out_rows_are_used_once(folder: Path) -> None:
     seen = index(folder)
-    line = Line(seen.unit_rows, shards=4, batch_size=4, seed=0, shuffle="none", epochs=1)
-    rows = Rows(index=seen, line=line, seed=0, transform=None, granule=8)
+    line = SampleOrder(seen.unit_rows, shards=4, batch_size=4, seed=0, shuffle="none", epochs=1)
+    rows = Rows(index=seen, sample_order=line, seed=0, transform=None, granule=8)
     batches = [mb for shard in range(4) for mb in held_out(rows, shard, 5, to_rows)]
     assert [value for mb in batches for (value,) in mb.batch] == [n * 100 + i for n in range(3) for i in range(37)]
     assert max(mb.rows for mb in batches) == 5
@@ -253,7 +258,7 @@ def test_a_type_error_in_collate_shows_the_users_frames() -> None:
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_counts_know_how_many_rows_the_others_read(folder: Path, microbatches: int) -> None:
     rows = rows_of(folder, epochs=1)
-    counts = Counts(rows.line, (2, 0, 1), microbatches)
+    counts = Counts(rows.sample_order, (2, 0, 1), microbatches)
     feed = Batches(
         rows,
         shards=(0, 1, 2),
@@ -264,7 +269,7 @@ def test_counts_know_how_many_rows_the_others_read(folder: Path, microbatches: i
         make_stream=None,
     )
     with feed:
-        for step in range(rows.line.steps):
+        for step in range(rows.sample_order.steps):
             read, counted = feed.get(step, 10).shards, counts.get(step, 10).shards
             assert {shard: [one.rows for one in some] for shard, some in read.items()} == {
                 shard: [one.rows for one in some] for shard, some in counted.items()
@@ -277,4 +282,4 @@ def test_counts_of_held_out_rows(folder: Path, size: int) -> None:
     rows = rows_of(folder, epochs=1)
     for shard in range(4):
         read = [one.rows for one in held_out(rows, shard, size, to_rows)]
-        assert [one.rows for one in held_out_counts(rows.line, shard, size)] == read
+        assert [one.rows for one in held_out_counts(rows.sample_order, shard, size)] == read

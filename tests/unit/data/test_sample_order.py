@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.data.reads import GROUP_READS, first_touches, grouped, reads
-from raytrain_plus.data.sample_order import Line, mix, order, read_factor
+from raytrain_plus.data.sample_order import SampleOrder, mix, order, read_factor
 
 
 @st.composite
-def lines(draw: st.DrawFn) -> Line:
+def lines(draw: st.DrawFn) -> SampleOrder:
     shards = draw(st.integers(1, 7))
     units = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
     while sum(units) < shards:
         units.append(3)
-    return Line(
+    return SampleOrder(
         units,
         shards=shards,
         batch_size=shards * draw(st.integers(1, 6)),
@@ -29,49 +29,49 @@ def lines(draw: st.DrawFn) -> Line:
     )
 
 
-def rows_of(line: Line, shard: int, step: int) -> list[tuple[int, int, int]]:
+def rows_of(sample_order: SampleOrder, shard: int, step: int) -> list[tuple[int, int, int]]:
     """Return (epoch, unit, row in the file) of each row that the shard contributes to the step."""
     found = []
-    for piece in line.pieces(shard, step):
-        permutation = line.permutation(piece.epoch, piece.unit)
+    for piece in sample_order.pieces(shard, step):
+        permutation = sample_order.permutation(piece.epoch, piece.unit)
         for row in range(piece.start, piece.start + piece.rows):
             found.append((piece.epoch, piece.unit, row if permutation is None else int(permutation[row])))
     return found
 
 
 @given(lines())
-def test_every_row_is_used_once_an_epoch_and_steps_are_alike(line: Line) -> None:
+def test_every_row_is_used_once_an_epoch_and_steps_are_alike(sample_order: SampleOrder) -> None:
     used: Counter[tuple[int, int, int]] = Counter()
-    for step in range(line.steps):
+    for step in range(sample_order.steps):
         sizes = []
-        for shard in range(line.shards):
-            rows = rows_of(line, shard, step)
-            assert len(rows) == line.rows_in_step(shard, step)
+        for shard in range(sample_order.shards):
+            rows = rows_of(sample_order, shard, step)
+            assert len(rows) == sample_order.rows_in_step(shard, step)
             sizes.append(len(rows))
             used.update(rows)
-        if step + 1 < line.steps:
-            assert set(sizes) == {line.per_shard}
+        if step + 1 < sample_order.steps:
+            assert set(sizes) == {sample_order.per_shard}
         else:
             assert max(sizes) - min(sizes) <= 1
             assert min(sizes) >= 1
-    epochs = line._epochs
+    epochs = sample_order._epochs
     assert epochs is not None
-    wanted = {(e, u, r) for e in range(epochs) for u, rows in enumerate(line._unit_rows) for r in range(rows)}
+    wanted = {(e, u, r) for e in range(epochs) for u, rows in enumerate(sample_order._unit_rows) for r in range(rows)}
     assert used == Counter(dict.fromkeys(wanted, 1))
 
 
 @given(lines(), st.integers(0, 5))
-def test_spans_are_equal_within_one_row_and_lie_end_to_end(line: Line, epoch: int) -> None:
-    spans = [line.span(shard, epoch) for shard in range(line.shards)]
+def test_spans_are_equal_within_one_row_and_lie_end_to_end(sample_order: SampleOrder, epoch: int) -> None:
+    spans = [sample_order.span(shard, epoch) for shard in range(sample_order.shards)]
     at = 0
     for offset, length in spans:
         assert offset == at
         at += length
-    assert at == line.rows
+    assert at == sample_order.rows
     lengths = [length for _, length in spans]
     assert max(lengths) - min(lengths) <= 1
     for shard, length in enumerate(lengths):
-        assert line.rows_before(shard, epoch + 1) - line.rows_before(shard, epoch) == length
+        assert sample_order.rows_before(shard, epoch + 1) - sample_order.rows_before(shard, epoch) == length
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,14 @@ def test_spans_are_equal_within_one_row_and_lie_end_to_end(line: Line, epoch: in
     ],
 )
 def test_the_last_step(rows: int, shards: int, batch: int, epochs: int, steps: int, last: int) -> None:
-    line = Line([rows], shards=shards, batch_size=batch, seed=0, epochs=epochs)
-    assert (line.steps, line.rows_in_step(0, line.steps - 1)) == (steps, last)
+    sample_order = SampleOrder([rows], shards=shards, batch_size=batch, seed=0, epochs=epochs)
+    assert (sample_order.steps, sample_order.rows_in_step(0, sample_order.steps - 1)) == (steps, last)
 
 
 def test_a_job_that_counts_steps_has_equal_ones_over_epochs() -> None:
-    line = Line([5, 4], shards=2, batch_size=14, seed=3, steps=5)
-    assert [line.rows_in_step(1, step) for step in range(5)] == [7] * 5
-    assert {piece.epoch for piece in line.pieces(0, 0)} == {0, 1}
+    sample_order = SampleOrder([5, 4], shards=2, batch_size=14, seed=3, steps=5)
+    assert [sample_order.rows_in_step(1, step) for step in range(5)] == [7] * 5
+    assert {piece.epoch for piece in sample_order.pieces(0, 0)} == {0, 1}
 
 
 def test_order_follows_its_definition() -> None:
@@ -109,22 +109,24 @@ def test_order_follows_its_definition() -> None:
     assert mix(7, 1, 4) == key
     expected = sorted(range(50), key=lambda i: splitmix64((key + i) % 2**64))
     assert order(key, 50).tolist() == expected
-    line = Line([3] * 50, shards=2, batch_size=4, seed=7, epochs=9)
-    assert line.unit_order(4).tolist() == expected
+    sample_order = SampleOrder([3] * 50, shards=2, batch_size=4, seed=7, epochs=9)
+    assert sample_order.unit_order(4).tolist() == expected
 
 
 def test_seeds_and_epochs_give_other_orders() -> None:
     orders = {
-        tuple(Line([1] * 30, shards=1, batch_size=1, seed=s, epochs=1).unit_order(e)) for s in (0, 1) for e in (0, 1)
+        tuple(SampleOrder([1] * 30, shards=1, batch_size=1, seed=s, epochs=1).unit_order(e))
+        for s in (0, 1)
+        for e in (0, 1)
     }
     assert len(orders) == 4
 
 
 @given(lines(), st.data())
-def test_reads_give_each_shard_its_rows_in_order(line: Line, data: st.DataObject) -> None:
-    first = data.draw(st.integers(0, line.steps - 1))
-    shards = data.draw(st.sets(st.integers(0, line.shards - 1), min_size=1))
-    wanted = list(reads(line, shards, first))
+def test_reads_give_each_shard_its_rows_in_order(sample_order: SampleOrder, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, sample_order.steps - 1))
+    shards = data.draw(st.sets(st.integers(0, sample_order.shards - 1), min_size=1))
+    wanted = list(reads(sample_order, shards, first))
     assert [read.number for read in wanted] == list(range(len(wanted)))
     assert [read.step for read in wanted] == sorted(read.step for read in wanted)
     for shard in shards:
@@ -136,51 +138,53 @@ def test_reads_give_each_shard_its_rows_in_order(line: Line, data: st.DataObject
         ]
         from_steps = [
             (piece.epoch, piece.unit, row)
-            for step in range(first, line.steps)
-            for piece in line.pieces(shard, step)
+            for step in range(first, sample_order.steps)
+            for piece in sample_order.pieces(shard, step)
             for row in range(piece.start, piece.start + piece.rows)
         ]
         assert from_reads == from_steps
 
 
 def test_groups_hold_what_fits_and_keep_the_order() -> None:
-    line = Line([10] * 6, shards=1, batch_size=10, seed=0, shuffle="none", epochs=1)
-    groups = list(grouped(reads(line, [0], 0), lambda read: 12 << 20))
+    sample_order = SampleOrder([10] * 6, shards=1, batch_size=10, seed=0, shuffle="none", epochs=1)
+    groups = list(grouped(reads(sample_order, [0], 0), lambda read: 12 << 20))
     assert [[read.number for read in group] for group in groups] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_a_group_of_tiny_reads_is_soon_full() -> None:
-    line = Line([7] * 9, shards=3, batch_size=36, seed=0, steps=10**9)
-    groups = list(islice(grouped(reads(line, [0, 2], 0), lambda read: 1.0), 3))
+    sample_order = SampleOrder([7] * 9, shards=3, batch_size=36, seed=0, steps=10**9)
+    groups = list(islice(grouped(reads(sample_order, [0, 2], 0), lambda read: 1.0), 3))
     assert [len(group) for group in groups] == [GROUP_READS] * 3
     assert [read.number for group in groups for read in group] == list(range(3 * GROUP_READS))
 
 
 def test_first_touches_ends_when_all_units_were_touched() -> None:
-    line = Line([4, 4, 4], shards=2, batch_size=4, seed=0, steps=10**9)
-    assert sorted(read.piece.unit for read in first_touches(reads(line, [1], 0), {0, 2})) == [0, 2]
+    sample_order = SampleOrder([4, 4, 4], shards=2, batch_size=4, seed=0, steps=10**9)
+    assert sorted(read.piece.unit for read in first_touches(reads(sample_order, [1], 0), {0, 2})) == [0, 2]
 
 
 def test_first_touches_ends_if_some_units_are_never_touched() -> None:
     # Without shuffling, the second of two shards only ever sees the second half.
-    line = Line([4, 4, 4, 4], shards=2, batch_size=4, seed=0, shuffle="none", steps=10**9)
-    assert [read.piece.unit for read in first_touches(reads(line, [1], 0), {0, 1, 2, 3})] == [2, 3]
+    sample_order = SampleOrder([4, 4, 4, 4], shards=2, batch_size=4, seed=0, shuffle="none", steps=10**9)
+    assert [read.piece.unit for read in first_touches(reads(sample_order, [1], 0), {0, 1, 2, 3})] == [2, 3]
 
 
 def test_a_sample_order_is_pickled_without_its_tables() -> None:
-    line = Line([4, 4, 4], shards=2, batch_size=4, seed=0, steps=100)
-    fresh = len(pickle.dumps(line))
-    before = [line.pieces(1, step) for step in range(20)]
-    assert len(pickle.dumps(line)) == fresh
-    again = pickle.loads(pickle.dumps(line))
+    sample_order = SampleOrder([4, 4, 4], shards=2, batch_size=4, seed=0, steps=100)
+    fresh = len(pickle.dumps(sample_order))
+    before = [sample_order.pieces(1, step) for step in range(20)]
+    assert len(pickle.dumps(sample_order)) == fresh
+    again = pickle.loads(pickle.dumps(sample_order))
     assert [again.pieces(1, step) for step in range(20)] == before
 
 
 def test_read_factor() -> None:
-    assert read_factor(Line([6] * 4, shards=4, batch_size=4, seed=0, epochs=1), 4) == 1.0
-    assert read_factor(Line([24], shards=4, batch_size=4, seed=0, epochs=1), 1) == 4.0
+    assert read_factor(SampleOrder([6] * 4, shards=4, batch_size=4, seed=0, epochs=1), 4) == 1.0
+    assert read_factor(SampleOrder([24], shards=4, batch_size=4, seed=0, epochs=1), 1) == 4.0
 
 
 def test_a_hundred_thousand_units_are_quick() -> None:
-    line = Line(np.full(100_000, 1000), shards=64, batch_size=64 * 32, seed=0, epochs=2)
-    assert sum(piece.rows for piece in line.pieces(63, line.steps - 1)) == line.rows_in_step(63, line.steps - 1)
+    sample_order = SampleOrder(np.full(100_000, 1000), shards=64, batch_size=64 * 32, seed=0, epochs=2)
+    assert sum(piece.rows for piece in sample_order.pieces(63, sample_order.steps - 1)) == sample_order.rows_in_step(
+        63, sample_order.steps - 1
+    )

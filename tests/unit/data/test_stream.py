@@ -11,7 +11,7 @@ from typing import Any, cast
 import pyarrow as pa
 
 from raytrain_plus.data.reads import Read
-from raytrain_plus.data.sample_order import Line, Piece
+from raytrain_plus.data.sample_order import Piece, SampleOrder
 from raytrain_plus.data.source import index
 from raytrain_plus.data.stream import Stream, _numbered, _split
 from raytrain_plus.data.transform_block import Rows
@@ -30,8 +30,8 @@ def test_rows_that_cannot_be_read_are_left_to_the_reader(tmp_path: Path) -> None
     for name in "ab":
         write(tmp_path / f"{name}.parquet", 4)
     seen = index(tmp_path)
-    line = Line(seen.unit_rows, shards=1, batch_size=4, seed=0, epochs=1, shuffle="none")
-    rows = Rows(index=seen, line=line, seed=0, transform=None, granule=4)
+    line = SampleOrder(seen.unit_rows, shards=1, batch_size=4, seed=0, epochs=1, shuffle="none")
+    rows = Rows(index=seen, sample_order=line, seed=0, transform=None, granule=4)
     os.utime(tmp_path / "a.parquet", (1, 1))
     group = tuple(Read(unit, 0, unit, Piece(0, unit, 0, 4)) for unit in (0, 1))
     for whole_units in (False, True):

@@ -26,7 +26,7 @@ import yaml
 from raytrain_plus import Data, Evaluate, Job
 from raytrain_plus.controller.order import Order
 from raytrain_plus.data.ledger import NOTE
-from raytrain_plus.data.of_job import line_of
+from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.parts import Parts
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
@@ -112,11 +112,11 @@ def base_in(folder: Path) -> Base:
 
 def _write_ledger(run: LocalFolder, job: Job) -> None:
     seen = index(job.data.path)
-    rows = Rows(index=seen, line=line_of(job, seen), seed=job.seed, transform=None, granule=8)
+    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, granule=8)
     parts = Parts(run)
     feed = Batches(rows, shards=range(4), first_step=0, microbatches=1, collate=len, cache_mb=0, make_stream=None)
     with feed:
-        for step in range(rows.line.steps):
+        for step in range(rows.sample_order.steps):
             notes = torch.zeros(4).numpy().astype(NOTE)
             for shard, batches in feed.get(step, 10).shards.items():
                 count, ids = sum(batch.rows for batch in batches), sum(batch.ids for batch in batches) % 2**64
