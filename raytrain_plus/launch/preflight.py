@@ -29,7 +29,7 @@ from raytrain_plus.parallel.sizing import cuts_of, left_out
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import CHANGED, DATASET, check_writable, earlier_result, exists
-from raytrain_plus.runs.history import Past, look_back
+from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage import json_shape as has
@@ -74,7 +74,7 @@ def order_of(
     seen, held_out = _look_at_data(job, search)
     past = None
     if exists(folder) and not fresh:
-        past = look_back(folder)
+        past = load_history(folder)
         check_goes_on(past, folder, job, seen)
         _check_put_back(folder, seen, held_out)
     source = None if pickled is not None else source_sha256(code.task)

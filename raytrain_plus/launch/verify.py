@@ -21,7 +21,7 @@ from raytrain_plus.launch.fault import kill_process
 from raytrain_plus.launch.runner import run
 from raytrain_plus.observe.events import read_events
 from raytrain_plus.parallel.sizing import cuts_of, shapes_of
-from raytrain_plus.runs.history import look_back
+from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.interface import Folder
@@ -281,7 +281,7 @@ def _first_tensor(runs: Sequence[Folder], step: int) -> str:
 
 
 def _kept(run: Folder, step: int) -> Manifest:
-    for found in look_back(run).found:
+    for found in load_history(run).found:
         if found.manifest is not None and found.manifest.step == step:
             return found.manifest
     raise RunError(f"the state after step {step} was not kept in {run.where}")

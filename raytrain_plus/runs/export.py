@@ -20,7 +20,7 @@ from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import DamagedError, InputError, first_line
 from raytrain_plus.job.task_loader import build_task, load_user_code
 from raytrain_plus.runs.folder import job_of
-from raytrain_plus.runs.history import look_back
+from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.finite import not_finite
 from raytrain_plus.state.manifest import Manifest
@@ -65,7 +65,7 @@ def newest_weights(run: Folder) -> tuple[Manifest, dict[str, torch.Tensor]]:
         damages.append(f"{name}: {why}")
         print(f"warning: the checkpoint {name} cannot be used: {why}", file=sys.stderr)
 
-    for found in look_back(run).found:
+    for found in load_history(run).found:
         if found.error is not None and not isinstance(found.error, DamagedError):
             raise found.error
         manifest = found.manifest

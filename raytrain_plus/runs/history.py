@@ -32,7 +32,7 @@ class Past:
     """The checkpoints, complete or not, newest first."""
 
 
-def look_back(run: Folder) -> Past:
+def load_history(run: Folder) -> Past:
     """Return the history of the run in this folder; an empty one if there is no folder."""
     # Read first, so that a controller that claims the run in the meantime is noticed.
     claims = claims_of(run)

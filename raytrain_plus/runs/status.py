@@ -9,7 +9,7 @@ from typing import Any
 from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result, resume_command
 from raytrain_plus.runs.folder import exists, lease_holder, lost_holder, single_writer
-from raytrain_plus.runs.history import look_back
+from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.interface import Folder
@@ -71,7 +71,7 @@ class Status:
 
 def status(run: Folder) -> Status:
     """Return the status of the run in this folder."""
-    past = look_back(run)
+    past = load_history(run)
     state, now = state_of(run), time.time()
     kept = tuple(
         CheckpointStatus(
@@ -104,7 +104,7 @@ def what_is_kept(run: Folder) -> str:
     try:
         if not exists(run):
             return "nothing was written yet: run the job again"
-        newest = next((found for found in look_back(run).found if found.manifest is not None), None)
+        newest = next((found for found in load_history(run).found if found.manifest is not None), None)
     except (OSError, InputError) as error:
         return f"the run's checkpoints cannot be read ({error}); see: raytrain status '{run.where}'"
     if newest is None:

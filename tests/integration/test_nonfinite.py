@@ -12,7 +12,7 @@ import safetensors.torch
 
 from raytrain_plus import Checkpoint, Elastic, Workers
 from raytrain_plus.data.audit import audit
-from raytrain_plus.runs.history import look_back
+from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import Copy, commit, read_tensors, write_share
 from raytrain_plus.state.manifest import Manifest, joined, name_of
 from raytrain_plus.state.shares import Piece
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 def newest(folder: Path) -> Manifest:
-    return next(found.manifest for found in look_back(LocalFolder(folder)).found if found.manifest is not None)
+    return next(found.manifest for found in load_history(LocalFolder(folder)).found if found.manifest is not None)
 
 
 def spoil(folder: Path) -> Manifest:

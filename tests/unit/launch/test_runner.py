@@ -22,7 +22,7 @@ from raytrain_plus.job.task_loader import load_task
 from raytrain_plus.launch import cluster, preflight, runner
 from raytrain_plus.launch.preflight import check_goes_on
 from raytrain_plus.result import Result
-from raytrain_plus.runs.history import look_back
+from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import commit
 from raytrain_plus.state.manifest import name_of
 from raytrain_plus.storage.local import LocalFolder
@@ -132,7 +132,7 @@ class Begun:
         commit(self.run, described(step, 0, [], **{"job": settings, "data": data, **changes}))
 
     def goes_on(self, job: Job | None = None) -> None:
-        check_goes_on(look_back(self.run), self.run, job or self.job, self.seen)
+        check_goes_on(load_history(self.run), self.run, job or self.job, self.seen)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_a_task_changed_since_the_checkpoint_gives_a_warning(
     cls = load_task("a:B", [tmp_path])
     written = preflight.source_sha256(cls)
     begun.save(5, task_sha256=written)
-    past = look_back(begun.run)
+    past = load_history(begun.run)
     for known in (written, None):
         preflight._warn_of_another_task(past, known)
         assert capsys.readouterr().err == ""

@@ -33,7 +33,7 @@ from raytrain_plus.runs.folder import (
     lease_holder,
     lost_holder,
 )
-from raytrain_plus.runs.history import Past, look_back
+from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.runs.process import this_process
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
@@ -102,7 +102,7 @@ def test_a_controller_killed_before_it_wrote_the_job_blocks_nobody(
     claim(run, fresh=False, claims=None)
     Lease(run, "here:1").renew()
     assert earlier_result(run, JOB, fresh=False) is None
-    past = look_back(run)
+    past = load_history(run)
     assert past == Past(claims=1)
     claim(run, fresh=False, claims=past.claims)
     assert claims_of(run) == 2

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from raytrain_plus.observe.events import EventLog
-from raytrain_plus.runs.history import Past, look_back
+from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.storage.interface import Folder
 
 
@@ -34,12 +34,12 @@ def resumed(generation: int, step: int, made: int) -> tuple[int, str, dict[str, 
 
 
 def test_a_missing_folder_has_an_empty_history(run: Folder) -> None:
-    assert look_back(run) == Past()
+    assert load_history(run) == Past()
 
 
 def test_the_history_sums_up_the_events(run: Folder) -> None:
     tell(run, [evaluated(0, -1, 9.0), *committed(0, 0, 1, 2), evaluated(2, 2, 5.0), *committed(2, 3)])
-    past = look_back(run)
+    past = load_history(run)
     assert (past.generation, past.committed, past.evaluated, past.figures) == (
         2,
         3,
@@ -52,7 +52,7 @@ def test_a_resumption_voids_later_steps(run: Folder) -> None:
     tell(run, [evaluated(0, -1, 9.0), *committed(0, 0, 1, 2), evaluated(0, 2, 5.0)])
     # Another controller resumes from an earlier state.
     tell(run, [resumed(1, 0, 2), *committed(1, 1)])
-    past = look_back(run)
+    past = load_history(run)
     assert (past.generation, past.committed, past.evaluated, past.figures) == (1, 1, -1, {-1: {"loss": 9.0}})
     assert past.resumptions == ((1, 0),)
 
@@ -61,9 +61,9 @@ def test_ledger_parts_raise_the_generation(run: Folder) -> None:
     tell(run, committed(0, 0))
     run.write("ledger/00000007-000000000000.parquet", [b""])
     run.write("ledger/notes.txt", [b""])
-    assert look_back(run).generation == 7
+    assert load_history(run).generation == 7
 
 
 def test_metrics_that_are_not_finite_become_floats_again(run: Folder) -> None:
     tell(run, [evaluated(0, -1, math.inf)])
-    assert look_back(run).figures == {-1: {"loss": math.inf}}
+    assert load_history(run).figures == {-1: {"loss": math.inf}}
