@@ -221,7 +221,7 @@ def check_unchanged(data: Index, *numbers: int) -> None:
             )
 
 
-def check_put_back(data: Index, first: Mapping[str, Any]) -> None:
+def check_restored(data: Index, first: Mapping[str, Any]) -> None:
     """Compare a file that changed during a run with its state when the run began: `DataChanged.first`.
 
     Raises `DataError` if the file has not been restored.

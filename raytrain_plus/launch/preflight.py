@@ -19,7 +19,7 @@ import yaml
 from raytrain_plus.controller.order import Order
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare
-from raytrain_plus.data.source import Index, check_alike, check_enough, check_put_back, differences, index
+from raytrain_plus.data.source import Index, check_alike, check_enough, check_restored, differences, index
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
@@ -75,8 +75,8 @@ def order_of(
     past = None
     if exists(folder) and not fresh:
         past = load_history(folder)
-        check_goes_on(past, folder, job, seen)
-        _check_put_back(folder, seen, held_out)
+        check_resumable(past, folder, job, seen)
+        _check_restored(folder, seen, held_out)
     source = None if pickled is not None else source_sha256(code.task)
     if past is not None:
         _warn_of_another_task(past, source)
@@ -105,7 +105,7 @@ def order_of(
     )
 
 
-def check_goes_on(past: Past, folder: Folder, job: Job, seen: Index) -> None:
+def check_resumable(past: Past, folder: Folder, job: Job, seen: Index) -> None:
     """Raise `InputError` if the job cannot resume from `folder`.
 
     Reasons: other data, another job's checkpoints, a newer version, or a run past the job's last step.
@@ -151,12 +151,12 @@ def _check_data(folder: Folder, job: Job, seen: Index) -> None:
         raise _other_data(job, seen, then["fingerprint"], f"the run started: {'; '.join(differing[:3])}")
 
 
-def _check_put_back(folder: Folder, *data: Index | None) -> None:
+def _check_restored(folder: Folder, *data: Index | None) -> None:
     """Raise `DataError` if the run ended because a data file changed, and the file is not as it was before."""
     with contextlib.suppress(FileNotFoundError):
         first = read_object(folder, CHANGED, "restore the file, or start over with --fresh", _CHANGED)
         for seen in filter(None, data):
-            check_put_back(seen, first)
+            check_restored(seen, first)
 
 
 def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> None:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.source import Index, check_enough, check_put_back, check_unchanged, index, read_unit
+from raytrain_plus.data.source import Index, check_enough, check_restored, check_unchanged, index, read_unit
 from raytrain_plus.errors import DataChanged, DataError
 
 
@@ -283,12 +283,12 @@ def test_a_changed_file_is_refused_until_it_is_restored(tmp_path: Path) -> None:
         check_unchanged(seen)
     first = pickle.loads(pickle.dumps(caught.value)).first
     with pytest.raises(DataError, match="and has not been restored: its modification time changed") as refused:
-        check_put_back(index(tmp_path), first)
-    check_put_back(seen, {**first, "path": "/elsewhere"})
+        check_restored(index(tmp_path), first)
+    check_restored(seen, {**first, "path": "/elsewhere"})
     [command] = re.findall("`(touch .*)`", refused.value.remedy)
     subprocess.run(shlex.split(command), check=True)
     assert file.stat().st_mtime_ns == before
-    check_put_back(index(tmp_path), first)
+    check_restored(index(tmp_path), first)
 
 
 def test_a_change_is_reported_rather_than_the_read_error_that_it_causes(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from raytrain_plus.data.source import Index, index
 from raytrain_plus.errors import CheckpointError, DataError, InputError, TaskError
 from raytrain_plus.job.task_loader import load_task
 from raytrain_plus.launch import cluster, preflight, runner
-from raytrain_plus.launch.preflight import check_goes_on
+from raytrain_plus.launch.preflight import check_resumable
 from raytrain_plus.result import Result
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import commit
@@ -132,7 +132,7 @@ class Begun:
         commit(self.run, described(step, 0, [], **{"job": settings, "data": data, **changes}))
 
     def goes_on(self, job: Job | None = None) -> None:
-        check_goes_on(load_history(self.run), self.run, job or self.job, self.seen)
+        check_resumable(load_history(self.run), self.run, job or self.job, self.seen)
 
 
 @pytest.fixture
