@@ -25,7 +25,7 @@ from raytrain_plus.controller.order import Order
 from raytrain_plus.errors import InputError, RunError, first_line
 from raytrain_plus.job.settings import Job
 from raytrain_plus.launch.machine_check import check_seen, look, needs_of
-from raytrain_plus.launch.ray_address import check_cluster, is_join, not_let_in
+from raytrain_plus.launch.ray_address import authentication_failed, check_cluster, is_join
 from raytrain_plus.launch.reaper import reaper
 from raytrain_plus.membership.group import Limits
 from raytrain_plus.membership.mesh import useful_shape
@@ -188,7 +188,7 @@ def _answering(address: str, remedy: str) -> Iterator[None]:
         with our_own_signals():
             yield
     except AuthenticationError as error:
-        raise not_let_in(address, error.message) from None
+        raise authentication_failed(address, error.message) from None
     except (OSError, RuntimeError, ValueError, RayError) as error:
         why = str(error)
         if why.startswith("Version mismatch"):

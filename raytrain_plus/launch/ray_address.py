@@ -40,7 +40,7 @@ def dashboard_of(wanted: str | None) -> str:
     return given
 
 
-def not_let_in(address: str, why: str) -> InputError:
+def authentication_failed(address: str, why: str) -> InputError:
     """Return the error for a cluster that requires a token and got none or a wrong one; `why` is Ray's message."""
     return InputError(
         f"authentication failed; the cluster requires a valid token: {why.splitlines()[0]}",

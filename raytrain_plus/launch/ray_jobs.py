@@ -24,7 +24,7 @@ from raytrain_plus.data.files import split_pattern
 from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.errors import InputError, RaytrainError, RunError
 from raytrain_plus.job.settings import Job
-from raytrain_plus.launch.ray_address import not_let_in
+from raytrain_plus.launch.ray_address import authentication_failed
 from raytrain_plus.ray_compat import show_token_if_any
 from raytrain_plus.runs.folder import find_run, job_of
 from raytrain_plus.storage.address import is_address, refuse_credentials
@@ -179,7 +179,7 @@ class Jobs:
         try:
             yield
         except AuthenticationError as error:
-            raise not_let_in(self._address, error.message) from None
+            raise authentication_failed(self._address, error.message) from None
         except (OSError, aiohttp.ClientError) as error:
             raise InputError(
                 f"the jobs API of a Ray cluster does not answer: {' '.join(str(error).split())[:200]}",
