@@ -18,7 +18,7 @@ import click
 from raytrain_plus.cli_submitted import asked_cluster, jobs_at, submit_resume, submit_run, watch_job
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError, RaytrainError
-from raytrain_plus.install.missing_package import lacking
+from raytrain_plus.install.missing_package import missing_package
 from raytrain_plus.launch.bug_report import bug_report
 from raytrain_plus.launch.ray_address import is_dashboard
 from raytrain_plus.launch.request import RescaleRequest, StopRequest
@@ -184,7 +184,7 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
     # A shell makes its background processes ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def hand_on() -> None:
+    def forward_stop() -> None:
         if asked:
             asked.clear()
             from raytrain_plus.launch.control import send
@@ -196,7 +196,7 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
                 click.echo(str(error), err=True)
 
     try:
-        result = watch(folder, None if as_json else view_for(sys.stdout), hand_on)
+        result = watch(folder, None if as_json else view_for(sys.stdout), forward_stop)
     except KeyboardInterrupt:
         return _say(f"the run continues; stop it with: raytrain stop '{folder.where}'", 130)
     return _ended(result, as_json)
@@ -211,12 +211,12 @@ def logs(run: str, storage: str, address: str | None, follow: bool) -> int:
     """Print the events of a run. RUN: a folder, an address, or a name."""
     address = asked_cluster(run, storage, address)
     if address is not None:
-        jobs_at(address).tell(run, sys.stdout, follow)
+        jobs_at(address).print_output(run, sys.stdout, follow)
         return 0
     from raytrain_plus.runs.folder import find_run
-    from raytrain_plus.runs.follow import tell
+    from raytrain_plus.runs.follow import print_events
 
-    tell(find_run(run, storage), sys.stdout, follow)
+    print_events(find_run(run, storage), sys.stdout, follow)
     return 0
 
 
@@ -433,7 +433,7 @@ def _guarded(call: Callable[[], Any]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return _say("interrupted", 130)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and (missing := lacking(error)) is not None:
+        if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)) is not None:
             return _say(str(missing), 2)
         return _say(bug_report(error), 1)
     return code if isinstance(code, int) else 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from raytrain_plus.errors import InputError
 
 
-def lacking(error: ModuleNotFoundError) -> InputError | None:
+def missing_package(error: ModuleNotFoundError) -> InputError | None:
     """Return the error for a failed import of this package.
 
     None if another package's import failed, or the missing module is part of this package.

@@ -105,7 +105,7 @@ class Jobs:
         lines = self._printed(job).strip().splitlines()
         return {"state": job.status.value.lower(), "job": job.submission_id, "newest": lines[-1] if lines else ""}
 
-    def tell(self, run: str, stream: TextIO, follow: bool) -> None:
+    def print_output(self, run: str, stream: TextIO, follow: bool) -> None:
         """Write what a run's job has printed to `stream`; if `follow`, continue until the job ends."""
         job = self.find(run)
         if follow:

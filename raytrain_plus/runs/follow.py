@@ -76,7 +76,7 @@ def seen(run: Folder) -> Page:
     return page
 
 
-def tell(run: Folder, stream: TextIO, follow: bool) -> None:
+def print_events(run: Folder, stream: TextIO, follow: bool) -> None:
     """Write the past events to `stream`, a line each, with the time; if `follow`, continue until the run ends."""
     standing = Standing(total=_steps(run))
     tail, liveness = Tail(run), _Liveness(run)

@@ -168,7 +168,7 @@ class Asked:
     def status(self, run: str) -> dict[str, str]:
         return {"state": "running", "job": f"{run}-1", "newest": "step 7"}
 
-    def tell(self, run: str, stream: TextIO, follow: bool) -> None:
+    def print_output(self, run: str, stream: TextIO, follow: bool) -> None:
         stream.write("step 7")
 
     def stop(self, run: str, wait: bool) -> str:

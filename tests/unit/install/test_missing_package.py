@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_plus.install.missing_package import lacking
+from raytrain_plus.install.missing_package import missing_package
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -30,4 +30,4 @@ def test_other_failed_imports_are_not_converted() -> None:
     for name in ("raytrain_plus.nothing", "nothing_at_all"):
         with pytest.raises(ModuleNotFoundError) as raised:
             __import__(name)
-        assert lacking(raised.value) is None
+        assert missing_package(raised.value) is None

@@ -17,7 +17,7 @@ from raytrain_plus.observe.progress import PlainView
 from raytrain_plus.result import Result
 from raytrain_plus.runs import follow
 from raytrain_plus.runs.folder import Lease
-from raytrain_plus.runs.follow import tell, watch
+from raytrain_plus.runs.follow import print_events, watch
 from raytrain_plus.storage.local import LocalFolder
 
 MEMBERS = [{"worker": "worker-0", "pid": 7, "node": "n", "replica": 0, "stage": 0, "params": 3, "shards": [0, 1]}]
@@ -117,7 +117,7 @@ def test_the_death_of_a_controller_on_this_machine_is_reported_at_once(going_on:
 
 def test_past_events_are_printed_with_their_time(going_on: LocalFolder) -> None:
     text = io.StringIO()
-    tell(going_on, text, follow=False)
+    print_events(going_on, text, follow=False)
     lines = text.getvalue().splitlines()
     assert [line[21:].split("  ")[0] for line in lines] == [
         "1 worker ready, 2 shards each; 3 parameters; collective: solo",
@@ -137,7 +137,7 @@ def test_new_events_are_printed_until_the_end(going_on: LocalFolder) -> None:
 
     thread = threading.Thread(target=later)
     thread.start()
-    tell(going_on, text, follow=True)
+    print_events(going_on, text, follow=True)
     thread.join()
     assert [line[21:].split("  ")[0] for line in text.getvalue().splitlines()[-2:]] == ["step 4/4", "finished: 4 steps"]
 
@@ -148,13 +148,13 @@ def test_the_end_is_printed_with_the_last_step_and_the_error(going_on: LocalFold
     fields = {"step": 3, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": 0.3, "seconds": 0.1}
     log.write("step_committed", generation=0, time=20.5, fields=fields)
     text = io.StringIO()
-    tell(going_on, text, follow=False)
+    print_events(going_on, text, follow=False)
     assert text.getvalue().splitlines()[-1][21:].startswith("step 4/4"), "even directly after the line before"
     fields = {"status": "failed", "error": "it broke\nhere", "steps": 4, "samples": 32, "state_sha256": None}
     log.write("run_finished", generation=0, time=20.6, fields=fields)
     log.close()
     text = io.StringIO()
-    tell(going_on, text, follow=False)
+    print_events(going_on, text, follow=False)
     told = [line[21:].split("  ")[0] for line in text.getvalue().splitlines()[-5:-2]]
     assert told == ["step 3/4", "step 4/4", "failed: 4 steps"]
     assert text.getvalue().endswith("it broke\nhere\n")
