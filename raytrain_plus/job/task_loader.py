@@ -90,7 +90,7 @@ def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
 
 
 @contextmanager
-def told_as_task_error(what: str, where: str) -> Iterator[None]:
+def as_task_error(what: str, where: str) -> Iterator[None]:
     """Turn exceptions of the task's code into a `TaskError` that says `what` failed and shows the user's frames."""
     try:
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import build_task, told_as_task_error
+from raytrain_plus.job.task_loader import as_task_error, build_task
 from raytrain_plus.task import Task
 
 
@@ -18,5 +18,5 @@ def layers_of(job: Job, cls: type[Task]) -> tuple[str, ...] | None:
     from raytrain_plus.training.model import layer_names
 
     task = build_task(cls, job.args)
-    with told_as_task_error(f"the layers of {type(task).__name__} cannot be built", f"task: {job.task}"):
+    with as_task_error(f"the layers of {type(task).__name__} cannot be built", f"task: {job.task}"):
         return layer_names(task, job.seed)

@@ -15,7 +15,7 @@ from raytrain_plus.data.reader import Microbatch, first_microbatch
 from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import told_as_task_error
+from raytrain_plus.job.task_loader import as_task_error
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.message import classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
@@ -100,7 +100,7 @@ def measured_here(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
     threads = torch.get_num_threads()
     torch.set_num_threads(job.workers.threads)
     try:
-        with told_as_task_error("the layers cannot be run one after the other", f"task: {job.task}"):
+        with as_task_error("the layers cannot be run one after the other", f"task: {job.task}"):
             microbatch = first_microbatch(rows, job.parallel.microbatches, task.collate)
             classes_of(microbatch.batch)
             return measured(task, job.seed, torch.device("cpu"), microbatch, job.parallel.overlaps)

@@ -16,7 +16,7 @@ from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import build_task, load_function, load_task, told_as_task_error
+from raytrain_plus.job.task_loader import as_task_error, build_task, load_function, load_task
 from raytrain_plus.membership.events import Why
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
 from raytrain_plus.state.hostcopy import check_storable
@@ -125,7 +125,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, Ready]:
 def build_part(plan: Plan, task: Task, device: torch.device, layers: Layers) -> Stepper:
     """Build the model, or a stage of it, with its initial values."""
     job = plan.job
-    with told_as_task_error(f"{type(task).__name__} cannot be built", f"task: {job.task}"):
+    with as_task_error(f"{type(task).__name__} cannot be built", f"task: {job.task}"):
         if layers.chunks:
             built = build_chunks(task, job.seed, device, layers.chunks)
         else:
