@@ -271,7 +271,7 @@ def _forecast(
         sample_order=sample_order_of(job, seen),
         seed=job.seed,
         transform=transform,
-        granule=job.data.granule,
+        block_rows=job.data.granule,
     )
     layers = measured_here(job, task, rows)
     microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together

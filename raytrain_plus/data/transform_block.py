@@ -20,7 +20,7 @@ from raytrain_plus.errors import TrainingError
 
 Transform = Callable[[pa.Table, np.random.Generator], pa.Table]
 
-_GRANULES = 3
+_BLOCKS = 3
 
 
 def without_ids(rows: pa.Table) -> pa.Table:
@@ -30,13 +30,13 @@ def without_ids(rows: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Read the rows of a job. `granule`: the maximum rows of a transform block."""
+    """Read the rows of a job. `block_rows`: the maximum rows of a transform block."""
 
     index: Index
     sample_order: SampleOrder
     seed: int
     transform: Transform | None
-    granule: int
+    block_rows: int
 
     def read(self, piece: Piece) -> pa.Table:
         """Return the rows of one piece, with their ids."""
@@ -52,12 +52,12 @@ class Rows:
             if permutation is None:
                 return unit.slice(piece.start, piece.rows)
             return unit.take(permutation[piece.start : piece.start + piece.rows])
-        first = piece.start // self.granule
-        last = (piece.start + piece.rows - 1) // self.granule
+        first = piece.start // self.block_rows
+        last = (piece.start + piece.rows - 1) // self.block_rows
         parts = []
         for number in range(first, last + 1):
-            begin = number * self.granule
-            end = min(begin + self.granule, unit.num_rows)
+            begin = number * self.block_rows
+            end = min(begin + self.block_rows, unit.num_rows)
             rows = unit.slice(begin, end - begin) if permutation is None else unit.take(permutation[begin:end])
             made = self._transformed(rows, piece, number)
             start = max(piece.start, begin)
@@ -66,7 +66,7 @@ class Rows:
 
     def _transformed(self, rows: pa.Table, piece: Piece, number: int) -> pa.Table:
         assert self.transform is not None
-        rng = np.random.Generator(np.random.PCG64(mix(self.seed, _GRANULES, piece.epoch, piece.unit, number)))
+        rng = np.random.Generator(np.random.PCG64(mix(self.seed, _BLOCKS, piece.epoch, piece.unit, number)))
         made = self.transform(without_ids(rows), rng)
         if not isinstance(made, pa.Table) or made.num_rows != rows.num_rows:
             got = f"{made.num_rows} rows" if isinstance(made, pa.Table) else type(made).__name__

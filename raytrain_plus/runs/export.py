@@ -161,7 +161,7 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path]) -> Manifest:
     seen = index(job.data.path)
     sample_order = sample_order_of(job, seen)
     rows = Rows(
-        index=seen, sample_order=sample_order, seed=job.seed, transform=code.transform, granule=job.data.granule
+        index=seen, sample_order=sample_order, seed=job.seed, transform=code.transform, block_rows=job.data.granule
     )
     batch = task.collate(pa.concat_tables([without_ids(rows.read(piece)) for piece in sample_order.pieces(0, 0)]))
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []

@@ -112,4 +112,4 @@ def _node() -> str:
 
 
 def _rows(seen: Index, sample_order: SampleOrder, job: Job, transform: Transform | None) -> Rows:
-    return Rows(index=seen, sample_order=sample_order, seed=job.seed, transform=transform, granule=job.data.granule)
+    return Rows(index=seen, sample_order=sample_order, seed=job.seed, transform=transform, block_rows=job.data.granule)

@@ -123,7 +123,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
     )
     seen = index(job.data.path)
     line = sample_order_of(job, seen)
-    rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=None, granule=1024)
+    rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=None, block_rows=1024)
     hosted = host_shards(job.data.shards, size)[rank]
     feed = Batches(
         rows, shards=hosted, first_step=0, microbatches=1, collate=task.collate, cache_mb=1024, make_stream=None
@@ -158,7 +158,7 @@ def prepared(job: Any, rank: int, collate: Any) -> list[Any]:
     """Return the batches of shard `rank`, collated beforehand: the rows that the platform gives to that worker."""
     seen = index(job.data.path)
     line = sample_order_of(job, seen)
-    rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=None, granule=1024)
+    rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=None, block_rows=1024)
     return [
         collate(pa.concat_tables([without_ids(rows.read(piece)) for piece in line.pieces(rank, step)]))
         for step in range(line.steps)

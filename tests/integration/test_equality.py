@@ -51,7 +51,7 @@ def plain_losses(job: Job, transform: Any = None) -> list[float]:
     task = Net(**job.args)
     seen = index(job.data.path)
     line = sample_order_of(job, seen)
-    rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=transform, granule=job.data.granule)
+    rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=transform, block_rows=job.data.granule)
     if task.named:
         model = nn.Sequential()
         for name, build in task.parts().items():
@@ -162,7 +162,7 @@ def test_evaluation_is_an_exact_mean_over_rows_whatever_the_workers(tmp_path: Pa
         ),
         seed=0,
         transform=None,
-        granule=8,
+        block_rows=8,
     )
     batch = task.collate(
         pa.concat_tables([without_ids(rows.read(piece)) for piece in rows.sample_order.pieces_between(0, 0, 1)])

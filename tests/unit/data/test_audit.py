@@ -48,7 +48,7 @@ def job_of(folder: Path, **changes: object) -> Job:
 def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
     """Return the notes of what the run's own readers deliver, step by step."""
     seen = index(job.data.path)
-    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, granule=4)
+    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=4)
     made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.sample_order.steps)]
     for shards in ((0, 2), (1, 3)) if job.data.shards == 4 else (range(job.data.shards),):
         feed = Batches(
@@ -138,7 +138,7 @@ def test_a_row_that_was_used_twice_is_counted(job: Job) -> None:
     notes = notes_of(job)
     table = pa.concat_tables([pq.read_table(file) for file in sorted((run_of(job, notes) / "ledger").iterdir())])
     seen = index(job.data.path)
-    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=0, transform=None, granule=4)
+    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=0, transform=None, block_rows=4)
     [piece, *_] = rows.sample_order.pieces_between(1, 12, 13)
     notes[3][1]["rows"] += 1
     more = rows.read(piece).column("_raytrain_id").to_pylist()[0]

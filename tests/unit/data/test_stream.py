@@ -31,7 +31,7 @@ def test_rows_that_cannot_be_read_are_left_to_the_reader(tmp_path: Path) -> None
         write(tmp_path / f"{name}.parquet", 4)
     seen = index(tmp_path)
     line = SampleOrder(seen.unit_rows, shards=1, batch_size=4, seed=0, epochs=1, shuffle="none")
-    rows = Rows(index=seen, sample_order=line, seed=0, transform=None, granule=4)
+    rows = Rows(index=seen, sample_order=line, seed=0, transform=None, block_rows=4)
     os.utime(tmp_path / "a.parquet", (1, 1))
     group = tuple(Read(unit, 0, unit, Piece(0, unit, 0, 4)) for unit in (0, 1))
     for whole_units in (False, True):

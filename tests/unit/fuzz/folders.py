@@ -112,7 +112,7 @@ def base_in(folder: Path) -> Base:
 
 def _write_ledger(run: LocalFolder, job: Job) -> None:
     seen = index(job.data.path)
-    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, granule=8)
+    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=8)
     parts = Parts(run)
     feed = Batches(rows, shards=range(4), first_step=0, microbatches=1, collate=len, cache_mb=0, make_stream=None)
     with feed:
