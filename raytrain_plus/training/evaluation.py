@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from raytrain_plus.collective.world import World, wait
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.training.control import Control
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.metrics import ShardBatches
 from raytrain_plus.training.step import Stepper
 
@@ -22,12 +21,10 @@ def evaluate(
     stepper: Stepper,
     batches: ShardBatches,
     hosted: Iterable[int],
-    world: World,
+    context: StepContext,
     *,
     shards: int,
     step: int,
-    control: Control,
-    wait_s: float,
 ) -> dict[str, float]:
     """Return the task's metrics over all held-out rows: the same bits on every worker, for any assignment of shards.
 
@@ -38,32 +35,29 @@ def evaluate(
         part.module.eval()
     stepper.restore_buffers()
     with torch.no_grad():
-        sums = stepper.passes.figures(batches, sorted(hosted), control)
+        sums = stepper.passes.figures(batches, sorted(hosted), context)
     stepper.restore_buffers()
     for part in stepper.parts:
         part.module.train()
     names = sums.names
-    control.enter("collective")
+    context.control.enter("collective")
     assert names is not None, "every worker hosts held-out rows"
-    _agree(names, world, step, control, wait_s)
+    _agree(names, step, context)
     flat = np.zeros((shards, len(names) + 1), dtype=np.float64)
     for shard, of_shard in sums.figures.items():
         flat[shard, 0] = sums.rows[shard]
         flat[shard, 1:] = [of_shard.get(name, 0.0) for name in names]
     total = torch.from_numpy(flat)
-    work = world.reduce(total, f"evaluation.{','.join(names)}")
-    wait(work, f"the evaluation after step {step}", wait_s, control.interrupted)
+    context.reduce(total, f"evaluation.{','.join(names)}", f"the evaluation after step {step}")
     summed = [sum(column) for column in total.numpy().T.tolist()]
     return {name: value / summed[0] for name, value in zip(names, summed[1:], strict=True)}
 
 
-def _agree(names: Sequence[str], world: World, step: int, control: Control, wait_s: float) -> None:
+def _agree(names: Sequence[str], step: int, context: StepContext) -> None:
     """Raise `TrainingError` if another worker's batches gave other metric names: the sums would not match."""
     mine = zlib.crc32("\0".join(names).encode())
     seen = torch.tensor([mine, -mine])
-    wait(
-        world.reduce(seen, "evaluation.names", "max"), f"the evaluation after step {step}", wait_s, control.interrupted
-    )
+    context.reduce(seen, "evaluation.names", f"the evaluation after step {step}", "max")
     if int(seen[0]) != -int(seen[1]):
         raise TrainingError(
             f"evaluate returned different metrics for different batches; for some of them: {', '.join(names) or 'none'}"

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from raytrain_plus.collective.world import World
 from raytrain_plus.data.reader import StepBatches
 from raytrain_plus.parallel.pipeline.timeline import Bar
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
@@ -127,29 +128,80 @@ def train(
     Raises `Interrupted` if the group changes.
     """
 
-    def evaluate_after(step: int) -> dict[str, float]:
-        if evaluation is None or step <= evaluated:
-            return {}
-        if step in (-1, steps - 1) or (step + 1) % evaluation.every_steps == 0:
-            control.patience(limits.first_step_s)
-            control.enter("data")
-            metrics = evaluate(
-                stepper,
-                evaluation.batches,
-                hosted,
-                world,
-                shards=shards,
-                step=step,
-                control=control,
-                wait_s=limits.wait_s,
-            )
-            tell(Evaluated(step=step, metrics=metrics))
-            return metrics
-        return {}
+    context = StepContext(
+        world=world,
+        control=control,
+        wait_s=limits.wait_s,
+        flags=lambda: Flags(
+            pause=control.pausing(), save=control.saving(), busy=saving.busy(), uncopied=not copying.ready()
+        ),
+        meanwhile=feed.more,
+    )
+    boundary = _Boundary(stepper, context, hosted, shards, steps, evaluation, evaluated, limits, saving, copying, tell)
+    boundary.copy(first_step - 1, copying.ready())
+    boundary.evaluate(first_step - 1)
+    step = first_step
+    while step < steps:
+        limit_s = limits.first_step_s if step == first_step else limits.step_s
+        control.patience(limit_s)
+        made = range(step, steps_end(step, steps, window, evaluation, saving) + 1)
+        records, flags = _make(stepper, feed, context, made, window, first_step + DRAWN, limit_s)
+        for record in records:
+            tell(record)
+        step = made[-1]
+        boundary.copy(step, not flags.uncopied)
+        metrics = boundary.evaluate(step)
+        if step + 1 < steps:
+            # The final state is saved when the run ends.
+            boundary.save(step, metrics, flags)
+            if flags.pause:
+                return "paused"
+        step += 1
+    return "finished"
 
-    def save_after(step: int, metrics: Mapping[str, float], flags: Flags) -> None:
-        saving.check()
-        if not (flags.save or saving.due(step, bool(metrics))):
+
+@dataclass(frozen=True, slots=True)
+class _Boundary:
+    """What happens between two steps: copies of the state, evaluations and checkpoints. See `train`."""
+
+    stepper: Stepper
+    context: StepContext
+    hosted: Sequence[int]
+    shards: int
+    steps: int
+    evaluation: Evaluation | None
+    evaluated: int
+    limits: Limits
+    saving: Saving
+    copying: Copying
+    tell: Callable[[StepRecord | Evaluated], None]
+
+    def copy(self, step: int, able: bool) -> None:
+        """Copy the state after `step` if a copy is due and all members are `able` to make one."""
+        control = self.context.control
+        if able and self.copying.due(step):
+            control.enter("saving")
+            self.copying.copy(step, control.check)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics of the state after `step` if an evaluation is due, else nothing."""
+        if self.evaluation is None or step <= self.evaluated:
+            return {}
+        if step not in (-1, self.steps - 1) and (step + 1) % self.evaluation.every_steps:
+            return {}
+        self.context.control.patience(self.limits.first_step_s)
+        self.context.control.enter("data")
+        metrics = evaluate(
+            self.stepper, self.evaluation.batches, self.hosted, self.context, shards=self.shards, step=step
+        )
+        self.tell(Evaluated(step=step, metrics=metrics))
+        return metrics
+
+    def save(self, step: int, metrics: Mapping[str, float], flags: Flags) -> None:
+        """Save the state after `step` if a checkpoint is due or requested."""
+        control = self.context.control
+        self.saving.check()
+        if not (flags.save or self.saving.due(step, bool(metrics))):
             return
         if flags.busy:
             # All members have seen `busy`, and none begins: retry at the next boundary, or the one after.
@@ -157,76 +209,34 @@ def train(
             return
         control.saved()
         control.enter("saving")
-        saving.copy(step, metrics)
-
-    def copy_after(step: int, able: bool) -> None:
-        if able and copying.due(step):
-            control.enter("saving")
-            copying.copy(step, control.check)
-
-    def flags() -> Flags:
-        return Flags(pause=control.pausing(), save=control.saving(), busy=saving.busy(), uncopied=not copying.ready())
-
-    copy_after(first_step - 1, copying.ready())
-    evaluate_after(first_step - 1)
-    step = first_step
-    while step < steps:
-        limit_s = limits.first_step_s if step == first_step else limits.step_s
-        control.patience(limit_s)
-        made = range(step, steps_end(step, steps, window, evaluation, saving) + 1)
-        records, heard = _make(
-            stepper,
-            feed,
-            world,
-            made,
-            window,
-            drawn=first_step + DRAWN,
-            control=control,
-            flags=flags,
-            limit_s=limit_s,
-            wait_s=limits.wait_s,
-        )
-        for record in records:
-            tell(record)
-        step = made[-1]
-        copy_after(step, not heard.uncopied)
-        metrics = evaluate_after(step)
-        if step + 1 < steps:
-            # The final state is saved when the run ends.
-            save_after(step, metrics, heard)
-            if heard.pause:
-                return "paused"
-        step += 1
-    return "finished"
+        self.saving.copy(step, metrics)
 
 
 def _make(
     stepper: Stepper,
     feed: Feed,
-    world: World,
+    context: StepContext,
     steps: range,
     window: Window | None,
-    *,
     drawn: int,
-    control: Control,
-    flags: Callable[[], Flags],
     limit_s: float,
-    wait_s: float,
 ) -> tuple[list[StepRecord], Flags]:
-    """Make one step, or several overlapping ones; return their records and the flags at their end."""
+    """Make one step, or several overlapping ones; return their records and the flags at their end.
+
+    `drawn`: the step whose passes are drawn; `limit_s`: the limit of the wait for data.
+    """
     start, waits_s = time.monotonic(), []
 
     def batches(step: int) -> Shards:
-        control.enter("data")
-        found = feed.get(step, limit_s, control.check)
+        context.control.enter("data")
+        found = feed.get(step, limit_s, context.control.check)
         waits_s.append(found.waited_s)
         return found.shards
 
     if window is None:
-        own = batches(steps[0])
-        applied = [stepper.run(steps[0], own, world, control=control, wait_s=wait_s, meanwhile=feed.more, flags=flags)]
+        applied = [stepper.run(steps[0], batches(steps[0]), context)]
     else:
-        applied = stepper.run_window(steps, window.counted, batches, world, control=control, wait_s=wait_s, flags=flags)
+        applied = stepper.run_window(steps, window.counted, batches, context)
     seconds, now = time.monotonic() - start, time.time()
     records = [
         StepRecord(

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from raytrain_plus.collective.world import Work, World
+from raytrain_plus.collective.world import Work
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.data import Gradients
@@ -21,43 +20,19 @@ from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
-from raytrain_plus.training.buffers import Buffers
-from raytrain_plus.training.control import Control
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.metrics import Figures, ShardBatches
 from raytrain_plus.training.model import to_device
-from raytrain_plus.training.randomness import LayerKeys
+from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.verdict import Said
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Consecutive layers that a worker holds (the model or a chunk of it), with the gradients and buffers of a step."""
-
-    module: nn.Module
-    parameters: Sequence[tuple[str, nn.Parameter]]
-    """All parameters, including frozen ones."""
-    gradients: Gradients
-    buffers: Buffers
-    keys: LayerKeys
-
-    def writes(self) -> list[int]:
-        """Return how often each parameter has been written."""
-        return [value._version for _, value in self.parameters]
-
-    def check_unchanged(self, before: Sequence[int]) -> None:
-        """Raise `TrainingError` if a parameter was written since `before`."""
-        now = self.writes()
-        if now != before:
-            changed = next(name for (name, _), a, b in zip(self.parameters, now, before, strict=True) if a != b)
-            raise TrainingError(
-                f"the loss changed the parameter '{changed}' in place, in every microbatch; only the optimizer step "
-                "may: keep a moving average in a buffer (register_buffer), and use no max_norm in an embedding"
-            )
+Shards = Mapping[int, Sequence[Microbatch]]
+"""For each hosted shard, its microbatches of a step."""
 
 
-class Passes(Protocol):
-    """The interface for running the passes of a step."""
+class ReplicaPasses(Protocol):
+    """What the passes of a step are to a worker, whether steps overlap or not."""
 
     @property
     def bars(self) -> Sequence[Bar]:
@@ -67,22 +42,7 @@ class Passes(Protocol):
     def chunks(self) -> Sequence[int]:
         """The index in the model of each part that this worker holds."""
 
-    def run(
-        self,
-        step: int,
-        shards: Mapping[int, Sequence[Microbatch]],
-        world: World,
-        control: Control,
-        flags: Callable[[], header.Flags],
-        search: FaultSearch | None = None,
-    ) -> list[Work]:
-        """Run the passes and return the sums started over `world`.
-
-        Leaves the shards' gradients and buffers in the parts. Leaves the header, with the `flags` that this worker
-        raises, in the first part's rider. `search` checks each shard's gradients before they are summed.
-        """
-
-    def figures(self, batches: ShardBatches, hosted: Sequence[int], control: Control) -> Figures:
+    def figures(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> Figures:
         """Return the metrics of the held-out batches of the hosted shards; the same on
         all stages of a model replica.
         """
@@ -90,19 +50,26 @@ class Passes(Protocol):
     def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the gradients of all tied parameters of the model replica, given those held here."""
 
-    def agree(self, step: int, said: Said, world: World, control: Control, wait_s: float) -> Said:
+    def agree(self, step: int, said: Said, context: StepContext) -> Said:
         """Return what all stages of the replica know of the step's sums; `said` is this stage's knowledge.
 
-        Returns once every member of every stage's `world` is known to hold its sums.
+        Returns once every member of every stage's world is known to hold its sums.
         """
 
 
-Shards = Mapping[int, Sequence[Microbatch]]
-"""For each hosted shard, its microbatches of a step."""
+class Passes(ReplicaPasses, Protocol):
+    """The passes of one step after the other."""
+
+    def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
+        """Run the passes and return the sums started over the context's world.
+
+        Leaves the shards' gradients and buffers in the parts. Leaves the header, with the flags that this worker
+        raises, in the first part's rider. `search` checks each shard's gradients before they are summed.
+        """
 
 
 @runtime_checkable
-class Overlapping(Passes, Protocol):
+class Overlapping(ReplicaPasses, Protocol):
     """Passes of several overlapping steps: a step can begin before the previous one has ended."""
 
     def run_window(
@@ -110,8 +77,7 @@ class Overlapping(Passes, Protocol):
         steps: range,
         counted: Callable[[int], Shards],
         batches: Callable[[int], Shards],
-        control: Control,
-        flags: Callable[[], header.Flags],
+        context: StepContext,
         end: Callable[[int, FaultSearch], None],
     ) -> None:
         """Run the passes of these steps.
@@ -128,7 +94,7 @@ class Overlapping(Passes, Protocol):
 class Whole:
     """The passes on one worker: shard by shard, microbatch by microbatch; sums start during the last backward pass."""
 
-    def __init__(self, task: Task, part: Part, device: torch.device, shards: int) -> None:
+    def __init__(self, task: Task, part: ModelPart, device: torch.device, shards: int) -> None:
         self.bars: Sequence[Bar] = ()
         self.chunks = (0,)
         self._task = task
@@ -139,14 +105,12 @@ class Whole:
     def run(
         self,
         step: int,
-        shards: Mapping[int, Sequence[Microbatch]],
-        world: World,
-        control: Control,
-        flags: Callable[[], header.Flags],
+        shards: Shards,
+        context: StepContext,
         search: FaultSearch | None = None,
     ) -> list[Work]:
         """See `Passes`."""
-        part = self._part
+        part, control = self._part, context.control
         before = part.writes()
         reports: dict[int, header.ShardReport] = {}
         last = max(shards, default=-1)
@@ -167,22 +131,22 @@ class Whole:
                     keyed.backward()
                     ends = shard == last and index + 1 == len(shards[shard])
                     if ends:
-                        put_header(part.gradients, header.encode(reports, self._shards, flags()))
+                        put_header(part.gradients, header.encode(reports, self._shards, context.flags()))
                     with part.buffers.swapped(seen):
                         if ends and search is None:
-                            return part.gradients.reduce_during((loss * weight).backward, world, control.check)
+                            return part.gradients.reduce_during((loss * weight).backward, context.world, control.check)
                         (loss * weight).backward()
             if search is not None:
                 search.shard_ended(shard, 0, part.parameters)
                 if shard == last:
                     # Gradients cannot be checked after they are submitted.
-                    return part.gradients.reduce_during(nothing, world, control.check)
+                    return part.gradients.reduce_during(nothing, context.world, control.check)
             part.gradients.end_shard()
         raise AssertionError("a worker in a world hosts at least one shard with rows in every step")
 
-    def figures(self, batches: ShardBatches, hosted: Sequence[int], control: Control) -> Figures:
-        """See `Passes`."""
-        found, part = Figures(), self._part
+    def figures(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> Figures:
+        """See `ReplicaPasses`."""
+        found, part, control = Figures(), self._part, context.control
         for shard in hosted:
             part.buffers.restore()
             found.begin(shard)
@@ -195,11 +159,11 @@ class Whole:
         return found
 
     def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `Passes`: all of them are on this worker."""
+        """See `ReplicaPasses`: all of them are on this worker."""
         return gradients
 
-    def agree(self, step: int, said: Said, world: World, control: Control, wait_s: float) -> Said:
-        """See `Passes`: this is the only stage, and the other replicas can copy a step that one replica has applied."""
+    def agree(self, step: int, said: Said, context: StepContext) -> Said:
+        """See `ReplicaPasses`: this is the only stage; other replicas can copy a step that one replica has applied."""
         return said
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, float]:

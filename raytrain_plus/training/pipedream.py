@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -22,50 +21,62 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
-from raytrain_plus.training import header
-from raytrain_plus.training.control import Control
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
-from raytrain_plus.training.passes import Part, Shards, on_device, put_header, weighed
+from raytrain_plus.training.header import Flags, ShardReport
+from raytrain_plus.training.metrics import Figures, ShardBatches
+from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.randomness import Keyed
-from raytrain_plus.training.staged import Staged
+from raytrain_plus.training.replica import ReplicaStage
+from raytrain_plus.training.verdict import Said
 
 
-class PipeDream(Staged):
+class PipeDream:
     """See `passes.Overlapping`. Lives for one generation, as its model replica's world does."""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        """Take the arguments of `Staged`."""
-        super().__init__(*arguments, **settings)
-        self.weights = Weights([value for part in self._parts.values() for _, value in part.parameters])
+    def __init__(self, stage: ReplicaStage) -> None:
+        self.stage = stage
+        self.chunks = tuple(stage.parts)
+        self.bars: Sequence[Bar] = ()
+        self.weights = WeightVersions([value for part in stage.parts.values() for _, value in part.parameters])
 
     def run_window(
         self,
         steps: range,
         counted: Callable[[int], Shards],
         batches: Callable[[int], Shards],
-        control: Control,
-        flags: Callable[[], header.Flags],
+        context: StepContext,
         end: Callable[[int, FaultSearch], None],
     ) -> None:
         """See `passes.Overlapping`."""
-        control.enter("collective")
+        stage = self.stage
+        context.control.enter("collective")
         self.weights.forget()
-        work = _Window(self, steps, counted, batches, control, flags, end)
+        work = _WindowWork(stage, self.weights, steps, counted, batches, context, end)
         self.bars = work.bars
-        for stage in range(self._stages):
-            self._handovers.expect_note("agreed", stage, stage)
-            if self._stage == self._last:
-                self._handovers.expect_note("flags", stage, stage)
-        self._pipeline.run(work, len(work.places))
+        stage.expect_notes()
+        stage.pipeline.run(work, len(work.places))
         work.end_due()
-        self._handovers.finish()
+        stage.handovers.finish()
 
     def updating(self) -> AbstractContextManager[None]:
         """See `passes.Overlapping`."""
         return self.weights.updating()
 
+    def figures(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> Figures:
+        """See `passes.ReplicaPasses`."""
+        return self.stage.figures(batches, hosted, context)
 
-class Weights:
+    def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `passes.ReplicaPasses`."""
+        return self.stage.tied_gradients(gradients)
+
+    def agree(self, step: int, said: Said, context: StepContext) -> Said:
+        """See `passes.ReplicaPasses`."""
+        return self.stage.agree(step, said, context)
+
+
+class WeightVersions:
     """The weights of a stage: the current version, and older versions that backward passes still need."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -118,25 +129,27 @@ class Weights:
             parameter.data = value
 
 
-class _Window:
+class _WindowWork:
     """Several steps of a model replica, as `chunk.Work`: the microbatches of all their shards in sequence."""
 
     def __init__(
         self,
-        of: PipeDream,
+        stage: ReplicaStage,
+        weights: WeightVersions,
         steps: range,
         counted: Callable[[int], Shards],
         batches: Callable[[int], Shards],
-        control: Control,
-        flags: Callable[[], header.Flags],
+        context: StepContext,
         end: Callable[[int, FaultSearch], None],
     ) -> None:
-        self._of = of
+        self._stage = stage
+        self._part = stage.first_part
+        self._weights = weights
         self._steps = steps
         self._counted = {step: counted(step) for step in steps}
         self._batches = batches
-        self._control = control
-        self._flags = flags
+        self._context = context
+        self._control = context.control
         self._end = end
         self.places = [
             (step, shard, index)
@@ -155,12 +168,8 @@ class _Window:
         self._keyed: dict[int, Keyed] = {}
         self._search = FaultSearch()
         """The search of the step whose backward passes are running."""
-        self._reports: dict[int, dict[int, header.ShardReport]] = {}
+        self._reports: dict[int, dict[int, ShardReport]] = {}
         self.bars: list[Bar] = []
-
-    @property
-    def _part(self) -> Part:
-        return self._of._first
 
     def rows(self, number: int) -> int:
         """See `chunk.Work`."""
@@ -171,21 +180,7 @@ class _Window:
         """See `chunk.Work`. The batch comes with the values for the ledger."""
         step, shard, index = self.places[number]
         if step not in self._open:
-            of = self._of
-            if of._stage == 0:
-                shards = self._batches(step)
-                self._open[step] = {
-                    (shard, index): (one.batch, one.start, one.ids)
-                    for shard, microbatches in shards.items()
-                    for index, one in enumerate(microbatches)
-                }
-                number_of_step = step - self._steps[0]
-                of._handovers.send_note("batch", number_of_step, self._open[step], of._last)
-                # Usually no stage is further behind than this, so these batches have been received.
-                of._handovers.finish_one("batch", 0, number_of_step - of._stages - 1)
-                self._control.enter("collective")
-            else:
-                self._open[step] = of._handovers.take_note("batch", step - self._steps[0], 0)
+            self._open[step] = self._batches_of(step)
         given = self._open[step][shard, index]
         if number == self._last_of[step]:
             del self._open[step]
@@ -193,14 +188,8 @@ class _Window:
 
     def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
         """See `chunk.Work`."""
-        batch, start, ids = given
-        rows = self.rows(number)
-        loss, weight = weighed(self._of._task, model, on_device(batch, self._of._device), rows)
         step, shard, _ = self.places[number]
-        reports = self._reports.setdefault(step, {})
-        before = reports.get(shard) or header.ShardReport(start)
-        reports[shard] = before.plus(rows, ids, weight, float(loss.detach()))
-        return loss * weight
+        return self._stage.loss(model, given, self.rows(number), shard, self._reports.setdefault(step, {}))
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
@@ -211,20 +200,19 @@ class _Window:
         self._control.enter("computing")
         start, timed = time.time(), time.perf_counter()
         if kind == "F":
-            self._of.weights.forward(number)
+            self._weights.forward(number)
             with part.keys.microbatch(step, shard, index) as self._keyed[number]:
                 yield
             part.check_unchanged(self._before)
             if number + 1 == len(self.places):
                 # As late as possible: a request made during these steps is seen at their end.
-                said = astuple(self._flags())
-                self._of._handovers.send_note("flags", self._of._stage, said, self._of._last)
+                self._stage.send_flags(self._context.flags())
         else:
             # The previous stage is past that microbatch, so it has received these gradients.
-            self._of._handovers.finish_one("backward", chunk - 1, number - 2)
+            self._stage.handovers.finish_one("backward", chunk - 1, number - 2)
             keyed = self._keyed.pop(number)
             keyed.backward()
-            with keyed.open(), self._of.weights.backward(number):
+            with keyed.open(), self._weights.backward(number):
                 yield
             if index + 1 == len(self._counted[step][shard]):
                 # A step cannot be recomputed here because the weights have changed since; so each step is searched at
@@ -233,7 +221,7 @@ class _Window:
             if number == self._last_of[step]:
                 self._due = step
         taken = time.perf_counter() - timed
-        self.bars.append(Bar(self._of._stage, Action(kind, chunk, number), start, start + taken))
+        self.bars.append(Bar(self._stage.number, Action(kind, chunk, number), start, start + taken))
         self._control.enter("collective")
 
     def end_due(self) -> None:
@@ -241,16 +229,27 @@ class _Window:
         step, self._due = self._due, None
         if step is None:
             return
-        of = self._of
-        first = (step - self._steps[0]) * of._stages
-        if of._stage == of._last:
-            said = header.Flags()
-            if step == self._steps[-1]:
-                told = (of._handovers.take_note("flags", stage, stage) for stage in range(of._stages))
-                said = header.either(header.Flags(*one) for one in told)
-            encoded = header.encode(self._reports.pop(step), of._shards, said)
-            for stage in range(of._stages):
-                of._handovers.send_note("header", first + stage, encoded, stage)
-        put_header(self._part.gradients, of._handovers.take_note("header", first + of._stage, of._last))
+        number = step - self._steps[0]
+        if self._stage.is_last:
+            flags = self._stage.take_flags() if step == self._steps[-1] else Flags()
+            self._stage.share_header(number, self._reports.pop(step), flags)
+        self._stage.take_header(number)
         search, self._search = self._search, FaultSearch()
         self._end(step, search)
+
+    def _batches_of(self, step: int) -> Mapping[tuple[int, int], Any]:
+        """Return a step's batches with the values for the ledger: read on the first stage, received on the last."""
+        stage, number = self._stage, step - self._steps[0]
+        if stage.number:
+            received: Mapping[tuple[int, int], Any] = stage.handovers.take_note("batch", number, 0)
+            return received
+        given = {
+            (shard, index): (one.batch, one.start, one.ids)
+            for shard, microbatches in self._batches(step).items()
+            for index, one in enumerate(microbatches)
+        }
+        stage.handovers.send_note("batch", number, given, stage.last)
+        # Usually no stage is further behind than this, so these batches have been received.
+        stage.handovers.finish_one("batch", 0, number - stage.stages - 1)
+        self._control.enter("collective")
+        return given

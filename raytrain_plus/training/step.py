@@ -18,32 +18,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import nn
 
-from raytrain_plus.collective.world import World, wait
-from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.errors import TaskError, TrainingError
-from raytrain_plus.parallel.data import BUCKET_BYTES, Gradients
-from raytrain_plus.parallel.pipeline.layout import tied_groups
+from raytrain_plus.errors import TrainingError
+from raytrain_plus.parallel.data import BUCKET_BYTES
 from raytrain_plus.state import transfer
 from raytrain_plus.state.finite import not_finite
 from raytrain_plus.state.holding import SKIPPED, Holding, model_state
-from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
-from raytrain_plus.training import header
-from raytrain_plus.training.buffers import Buffers
-from raytrain_plus.training.control import Control
-from raytrain_plus.training.fault_search import FaultSearch, Norms
+from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.fault_search import FaultSearch
+from raytrain_plus.training.header import Flags, StepTotals
 from raytrain_plus.training.model import Built
-from raytrain_plus.training.passes import Overlapping, Part, Passes, Shards, Whole, nothing
-from raytrain_plus.training.randomness import LayerKeys
+from raytrain_plus.training.part import make_parts
+from raytrain_plus.training.passes import Overlapping, Passes, Shards, Whole, nothing
+from raytrain_plus.training.step_sums import StepSums
 from raytrain_plus.training.verdict import (
-    BUFFER,
     LOSS,
     SKIPPED_IN_A_ROW,
-    Fault,
     Said,
     gradient_norm,
     of_step,
@@ -63,7 +56,7 @@ class Applied:
 
     rows: int
     loss: float
-    flags: header.Flags
+    flags: Flags
     """The flags that members raised at this boundary."""
     notes: bytes
     """Each shard's contribution for the ledger: `data.ledger.NOTE`s in shard order."""
@@ -80,8 +73,29 @@ class _Summed:
     """A step with complete sums that is not applied yet."""
 
     step: int
-    totals: header.StepTotals
+    totals: StepTotals
     scales: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """A step whose sums the stages of a replica have agreed on."""
+
+    totals: StepTotals
+    said: Said
+    reduce_s: float
+    refused: str = ""
+    """Why the step must not be applied; empty if it may be."""
+
+
+@dataclass(slots=True)
+class _WindowSums:
+    """The steps of a window that this worker has summed and applied so far."""
+
+    squares: dict[str, float] = field(default_factory=dict)
+    totals: list[StepTotals] = field(default_factory=list)
+    reduce_s: list[float] = field(default_factory=list)
+    """For each step, the seconds of waiting for its sums."""
 
 
 class Stepper:
@@ -107,19 +121,13 @@ class Stepper:
         `TaskError` for parameters that cannot be summed exactly.
         """
         self.task = task
-        self._shards = shards
-        exact_shards = shards if exact else None
-        self.parts = tuple(
-            _part(task, one, seed, device, bucket_bytes, exact_shards, None if number else shards, f".{number}")
-            for number, one in enumerate(built)
-        )
+        self.parts = make_parts(task, built, seed=seed, shards=shards, exact=exact, bucket_bytes=bucket_bytes)
         named = [pair for part in self.parts for pair in part.parameters]
         self.named = [(name, value) for name, value in named if value.requires_grad]
         self.optimizer = task.optimizer(self.named) if self.named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else task.scheduler(self.optimizer)
-        self.device = device
-        self.passes: Passes = Whole(task, self.parts[0], device, shards)
+        self.passes: Passes | Overlapping = Whole(task, self.parts[0], device, shards)
         """Replaced in each generation if the model has stages."""
         self.held: int | None = -1
         """The last applied step; None while the state is partially applied, also after a
@@ -129,13 +137,9 @@ class Stepper:
         """The grids of the next exact sums, by parameter and buffer."""
         self.counts = {SKIPPED: 0}
         """Part of the committed state: the number of consecutive skipped steps up to this one."""
-        self._exact = [
-            *(exact for part in self.parts for exact in part.gradients.exact),
-            *(part.buffers.exact for part in self.parts if part.buffers.exact),
-        ]
         self.tied = built[0].tied
         """For the whole model: parameters that are copies -> the parameters they copy."""
-        self._tied = [names for names in tied_groups(self.tied) if not dict(self.named).keys().isdisjoint(names)]
+        self._sums = StepSums(self.parts, self.named, self.tied, shards=shards, device=device)
         self._frozen = [(name, value) for name, value in named if not value.requires_grad]
         self._persistent = [
             name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
@@ -165,201 +169,155 @@ class Stepper:
         [part] = self.parts
         return part.module
 
-    def run(
-        self,
-        step: int,
-        shards: Mapping[int, Sequence[Microbatch]],
-        world: World,
-        *,
-        control: Control,
-        wait_s: float,
-        meanwhile: Callable[[], None] = lambda: None,
-        flags: Callable[[], header.Flags] = header.Flags,
-    ) -> Applied:
+    def run(self, step: int, shards: Shards, context: StepContext) -> Applied:
         """Compute and apply step `step` over the microbatches of the hosted `shards`, with the world's other members.
-
-        `meanwhile` is called once this worker's own part is computed, before the wait for the others. `flags` returns
-        the flags that this worker raises.
 
         Raises `TrainingError` if loss or sums are not finite (before anything changed), unless such steps are skipped.
         Raises `Interrupted` or `WaitExpired` (after `wait_s` in one collective) if the world breaks.
         """
         for part in self.parts:
             part.module.train()
-        scales, search, unfit, reduce_s, refused = self.scales, None, list[str](), 0.0, ""
+        computed = self._settle(step, shards, context)
+        if computed.refused:
+            self._check_may_skip(computed.refused)
+        # A worker that must leave may have handed over its state, so it must not change it.
+        context.control.check()
+        context.control.enter("applying")
+        squares = computed.said.squares
+        self._apply(squares)
+        return _applied(computed.totals, gradient_norm(squares), computed.reduce_s, skipped=bool(computed.refused))
+
+    def _settle(self, step: int, shards: Shards, context: StepContext) -> _Computed:
+        """Compute a step until its sums may be applied, or must not be."""
+        scales, search, unfit, reduce_s = self.scales, None, list[str](), 0.0
         for _ in range(TRIES):
             self._summed = None
-            computed_s, totals, said = self._compute(
-                step,
-                shards,
-                world,
-                scales,
-                search,
-                unfit,
-                control=control,
-                wait_s=wait_s,
-                meanwhile=meanwhile,
-                flags=flags,
-            )
-            reduce_s += time.monotonic() - computed_s
-            refused = why_refused(step, totals.bad_shards, said, searched=search is not None)
+            computed = self._compute(step, shards, context, scales, search, unfit)
+            reduce_s += computed.reduce_s
+            said = computed.said
+            refused = why_refused(step, computed.totals.bad_shards, said, searched=search is not None)
             if said.fit or refused:
-                break
+                if search is not None and not refused:
+                    log.warning("step %d was not finite, but is finite when recomputed: check for faulty memory", step)
+                return replace(computed, reduce_s=reduce_s, refused=refused)
             if said.settled:
                 search = FaultSearch()
             else:
-                measured, bad = self._measured(step, world, wait_s, control)
+                measured, bad = self._sums.measure(step, context)
                 # The gradients of these parameters were searched and are finite in each shard.
                 unfit = [] if search is None else bad
                 scales, search = {**scales, **measured}, FaultSearch() if bad else None
-        else:
-            raise TrainingError(
-                f"the gradients of step {step} are not reproducible: each computation gives very different values; "
-                "`reduction: exact` needs a loss that draws its random numbers from torch, NumPy or random"
-            )
-        if refused:
-            self._check_may_skip(refused)
-        elif search is not None:
-            log.warning("step %d was not finite, but is finite when recomputed: check for faulty memory", step)
-        # A worker that must leave may have handed over its state, so it must not change it.
-        control.check()
-        control.enter("applying")
-        self._apply(said.squares)
-        return Applied(
-            rows=totals.rows,
-            loss=totals.loss,
-            flags=totals.flags,
-            notes=totals.notes,
-            grad_norm=gradient_norm(said.squares),
-            skipped=bool(refused),
-            reduce_s=reduce_s,
+        raise TrainingError(
+            f"the gradients of step {step} are not reproducible: each computation gives very different values; "
+            "`reduction: exact` needs a loss that draws its random numbers from torch, NumPy or random"
         )
 
     def _compute(
         self,
         step: int,
         shards: Shards,
-        world: World,
+        context: StepContext,
         scales: Mapping[str, int],
         search: FaultSearch | None,
         unfit: Sequence[str],
-        *,
-        control: Control,
-        wait_s: float,
-        meanwhile: Callable[[], None],
-        flags: Callable[[], header.Flags],
-    ) -> tuple[float, header.StepTotals, Said]:
+    ) -> _Computed:
         """Run the passes and the sums of a step once.
 
-        Returns the time at which this worker's own part was computed (monotonic seconds), the header's totals, and what
-        all stages know of the sums. `unfit`: exact sums that were not finite the last time, although each shard's
-        gradients were searched.
+        `unfit`: exact sums that were not finite the last time, although each shard's gradients were searched.
         """
-        for part in self.parts:
-            part.gradients.begin(scales)
-            part.buffers.begin_step(scales)
-        works = self.passes.run(step, shards, world, control, flags, search)
-        control.enter("collective")
-        meanwhile()
-        computed_s = time.monotonic()
-        for index, work in enumerate(works):
-            wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
-        totals = self._totals()
+        passes, sums = self.passes, self._sums
+        assert not isinstance(passes, Overlapping)
+        sums.begin(scales)
+        works = passes.run(step, shards, context, search)
+        context.control.enter("collective")
+        context.meanwhile()
+        start = time.monotonic()
+        totals = sums.wait(works, step, context)
         if not totals.weight:
             raise TrainingError(
                 f"the weights that the task's loss returned in step {step} sum to 0: the mean loss is undefined"
             )
-        self._reduce_buffers(step, world, wait_s, control)
-        readings = [exact.read() for exact in self._exact]
-        settled = all(reading.settled for reading in readings)
-        if settled:
-            for part in self.parts:
-                part.gradients.take_means(totals.weight)
-        self._take_tied(settled)
-        squares = self._squares() if settled else {}
+        sums.reduce_buffers(step, context)
+        reading = sums.read()
+        if reading.settled:
+            sums.take_means(totals.weight)
+        sums.add_tied(passes.tied, reading.settled)
+        squares = sums.squares() if reading.settled else {}
         if totals.bad_shards:
             squares[LOSS] = math.nan
-        if not settled:
+        if not reading.settled:
             squares |= dict.fromkeys(unfit, math.nan)
-        fault = None if search is None else self._first_fault(search, step, world, wait_s, control)
+        fault = None if search is None else sums.first_fault(search, passes.chunks, step, context)
         if fault is not None:
             squares[fault.parameter] = math.nan
-        if settled or squares:
-            grids = {name: scale for reading in readings for name, scale in reading.scales.items()}
-            self._summed = _Summed(step, totals, grids)
-        said = self.passes.agree(step, Said(settled, squares, fault), world, control, wait_s)
-        return computed_s, totals, said
+        if reading.settled or squares:
+            self._summed = _Summed(step, totals, dict(reading.scales))
+        said = passes.agree(step, Said(reading.settled, squares, fault), context)
+        return _Computed(totals, said, time.monotonic() - start)
 
     def run_window(
-        self,
-        steps: range,
-        counted: Callable[[int], Shards],
-        batches: Callable[[int], Shards],
-        world: World,
-        *,
-        control: Control,
-        wait_s: float,
-        flags: Callable[[], header.Flags] = header.Flags,
+        self, steps: range, counted: Callable[[int], Shards], batches: Callable[[int], Shards], context: StepContext
     ) -> list[Applied]:
         """Compute and apply these steps with overlapping passes; see `passes.Overlapping` for the arguments.
 
         Each stage applies a step when its own part of that step is complete; the state is consistent again after the
         last step. Raises the errors of `run`; the state is unusable if it has begun to change.
         """
-        passes = self.passes
+        passes, window = self.passes, _WindowSums()
         assert isinstance(passes, Overlapping)
         for part in self.parts:
             part.module.train()
             part.gradients.begin({})
         self._summed = self._ended = None
-        made: list[tuple[header.StepTotals, float]] = []
-        """For each step, its totals and the seconds of waiting for its sums."""
-        squares: dict[str, float] = {}
 
         def end(step: int, search: FaultSearch) -> None:
-            works = [
-                work for part in self.parts for work in part.gradients.reduce_during(nothing, world, control.check)
-            ]
-            control.enter("collective")
-            computed = time.monotonic()
-            for index, work in enumerate(works):
-                wait(work, f"the sum of gradient bucket {index} in step {step}", wait_s, control.interrupted)
-            reduce_s = time.monotonic() - computed
-            totals = self._totals()
-            for part in self.parts:
-                part.gradients.take_means(totals.weight)
-            own = self._squares()
-            self._check_window_step(step, totals, own, search, world, wait_s, control)
-            squares.update(of_step(step, own))
-            control.check()
-            control.enter("applying")
-            self.held = None
-            with passes.updating():
-                self._change(step)
-            for part in self.parts:
-                part.gradients.begin({})
-            made.append((totals, reduce_s))
-            # The next action waits for other workers.
-            control.enter("collective")
+            self._end_window_step(step, search, passes, context, window)
 
-        passes.run_window(steps, counted, batches, control, flags, end)
+        passes.run_window(steps, counted, batches, context, end)
         for part in self.parts:
             part.buffers.check_unchanged()
         self._ended = steps[-1]
-        said = passes.agree(steps[-1], Said(True, squares), world, control, wait_s)
-        control.check()
+        said = passes.agree(steps[-1], Said(True, window.squares), context)
+        context.control.check()
         self.finish({})
         return [
-            Applied(
-                rows=totals.rows,
-                loss=totals.loss,
-                flags=totals.flags,
-                notes=totals.notes,
-                grad_norm=gradient_norm(squares_of(step, said.squares)),
-                reduce_s=reduce_s,
-            )
-            for step, (totals, reduce_s) in zip(steps, made, strict=True)
+            _applied(totals, gradient_norm(squares_of(step, said.squares)), reduce_s)
+            for step, totals, reduce_s in zip(steps, window.totals, window.reduce_s, strict=True)
         ]
+
+    def _end_window_step(
+        self, step: int, search: FaultSearch, passes: Overlapping, context: StepContext, window: _WindowSums
+    ) -> None:
+        """Sum and apply this stage's part of a step, while passes of later steps are under way.
+
+        Raises `TrainingError` if it cannot be applied.
+        """
+        control, sums = context.control, self._sums
+        works = [
+            work for part in self.parts for work in part.gradients.reduce_during(nothing, context.world, control.check)
+        ]
+        control.enter("collective")
+        start = time.monotonic()
+        totals = sums.wait(works, step, context)
+        window.reduce_s.append(time.monotonic() - start)
+        sums.take_means(totals.weight)
+        said = Said(True, sums.squares())
+        if not said.fit:
+            said = replace(said, fault=sums.first_fault(search, passes.chunks, step, context))
+        refused = why_refused(step, totals.bad_shards, said, searched=True)
+        if refused:
+            raise TrainingError(refused)
+        window.squares |= of_step(step, said.squares)
+        control.check()
+        control.enter("applying")
+        self.held = None
+        with passes.updating():
+            self._change(step)
+        for part in self.parts:
+            part.gradients.begin({})
+        window.totals.append(totals)
+        # The next action waits for other workers.
+        control.enter("collective")
 
     def finish(self, squares: Mapping[str, float]) -> None:
         """Apply the step whose sums are all complete, because others have applied it with the agreed `squares`.
@@ -413,7 +371,8 @@ class Stepper:
             self.counts[SKIPPED] += 1
             self.held = summed.step
             return
-        self._clip(norm)
+        if self._clip_norm is not None and norm > self._clip_norm:
+            self._sums.scale(self._clip_norm / (norm + 1e-6))
         self.held = None
         self._change(summed.step)
         for part in self.parts:
@@ -435,24 +394,6 @@ class Stepper:
             )
         raise TrainingError(refused)
 
-    def _check_window_step(
-        self,
-        step: int,
-        totals: header.StepTotals,
-        squares: Mapping[str, float],
-        search: FaultSearch,
-        world: World,
-        wait_s: float,
-        control: Control,
-    ) -> None:
-        """Raise `TrainingError` if one of several overlapping steps cannot be applied here."""
-        said = Said(True, squares)
-        if not said.fit:
-            said = replace(said, fault=self._first_fault(search, step, world, wait_s, control))
-        refused = why_refused(step, totals.bad_shards, said, searched=True)
-        if refused:
-            raise TrainingError(refused)
-
     def _change(self, step: int) -> None:
         # An optimizer can draw random numbers, too.
         self.parts[0].keys.apply(step)
@@ -461,123 +402,14 @@ class Stepper:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def _totals(self) -> header.StepTotals:
-        """Return the totals in the step's header."""
-        head = self.parts[0].gradients.rider
-        return header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype)))
 
-    def _reduce_buffers(self, step: int, world: World, wait_s: float, control: Control) -> None:
-        works = [world.reduce(*vector) for part in self.parts for vector in part.buffers.to_reduce()]
-        for work in works:
-            wait(work, f"the buffer sums of step {step}", wait_s, control.interrupted)
-
-    def _measured(self, step: int, world: World, wait_s: float, control: Control) -> tuple[dict[str, int], list[str]]:
-        """Return the grids that fit this step's values, and the values that are not
-        finite, named as squared norms are.
-        """
-        largest = torch.from_numpy(np.concatenate([exact.largest() for exact in self._exact])).to(self.device)
-        work = world.reduce(largest, "exact.largest", "max")
-        wait(work, f"the largest values of step {step}", wait_s, control.interrupted)
-        parts = np.split(largest.cpu().numpy(), np.cumsum([len(exact.names) for exact in self._exact])[:-1])
-        scales: dict[str, int] = {}
-        bad: list[str] = []
-        of_buffers = [part.buffers.exact for part in self.parts]
-        for exact, largest_of in zip(self._exact, parts, strict=True):
-            scales |= exact.scales_from(largest_of)
-            prefix = BUFFER if exact in of_buffers else ""
-            bad += [prefix + name for name in exact.not_finite(largest_of)]
-        return scales, bad
-
-    def _first_fault(
-        self, search: FaultSearch, step: int, world: World, wait_s: float, control: Control
-    ) -> Fault | None:
-        """Return the first fault that the members of this stage's world have found; all members call it together."""
-        trained = [name for name, _ in self.named]
-        parts = zip(self.passes.chunks, self.parts, strict=True)
-        chunk_of = {name: chunk for chunk, part in parts for name, _ in part.parameters}
-        # For each shard, the parameter's number, counted from 1: of several, the last one is nearest to the loss.
-        found = torch.zeros(self._shards, dtype=torch.int64, device=self.device)
-        for fault in search.found():
-            found[fault.shard] = max(int(found[fault.shard]), trained.index(fault.parameter) + 1)
-        work = world.reduce(found, "faults", "max")
-        wait(work, f"the search for non-finite gradients in step {step}", wait_s, control.interrupted)
-        for shard, number in enumerate(found.tolist()):
-            if number:
-                name = trained[number - 1]
-                return Fault(shard, chunk_of[name], name)
-        return None
-
-    def _take_tied(self, settled: bool) -> None:
-        """Give tied parameters the sum of their gradients, in the order of names, on whichever stage they are."""
-        if not self._tied:
-            return
-        own = dict(self.named)
-        found = self.passes.tied({name: _gradient(own[name]) for names in self._tied for name in names if name in own})
-        for names in self._tied if settled else ():
-            total = sum((found[name] for name in names[1:]), found[names[0]])
-            for name in names:
-                if name in own:
-                    _gradient(own[name]).copy_(total)
-
-    def _squares(self) -> dict[str, float]:
-        """Return the squared norm of each parameter's gradient, tied parameters once; NaN for buffers with non-finite
-        sums.
-        """
-        trained = [(name, _gradient(value)) for name, value in self.named if name not in self.tied]
-        changes = [(part, change) for part in self.parts for change in part.buffers.changes()]
-        squares = Norms([*(gradient for _, gradient in trained), *(change for _, change in changes)]).squares()
-        found = {name: square for (name, _), square in zip(trained, squares, strict=False)}
-        for (part, _), square in zip(changes, squares[len(trained) :], strict=True):
-            if not math.isfinite(square):
-                found |= {f"{BUFFER}{name}": math.nan for name in part.buffers.not_finite()}
-        return found
-
-    def _clip(self, norm: float) -> None:
-        if self._clip_norm is not None and norm > self._clip_norm:
-            for part in self.parts:
-                part.gradients.scale(self._clip_norm / (norm + 1e-6))
-
-
-def _part(
-    task: Task,
-    built: Built,
-    seed: int,
-    device: torch.device,
-    bucket_bytes: int,
-    exact_shards: int | None,
-    shards: int | None,
-    label: str,
-) -> Part:
-    """Build a part. `shards`: the number of shards in the header that this part carries; None if it carries none."""
-    named = list(built.module.named_parameters())
-    if exact_shards is not None:
-        _check_exact(named)
-    return Part(
-        built.module,
-        named,
-        Gradients(
-            [(name, value) for name, value in named if value.requires_grad],
-            bucket_bytes,
-            rider=None if shards is None else lambda dtype: header.digits(shards, dtype_name(dtype)),
-            exact_shards=exact_shards,
-            label=label,
-        ),
-        Buffers(built.module, task, exact_shards, label),
-        LayerKeys(built.module, built.layers, seed),
+def _applied(totals: StepTotals, grad_norm: float, reduce_s: float, skipped: bool = False) -> Applied:
+    return Applied(
+        rows=totals.rows,
+        loss=totals.loss,
+        flags=totals.flags,
+        notes=totals.notes,
+        grad_norm=grad_norm,
+        skipped=skipped,
+        reduce_s=reduce_s,
     )
-
-
-def _check_exact(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    for name, value in named:
-        if value.requires_grad and value.dtype not in (torch.float32, torch.float64):
-            raise TaskError(
-                f"the parameter '{name}' is {dtype_name(value.dtype)}, which `reduction: exact` does not support",
-                where="reduction: exact",
-                expected="float32 or float64 parameters",
-                remedy="keep the parameters in float32, or use reduction: ring",
-            )
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    assert parameter.grad is not None, "gradients are views into buckets and never None"
-    return parameter.grad

@@ -134,13 +134,14 @@ class Generation:
         if assignment.replica is not None:
             # torch's schedules take a while to load: they are loaded here, when needed.
             from raytrain_plus.training.pipedream import PipeDream
+            from raytrain_plus.training.replica import replica_stage
             from raytrain_plus.training.staged import Staged
 
             job = prepared.plan.job
             replica = TorchWorld(assignment.replica)
             stack.callback(self._leave, replica)
             kind = PipeDream if job.parallel.overlaps else Staged
-            stepper.passes = kind(
+            stage = replica_stage(
                 stepper.task,
                 stepper.parts,
                 replica,
@@ -151,6 +152,7 @@ class Generation:
                 classes=prepared.classes,
                 tied=assignment.layers.apart(stepper.tied),
             )
+            stepper.passes = kind(stage)
         form_s = time.monotonic() - start
         if assignment.lacks in ("newer", "stage"):
             stepper.adopt(

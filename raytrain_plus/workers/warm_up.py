@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.control import Control
 from raytrain_plus.workers.prepared import Prepared
 
@@ -21,5 +22,6 @@ def warm_up(prepared: Prepared, control: Control) -> None:
     control.enter("preparing")
     with prepared.feeds.batches((0,), 0, stream=False) as feed:
         batches = feed.get(0, FIRST_STEP_S)
-        stepper.run(0, batches.shards, SoloWorld(), control=Control(), wait_s=FIRST_STEP_S)
+        context = StepContext(world=SoloWorld(), control=Control(), wait_s=FIRST_STEP_S)
+        stepper.run(0, batches.shards, context)
     stepper.held = None

@@ -23,6 +23,7 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.membership.view import host_shards
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.step import Stepper
@@ -136,10 +137,8 @@ def losses(workers: int, dtype: torch.dtype, exact: bool, steps: int) -> list[fl
         world = SoloWorld() if workers == 1 else RingWorld(rank, ring)
         control = Control()
         control.begin(0)
-        return [
-            one.run(step, batches(step, hosted[rank], dtype), world, control=control, wait_s=60).loss
-            for step in range(steps)
-        ]
+        context = StepContext(world=world, control=control, wait_s=60)
+        return [one.run(step, batches(step, hosted[rank], dtype), context).loss for step in range(steps)]
 
     with ThreadPoolExecutor(workers) as pool:
         first, *_ = pool.map(worker, range(workers))

@@ -42,9 +42,11 @@ from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.layout import amiss, holders
 from raytrain_plus.parallel.pipeline.schedule import orders
 from raytrain_plus.parallel.pipeline.timeline import Cost, bubble, laid_out, makespan
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.pipedream import PipeDream
+from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Stepper
 from tests.benchmarks.loop import credentials_for, own_credentials
@@ -118,9 +120,10 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
         )
     )
     kind = PipeDream if schedule == "pipedream" else Staged
-    one.passes = kind(task, one.parts, world, schedule=schedule, stages=stages, device=CPU, shards=1)
+    one.passes = kind(replica_stage(task, one.parts, world, schedule=schedule, stages=stages, device=CPU, shards=1))
     control = Control()
     control.begin(0)
+    context = StepContext(world=SoloWorld(), control=control, wait_s=LIMIT_S)
     batches = {0: [Microbatch(torch.randn(ROWS, WIDTH) if rank == 0 else None, ROWS) for _ in range(microbatches)]}
     if schedule == "pipedream":
         found = timed(
@@ -128,14 +131,12 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
                 range(number * STEPS, (number + 1) * STEPS),
                 lambda step: batches,
                 lambda step: batches,
-                SoloWorld(),
-                control=control,
-                wait_s=LIMIT_S,
+                context,
             ),
             1,
         )
         return [seconds / STEPS for seconds in found]
-    return timed(lambda step: one.run(step, batches, SoloWorld(), control=control, wait_s=LIMIT_S))
+    return timed(lambda step: one.run(step, batches, context))
 
 
 def by_hand(

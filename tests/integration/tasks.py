@@ -294,7 +294,7 @@ class FaultyStage(Faulty):
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         named = list(parameters)
         self.mine = int(not any(name.startswith("first.") for name, _ in named))
-        computing, agree, send = staged._Cell.computing, staged.Staged.agree, Handovers.send_note
+        computing, agree, send = staged._ReplicaStep.computing, staged.Staged.agree, Handovers.send_note
         task = self
 
         @contextmanager
@@ -314,7 +314,7 @@ class FaultyStage(Faulty):
                 task.reach("agreed")
             send(handovers, kind, *arguments)
 
-        staged._Cell.computing = noted  # type: ignore[method-assign,assignment]
+        staged._ReplicaStep.computing = noted  # type: ignore[method-assign,assignment]
         staged.Staged.agree = summed  # type: ignore[method-assign]
         Handovers.send_note = sends  # type: ignore[method-assign]
         return super().optimizer(named)

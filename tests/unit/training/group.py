@@ -14,13 +14,22 @@ from dataclasses import dataclass, field
 import torch
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.collective.world import Operation
+from raytrain_plus.collective.world import Operation, World
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.membership.view import host_shards
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.step import Applied, Stepper
 
 STEP_S = 60.0
+
+
+def context(world: World, control: Control | None = None, wait_s: float = 5.0) -> StepContext:
+    """Return the context of a step in `world`; without `control`, of a generation that has just begun."""
+    if control is None:
+        control = Control()
+        control.begin(0)
+    return StepContext(world=world, control=control, wait_s=wait_s)
 
 
 class Killed(BaseException):
@@ -152,7 +161,7 @@ class Group:
             if draw.random() < 0.3:
                 control = Control()
                 control.begin(0)
-                newcomer.stepper.run(0, self._batches(0, (0,)), SoloWorld(), control=control, wait_s=STEP_S)
+                newcomer.stepper.run(0, self._batches(0, (0,)), context(SoloWorld(), control))
                 newcomer.stepper.held = None
             self.members.append(newcomer)
         snapshot = donor.stepper.snapshot()
@@ -179,7 +188,7 @@ class Group:
         with round_.baton:
             try:
                 applied: Applied = member.stepper.run(
-                    step, self._batches(step, hosted), world, control=control, wait_s=STEP_S
+                    step, self._batches(step, hosted), context(world, control, STEP_S)
                 )
                 before = self.losses.setdefault(step, applied.loss)
                 assert before == applied.loss, "a step that was made again has another loss"

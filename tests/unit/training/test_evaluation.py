@@ -16,6 +16,7 @@ from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import Interrupted, TrainingError
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.model import Built
@@ -62,7 +63,8 @@ def figures(hosted: list[int], world: Any, figure: Any = None, control: Control 
     stepper = Stepper(
         Means(figure), [Built(nn.Linear(1, 1), ())], seed=3, shards=3, clip_norm=None, device=torch.device("cpu")
     )
-    return evaluate(stepper, batches, hosted, world, shards=3, step=7, control=control or begun(), wait_s=10.0)
+    context = StepContext(world=world, control=control or begun(), wait_s=10.0)
+    return evaluate(stepper, batches, hosted, context, shards=3, step=7)
 
 
 def begun() -> Control:

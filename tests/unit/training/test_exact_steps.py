@@ -21,7 +21,7 @@ from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.randomness import repeatable
 from raytrain_plus.training.step import Stepper
-from tests.unit.training.group import Group
+from tests.unit.training.group import Group, context
 
 SHARDS = 12
 STEPS = 5
@@ -136,8 +136,7 @@ def alone(task: Task | None = None, exact: bool = True) -> tuple[str, list[float
     control.begin(0)
     dtype = getattr(task, "dtype", torch.float32)
     losses = [
-        one.run(step, batches(step, range(SHARDS), dtype), SoloWorld(), control=control, wait_s=1).loss
-        for step in range(STEPS)
+        one.run(step, batches(step, range(SHARDS), dtype), context(SoloWorld(), control)).loss for step in range(STEPS)
     ]
     return sha(one), losses
 
@@ -193,7 +192,7 @@ def test_a_step_is_recomputed_only_if_its_grid_does_not_fit() -> None:
     times = []
     for step in range(STEPS):
         task.calls = 0
-        one.run(step, batches(step, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+        one.run(step, batches(step, range(SHARDS)), context(SoloWorld(), control))
         times.append(task.calls / (2 * SHARDS))
     # The first step, without a known grid; the step that weighs a thousand times more; and the step after it.
     assert times == [2, 1, 1, 2, 2]
@@ -216,12 +215,12 @@ def test_an_aborted_step_keeps_the_grids() -> None:
     control = Control()
     control.begin(0)
     for step in range(3):
-        one.run(step, batches(step, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+        one.run(step, batches(step, range(SHARDS)), context(SoloWorld(), control))
     before = dict(one.scales)
     assert "first.weight" in before
     assert "inner.1.running_mean" in before
     with pytest.raises(Interrupted):
-        one.run(3, batches(3, range(SHARDS)), Breaking(), control=control, wait_s=1)
+        one.run(3, batches(3, range(SHARDS)), context(Breaking(), control))
     assert (one.scales, one.held) == (before, 2)
 
 
@@ -254,7 +253,7 @@ def test_a_nonfinite_gradient_stops_the_run_and_is_named() -> None:
     control = Control()
     control.begin(0)
     with pytest.raises(TrainingError, match=r"of step 0 is not finite in shard 0, first in the parameter 'last\.bias'"):
-        one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+        one.run(0, batches(0, range(SHARDS)), context(SoloWorld(), control))
     one.restore_buffers()
     assert (sha(one), one.held) == (before, -1)
 
@@ -271,7 +270,7 @@ def test_weights_that_sum_to_zero_are_an_error() -> None:
     control = Control()
     control.begin(0)
     with pytest.raises(TrainingError, match=r"weights that the task's loss returned in step 0 sum to 0"):
-        one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+        one.run(0, batches(0, range(SHARDS)), context(SoloWorld(), control))
     assert one.held == -1
 
 
@@ -288,7 +287,7 @@ def test_an_irreproducible_step_is_an_error() -> None:
     control = Control()
     control.begin(0)
     with pytest.raises(TrainingError, match="gradients of step 0 are not reproducible"):
-        one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+        one.run(0, batches(0, range(SHARDS)), context(SoloWorld(), control))
 
 
 class Teacher(Small):
@@ -304,7 +303,7 @@ def test_a_parameter_changed_by_the_loss_is_named() -> None:
     control = Control()
     control.begin(0)
     with pytest.raises(TrainingError, match=r"changed the parameter 'frozen\.weight' in place.*register_buffer"):
-        one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+        one.run(0, batches(0, range(SHARDS)), context(SoloWorld(), control))
 
 
 class Twice(Small):
@@ -322,14 +321,14 @@ def test_a_gradient_accumulated_twice_is_an_error() -> None:
     control = Control()
     control.begin(0)
     with pytest.raises(TrainingError, match=r"accumulated twice in one backward pass.*use_reentrant=False"):
-        one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+        one.run(0, batches(0, range(SHARDS)), context(SoloWorld(), control))
 
 
 def test_unchanged_buffers_and_single_writer_buffers_keep_their_bits() -> None:
     one = stepper()
     control = Control()
     control.begin(0)
-    one.run(0, batches(0, range(SHARDS)), SoloWorld(), control=control, wait_s=1)
+    one.run(0, batches(0, range(SHARDS)), context(SoloWorld(), control))
     net: Any = one.module
     assert torch.equal(net.angles, torch.polar(torch.ones(3), torch.arange(3.0)))
     assert int(net.counter) == 2**60 + 1 + 2  # shard 0 has two microbatches
@@ -357,7 +356,11 @@ def test_a_process_that_flushes_denormals_to_zero(undisturbed: tuple[str, list[f
         control = Control()
         control.begin(0)
         for step in range(STEPS):
-            one.run(step, batches(step, range(SHARDS), torch.float64), SoloWorld(), control=control, wait_s=1)
+            one.run(
+                step,
+                batches(step, range(SHARDS), torch.float64),
+                context(SoloWorld(), control),
+            )
         # A quantum flushed to zero would cause a division by zero, and no grid would ever fit.
         assert min(one.scales.values()) == -1022
         group = Group(lambda: stepper(Tiny()), lambda step, hosted: batches(step, hosted, torch.float64), SHARDS)

@@ -30,10 +30,12 @@ from raytrain_plus.task import BufferRule, Task
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.pipedream import PipeDream
+from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Applied, Stepper
 from raytrain_plus.training.verdict import SKIPPED_IN_A_ROW
 from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
+from tests.unit.training.group import context
 from tests.unit.training.test_staged import Ring, RingWorld, one_computes_at_a_time
 
 __all__ = ["one_computes_at_a_time"]
@@ -136,7 +138,7 @@ def alone(exact: bool = False, skip: bool = False, clip_norm: float | None = Non
 
 def run(one: Stepper, step: int, **settings: Any) -> Applied:
     given = batches(step, range(SHARDS), **settings)
-    return one.run(step, given, SoloWorld(), control=control(), wait_s=5)
+    return one.run(step, given, context(SoloWorld()))
 
 
 def sha(one: Stepper) -> str:
@@ -249,7 +251,7 @@ def test_a_sum_that_overflows_is_not_applied() -> None:
     def worker(rank: int) -> tuple[str, int | None]:
         one = alone(task=Overflowing())
         with pytest.raises(TrainingError) as caught:
-            one.run(0, batches(0, hosted[rank]), RingWorld(rank, ring), control=control(), wait_s=5)
+            one.run(0, batches(0, hosted[rank]), context(RingWorld(rank, ring)))
         return str(caught.value), one.held
 
     words = (
@@ -313,13 +315,15 @@ def together(
         one = Stepper(task, built, seed=1, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300, **settings)
         kind = PipeDream if schedule == "pipedream" else Staged
         one.passes = kind(
-            task,
-            one.parts,
-            Threads(stage, mails[replica]),
-            schedule=schedule,
-            stages=shape.stages,
-            device=CPU,
-            shards=SHARDS,
+            replica_stage(
+                task,
+                one.parts,
+                Threads(stage, mails[replica]),
+                schedule=schedule,
+                stages=shape.stages,
+                device=CPU,
+                shards=SHARDS,
+            )
         )
         return act(one, RingWorld(replica, rings[stage]), hosted[replica], stage == 0)
 
@@ -335,7 +339,7 @@ def own_state(one: Stepper) -> list[torch.Tensor]:
 def test_all_stages_refuse_a_step_with_the_same_message(shape: Shape, schedule: Schedule, exact: bool) -> None:
     def act(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
         def made(step: int) -> Applied:
-            return one.run(step, batches(step, hosted, data), world, control=control(), wait_s=5)
+            return one.run(step, batches(step, hosted, data), context(world))
 
         for step in range(2):
             made(step)
@@ -350,9 +354,7 @@ def test_all_stages_refuse_a_step_with_the_same_message(shape: Shape, schedule: 
 
 def test_all_stages_skip_a_step_together() -> None:
     def act(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
-        told = [
-            one.run(step, batches(step, hosted, data), world, control=control(), wait_s=5).skipped for step in range(4)
-        ]
+        told = [one.run(step, batches(step, hosted, data), context(world)).skipped for step in range(4)]
         return told, one.held, one.counts
 
     expected = ([False, False, True, False], 3, {"skipped": 0})
@@ -380,9 +382,7 @@ def test_an_overlapping_step_with_a_nonfinite_gradient_is_not_applied() -> None:
                 range(4),
                 lambda step: batches(step, hosted, data=False),
                 lambda step: batches(step, hosted),
-                world,
-                control=control(),
-                wait_s=5,
+                context(world),
             )
         except TrainingError as error:
             return str(error), all(bool(value.isfinite().all()) for _, value in one.named)

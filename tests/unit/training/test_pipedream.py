@@ -21,9 +21,11 @@ from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.parallel.pipeline.schedule import orders
 from raytrain_plus.parallel.pipeline.transport import Handovers
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks
-from raytrain_plus.training.pipedream import PipeDream, Weights
+from raytrain_plus.training.pipedream import PipeDream, WeightVersions
+from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.step import Applied, Stepper
 from tests.unit.parallel.pipeline import replicas
 from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
@@ -92,13 +94,15 @@ def together(
         built = build_chunks(made, SEED, CPU, [chunks_of(shape.stages)[stage]])
         one = Stepper(made, built, seed=SEED, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300)
         one.passes = PipeDream(
-            made,
-            one.parts,
-            Threads(stage, mails[replica]),
-            schedule="pipedream",
-            stages=shape.stages,
-            device=CPU,
-            shards=SHARDS,
+            replica_stage(
+                made,
+                one.parts,
+                Threads(stage, mails[replica]),
+                schedule="pipedream",
+                stages=shape.stages,
+                device=CPU,
+                shards=SHARDS,
+            )
         )
         act(seat, one)
         workers.append(one)
@@ -113,10 +117,7 @@ def together(
                 window,
                 lambda step: batches(step, hosted[replica], data=False),
                 lambda step: batches(step, hosted[replica]),
-                world,
-                control=control(),
-                wait_s=5,
-                flags=lambda: Flags(pause=wished(seat)),
+                StepContext(world=world, control=control(), wait_s=5, flags=lambda: Flags(pause=wished(seat))),
             )
         ]
         return applied, {name: value.detach().clone() for name, value in one.named}, one
@@ -268,7 +269,7 @@ def test_a_stage_waiting_at_the_end_reports_it_and_keeps_nothing_received() -> N
         agree = passes.agree
 
         def looked(*arguments: Any) -> Any:
-            seen.append((arguments[3].activity().doing, len(passes._handovers._going)))
+            seen.append((arguments[2].control.activity().doing, len(passes.stage.handovers._going)))
             return agree(*arguments)
 
         passes.agree = looked
@@ -325,7 +326,7 @@ def test_a_stage_that_completed_a_window_can_finish_it_later(monkeypatch: pytest
 
 def test_a_backward_pass_with_older_weights_changes_nothing_else() -> None:
     weight = nn.Parameter(torch.tensor([2.0]))
-    kept = Weights([weight])
+    kept = WeightVersions([weight])
     kept.forward(0)
     x = torch.tensor([3.0], requires_grad=True)
     y = (weight * x).sum()

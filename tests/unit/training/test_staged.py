@@ -31,16 +31,20 @@ from raytrain_plus.parallel.pipeline.partition import Layer, cut
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.state.holding import saved_model
 from raytrain_plus.state.named import optimizer_state, state_sha256
-from raytrain_plus.training import staged as module
+from raytrain_plus.training import replica as replica_module
+from raytrain_plus.training import staged as staged_module
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks, build_model, layer_names
-from raytrain_plus.training.staged import AT_ONCE, Staged
+from raytrain_plus.training.replica import AT_ONCE, replica_stage
+from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Applied, Stepper
 from raytrain_plus.workers.messages import Layers
 from tests.unit.parallel.pipeline import replicas
 from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once
+from tests.unit.training.group import context
 
 SHARDS, MICROBATCHES, ROWS, STEPS, SEED = 4, 2, 3, 4, 3
 CPU = torch.device("cpu")
@@ -160,22 +164,22 @@ class _Summed:
 @pytest.fixture(autouse=True)
 def one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random generators belong to the process, and its threads stand in for processes."""
-    computing = module._Cell.computing
+    computing = staged_module._ReplicaStep.computing
 
     @contextmanager
     def alone(self: Any, kind: Kind, chunk: int, number: int) -> Iterator[None]:
         with COMPUTES, computing(self, kind, chunk, number):
             yield
 
-    monkeypatch.setattr(module._Cell, "computing", alone)
-    evaluating = module._HeldOut.computing
+    monkeypatch.setattr(staged_module._ReplicaStep, "computing", alone)
+    evaluating = replica_module._HeldOut.computing
 
     @contextmanager
     def evaluates_alone(self: Any, kind: Kind, chunk: int, number: int) -> Iterator[None]:
         with COMPUTES, evaluating(self, kind, chunk, number):
             yield
 
-    monkeypatch.setattr(module._HeldOut, "computing", evaluates_alone)
+    monkeypatch.setattr(replica_module._HeldOut, "computing", evaluates_alone)
     apply = Stepper._apply
 
     def applies_alone(self: Stepper, *arguments: Any) -> None:
@@ -208,10 +212,7 @@ def alone(exact: bool, task: type[Task] = Deep) -> Told:
     """Return one worker's results."""
     made = task()
     one = stepper(made, [build_model(made, SEED, CPU)], exact)
-    applied = [
-        one.run(step, batches(step, tuple(range(SHARDS))), SoloWorld(), control=control(), wait_s=5)
-        for step in range(STEPS)
-    ]
+    applied = [one.run(step, batches(step, tuple(range(SHARDS))), context(SoloWorld())) for step in range(STEPS)]
     return applied, state_of_one(one)
 
 
@@ -240,14 +241,16 @@ def together(
         with COMPUTES:
             one = stepper(made, build_chunks(made, SEED, CPU, chunks), exact)
         one.passes = Staged(
-            made,
-            one.parts,
-            Threads(stage, mails[replica]),
-            schedule=schedule,
-            stages=shape.stages,
-            device=CPU,
-            shards=SHARDS,
-            tied=Layers(Stage(stage, shape.stages), (), where_is).apart(one.tied),
+            replica_stage(
+                made,
+                one.parts,
+                Threads(stage, mails[replica]),
+                schedule=schedule,
+                stages=shape.stages,
+                device=CPU,
+                shards=SHARDS,
+                tied=Layers(Stage(stage, shape.stages), (), where_is).apart(one.tied),
+            )
         )
         world = RingWorld(replica, rings[stage])
         if act is not None:
@@ -256,10 +259,7 @@ def together(
             one.run(
                 step,
                 batches(step, hosted[replica], data=stage == 0),
-                world,
-                control=control(),
-                wait_s=5,
-                flags=partial(wished, seat, step),
+                StepContext(world=world, control=control(), wait_s=5, flags=partial(wished, seat, step)),
             )
             for step in range(STEPS)
         ]
@@ -323,7 +323,7 @@ def test_a_step_that_others_have_applied_is_finished_to_the_same_bits(schedule: 
         told = []
         for step in range(STEPS):
             try:
-                told.append(one.run(step, batches(step, hosted, data), Sealed(), control=ours, wait_s=5))
+                told.append(one.run(step, batches(step, hosted, data), context(Sealed(), ours)))
             except Interrupted:
                 assert (one.held, one.ready) == (STEPS - 2, STEPS - 1)
         return one, told
@@ -405,17 +405,15 @@ def test_an_evaluation_gives_the_metrics_of_one_worker() -> None:
     def evaluated(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> list[Any]:
         told: list[Any] = []
         for step in range(2):
-            told.append(one.run(step, batches(step, hosted, data), world, control=control(), wait_s=5).loss)
+            told.append(one.run(step, batches(step, hosted, data), context(world)).loss)
             told.append(
                 evaluate(
                     one,
                     lambda shard: held_out(shard, data),
                     hosted,
-                    world,
+                    context(world),
                     shards=SHARDS,
                     step=step,
-                    control=control(),
-                    wait_s=5,
                 )
             )
         return told
@@ -551,7 +549,7 @@ class Shared(Deep):
 
 def test_modules_that_share_a_buffer_share_it_after_a_step() -> None:
     def shared(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> list[bool]:
-        one.run(0, batches(0, hosted, data), world, control=control(), wait_s=5)
+        one.run(0, batches(0, hosted, data), context(world))
         layers = dict(layer for part in one.parts for layer in part.module.named_children())
         return [layers["act"][0].running_mean is layers["act"][1].running_mean] if "act" in layers else []
 

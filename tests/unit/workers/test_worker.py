@@ -19,6 +19,7 @@ pytest.importorskip("ray")
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.errors import DataChanged, Interrupted, TrainingError
 from raytrain_plus.state.whole import model_file
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.control import Control
 from raytrain_plus.workers import reporter
 from raytrain_plus.workers.messages import WHOLE, Outcome, Plan, Ready
@@ -164,14 +165,8 @@ def summed(folder: Path) -> Prepared:
     prepared, control = member(folder, steps=1, build=lambda layers: stepper(exact=False)), Control()
     control.begin(0)
     with pytest.raises(Interrupted):
-        prepared.own.stepper.run(
-            0,
-            batches(0, range(SHARDS)),
-            SoloWorld(),
-            control=control,
-            wait_s=1,
-            meanwhile=lambda: control.interrupt(0),
-        )
+        context = StepContext(world=SoloWorld(), control=control, wait_s=1, meanwhile=lambda: control.interrupt(0))
+        prepared.own.stepper.run(0, batches(0, range(SHARDS)), context)
     assert prepared.own.stepper.ready == 0
     return prepared
 

@@ -1,0 +1,104 @@
+"""A part of a model: consecutive layers that a worker holds, with the gradients and buffers of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from raytrain_plus.errors import TaskError, TrainingError
+from raytrain_plus.parallel.data import Gradients
+from raytrain_plus.state.named import dtype_name
+from raytrain_plus.task import Task
+from raytrain_plus.training import header
+from raytrain_plus.training.buffers import Buffers
+from raytrain_plus.training.model import Built
+from raytrain_plus.training.randomness import LayerKeys
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """The whole model, or one chunk of it."""
+
+    module: nn.Module
+    parameters: Sequence[tuple[str, nn.Parameter]]
+    """All parameters, including frozen ones."""
+    gradients: Gradients
+    buffers: Buffers
+    keys: LayerKeys
+
+    def writes(self) -> list[int]:
+        """Return how often each parameter has been written."""
+        return [value._version for _, value in self.parameters]
+
+    def check_unchanged(self, before: Sequence[int]) -> None:
+        """Raise `TrainingError` if a parameter was written since `before`."""
+        now = self.writes()
+        if now != before:
+            changed = next(name for (name, _), a, b in zip(self.parameters, now, before, strict=True) if a != b)
+            raise TrainingError(
+                f"the loss changed the parameter '{changed}' in place, in every microbatch; only the optimizer step "
+                "may: keep a moving average in a buffer (register_buffer), and use no max_norm in an embedding"
+            )
+
+
+def make_parts(
+    task: Task, built: Sequence[Built], *, seed: int, shards: int, exact: bool, bucket_bytes: int
+) -> tuple[ModelPart, ...]:
+    """Allocate gradients and buffers for what was built; the first part carries the header of `shards` shards.
+
+    `exact`: sums over shards are the same bits in any order. Raises `TaskError` for parameters that cannot be summed
+    exactly.
+    """
+    return tuple(
+        _make_part(
+            task,
+            one,
+            seed=seed,
+            exact_shards=shards if exact else None,
+            header_shards=None if number else shards,
+            bucket_bytes=bucket_bytes,
+            label=f".{number}",
+        )
+        for number, one in enumerate(built)
+    )
+
+
+def _make_part(
+    task: Task,
+    built: Built,
+    *,
+    seed: int,
+    exact_shards: int | None,
+    header_shards: int | None,
+    bucket_bytes: int,
+    label: str,
+) -> ModelPart:
+    named = list(built.module.named_parameters())
+    if exact_shards is not None:
+        _check_exact(named)
+    return ModelPart(
+        built.module,
+        named,
+        Gradients(
+            [(name, value) for name, value in named if value.requires_grad],
+            bucket_bytes,
+            rider=None if header_shards is None else lambda dtype: header.digits(header_shards, dtype_name(dtype)),
+            exact_shards=exact_shards,
+            label=label,
+        ),
+        Buffers(built.module, task, exact_shards, label),
+        LayerKeys(built.module, built.layers, seed),
+    )
+
+
+def _check_exact(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    for name, value in named:
+        if value.requires_grad and dtype_name(value.dtype) not in ("float32", "float64"):
+            raise TaskError(
+                f"the parameter '{name}' is {dtype_name(value.dtype)}, which `reduction: exact` does not support",
+                where="reduction: exact",
+                expected="float32 or float64 parameters",
+                remedy="keep the parameters in float32, or use reduction: ring",
+            )

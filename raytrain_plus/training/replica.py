@@ -1,0 +1,245 @@
+"""One stage of a model replica: what a worker holds of it, and what the stages exchange besides activations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.job.settings import Schedule
+from raytrain_plus.parallel.pipeline.chunk import Chunk
+from raytrain_plus.parallel.pipeline.layout import holders, splits
+from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
+from raytrain_plus.parallel.pipeline.schedule import Pipeline
+from raytrain_plus.parallel.pipeline.timeline import Kind
+from raytrain_plus.parallel.pipeline.transport import Handovers, Peers
+from raytrain_plus.task import Task
+from raytrain_plus.training import header
+from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.header import Flags, ShardReport
+from raytrain_plus.training.metrics import Figures, ShardBatches, checked
+from raytrain_plus.training.model import to_device
+from raytrain_plus.training.part import ModelPart
+from raytrain_plus.training.passes import on_device, put_header, weighed
+from raytrain_plus.training.verdict import Said, from_plain, merged
+
+AT_ONCE = 16
+"""The most held-out microbatches in flight through the stages at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaStage:
+    """A stage in one generation: `Staged` and `PipeDream` run its passes."""
+
+    task: Task
+    number: int
+    """The number of this stage."""
+    stages: int
+    last: int
+    """The stage that holds the last chunk, and so knows the losses."""
+    parts: Mapping[int, ModelPart]
+    """The chunks that this stage holds, in order, by their index in the model."""
+    pipeline: Pipeline
+    handovers: Handovers
+    device: torch.device
+    shards: int
+    """The job's number of shards."""
+    tied: Mapping[int, Collection[str]]
+    """For each stage, its parameters that are tied to parameters of other stages."""
+    both_ends: bool
+    """Whether the task's loss begins and ends on the same stage, with the same batch."""
+
+    @property
+    def first_part(self) -> ModelPart:
+        """The part that carries the header."""
+        return next(iter(self.parts.values()))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage holds the last chunk."""
+        return self.number == self.last
+
+    def expect_notes(self) -> None:
+        """Start to receive what the other stages send once in every run of a schedule."""
+        for stage in range(self.stages):
+            self.handovers.expect_note("agreed", stage, stage)
+            if self.is_last:
+                self.handovers.expect_note("flags", stage, stage)
+
+    def send_flags(self, flags: Flags) -> None:
+        """Send the flags that this stage raises to the stage of the last chunk."""
+        self.handovers.send_note("flags", self.number, astuple(flags), self.last)
+
+    def take_flags(self) -> Flags:
+        """Return the flags that any stage raises; called on the stage of the last chunk."""
+        sent = (self.handovers.take_note("flags", stage, stage) for stage in range(self.stages))
+        return header.either(Flags(*one) for one in sent)
+
+    def share_header(self, step: int, reports: dict[int, ShardReport], flags: Flags) -> None:
+        """Send the header to all stages; called on the stage of the last chunk.
+
+        `step`: the step's number among those that run together.
+        """
+        encoded = header.encode(reports, self.shards, flags)
+        for stage in range(self.stages):
+            self.handovers.send_note("header", step * self.stages + stage, encoded, stage)
+
+    def take_header(self, step: int) -> None:
+        """Put the header of that step, as numbered in `share_header`, into the first part's rider."""
+        encoded = self.handovers.take_note("header", step * self.stages + self.number, self.last)
+        put_header(self.first_part.gradients, encoded)
+
+    def hand_on_batches(self, batches: list[Any]) -> list[Any]:
+        """Pass the batches from the stage that reads the data to the stage that computes the loss.
+
+        Returns the batches to use here.
+        """
+        if self.number == 0:
+            self.handovers.send_note("batch", 0, batches, self.last)
+        return self.handovers.take_note("batch", 0, 0) if self.is_last else batches
+
+    def loss(
+        self, model: nn.Module, given: Any, rows: int, shard: int, reports: MutableMapping[int, ShardReport]
+    ) -> torch.Tensor:
+        """Return the weighted loss of a microbatch, and add it to the report of its shard.
+
+        `given`: its batch, with the start position and the row ids for the ledger.
+        """
+        batch, start, ids = given
+        loss, weight = weighed(self.task, model, on_device(batch, self.device), rows)
+        before = reports.get(shard) or ShardReport(start)
+        reports[shard] = before.plus(rows, ids, weight, float(loss.detach()))
+        return loss * weight
+
+    def figures(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> Figures:
+        """See `passes.ReplicaPasses`. Only the first stage gets the microbatches' batches; all stages know the rows."""
+        found, control = Figures(), context.control
+        for shard in hosted:
+            found.begin(shard)
+            numbered = enumerate(batches(shard))
+            control.enter("data")
+            while some := list(itertools.islice(numbered, AT_ONCE)):
+                control.enter("collective")
+                work = _HeldOut(self, shard, some, context)
+                work.batches = self.hand_on_batches(work.batches)
+                given = self.pipeline.forward(work, len(some))
+                if self.is_last:
+                    for stage in range(self.stages):
+                        self.handovers.send_note("figures", stage, [checked(one) for one in given], stage)
+                received = self.handovers.take_note("figures", self.number, self.last)
+                for (_, microbatch), one in zip(some, received, strict=True):
+                    found.add(shard, microbatch.rows, one)
+                self.handovers.finish()
+                control.enter("data")
+        return found
+
+    def tied_gradients(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `passes.ReplicaPasses.tied`."""
+        found = dict(gradients)
+        if self.number not in self.tied:
+            return found
+        # Frozen parameters have no gradient on any stage. Clone, because sending a view would send its whole base
+        # tensor.
+        own = {name: gradients[name].cpu().clone() for name in self.tied[self.number] if name in gradients}
+        others = [stage for stage in self.tied if stage != self.number]
+        for stage in others:
+            self.handovers.send_note("tied", self.number, own, stage)
+        for stage in others:
+            received = self.handovers.take_note("tied", stage, stage)
+            found |= {name: value.to(self.device) for name, value in received.items()}
+        self.handovers.finish()
+        return found
+
+    def agree(self, step: int, said: Said, context: StepContext) -> Said:
+        """See `passes.ReplicaPasses`.
+
+        One number goes around each stage's ring once its sums are complete, and then through the model replica. A stage
+        that has heard from all stages of its replica knows that every member of every ring holds its sums.
+        """
+        context.reduce(torch.zeros(1), "summed", f"the other replicas' gradient sums of step {step}")
+        for stage in range(self.stages):
+            self.handovers.send_note("agreed", self.number, said.plain(), stage)
+        received = [from_plain(self.handovers.take_note("agreed", stage, stage)) for stage in range(self.stages)]
+        self.handovers.finish()
+        return merged(received)
+
+
+def replica_stage(
+    task: Task,
+    parts: Sequence[ModelPart],
+    peers: Peers,
+    *,
+    schedule: Schedule,
+    stages: int,
+    device: torch.device,
+    shards: int,
+    classes: Classes = KNOWN,
+    tied: Mapping[int, Collection[str]] = MappingProxyType({}),
+) -> ReplicaStage:
+    """Return the stage `peers.rank` of a replica.
+
+    `parts`: the stage's chunks in order; `classes`: the classes of the objects in batches.
+    """
+    handovers = Handovers(peers, device, classes)
+    where = holders(schedule, stages)
+    own = [chunk for chunk, stage in enumerate(where) if stage == peers.rank]
+    held = dict(zip(own, parts, strict=True))
+    chunks = [Chunk(part.module, chunk, where, handovers, splits(schedule)) for chunk, part in held.items()]
+    return ReplicaStage(
+        task=task,
+        number=peers.rank,
+        stages=stages,
+        last=where[-1],
+        parts=held,
+        pipeline=Pipeline(schedule, chunks),
+        handovers=handovers,
+        device=device,
+        shards=shards,
+        tied=tied,
+        both_ends=where[0] == where[-1],
+    )
+
+
+class _HeldOut:
+    """Some held-out microbatches of a shard, as `chunk.Work`: their metrics take the place of the loss."""
+
+    def __init__(
+        self, stage: ReplicaStage, shard: int, some: Sequence[tuple[int, Microbatch]], context: StepContext
+    ) -> None:
+        self._stage = stage
+        self._shard = shard
+        self._some = some
+        self.batches = [microbatch.batch for _, microbatch in some]
+        self._control = context.control
+
+    def rows(self, number: int) -> int:
+        """See `chunk.Work`."""
+        return self._some[number][1].rows
+
+    def batch(self, number: int) -> Any:
+        """See `chunk.Work`."""
+        return self.batches[number]
+
+    def loss(self, number: int, model: nn.Module, given: Any) -> Any:
+        """See `chunk.Work`."""
+        batch = to_device(given, self._stage.device, copy=self._stage.both_ends)
+        return self._stage.task.evaluate(model, batch)
+
+    @contextmanager
+    def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
+        """See `chunk.Work`."""
+        part = self._stage.parts[chunk]
+        self._control.check()
+        self._control.enter("computing")
+        if self._some[number][0] == 0:
+            part.buffers.restore()
+        with part.keys.microbatch("evaluate", self._shard, self._some[number][0]):
+            yield
+        self._control.enter("collective")

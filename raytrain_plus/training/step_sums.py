@@ -1,0 +1,154 @@
+"""The sums of a step over all shards, and what they show: the step's totals, its gradient norms, its faults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from raytrain_plus.collective.exact import Reading
+from raytrain_plus.collective.world import Work
+from raytrain_plus.parallel.pipeline.layout import tied_groups
+from raytrain_plus.state.named import dtype_name
+from raytrain_plus.training import header
+from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.fault_search import FaultSearch, Norms
+from raytrain_plus.training.part import ModelPart
+from raytrain_plus.training.verdict import BUFFER, Fault
+
+
+class StepSums:
+    """The gradients and buffer sums of the parts that a worker holds; every member of its world calls it alike."""
+
+    def __init__(
+        self,
+        parts: Sequence[ModelPart],
+        trained: Sequence[tuple[str, nn.Parameter]],
+        tied: Mapping[str, str],
+        *,
+        shards: int,
+        device: torch.device,
+    ) -> None:
+        """`trained`: the parameters of the parts that are trained, in order.
+
+        `tied`: parameters of the whole model that are copies -> the parameters they copy.
+        """
+        self._parts = parts
+        self._trained = trained
+        self._copies = tied.keys()
+        own = dict(trained)
+        self._tied = [names for names in tied_groups(tied) if not own.keys().isdisjoint(names)]
+        self._exact = [
+            *(exact for part in parts for exact in part.gradients.exact),
+            *(part.buffers.exact for part in parts if part.buffers.exact),
+        ]
+        self._shards = shards
+        self._device = device
+
+    def begin(self, scales: Mapping[str, int]) -> None:
+        """Clear all sums. `scales`: the exponents of the quanta of exact sums."""
+        for part in self._parts:
+            part.gradients.begin(scales)
+            part.buffers.begin_step(scales)
+
+    def wait(self, works: Sequence[Work], step: int, context: StepContext) -> header.StepTotals:
+        """Wait for the gradient sums, and return the totals in the header that they carry."""
+        for index, work in enumerate(works):
+            context.wait(work, f"the sum of gradient bucket {index} in step {step}")
+        head = self._parts[0].gradients.rider
+        return header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype)))
+
+    def reduce_buffers(self, step: int, context: StepContext) -> None:
+        """Sum the buffers over the world."""
+        works = [context.world.reduce(*vector) for part in self._parts for vector in part.buffers.to_reduce()]
+        for work in works:
+            context.wait(work, f"the buffer sums of step {step}")
+
+    def read(self) -> Reading:
+        """Return whether all exact sums are settled, and the next grids; without exact sums, all is settled."""
+        readings = [exact.read() for exact in self._exact]
+        return Reading(
+            all(reading.settled for reading in readings),
+            {name: scale for reading in readings for name, scale in reading.scales.items()},
+        )
+
+    def take_means(self, weight: float) -> None:
+        """Turn the sums into gradients: divide them by the weight of all shards."""
+        for part in self._parts:
+            part.gradients.take_means(weight)
+
+    def measure(self, step: int, context: StepContext) -> tuple[dict[str, int], list[str]]:
+        """Return the grids that fit this step's values, and the values that are not
+        finite, named as squared norms are.
+        """
+        largest = torch.from_numpy(np.concatenate([exact.largest() for exact in self._exact])).to(self._device)
+        context.reduce(largest, "exact.largest", f"the largest values of step {step}", "max")
+        parts = np.split(largest.cpu().numpy(), np.cumsum([len(exact.names) for exact in self._exact])[:-1])
+        scales: dict[str, int] = {}
+        bad: list[str] = []
+        of_buffers = [part.buffers.exact for part in self._parts]
+        for exact, largest_of in zip(self._exact, parts, strict=True):
+            scales |= exact.scales_from(largest_of)
+            prefix = BUFFER if exact in of_buffers else ""
+            bad += [prefix + name for name in exact.not_finite(largest_of)]
+        return scales, bad
+
+    def first_fault(self, search: FaultSearch, chunks: Sequence[int], step: int, context: StepContext) -> Fault | None:
+        """Return the first fault that the members of this world have found. `chunks`: the parts' indices."""
+        trained = [name for name, _ in self._trained]
+        parts = zip(chunks, self._parts, strict=True)
+        chunk_of = {name: chunk for chunk, part in parts for name, _ in part.parameters}
+        # For each shard, the parameter's number, counted from 1: of several, the last one is nearest to the loss.
+        found = torch.zeros(self._shards, dtype=torch.int64, device=self._device)
+        for fault in search.found():
+            found[fault.shard] = max(int(found[fault.shard]), trained.index(fault.parameter) + 1)
+        context.reduce(found, "faults", f"the search for non-finite gradients in step {step}", "max")
+        for shard, number in enumerate(found.tolist()):
+            if number:
+                name = trained[number - 1]
+                return Fault(shard, chunk_of[name], name)
+        return None
+
+    def add_tied(
+        self, exchange: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]], settled: bool
+    ) -> None:
+        """Give tied parameters the sum of their gradients, in the order of names, on whichever stage they are.
+
+        `exchange` returns the gradients of all tied parameters of the replica, given those held here. Gradients that
+        are not `settled` are exchanged, because the other stages wait for them, and not added.
+        """
+        if not self._tied:
+            return
+        own = dict(self._trained)
+        found = exchange({name: _gradient(own[name]) for names in self._tied for name in names if name in own})
+        for names in self._tied if settled else ():
+            total = sum((found[name] for name in names[1:]), found[names[0]])
+            for name in names:
+                if name in own:
+                    _gradient(own[name]).copy_(total)
+
+    def squares(self) -> dict[str, float]:
+        """Return the squared norm of each parameter's gradient, tied parameters once; NaN for buffers with non-finite
+        sums.
+        """
+        trained = [(name, _gradient(value)) for name, value in self._trained if name not in self._copies]
+        changes = [(part, change) for part in self._parts for change in part.buffers.changes()]
+        squares = Norms([*(gradient for _, gradient in trained), *(change for _, change in changes)]).squares()
+        found = {name: square for (name, _), square in zip(trained, squares, strict=False)}
+        for (part, _), square in zip(changes, squares[len(trained) :], strict=True):
+            if not math.isfinite(square):
+                found |= {f"{BUFFER}{name}": math.nan for name in part.buffers.not_finite()}
+        return found
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient by `factor`."""
+        for part in self._parts:
+            part.gradients.scale(factor)
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None, "gradients are views into buckets and never None"
+    return parameter.grad
