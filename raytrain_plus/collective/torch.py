@@ -29,6 +29,7 @@ from raytrain_plus.collective.credentials import link_proof
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.world import Operation, Transfer, Work
 from raytrain_plus.errors import Interrupted
+from raytrain_plus.torch_compat import gloo_options
 
 CONNECT_S = 5.0
 """Limit, in seconds, of connecting to a member that has published its address."""
@@ -56,10 +57,8 @@ class TorchWorld:
         self._timeout = timedelta(seconds=formation.timeout_s)
         self._stores: list[_Store] = []
         try:
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=formation.address)]
             # Waiting for an incoming connection cannot be interrupted.
-            options._timeout = timedelta(seconds=min(CONNECT_S, formation.timeout_s))
+            options = gloo_options(formation.address, min(CONNECT_S, formation.timeout_s))
             store = _Store(formation, self._stores)
             self._group = dist.ProcessGroupGloo(store, formation.rank, formation.size, options)
             self._prove_links(formation.credentials.link_keys)

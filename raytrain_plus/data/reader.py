@@ -151,7 +151,7 @@ class Batches:
         self._microbatch_rows = microbatch_rows(self._sample_order, microbatches)
         self._collate = collate
         self._keep_units = rows.transform is None and sum(rows.index.unit_bytes) + 8 * rows.index.rows <= cache_mb << 20
-        self._units: dict[int, pa.Table] = {} if before is None else before._units
+        self._units: dict[int, pa.Table] = {} if before is None else before.cached_units
         self._before = before
         self._make_stream = make_stream
         self._stream: Any = None
@@ -199,6 +199,15 @@ class Batches:
         self._taken += 1
         return StepBatches(made, time.monotonic() - start)
 
+    @property
+    def cached_units(self) -> dict[int, pa.Table]:
+        """The units in memory, by number; shared with the `Batches` that replaces this one."""
+        return self._units
+
+    def join(self) -> None:
+        """Wait until the thread has ended, at most `JOIN_S` seconds; for a closed `Batches`."""
+        self._thread.join(JOIN_S)
+
     def more(self) -> None:
         """Let the thread prepare batches to replace those that were taken.
 
@@ -212,7 +221,7 @@ class Batches:
         try:
             if self._before is not None:
                 # Two threads reading at once would read the same units twice.
-                self._before._thread.join(JOIN_S)
+                self._before.join()
                 self._before = None
             sources = {shard: _ShardRows(self._sample_order, shard, self._first_step) for shard in self._shards}
             upcoming = reads(self._sample_order, self._shards, self._first_step)

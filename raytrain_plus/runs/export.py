@@ -29,6 +29,7 @@ from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
+from raytrain_plus.torch_compat import pytree
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.randomness import random_key, set_random_key
 
@@ -175,7 +176,7 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path]) -> Manifest:
     args, kwargs = calls[0]
     try:
         shapes = torch.export.ShapesCollection()
-        for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+        for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and value.dim():
                 # Allow any number of rows if the model supports it.
                 shapes[value] = {0: torch.export.Dim.AUTO}

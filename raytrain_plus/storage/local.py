@@ -101,12 +101,12 @@ class LocalFolder:
 
     exclusive = True
 
-    def __init__(self, path: Path, disk: Disk | None = None, made: Path | None = None) -> None:
-        """Create the folder object. `made`: this folder or a parent that exists, and that no write creates again."""
+    def __init__(self, path: Path, disk: Disk | None = None, must_exist: Path | None = None) -> None:
+        """Create the folder object. `must_exist`: this folder or a parent, which exists and no write creates again."""
         self.path = path
         self.where = self.address = str(path)
         self._disk = disk or Disk()
-        self._made = made
+        self.must_exist = must_exist
 
     def path_of(self, name: str) -> Path:
         """Return the path of a file, existing or not. Raises `InputError` if a link points outside the folder."""
@@ -200,12 +200,12 @@ class LocalFolder:
 
     def inside(self, name: str) -> Folder:
         """Return a subfolder; it need not exist."""
-        return LocalFolder(self._inside(name), self._disk, self._made)
+        return LocalFolder(self._inside(name), self._disk, self.must_exist)
 
     def existing(self) -> Folder:
         """Return this folder, but one that writes do not create: they raise `FileNotFoundError` if it is gone."""
         same = copy.copy(self)
-        same._made = self.path
+        same.must_exist = self.path
         return same
 
     def _inside(self, name: str) -> Path:
@@ -220,8 +220,8 @@ class LocalFolder:
 
     def _make(self, folder: Path) -> None:
         missing = [one for one in (folder, *folder.parents) if not one.exists()]
-        if self._made in missing:
-            raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(self._made))
+        if self.must_exist in missing:
+            raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(self.must_exist))
         for one in reversed(missing):
             self._disk.mkdir(one)
             self._disk.fsync_folder(one.parent)

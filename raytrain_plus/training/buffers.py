@@ -17,6 +17,7 @@ from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Operation
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.task import BufferRule, Task
+from raytrain_plus.torch_compat import buffer_of, put_buffer
 
 
 class Buffers:
@@ -86,7 +87,7 @@ class Buffers:
 
     def seen(self) -> list[torch.Tensor | None]:
         """Return the tensors that are in the model now."""
-        return [owner._buffers[attribute] for _, owner, attribute in self._slots]
+        return [buffer_of(owner, attribute) for _, owner, attribute in self._slots]
 
     @contextlib.contextmanager
     def swapped(self, seen: Sequence[torch.Tensor | None]) -> Iterator[None]:
@@ -103,7 +104,7 @@ class Buffers:
 
     def _put(self, values: Sequence[torch.Tensor | None]) -> None:
         for (_, owner, attribute), value in zip(self._slots, values, strict=True):
-            owner._buffers[attribute] = value
+            put_buffer(owner, attribute, value)
 
     def end_shard(self, shard: int, rows: int) -> None:
         """Add the values that the shard's forward passes left in the buffers."""
@@ -111,7 +112,7 @@ class Buffers:
         with torch.no_grad():
             for name, rule in self._rules.items():
                 owner, attribute = self._owners[name]
-                buffer = owner._buffers[attribute]
+                buffer = buffer_of(owner, attribute)
                 if buffer is None or buffer.shape != self.committed[name].shape:
                     raise TrainingError(f"the buffer '{name}' was removed or reshaped in a forward pass")
                 if rule == "mean":
@@ -137,7 +138,7 @@ class Buffers:
     def check_unchanged(self) -> None:
         """Raise `TrainingError` if a buffer has changed, in steps that must leave all of them unchanged."""
         for name, (owner, attribute) in self._owners.items():
-            buffer = owner._buffers[attribute]
+            buffer = buffer_of(owner, attribute)
             if buffer is None or buffer.shape != self.committed[name].shape or not _equal(buffer, self.committed[name]):
                 raise TrainingError(f"the buffer '{name}' changed in a forward pass; pipedream does not allow that")
 

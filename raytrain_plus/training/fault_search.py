@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from raytrain_plus.torch_compat import float64_norms
 from raytrain_plus.training.verdict import Fault
 
 
@@ -71,7 +72,7 @@ class Norms:
                 alike[real.device, real.dtype].append((number, real))
         of_devices: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = defaultdict(list)
         for (device, _), group in alike.items():
-            norms = torch._foreach_norm([tensor for _, tensor in group], 2, dtype=torch.float64)
+            norms = float64_norms([tensor for _, tensor in group])
             of_devices[device].append(([number for number, _ in group], torch.stack(norms)))
         self._of_devices = [
             ([number for numbers, _ in found for number in numbers], torch.cat([norms for _, norms in found]))

@@ -11,6 +11,7 @@ from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.parallel.data import Gradients
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
+from raytrain_plus.torch_compat import write_count
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.model import Built
@@ -30,7 +31,7 @@ class ModelPart:
 
     def writes(self) -> list[int]:
         """Return how often each parameter has been written."""
-        return [value._version for _, value in self.parameters]
+        return [write_count(value) for _, value in self.parameters]
 
     def check_unchanged(self, before: Sequence[int]) -> None:
         """Raise `TrainingError` if a parameter was written since `before`."""

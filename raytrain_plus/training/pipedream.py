@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
+from raytrain_plus.torch_compat import keep_write_counts
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import Flags, ShardReport
@@ -121,7 +121,7 @@ class WeightVersions:
             self.most_kept = max(self.most_kept, len(self._kept))
         self._version += 1
         # Backward passes would reject weights changed since their forward pass, but they get the right version.
-        with _unsafe_preserve_version_counter(self._trained):
+        with keep_write_counts(self._trained):
             yield
 
     def _put(self, values: Sequence[torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Handovers, Tensors, apart
+from raytrain_plus.torch_compat import is_view
 
 
 class Work(Protocol):
@@ -151,7 +152,7 @@ class Chunk:
         tensors = apart(output, self._last_layer)
         if self._splits:
             # The code for partial backward passes detaches outputs in place, which views do not support.
-            tensors.values[:] = [value.clone() if value._is_view() else value for value in tensors.values]
+            tensors.values[:] = [value.clone() if is_view(value) else value for value in tensors.values]
         self._keep(microbatch, _Open(inputs, [value for value in tensors.values if value.requires_grad]))
         to = self._holders[self.stage_index + 1]
         if to != self.group_rank:

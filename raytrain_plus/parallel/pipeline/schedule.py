@@ -17,6 +17,7 @@ from raytrain_plus.parallel.pipeline import timeline
 from raytrain_plus.parallel.pipeline.chunk import Chunk, Work
 from raytrain_plus.parallel.pipeline.layout import amiss, holders
 from raytrain_plus.parallel.pipeline.timeline import Action, Orders
+from raytrain_plus.torch_compat import run_schedule
 
 _CLASSES: dict[Schedule, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -71,9 +72,8 @@ class Pipeline:
             self._in_turn(microbatches)
             return
         running = self._built.pop(microbatches, None) or self._build(microbatches)
-        nothing: list[Any] = [()] * microbatches
         with _silent():
-            running._step_microbatches(nothing, None, [None] * microbatches, None, False)
+            run_schedule(running, microbatches)
         # An aborted schedule is not used again.
         self._built[microbatches] = running
 

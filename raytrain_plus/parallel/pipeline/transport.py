@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
 from raytrain_plus.collective.world import Transfer
 from raytrain_plus.errors import RunError, TaskError, TrainingError
 from raytrain_plus.parallel.pipeline.layout import MICROBATCHES
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, dtype_named, from_bytes, name_of, to_bytes
+from raytrain_plus.torch_compat import pytree
 
 TENSORS = 14
 """The most tensors that may pass between two layers."""

@@ -1,0 +1,67 @@
+"""The only module that reads torch's private attributes; tested with torch 2.13.
+
+`parallel/pipeline/chunk` and `schedule` import torch's pipelining modules themselves, because these load slowly.
+"""
+
+# torch has no complete annotations for its C++ exports.
+# mypy: disable-error-code="attr-defined"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils import _pytree
+
+pytree = _pytree
+"""Trees of tensors: flattening, and the types of their nodes."""
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """Return how often the tensor's values have been written in place."""
+    return tensor._version
+
+
+def keep_write_counts(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
+    """Return a context in which in-place changes of these tensors are not counted."""
+    return _unsafe_preserve_version_counter(tensors)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether autograd treats the tensor as a view of another one."""
+    return tensor._is_view()
+
+
+def float64_norms(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the norm of each tensor, by one kernel: all must have the same device and dtype."""
+    return tuple(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))
+
+
+def buffer_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return the module's own buffer `name`; the module's attribute access may be overridden."""
+    return module._buffers[name]
+
+
+def put_buffer(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
+    """Replace the module's own buffer `name`."""
+    module._buffers[name] = value
+
+
+def gloo_options(address: str, connect_s: float) -> Any:
+    """Return options for a Gloo group that listens at `address`; each connection may take `connect_s`."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=connect_s)
+    return options
+
+
+def run_schedule(schedule: Any, microbatches: int) -> None:
+    """Run a pipeline schedule whose stages provide their own inputs and keep their own outputs."""
+    nothing: list[Any] = [()] * microbatches
+    schedule._step_microbatches(nothing, None, [None] * microbatches, None, False)
