@@ -26,7 +26,7 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import build_task, load_user_code
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.observe.trackers import check_installed
-from raytrain_plus.parallel.sizing import cuts_of, left_out, most_shards, shapes_of
+from raytrain_plus.parallel.sizing import most_shards, shapes_of, stage_counts, unused_workers
 from raytrain_plus.storage.address import is_address
 from raytrain_plus.training.layers import layers_of
 
@@ -220,8 +220,8 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     check_preparable(job, search)
     choose_collective(job.collective, job.workers.gpus)
     check_installed(job.trackers)
-    cuts = cuts_of(job, layers_of(job, code.task))
-    sizes, unformed = sizes_of(job, cuts), left_out(job, cuts)
+    cuts = stage_counts(job, layers_of(job, code.task))
+    sizes, unformed = sizes_of(job, cuts), unused_workers(job, cuts)
     if job.data.prepare is not None and not exists(Path(job.data.path)):
         return Report(job.name, sizes, None, None, None, None, unformed)
     seen = index(job.data.path)
@@ -263,8 +263,8 @@ def _forecast(
     """
     # Imported here because these modules load torch.
     from raytrain_plus.parallel.pipeline.forecast import forecast
-    from raytrain_plus.parallel.pipeline.memory import Misfit, within
-    from raytrain_plus.training.measure import measured_here, room_of
+    from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory
+    from raytrain_plus.training.measure import measure_layers_on_cpu, total_memory
 
     rows = Rows(
         index=seen,
@@ -273,13 +273,13 @@ def _forecast(
         transform=transform,
         block_rows=job.data.granule,
     )
-    layers = measured_here(job, task, rows)
+    layers = measure_layers_on_cpu(job, task, rows)
     microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together
     schedule = job.parallel.schedule
     # A GPU's memory is known only on a machine with one.
-    room = room_of() if not job.workers.gpus else None
+    room = total_memory() if not job.workers.gpus else None
     tried = [
-        within(layers, schedule, stages, most_shards(job, stages) * job.parallel.microbatches, room)
+        partition_within_memory(layers, schedule, stages, most_shards(job, stages) * job.parallel.microbatches, room)
         for stages in cuts
         if room is not None
     ]

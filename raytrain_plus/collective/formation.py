@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raytrain_plus.collective.credentials import Credentials
+from raytrain_plus.collective.member_credentials import Credentials
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,7 +36,7 @@ _END = b"\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpRequest:
     """The head of a request."""
 
     method: str
@@ -47,7 +47,7 @@ class Request:
     """Bytes of the body; -1 if the head gives no valid length."""
 
 
-def parse_head(head: bytes) -> Request | None:
+def parse_head(head: bytes) -> HttpRequest | None:
     """Return the request that a head (without the empty line at its end) describes, or None if it is invalid."""
     first, *lines = head.decode("latin-1").split("\r\n")
     words = first.split(" ")
@@ -57,7 +57,7 @@ def parse_head(head: bytes) -> Request | None:
     kind, _, token = headers.get("authorization", "").partition(" ")
     length = headers.get("content-length", "0")
     known = length.isascii() and length.isdigit() and len(length) <= 18
-    return Request(words[0], words[1], token if kind == "Bearer" else "", int(length) if known else -1)
+    return HttpRequest(words[0], words[1], token if kind == "Bearer" else "", int(length) if known else -1)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class _Connection:
     deadline: float
     received: bytearray = field(default_factory=bytearray)
     member: int | None = None
-    request: Request | None = None
+    request: HttpRequest | None = None
     answer: memoryview | None = None
     """The bytes left to send; None until the request is complete."""
     unread: bool = False
@@ -83,8 +83,8 @@ class HttpServer:
         self,
         address: str,
         member_of: Callable[[str, str], int | None],
-        refusal: Callable[[int, Request], int],
-        answer: Callable[[int, Request, bytes], tuple[int, bytes]],
+        refusal: Callable[[int, HttpRequest], int],
+        answer: Callable[[int, HttpRequest, bytes], tuple[int, bytes]],
     ) -> None:
         """Prepare to listen on `address`.
 
@@ -236,7 +236,7 @@ class HttpServer:
             connection.member, connection.request = member, request
             connection.deadline = time.monotonic() + REQUEST_S
 
-    def _read_body(self, connection: _Connection, request: Request) -> None:
+    def _read_body(self, connection: _Connection, request: HttpRequest) -> None:
         if len(connection.received) >= request.length:
             assert connection.member is not None, "requests without a valid token are refused"
             body = bytes(connection.received[: request.length])

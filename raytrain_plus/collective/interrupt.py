@@ -18,7 +18,7 @@ Address = tuple[str, int]
 _SYN_SENT = "02"
 
 
-def cut(listening: Collection[Address], *, listeners: bool) -> int:
+def close_connections(listening: Collection[Address], *, listeners: bool) -> int:
     """Shut down every TCP connection of this process from or to one of `listening`; return how many.
 
     That includes connections still being made to a machine that does not answer. With `listeners`, it also shuts down

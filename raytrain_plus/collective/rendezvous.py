@@ -23,8 +23,8 @@ import struct
 import threading
 from collections.abc import Iterable
 
-from raytrain_plus.collective.credentials import Credentials, credentials_of, new_secret, rank_of
-from raytrain_plus.collective.http_server import HttpServer, Request
+from raytrain_plus.collective.http_server import HttpRequest, HttpServer
+from raytrain_plus.collective.member_credentials import Credentials, credentials_of, new_secret, rank_of
 
 VALUE_BYTES = 64 << 10
 """Longest accepted value: 136 bytes for each other member."""
@@ -82,7 +82,7 @@ class RendezvousServer:
     def _member_of(self, client: str, token: str) -> int | None:
         return rank_of(self._secret, token, self._size) if client in self._peers else None
 
-    def _refusal(self, member: int, request: Request) -> int:
+    def _refusal(self, member: int, request: HttpRequest) -> int:
         place = _PATH.fullmatch(request.path)
         if place is None or request.method not in ("GET", "PUT", "DELETE"):
             return 403
@@ -90,7 +90,7 @@ class RendezvousServer:
             return 403
         return 0 if 0 <= request.length <= VALUE_BYTES else 413
 
-    def _answered(self, member: int, request: Request, body: bytes) -> tuple[int, bytes]:
+    def _answered(self, member: int, request: HttpRequest, body: bytes) -> tuple[int, bytes]:
         place = _PATH.fullmatch(request.path)
         assert place is not None, "other requests are refused earlier"
         scope, key = place[1], place[2]

@@ -23,7 +23,7 @@ from raytrain_plus.membership.group import Phase, members_in, standing
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.view import Member
 from raytrain_plus.runs.history import Past
-from raytrain_plus.state.manifest import Manifest, joined, name_of, void
+from raytrain_plus.state.manifest import Manifest, join_shares, name_of, void
 from raytrain_plus.state.stages import whole_tree
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.outage import outage_of
@@ -225,7 +225,7 @@ class Checkpoints:
 
     def _manifest(self, shares: Sequence[Written]) -> Manifest:
         order, first = self._order, shares[0]
-        files, tensors = joined([told.share for told in shares if told.share is not None])
+        files, tensors = join_shares([told.share for told in shares if told.share is not None])
         return Manifest(
             run=order.plan.job.name,
             step=first.step,

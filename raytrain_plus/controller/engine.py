@@ -41,7 +41,7 @@ from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.open import open_folder
-from raytrain_plus.storage.probe import Probe, left
+from raytrain_plus.storage.probe import Probe, leave_probe
 from raytrain_plus.workers.messages import Sent, Written
 
 
@@ -108,7 +108,7 @@ class Engine:
         # On a cluster this may be another machine than the one that checked the job.
         check_installed(self._order.plan.job.trackers)
         place, name = split(self.run_folder.address)
-        with left(check_writable(place), name) as probe:
+        with leave_probe(check_writable(place), name) as probe:
             try:
                 self.begin(probe)
                 while self.closing is None:
@@ -138,7 +138,7 @@ class Engine:
         self._checkpoints.request_in_time(now)
         if self._metrics.due:
             newest = self._checkpoints.newest
-            self._metrics.show(self.journal.gauges.figures(None if newest is None else newest.time))
+            self._metrics.show(self.journal.gauges.values(None if newest is None else newest.time))
         self.loop.fire(now)
         self._monitor.look(now)
         self._hand_over.look()

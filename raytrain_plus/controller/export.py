@@ -30,7 +30,7 @@ from raytrain_plus.runs.folder import MODEL
 from raytrain_plus.state.whole import model_file
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
-from raytrain_plus.storage.retry import LAST_PAUSES_S, tried
+from raytrain_plus.storage.retry import LAST_PAUSES_S, retry
 from raytrain_plus.workers.messages import Export
 
 ENDS_KEPT = 2
@@ -96,7 +96,7 @@ class Exporter:
     def _export(self, number: int, holders: Sequence[tuple[str, Stage]], step: int) -> None:
         outcome: str | RaytrainError
         try:
-            outcome = tried(lambda: self._written(number, holders, step), LAST_PAUSES_S)
+            outcome = retry(lambda: self._written(number, holders, step), LAST_PAUSES_S)
         except StorageError as failure:
             outcome = RunError(f"the model cannot be written to {self._run.where}: {failure}")
         except RaytrainError as failure:

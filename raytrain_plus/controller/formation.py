@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytrain_plus.collective.credentials import Credentials
 from raytrain_plus.collective.formation import Formation as Invitation
+from raytrain_plus.collective.member_credentials import Credentials
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.controller.checkpointing import Checkpoints
 from raytrain_plus.controller.event_loop import Clock, EventLoop, Host, Machine, stale

@@ -23,9 +23,9 @@ from raytrain_plus.data.parts import Parts
 from raytrain_plus.errors import FolderGone, RunError
 from raytrain_plus.membership.commits import Commits
 from raytrain_plus.membership.view import View
-from raytrain_plus.observe.events import EventLog
 from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.observe.picture import svg, trace
+from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.observe.trackers import Relay, Trackers
 from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runs.folder import CHANGED, DATASET, JOB, PICTURE, TRACE, Fence

@@ -8,7 +8,7 @@ from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.result import resume_command
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outage, Outages, outage_of
-from raytrain_plus.storage.retry import LAST_PAUSES_S, tried
+from raytrain_plus.storage.retry import LAST_PAUSES_S, retry
 
 
 class LastWrites:
@@ -34,12 +34,12 @@ class LastWrites:
             self._waiting()
 
         try:
-            tried(act, () if self._gave_up else LAST_PAUSES_S, failed)
+            retry(act, () if self._gave_up else LAST_PAUSES_S, failed)
         except StorageError as failure:
             self._gave_up = True
             kept = f"the checkpoint after step {newest + 1} is" if newest >= 0 else "no checkpoint is"
             raise RunError(
-                f"the end of the run cannot be written: {outages[0]}, tried for {sum(LAST_PAUSES_S):.0f} s. In "
+                f"the end of the run cannot be written: {outages[0]}, retry for {sum(LAST_PAUSES_S):.0f} s. In "
                 f"{self._run.where} {kept} kept; when there is room: "
                 f"{resume_command(self._run)}"
             ) from failure

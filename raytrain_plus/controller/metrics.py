@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ray.util.metrics import Gauge
 
-from raytrain_plus.observe.gauges import OF_RUN, OF_WORKER, Figures
+from raytrain_plus.observe.gauges import OF_RUN, OF_WORKER, GaugeValues
 
 PERIOD_S = 1.0
 """Seconds between two updates."""
@@ -36,7 +36,7 @@ class Metrics:
         """Whether it is time to update the gauges."""
         return self._clock() >= self._due
 
-    def show(self, figures: Figures) -> None:
+    def show(self, figures: GaugeValues) -> None:
         """Set the run's gauges. If Ray does not take them, that is logged once and no more are set."""
         self._due = self._clock() + PERIOD_S
         try:

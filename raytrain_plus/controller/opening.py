@@ -6,7 +6,7 @@ from raytrain_plus.controller.event_loop import Host
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.order import Order
 from raytrain_plus.errors import RunError, StorageError
-from raytrain_plus.observe.trackers import begun
+from raytrain_plus.observe.trackers import start_trackers
 from raytrain_plus.runs.folder import claim
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.outage import outage_of
@@ -18,7 +18,7 @@ def open_run(order: Order, run: Claimed, journal: Journal, host: Host) -> None:
     try:
         fence = claim(run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
         run.hold(fence.claim)
-        relays = begun(plan.job.trackers, run, order.job_yaml, order.environment, plan.roots[0])
+        relays = start_trackers(plan.job.trackers, run, order.job_yaml, order.environment, plan.roots[0])
         journal.open(fence, order.job_yaml, order.versions, host.cluster, plan.index.to_json(), host.name, relays)
     except StorageError as failure:
         raise RunError(f"the run cannot start in {run.where}: {outage_of(failure, run)}") from failure

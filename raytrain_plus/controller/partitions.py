@@ -15,7 +15,7 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.view import View
 from raytrain_plus.parallel.pipeline.layout import Chunks
-from raytrain_plus.parallel.pipeline.memory import Misfit, within
+from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory
 from raytrain_plus.parallel.sizing import most_shards
 from raytrain_plus.workers.messages import WHOLE, Layers
 
@@ -86,4 +86,4 @@ class Partitions:
         )
         layers = next(ready.layers for ready in known.values())
         microbatches = most_shards(job, stages) * job.parallel.microbatches
-        return within(layers, job.parallel.schedule, stages, microbatches, room)
+        return partition_within_memory(layers, job.parallel.schedule, stages, microbatches, room)

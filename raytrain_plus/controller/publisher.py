@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.job.settings import KeepBest
-from raytrain_plus.state.checkpoint import amiss, commit, discard, sweep
-from raytrain_plus.state.manifest import Manifest, kept, newness, to_bytes, void
+from raytrain_plus.state.checkpoint import commit, discard, find_checkpoint_fault, sweep
+from raytrain_plus.state.manifest import Manifest, kept, manifest_bytes, newness, void
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.retry import tried
+from raytrain_plus.storage.retry import retry
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +110,8 @@ class Publisher:
 
     def _publish(self, manifest: Manifest) -> None:
         try:
-            size = len(to_bytes(manifest))
-            error = tried(lambda: self._commit(manifest), failed=lambda failure: self._failed(failure, size))
+            size = len(manifest_bytes(manifest))
+            error = retry(lambda: self._commit(manifest), failed=lambda failure: self._failed(failure, size))
         except StorageError as failure:
             error = str(failure)
         except Exception as failure:
@@ -126,7 +126,7 @@ class Publisher:
     def _commit(self, manifest: Manifest) -> str:
         """Return why the checkpoint cannot be published; empty if it was. Raises `OSError` if the storage fails."""
         self._settle()
-        fault = amiss(self._run, manifest)
+        fault = find_checkpoint_fault(self._run, manifest)
         if fault:
             raise OSError(
                 f"{fault}: the controller does not see what a worker has written. {self._run.where} is not shared by "

@@ -8,7 +8,7 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.events import Rescale
 from raytrain_plus.membership.group import Limits
-from raytrain_plus.parallel.sizing import cuts_of
+from raytrain_plus.parallel.sizing import stage_counts
 
 
 def requested(job: Job, now: Limits, minimum: int | None, maximum: int | None, spares: int | None) -> Rescale:
@@ -22,7 +22,7 @@ def requested(job: Job, now: Limits, minimum: int | None, maximum: int | None, s
         max=now.maximum if maximum is None else maximum,
         spares=now.spares if spares is None else spares,
     )
-    cuts_of(replace(job, workers=workers))
+    stage_counts(replace(job, workers=workers))
     fewest = max(job.workers.min, now.cuts[-1])
     if job.parallel.pipeline > 1 and workers.min < fewest:
         # The check whether the partitions fit the workers' memory assumed so many workers.

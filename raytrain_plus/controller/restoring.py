@@ -13,7 +13,7 @@ from raytrain_plus.errors import CheckpointError, DamagedError, InputError, Stor
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.runs.history import Past
-from raytrain_plus.state.checkpoint import MISSING, amiss
+from raytrain_plus.state.checkpoint import MISSING, find_checkpoint_fault
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.interface import Folder
 
@@ -100,7 +100,7 @@ class Restoring:
 
     def _damaged(self, name: str, stage: Stage, manifest: Manifest, error: DamagedError) -> None:
         try:
-            hidden = error.what == MISSING and not amiss(self._run, manifest)
+            hidden = error.what == MISSING and not find_checkpoint_fault(self._run, manifest)
         except OSError as failure:
             self._later(name, stage, failure)
             return

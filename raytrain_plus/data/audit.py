@@ -24,7 +24,7 @@ from raytrain_plus.data.audit_files import compare
 from raytrain_plus.data.audit_order import Epoch, ExpectedOrder
 from raytrain_plus.errors import InputError, StorageError, first_line
 from raytrain_plus.job.yaml import read_job
-from raytrain_plus.observe.events import event_lines
+from raytrain_plus.observe.run_events import event_lines
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.document import read_object

@@ -24,7 +24,7 @@ from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.ledger import NOTE, kept_bits, step_sum
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
-from raytrain_plus.storage.periodic import Repeated
+from raytrain_plus.storage.periodic import PeriodicCall
 
 FOLDER = "ledger"
 SCHEMA = pa.schema(
@@ -68,8 +68,8 @@ class Parts:
         self._part: list[tuple[int, int, bytes]] = []
         self._busy = threading.Lock()
         self._failed: Exception | None = None
-        self._repeated = Repeated(self._flush_or_later, PERIOD_S, REST, "ledger")
-        self._repeated.start()
+        self._periodic = PeriodicCall(self._flush_or_later, PERIOD_S, REST, "ledger")
+        self._periodic.start()
 
     def add(self, generation: int, step: int, notes: bytes) -> None:
         """Add a committed step. Entries that a full disk does not accept are kept and written later.
@@ -103,12 +103,12 @@ class Parts:
 
     def close(self) -> None:
         """Stop the background writer and write the remaining entries. Raises `OSError` if that is not possible."""
-        self._repeated.stop()
+        self._periodic.stop()
         self.flush()
 
     def abandon(self) -> None:
         """Stop the background writer and discard the entries that are not written yet."""
-        self._repeated.stop()
+        self._periodic.stop()
         with self._busy, self._entering:
             self._pending.clear()
 

@@ -15,9 +15,9 @@ PROOF_S = 120.0
 
 _MEMBER = """
 import json, sys, torch
-from raytrain_plus.collective.credentials import Credentials
+from raytrain_plus.collective.member_credentials import Credentials
 from raytrain_plus.collective.formation import Formation
-from raytrain_plus.collective.horovod import HorovodWorld
+from raytrain_plus.collective.horovod_world import HorovodWorld
 from raytrain_plus.collective.world import wait
 given = json.load(sys.stdin)
 given["credentials"] = Credentials(given["credentials"]["token"], tuple(given["credentials"]["link_keys"]))

@@ -23,8 +23,8 @@ import cloudpickle
 from raytrain_plus.controller.order import Order
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import RaytrainError, RunError
-from raytrain_plus.observe.events import Event
 from raytrain_plus.observe.progress import PlainView
+from raytrain_plus.observe.run_events import RunEvent
 
 MODULE = "raytrain_plus.launch.background"
 
@@ -70,7 +70,7 @@ class _Beginning(PlainView):
         super().__init__(stream)
         self._tell = tell
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         if event["kind"] == "view_formed":
             self._tell(None)
         super().event(event)

@@ -30,7 +30,7 @@ from raytrain_plus.launch.reaper import reaper
 from raytrain_plus.membership.group import Limits
 from raytrain_plus.membership.mesh import useful_shape
 from raytrain_plus.membership.sizes import room_for
-from raytrain_plus.parallel.sizing import largest
+from raytrain_plus.parallel.sizing import most_workers
 from raytrain_plus.ray_compat import (
     check_let_in,
     draining_nodes,
@@ -48,7 +48,7 @@ from raytrain_plus.ray_compat import (
 )
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.open import open_folder
-from raytrain_plus.storage.probe import left
+from raytrain_plus.storage.probe import leave_probe
 from raytrain_plus.storage.size_text import size_text
 
 NAMESPACE = "raytrain_plus"
@@ -103,7 +103,7 @@ def _our_own_ray(job: Job) -> Iterator[None]:
             with _answering("local", "see Ray's own message"), _starting():
                 ray.init(
                     address="local",
-                    num_cpus=max(1, math.ceil((largest(job) + job.workers.spares) * job.workers.cpus)),
+                    num_cpus=max(1, math.ceil((most_workers(job) + job.workers.spares) * job.workers.cpus)),
                     include_dashboard=False,
                     logging_level=logging.ERROR,
                     _system_config=settings_of_our_own_ray(),
@@ -302,7 +302,7 @@ def _ask_machines(order: Order, here: str) -> None:
     if not machines.keys() - {here}:
         return
     asked: dict[Any, str] = {}
-    with left(open_folder(split(order.plan.folder)[0]), secrets.token_hex(4)) as probe:
+    with leave_probe(open_folder(split(order.plan.folder)[0]), secrets.token_hex(4)) as probe:
         needs = needs_of(order, probe)
         asking: Any = ray.remote(look)
         for node, name in machines.items():

@@ -15,8 +15,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from raytrain_plus.controller.order import Closing, Order
 from raytrain_plus.errors import RunError
 from raytrain_plus.launch.cluster import begin
-from raytrain_plus.observe.events import Event
-from raytrain_plus.observe.progress import View
+from raytrain_plus.observe.progress import ProgressView
+from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import holder_lives, lease_document
 from raytrain_plus.runs.status import what_is_kept
@@ -32,7 +32,7 @@ CLOSING_S = 10.0
 """Maximum seconds from a run's last event to the end of its controller; then the result in the folder is used."""
 
 
-def drive(order: Order, began: float, view: View | None, signals: Signals, *, detached: bool = False) -> Result:
+def drive(order: Order, began: float, view: ProgressView | None, signals: Signals, *, detached: bool = False) -> Result:
     """Run an order until it ends, on the connected Ray; the run ends with this process, unless `detached`.
 
     Raises `RunError` if the controller died and left no result.
@@ -69,7 +69,7 @@ def drive(order: Order, began: float, view: View | None, signals: Signals, *, de
     return result
 
 
-def _follow(followed: _Followed, closing_ref: Any, view: View | None, signals: Signals) -> Result:
+def _follow(followed: _Followed, closing_ref: Any, view: ProgressView | None, signals: Signals) -> Result:
     """Show a run's events until it ends, and forward signals; return its result."""
     ended = False
     while not ended:
@@ -101,13 +101,13 @@ class _Followed:
         self._gone = False
         """Whether the controller has ended and left a result."""
 
-    def news(self, timeout_s: float) -> list[Event]:
+    def news(self, timeout_s: float) -> list[RunEvent]:
         """Return the events since the last call; wait up to `timeout_s` for the first of them.
 
         Raises `RunError` if the controller does not answer and its process has ended.
         """
         try:
-            events: list[Event] = ray.get(self.controller.follow.remote(self._cursor, timeout_s), timeout=ANSWER_S)
+            events: list[RunEvent] = ray.get(self.controller.follow.remote(self._cursor, timeout_s), timeout=ANSWER_S)
         except GetTimeoutError:
             # Until this controller has taken the folder, the lease is an earlier controller's.
             if self._begun and holder_lives(lease_document(self._run)) is False:

@@ -10,8 +10,8 @@ from pathlib import Path
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.launch.request import Request, RescaleRequest, StopRequest
 from raytrain_plus.launch.request_process import send_apart
-from raytrain_plus.observe.events import Event, read_events
 from raytrain_plus.observe.progress import view_for
+from raytrain_plus.observe.run_events import RunEvent, read_events
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import find_run
 from raytrain_plus.runs.follow import seen, watch
@@ -67,7 +67,7 @@ class Handle:
         """Return the run's state, steps and checkpoints."""
         return status(self._run)
 
-    def events(self, kind: str | None = None) -> list[Event]:
+    def events(self, kind: str | None = None) -> list[RunEvent]:
         """Return the events so far, optionally of one kind only."""
         return [event for event in read_events(self._run) if kind is None or event["kind"] == kind]
 

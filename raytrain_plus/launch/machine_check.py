@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from raytrain_plus.controller.order import Order
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import horovod_state
-from raytrain_plus.storage.probe import Probe, amiss_with, refusal
+from raytrain_plus.storage.probe import Probe, find_probe_fault, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def needs_of(order: Order, probe: Probe) -> Needs:
 
 def look(needs: Needs) -> Seen:
     """Check this machine and return the problems found."""
-    return Seen(amiss_with(needs.probe), _look_at_data(needs), _look_at_horovod(needs))
+    return Seen(find_probe_fault(needs.probe), _look_at_data(needs), _look_at_horovod(needs))
 
 
 def _look_at_data(needs: Needs) -> str:

@@ -25,7 +25,7 @@ from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
 from raytrain_plus.observe.trackers import check_installed, settings_for
-from raytrain_plus.parallel.sizing import cuts_of, left_out
+from raytrain_plus.parallel.sizing import stage_counts, unused_workers
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import CHANGED, DATASET, check_writable, earlier_result, exists
@@ -80,8 +80,8 @@ def order_of(
     source = None if pickled is not None else source_sha256(code.task)
     if past is not None:
         _warn_of_another_task(past, source)
-    cuts = cuts_of(job, layers_of(job, code.task))
-    unformed = left_out(job, cuts)
+    cuts = stage_counts(job, layers_of(job, code.task))
+    unformed = unused_workers(job, cuts)
     if unformed:
         print(f"warning: {unformed}", file=sys.stderr)
     return Order(

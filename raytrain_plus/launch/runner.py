@@ -17,7 +17,7 @@ from raytrain_plus.launch.cluster import connected
 from raytrain_plus.launch.driver import Signals, drive, launch
 from raytrain_plus.launch.handle import Handle
 from raytrain_plus.launch.preflight import order_of
-from raytrain_plus.observe.progress import View, view_for
+from raytrain_plus.observe.progress import ProgressView, view_for
 from raytrain_plus.ray_compat import is_submitted
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import job_of
@@ -30,7 +30,7 @@ def run(
     *,
     address: str | None = None,
     fresh: bool = False,
-    view: View | None = None,
+    view: ProgressView | None = None,
     quiet: bool = False,
     roots: Sequence[Path] = (),
     may_change: Collection[str] = (),
@@ -93,7 +93,7 @@ def resume(
     overrides: Sequence[str] = (),
     *,
     address: str | None = None,
-    view: View | None = None,
+    view: ProgressView | None = None,
     quiet: bool = False,
     roots: Sequence[Path] = (),
 ) -> Result:

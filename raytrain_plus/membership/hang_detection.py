@@ -15,7 +15,7 @@ WAITING = frozenset({"joining", "collective", "leaving"})
 LEAVE_S = 0.3
 """Seconds that a worker may take to leave a collective after an interrupt."""
 LEAVE_JOINING_S = 6.0
-"""The same while it forms its world, when it may wait for a connection (see `collective.torch.CONNECT_S`)."""
+"""The same while it forms its world, when it may wait for a connection (see `collective.torch_world.CONNECT_S`)."""
 LAST_S = 15.0
 """Seconds to wait longer before giving up all who hold the state: without them everything would be lost."""
 LEAVE_SILENT_S = 1.0

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Generic, TypeVar
 
-from raytrain_plus.observe.events import Event
-from raytrain_plus.observe.run_progress import after_step, plural, told
+from raytrain_plus.observe.run_events import RunEvent
+from raytrain_plus.observe.run_progress import after_step, event_text, plural
 
 ROOM = 240
 """Maximum points kept of one kind. The chart has two pixels for each."""
@@ -146,7 +146,7 @@ class Chart:
         self._now = 0.0
         """Seconds for which the run has been running."""
 
-    def add(self, event: Event) -> None:
+    def add(self, event: RunEvent) -> None:
         """Add one event; events must come in order."""
         kind = event["kind"]
         self._pass(event["time"], kind)
@@ -170,12 +170,12 @@ class Chart:
             # Described at the loss; a recovery is not an incident of its own.
             self._marks.add(self._lost_at, _Mark(self._lost_at, "lost", (f"recovered in {event['stall_s']:.2f} s",)))
         elif kind == "drain_notice":
-            self._mark("drain", told(event) or "")
+            self._mark("drain", event_text(event) or "")
         elif kind == "rescaled" and not self._regroups:
             self._mark("rescaled", f"{event['from']} workers before, {event['to']} now")
         elif kind == "resumed":
             self._go_back(event["step"])
-            self._mark("resumed", told(event) or "")
+            self._mark("resumed", event_text(event) or "")
 
     def _pass(self, time: float, kind: str) -> None:
         if self._began is None:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from raytrain_plus.observe.events import Event
-from raytrain_plus.observe.run_progress import Standing
+from raytrain_plus.observe.run_events import RunEvent
+from raytrain_plus.observe.run_progress import RunProgress
 
 OF_RUN: dict[str, str] = {
     "raytrain_steps": "Committed steps",
@@ -40,7 +40,7 @@ OF_WORKER: dict[str, str] = {
 }
 """Gauges of each member of the group: sums over the steps that it has made. All have the tags worker and stage."""
 
-Figures = Mapping[tuple[str, tuple[str, ...]], float]
+GaugeValues = Mapping[tuple[str, tuple[str, ...]], float]
 """Values by (gauge, tag values); the tag values are worker and stage for `OF_WORKER`, else none."""
 
 
@@ -86,15 +86,15 @@ class Gauges:
     def __init__(self, totals: _Totals) -> None:
         """`totals`: the run's totals, which the caller keeps up to date."""
         self._totals = totals
-        self._standing = Standing(total=0)
+        self._progress = RunProgress(total=0)
         self._generation = self._spares = self._failed = 0
         self._saved: tuple[float, float] | None = None
         """Duration and stall of the newest checkpoint, in seconds."""
         self._members: dict[str, _Worked] = {}
 
-    def add(self, event: Event) -> None:
+    def add(self, event: RunEvent) -> None:
         """Add one event."""
-        self._standing.add(event)
+        self._progress.add(event)
         self._generation = event["generation"]
         if event["kind"] == "view_formed":
             self._spares = len(event["spares"])
@@ -116,14 +116,14 @@ class Gauges:
             worked.waited_s += record.waited_s
             worked.reduce_s += record.reduce_s
 
-    def figures(self, checkpoint: float | None) -> Figures:
+    def values(self, checkpoint: float | None) -> GaugeValues:
         """Return the values of the gauges, without those that have no value now.
 
         `checkpoint`: the Unix time of the state in the newest complete checkpoint, if there is one. The viewer computes
         the age: an exported age would stand still until the next export.
         """
-        totals, standing = self._totals, self._standing
-        speed = 0.0 if standing.waiting else standing.samples_per_s
+        totals, progress = self._totals, self._progress
+        speed = 0.0 if progress.waiting else progress.samples_per_s
         took, stall_s = self._saved or (None, None)
         of_run: dict[str, float | None] = {
             "raytrain_steps": totals.steps,
@@ -132,9 +132,9 @@ class Gauges:
             "raytrain_grad_norm": totals.grad_norm,
             "raytrain_steps_skipped": totals.skipped,
             "raytrain_generation": self._generation,
-            "raytrain_workers": standing.workers,
+            "raytrain_workers": progress.workers,
             "raytrain_spares": self._spares,
-            "raytrain_waiting": 1 if standing.waiting else 0,
+            "raytrain_waiting": 1 if progress.waiting else 0,
             "raytrain_recoveries": totals.recoveries,
             "raytrain_stall_seconds": totals.stall_s,
             "raytrain_goodput": totals.goodput,

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from raytrain_plus.observe.metrics import Figure
+from raytrain_plus.observe.event_metrics import MetricValue
 
 MOST_METRICS = 1000
 MOST_PARAMS = 100
@@ -32,14 +32,14 @@ class Mlflow:
         self._run = run
         self._params = list(params)
 
-    def add(self, figures: Sequence[Figure]) -> None:
+    def add(self, metrics: Sequence[MetricValue]) -> None:
         """See `Tracker`. Raises what MLflow raises."""
         self._settle()
-        metrics = [
-            Metric(_name(figure.name), figure.value, int(figure.time_s * 1000), figure.step) for figure in figures
+        records = [
+            Metric(_name(metric.name), metric.value, int(metric.time_s * 1000), metric.step) for metric in metrics
         ]
-        for start in range(0, len(metrics), MOST_METRICS):
-            self._client.log_batch(self._run, metrics=metrics[start : start + MOST_METRICS])
+        for start in range(0, len(records), MOST_METRICS):
+            self._client.log_batch(self._run, metrics=records[start : start + MOST_METRICS])
 
     def end(self, status: str) -> None:
         """See `Tracker`. Raises what MLflow raises."""

@@ -6,8 +6,8 @@ from collections import deque
 from html import escape
 
 from raytrain_plus.observe.chart import Chart
-from raytrain_plus.observe.events import Event
-from raytrain_plus.observe.run_progress import Standing, plural
+from raytrain_plus.observe.run_events import RunEvent
+from raytrain_plus.observe.run_progress import RunProgress, plural
 from raytrain_plus.observe.summary import summary
 from raytrain_plus.result import Result
 
@@ -20,16 +20,16 @@ class Page:
 
     def __init__(self, name: str, steps: int) -> None:
         self._head = f"{name}: {plural(steps, 'step')}"
-        self._standing = Standing(total=steps)
+        self._progress = RunProgress(total=steps)
         self._chart = Chart(name, steps)
         self._lines: deque[str] = deque(maxlen=LINES)
         self._count = 0
         self._end: list[str] | None = None
 
-    def add(self, event: Event) -> bool:
+    def add(self, event: RunEvent) -> bool:
         """Add one event; return whether it added a line."""
         self._chart.add(event)
-        line = self._standing.add(event)
+        line = self._progress.add(event)
         if line:
             self._lines.append(line)
             self._count += 1
@@ -37,13 +37,13 @@ class Page:
 
     def finish(self, result: Result) -> None:
         """Show the summary: the run has ended."""
-        self._end = [*summary(result, self._standing), *(result.error or "").splitlines()]
+        self._end = [*summary(result, self._progress), *(result.error or "").splitlines()]
 
     def text(self) -> str:
         """Return the run as lines of text."""
         more = self._count - len(self._lines)
         earlier = [f"({plural(more, 'line')} before these)"] if more else []
-        last = [self._standing.line()] if self._end is None else self._end
+        last = [self._progress.line()] if self._end is None else self._end
         return "\n".join([self._head, *earlier, *self._lines, *last])
 
     def html(self) -> str:

@@ -16,9 +16,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from raytrain_plus.observe.events import Event
 from raytrain_plus.observe.page import Page
-from raytrain_plus.observe.run_progress import Standing, plural
+from raytrain_plus.observe.run_events import RunEvent
+from raytrain_plus.observe.run_progress import RunProgress, plural
 from raytrain_plus.observe.summary import summary
 from raytrain_plus.result import Result
 
@@ -32,13 +32,13 @@ BAR = range(8, 41)
 Clock = Callable[[], float]
 
 
-class View(Protocol):
+class ProgressView(Protocol):
     """A display of a run's progress."""
 
     def start(self, name: str, steps: int) -> None:
         """Show that a run of `steps` steps begins."""
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         """Show an event; events come in order."""
 
     def finish(self, result: Result) -> None:
@@ -54,23 +54,23 @@ class PlainView:
     def __init__(self, stream: TextIO, clock: Clock = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
-        self._standing = Standing(total=0)
+        self._progress = RunProgress(total=0)
         self._due = -float("inf")
 
     def start(self, name: str, steps: int) -> None:
-        self._standing = Standing(total=steps)
+        self._progress = RunProgress(total=steps)
         self._say(f"{name}: {plural(steps, 'step')}; starting workers")
 
-    def event(self, event: Event) -> None:
-        line = self._standing.add(event)
+    def event(self, event: RunEvent) -> None:
+        line = self._progress.add(event)
         if line:
             self._say(line)
         elif event["kind"] == "step_committed" and self._clock() >= self._due:
             self._due = self._clock() + PLAIN_S
-            self._say(self._standing.line())
+            self._say(self._progress.line())
 
     def finish(self, result: Result) -> None:
-        self._say("\n".join(summary(result, self._standing)))
+        self._say("\n".join(summary(result, self._progress)))
         _say_error(result)
 
     def close(self) -> None:
@@ -86,18 +86,18 @@ class TerminalView:
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._standing = Standing(total=0)
+        self._progress = RunProgress(total=0)
         self._live: Live | None = None
         self._drawn = 0.0
 
     def start(self, name: str, steps: int) -> None:
-        self._standing = Standing(total=steps)
+        self._progress = RunProgress(total=steps)
         self._say(f"{name}: {plural(steps, 'step')}")
         self._live = Live(self._picture(), console=self._console, auto_refresh=False, transient=True)
         self._live.start(refresh=True)
 
-    def event(self, event: Event) -> None:
-        line = self._standing.add(event)
+    def event(self, event: RunEvent) -> None:
+        line = self._progress.add(event)
         if line:
             self._say(line)
         if self._live is not None and (line or self._clock() - self._drawn >= LIVE_S):
@@ -106,7 +106,7 @@ class TerminalView:
 
     def finish(self, result: Result) -> None:
         self.close()
-        for line in summary(result, self._standing):
+        for line in summary(result, self._progress):
             self._say(line)
         _say_error(result)
 
@@ -121,14 +121,14 @@ class TerminalView:
 
     def _picture(self) -> Group:
         """Return the bar and the text as exactly one line: a second one would leave remains when it is redrawn."""
-        line = self._standing.line()
+        line = self._progress.line()
         # Two columns stay free for the ^C that a terminal echoes: if it wrapped, the line would move.
         room = self._console.width - cell_len(line) - 4
         text = Text(line, no_wrap=True, overflow="ellipsis")
         if room < BAR.start:
             return Group(text)
         bar = ProgressBar(
-            total=max(1, self._standing.total), completed=self._standing.step, width=min(room, BAR.stop - 1)
+            total=max(1, self._progress.total), completed=self._progress.step, width=min(room, BAR.stop - 1)
         )
         grid = Table.grid(padding=(0, 1))
         grid.add_row(bar, text)
@@ -149,7 +149,7 @@ class NotebookView:
         self._page = Page(name, steps)
         self._show(self._page)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         assert self._page is not None
         if self._page.add(event) or self._clock() - self._drawn >= LIVE_S:
             self._show(self._page)
@@ -203,7 +203,7 @@ def _forget(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-def view_for(stream: TextIO) -> View:
+def view_for(stream: TextIO) -> ProgressView:
     """Return the view for the current environment: a notebook's cell, a terminal, or any other output."""
     draw = _cell()
     if draw is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytrain_plus.observe.events import Event
+from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.storage.outage import outage_text
 
 WINDOW_S = 10.0
@@ -15,7 +15,7 @@ WINDOW_S = 10.0
 
 
 @dataclass(slots=True)
-class Standing:
+class RunProgress:
     """The current progress of a run. `total`: the number of its steps."""
 
     total: int
@@ -39,7 +39,7 @@ class Standing:
     _outages: set[tuple[str, str]] = field(default_factory=set)
     """(place, error) of each storage that does not accept writes now."""
 
-    def add(self, event: Event) -> str | None:
+    def add(self, event: RunEvent) -> str | None:
         """Add one event; return the line to show for it, if any.
 
         A loss gets one line, once it is recovered from or has to wait. A planned change gets one line too.
@@ -84,13 +84,13 @@ class Standing:
         elif kind == "checkpoint_failed" and any(error in event["error"] for _, error in self._outages):
             # The outage that caused it already has a line.
             return None
-        return told(event)
+        return event_text(event)
 
     def _untold(self) -> list[str]:
         lost, self._lost = self._lost, []
         return lost
 
-    def _view(self, event: Event) -> str | None:
+    def _view(self, event: RunEvent) -> str | None:
         before, self._members = self._members, [member["worker"] for member in event["members"]]
         self.workers, self.collective, self.waiting = len(self._members), event["collective"], ""
         self._recent.clear()
@@ -140,17 +140,17 @@ class Standing:
         if not self.workers:
             return "  ".join([*parts, "starting workers"])
         if (speed := self.samples_per_s) is not None:
-            parts.append(f"{spell_speed(speed)} samples/s")
+            parts.append(f"{speed_text(speed)} samples/s")
         parts.append(plural(self.workers, "worker"))
         if (left := self.seconds_left) is not None:
             parts.append(f"{clock_text(left)} left")
         return "  ".join(parts)
 
 
-def spell_speed(per_s: float) -> str:
+def speed_text(per_s: float) -> str:
     """Return a speed with its significant digits.
 
-    >>> spell_speed(0.25), spell_speed(117.3), spell_speed(12345.6)
+    >>> speed_text(0.25), speed_text(117.3), speed_text(12345.6)
     ('0.25', '117', '12,346')
     """
     return f"{per_s:.2g}" if per_s < 10 else f"{per_s:,.0f}"
@@ -177,11 +177,11 @@ def clock_text(seconds: float) -> str:
     return f"{whole // 60}:{whole % 60:02d}"
 
 
-def told(event: Event) -> str | None:
+def event_text(event: RunEvent) -> str | None:
     """Return the line for an event that is shown independent of earlier events, or None."""
     kind = event["kind"]
     if kind == "evaluated":
-        return f"held out, {after_step(event['step'])}: {figures(event['metrics'])}"
+        return f"held out, {after_step(event['step'])}: {metrics_text(event['metrics'])}"
     if kind == "drain_notice":
         return f"node {event['node'][:12]} will leave"
     if kind == "checkpoint_failed":
@@ -196,7 +196,7 @@ def told(event: Event) -> str | None:
     return None
 
 
-def _ready(event: Event) -> str:
+def _ready(event: RunEvent) -> str:
     members = event["members"]
     hosted = sorted({len(member["shards"]) for member in members}, reverse=True)
     # The members of one replica together hold the model once; its stages hold parts of it.
@@ -218,6 +218,6 @@ def after_step(step: int) -> str:
     return "untrained" if step < 0 else f"after step {step + 1}"
 
 
-def figures(metrics: Mapping[str, Any]) -> str:
+def metrics_text(metrics: Mapping[str, Any]) -> str:
     """Return metrics as one line of text."""
     return ", ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())

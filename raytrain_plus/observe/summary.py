@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from raytrain_plus.observe.run_progress import Standing, after_step, clock_text, figures, plural, spell_speed
+from raytrain_plus.observe.run_progress import RunProgress, after_step, clock_text, metrics_text, plural, speed_text
 from raytrain_plus.result import Result, resume_command
 from raytrain_plus.storage.address import is_address, within
 
 
-def summary(result: Result, standing: Standing | None) -> list[str]:
+def summary(result: Result, progress: RunProgress | None) -> list[str]:
     """Return the last lines of a run: how it ended, its metrics, its files, and the next command.
 
-    `standing`: the progress that its events added up to; None or an empty one if the run had already ended. The error
+    `progress`: the progress that its events added up to; None or an empty one if the run had already ended. The error
     of a failed run is not included: a view shows it where errors belong.
     """
-    lines = [_head(result), *_held_out(result, standing), *_time(result)]
+    lines = [_head(result), *_held_out(result, progress), *_time(result)]
     if result.show and result.show.strip():
         said = result.show.rstrip().splitlines()
         lines += ["", "  the model says:", *(f"    {line}".rstrip() for line in said), ""]
@@ -38,13 +38,13 @@ def _head(result: Result) -> str:
     head = f"{result.name} {result.status}: {plural(result.steps, 'step')}, {plural(result.samples, 'sample')}"
     if result.seconds <= 0:
         return head
-    return f"{head} in {clock_text(result.seconds)}, {spell_speed(result.samples / result.seconds)} samples/s"
+    return f"{head} in {clock_text(result.seconds)}, {speed_text(result.samples / result.seconds)} samples/s"
 
 
-def _held_out(result: Result, standing: Standing | None) -> list[str]:
-    if standing is None or not standing.evaluations:
-        return [f"  reached  {figures(result.metrics)}"] if result.metrics else []
-    (first_step, first), (last_step, last) = standing.evaluations[0], standing.evaluations[-1]
+def _held_out(result: Result, progress: RunProgress | None) -> list[str]:
+    if progress is None or not progress.evaluations:
+        return [f"  reached  {metrics_text(result.metrics)}"] if result.metrics else []
+    (first_step, first), (last_step, last) = progress.evaluations[0], progress.evaluations[-1]
     width = max(map(len, last), default=0)
     lines = []
     for name, value in last.items():

@@ -6,7 +6,7 @@ This module writes the format itself instead of using tensorboardX, which loads 
     length (8 bytes) | checksum of the length (4) | payload | checksum of the payload (4)
 
 numbers little-endian, checksums CRC-32C, rotated and shifted; a payload is a protocol buffer `Event` {1: wall time,
-2: step, 3: the format's name (first record) or 5: summary {1: value {1: tag, 2: figure}}}.
+2: step, 3: the format's name (first record) or 5: summary {1: value {1: tag, 2: metric}}}.
 
 On a file system a run's controller appends to one file; elsewhere it writes parts (`storage.growing`), each of which is
 such a file.
@@ -21,7 +21,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
-from raytrain_plus.observe.metrics import Figure
+from raytrain_plus.observe.event_metrics import MetricValue
 from raytrain_plus.storage.appended import Appended
 from raytrain_plus.storage.growing import Growing
 from raytrain_plus.storage.interface import Folder
@@ -54,9 +54,9 @@ class Scalars:
         self._flushed = 0.0
         self._file: Appended | Growing | None = None
 
-    def add(self, figures: Sequence[Figure]) -> None:
+    def add(self, metrics: Sequence[MetricValue]) -> None:
         """See `Tracker`."""
-        records = b"".join(record(scalar_event(one.time_s, one.step, one.name, one.value)) for one in figures)
+        records = b"".join(record(scalar_event(one.time_s, one.step, one.name, one.value)) for one in metrics)
         if not records:
             return
         if self._file is None:
@@ -100,8 +100,8 @@ class Scalars:
 
 def scalar_event(time_s: float, step: int, name: str, value: float) -> bytes:
     """Return one metric as a protocol buffer `Event`; `time_s`: Unix seconds."""
-    figure = _bytes(1, name.encode()) + _key(2, 5) + struct.pack("<f", _single(value))
-    return _double(1, time_s) + _key(2, 0) + _varint(step) + _bytes(5, _bytes(1, figure))
+    metric = _bytes(1, name.encode()) + _key(2, 5) + struct.pack("<f", _single(value))
+    return _double(1, time_s) + _key(2, 0) + _varint(step) + _bytes(5, _bytes(1, metric))
 
 
 def record(payload: bytes) -> bytes:

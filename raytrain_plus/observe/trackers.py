@@ -29,8 +29,8 @@ from typing import IO, Any, Protocol
 import yaml
 
 from raytrain_plus.errors import FolderGone, InputError
-from raytrain_plus.observe.events import Event
-from raytrain_plus.observe.metrics import Figure, Figures
+from raytrain_plus.observe.event_metrics import EventMetrics, MetricValue
+from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.observe.tensorboard import Scalars
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.interface import Folder
@@ -56,7 +56,7 @@ MOST_BYTES = 1 << 20
 class Tracker(Protocol):
     """A receiver of a run's metrics."""
 
-    def add(self, figures: Sequence[Figure]) -> None:
+    def add(self, metrics: Sequence[MetricValue]) -> None:
         """Take the next metrics."""
 
     def end(self, status: str) -> None:
@@ -82,7 +82,9 @@ def settings_for(names: Sequence[str], environment: Mapping[str, str]) -> dict[s
     return {name: value for name, value in environment.items() if prefixes and name.startswith(prefixes)}
 
 
-def begun(names: Sequence[str], run: Folder, job_yaml: str, environment: Mapping[str, str], where: str) -> list[Relay]:
+def start_trackers(
+    names: Sequence[str], run: Folder, job_yaml: str, environment: Mapping[str, str], where: str
+) -> list[Relay]:
     """Start these trackers for the run of a resolved job; see `Relay.begin`."""
     relays = [Relay(name, run) for name in names]
     for relay in relays:
@@ -97,19 +99,19 @@ class Trackers:
         """`relays`: the started trackers that the job names. `outages` records failed writes of TensorBoard's files."""
         self._scalars = Scalars(run.inside("tensorboard"), outages=outages)
         self._relays = relays
-        self._figures = Figures()
+        self._metrics = EventMetrics()
         self._status = "failed"
 
-    def add(self, event: Event) -> None:
+    def add(self, event: RunEvent) -> None:
         """Send the metrics of one event to all trackers."""
         if event["kind"] == "run_finished":
             self._status = event["status"]
-        figures = self._figures.of(event)
-        if not figures:
+        metrics = self._metrics.of(event)
+        if not metrics:
             return
         for relay in self._relays:
-            relay.add(figures)
-        self._scalars.add(figures)
+            relay.add(metrics)
+        self._scalars.add(metrics)
 
     def close(self) -> None:
         """End all trackers within seconds. Raises `OSError` if TensorBoard's files cannot be written."""
@@ -170,12 +172,12 @@ class Relay:
         self._listener.start()
         self._say({"run": self._kept(), "title": settings["name"], "settings": settings})
 
-    def add(self, figures: Sequence[Figure]) -> None:
+    def add(self, metrics: Sequence[MetricValue]) -> None:
         """See `Tracker`."""
         if len(self._owed) < MOST_BYTES:
-            self._say([astuple(figure) for figure in figures])
+            self._say([astuple(metric) for metric in metrics])
         else:
-            self._dropped += len(figures)
+            self._dropped += len(metrics)
             self._write()
 
     def end(self, status: str) -> None:

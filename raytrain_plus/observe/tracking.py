@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from raytrain_plus.credentials import without_credentials
-from raytrain_plus.observe.metrics import Figure
+from raytrain_plus.observe.event_metrics import MetricValue
 from raytrain_plus.observe.trackers import END_S, LOAD_S, Tracker
 
 PERIOD_S = 1.0
@@ -40,17 +40,17 @@ class Queue:
 
     def __init__(self) -> None:
         self._news = threading.Condition()
-        self._figures: deque[Figure] = deque(maxlen=KEPT)
-        self._taken: list[Figure] = []
+        self._metrics: deque[MetricValue] = deque(maxlen=KEPT)
+        self._taken: list[MetricValue] = []
         self.dropped = 0
         self.status = ""
         """The status with which the run has ended; empty while it runs."""
 
-    def put(self, figures: Sequence[Figure]) -> None:
+    def put(self, metrics: Sequence[MetricValue]) -> None:
         """Add metrics; never waits."""
         with self._news:
-            self.dropped += max(0, len(self._figures) + len(figures) - KEPT)
-            self._figures.extend(figures)
+            self.dropped += max(0, len(self._metrics) + len(metrics) - KEPT)
+            self._metrics.extend(metrics)
 
     def end(self, status: str) -> None:
         """Record that the run has ended with `status`; no more metrics will come."""
@@ -63,11 +63,11 @@ class Queue:
         with self._news:
             self._news.wait_for(lambda: self.status, seconds)
 
-    def first(self) -> list[Figure]:
+    def first(self) -> list[MetricValue]:
         """Return the next metrics to deliver: the same ones until `done` is called."""
         with self._news:
-            while self._figures and len(self._taken) < MOST:
-                self._taken.append(self._figures.popleft())
+            while self._metrics and len(self._taken) < MOST:
+                self._taken.append(self._metrics.popleft())
             return self._taken
 
     def done(self) -> None:
@@ -79,7 +79,7 @@ class Queue:
     def missing(self) -> int:
         """The number of metrics that were dropped or are not delivered yet."""
         with self._news:
-            return self.dropped + len(self._taken) + len(self._figures)
+            return self.dropped + len(self._taken) + len(self._metrics)
 
 
 def deliver(queue: Queue, begin: Callable[[], tuple[str, Tracker]], tell: Tell) -> None:
@@ -97,8 +97,8 @@ def deliver(queue: Queue, begin: Callable[[], tuple[str, Tracker]], tell: Tell) 
             if tracker is None:
                 run, tracker = begin()
                 tell({"run": run})
-            while figures := queue.first():
-                tracker.add(figures)
+            while metrics := queue.first():
+                tracker.add(metrics)
                 queue.done()
             if status:
                 tracker.end(status)
@@ -133,7 +133,7 @@ def read(lines: BinaryIO, queue: Queue) -> None:
                 queue.dropped += came["dropped"]
                 queue.end(came["end"])
             else:
-                queue.put([Figure(*values) for values in came])
+                queue.put([MetricValue(*values) for values in came])
     if not queue.status:
         queue.end("failed")
 

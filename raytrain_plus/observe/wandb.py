@@ -13,7 +13,7 @@ from typing import Any
 
 import wandb
 
-from raytrain_plus.observe.metrics import Figure
+from raytrain_plus.observe.event_metrics import MetricValue
 
 STEP = "trainer/step"
 """The metric used as step: W&B's own step must rise, but ours does not in a resumed run or for late metrics."""
@@ -25,10 +25,10 @@ class Wandb:
     def __init__(self, run: Any) -> None:
         self._run = run
 
-    def add(self, figures: Sequence[Figure]) -> None:
+    def add(self, metrics: Sequence[MetricValue]) -> None:
         """See `Tracker`. Raises what W&B raises."""
-        for (step, time_s), together in itertools.groupby(figures, lambda figure: (figure.step, figure.time_s)):
-            values = {figure.name: figure.value for figure in together}
+        for (step, time_s), together in itertools.groupby(metrics, lambda metric: (metric.step, metric.time_s)):
+            values = {metric.name: metric.value for metric in together}
             self._run.log({**values, STEP: step, "_timestamp": time_s})
 
     def end(self, status: str) -> None:

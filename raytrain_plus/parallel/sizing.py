@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Shape, useful_shape
-from raytrain_plus.parallel.pipeline.layout import amiss, holders
+from raytrain_plus.parallel.pipeline.layout import chunk_stages, schedule_fault
 
 
-def cuts_of(job: Job, layers: Sequence[str] | None = None) -> tuple[int, ...]:
+def stage_counts(job: Job, layers: Sequence[str] | None = None) -> tuple[int, ...]:
     """Return the possible numbers of stages: the requested number, then smaller ones.
 
     A smaller number is used only if there are too few workers for the larger ones. `layers`: the layer names, if known.
     Raises `InputError` if the requested number is not possible.
     """
-    wished = job.parallel.pipeline
-    fault = _fault(job, wished, largest(job), layers)
+    requested = job.parallel.pipeline
+    fault = _fault(job, requested, most_workers(job), layers)
     if fault is not None:
         raise fault
-    cuts = [wished]
+    counts = [requested]
     # With at least as many workers as a replica has, no other partition is needed.
-    for stages in range(wished - 1, job.workers.min - 1, -1):
-        if _fault(job, stages, cuts[-1] - 1, layers) is None:
-            cuts.append(stages)
-    return tuple(cuts)
+    for stages in range(requested - 1, job.workers.min - 1, -1):
+        if _fault(job, stages, counts[-1] - 1, layers) is None:
+            counts.append(stages)
+    return tuple(counts)
 
 
 def most_shards(job: Job, stages: int) -> int:
@@ -33,27 +33,29 @@ def most_shards(job: Job, stages: int) -> int:
     return -(-job.data.shards // max(1, min(job.workers.min // stages, job.data.shards)))
 
 
-def largest(job: Job) -> int:
+def most_workers(job: Job) -> int:
     """Return the most workers that can have work: one replica per shard."""
     return min(job.workers.max or job.workers.min, job.data.shards * job.parallel.pipeline)
 
 
-def shapes_of(job: Job, cuts: Sequence[int]) -> dict[int, Shape]:
+def shapes_of(job: Job, counts: Sequence[int]) -> dict[int, Shape]:
     """Return the shape of the group for each number of workers from `workers.min` on."""
     shapes = {}
-    for workers in range(job.workers.min, max(job.workers.min, largest(job)) + 1):
-        shape = useful_shape(workers, job.workers.min, workers, job.data.shards, cuts)
+    for workers in range(job.workers.min, max(job.workers.min, most_workers(job)) + 1):
+        shape = useful_shape(workers, job.workers.min, workers, job.data.shards, counts)
         if shape is not None:
             shapes[workers] = shape
     return shapes
 
 
-def left_out(job: Job, cuts: Sequence[int]) -> str:
+def unused_workers(job: Job, counts: Sequence[int]) -> str:
     """Return why fewer workers than `workers.max` are used, and how many; empty if all are used."""
     maximum = job.workers.max or job.workers.min
-    if cuts[-1] > job.workers.min:
-        return f"workers.min is treated as {cuts[-1]}: with fewer workers, no partition of the model fits the schedule"
-    shape = useful_shape(maximum, job.workers.min, maximum, job.data.shards, cuts)
+    if counts[-1] > job.workers.min:
+        return (
+            f"workers.min is treated as {counts[-1]}: with fewer workers, no partition of the model fits the schedule"
+        )
+    shape = useful_shape(maximum, job.workers.min, maximum, job.data.shards, counts)
     if shape is None or shape.size == maximum:
         return ""
     if shape.stages > 1:
@@ -70,7 +72,7 @@ def _fault(job: Job, stages: int, most: int, layers: Sequence[str] | None) -> In
     schedule, shards = job.parallel.schedule, job.data.shards
     if stages == 1:
         return None
-    chunks = len(holders(schedule, stages))
+    chunks = len(chunk_stages(schedule, stages))
     if layers is not None and len(layers) < chunks:
         return InputError(
             f"{stages} stages of {schedule} need {chunks} layers, but the model has {len(layers)}: {', '.join(layers)}",
@@ -80,7 +82,9 @@ def _fault(job: Job, stages: int, most: int, layers: Sequence[str] | None) -> In
         )
     for replicas in range(1, max(1, min(most // stages, shards)) + 1):
         for hosted in {shards // replicas, -(-shards // replicas)}:
-            if problem := amiss(schedule, stages, hosted * job.parallel.microbatches * job.parallel.steps_together):
+            if problem := schedule_fault(
+                schedule, stages, hosted * job.parallel.microbatches * job.parallel.steps_together
+            ):
                 return InputError(
                     f"{problem}: with {replicas} replica{'s' * (replicas != 1)}, one hosts {hosted} of the {shards} "
                     "shards",

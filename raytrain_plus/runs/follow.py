@@ -9,10 +9,10 @@ from typing import TextIO
 
 from raytrain_plus.data.of_job import steps_of
 from raytrain_plus.errors import InputError, RunError
-from raytrain_plus.observe.events import Event, Tail, glance
 from raytrain_plus.observe.page import Page
-from raytrain_plus.observe.progress import PLAIN_S, View
-from raytrain_plus.observe.run_progress import Standing, plural
+from raytrain_plus.observe.progress import PLAIN_S, ProgressView
+from raytrain_plus.observe.run_events import RunEvent, Tail, glance
+from raytrain_plus.observe.run_progress import RunProgress, plural
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import DATASET, LEASE_S, holder_lives, job_of, lease_document
 from raytrain_plus.runs.status import what_is_kept
@@ -29,7 +29,7 @@ _DATASET = has.object_of(rows=has.whole(1, 2**48))
 
 
 def watch(
-    run: Folder, view: View | None, heard: Callable[[], None] = lambda: None, timeout_s: float | None = None
+    run: Folder, view: ProgressView | None, heard: Callable[[], None] = lambda: None, timeout_s: float | None = None
 ) -> Result:
     """Show all past and new events in `view` until the run ends; return its result.
 
@@ -78,24 +78,24 @@ def seen(run: Folder) -> Page:
 
 def print_events(run: Folder, stream: TextIO, follow: bool) -> None:
     """Write the past events to `stream`, a line each, with the time; if `follow`, continue until the run ends."""
-    standing = Standing(total=_steps(run))
+    progress = RunProgress(total=_steps(run))
     tail, liveness = Tail(run), _Liveness(run)
     shown, unwritten = -math.inf, None
 
-    def say(event: Event, line: str) -> None:
+    def say(event: RunEvent, line: str) -> None:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
         print(f"{moment}  {line}", file=stream, flush=True)
 
     while True:
         continues = Result.load(run) is None and liveness.alive()
         for event in tail.read():
-            line = standing.add(event)
+            line = progress.add(event)
             if event["kind"] == "step_committed":
                 unwritten = event
                 if event["time"] - shown >= PLAIN_S:
-                    line, shown, unwritten = standing.line(), event["time"], None
+                    line, shown, unwritten = progress.line(), event["time"], None
             if event["kind"] == "run_finished" and unwritten is not None:
-                say(unwritten, standing.line())
+                say(unwritten, progress.line())
                 unwritten = None
             if line:
                 say(event, line)
@@ -104,7 +104,7 @@ def print_events(run: Folder, stream: TextIO, follow: bool) -> None:
                 say(event, "\n".join(filter(None, [ended, event["error"]])))
         if not (follow and continues):
             if unwritten is not None:
-                say(unwritten, standing.line())
+                say(unwritten, progress.line())
             return
         time.sleep(HERE_S if run.path is not None else ELSEWHERE_S)
 

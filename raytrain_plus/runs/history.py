@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raytrain_plus.data.parts import FOLDER as LEDGER
-from raytrain_plus.observe.events import read_events
+from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.runs.folder import claims_of
 from raytrain_plus.state.checkpoint import Found, survey
 from raytrain_plus.storage.interface import Folder

@@ -18,7 +18,7 @@ import xxhash
 
 from raytrain_plus.errors import CheckpointError, DamagedError
 from raytrain_plus.state import manifest as m
-from raytrain_plus.state.shares import Piece
+from raytrain_plus.state.shares import StatePiece
 from raytrain_plus.state.tensorfile import header
 from raytrain_plus.storage.interface import Folder, Stat
 
@@ -34,7 +34,7 @@ READERS = 4
 class Copy:
     """A piece of a tensor, copied from the live one."""
 
-    piece: Piece
+    piece: StatePiece
     dtype: str
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
@@ -42,12 +42,12 @@ class Copy:
     """The piece's bytes, in one dimension."""
 
 
-def amiss(run: Folder, manifest: m.Manifest) -> str:
+def find_checkpoint_fault(run: Folder, manifest: m.Manifest) -> str:
     """Describe the first file of a checkpoint that is missing or incomplete, as seen from here; empty if none is."""
-    return _amiss(manifest, run.files(f"{m.FOLDER}/{manifest.name}"))
+    return _fault_among(manifest, run.files(f"{m.FOLDER}/{manifest.name}"))
 
 
-def _amiss(manifest: m.Manifest, files: Mapping[str, Stat]) -> str:
+def _fault_among(manifest: m.Manifest, files: Mapping[str, Stat]) -> str:
     for file in manifest.files:
         stat = files.get(f"{m.FOLDER}/{manifest.name}/{file.name}")
         if stat is None:
@@ -102,13 +102,13 @@ def write_share(
 
     file = f"{writer:05d}-of-{writers:05d}.safetensors"
     run.write(f"{m.FOLDER}/{name}/{file}", chunks())
-    tensors: dict[str, m.Tensor] = {}
+    tensors: dict[str, m.StoredTensor] = {}
     at = len(head)
     for copy in copies:
         piece = copy.piece
         stored = m.Stored(0, at, piece.bytes, piece.first, piece.last, xxhash.xxh3_128(copy.data.data).hexdigest())
         before = tensors[piece.tensor].pieces if piece.tensor in tensors else ()
-        tensors[piece.tensor] = m.Tensor(copy.dtype, copy.shape, (*before, stored))
+        tensors[piece.tensor] = m.StoredTensor(copy.dtype, copy.shape, (*before, stored))
         at += piece.bytes
     return m.Share(m.File(file, at, total.hexdigest(), len(head), xxhash.xxh3_128(head).hexdigest()), tensors)
 
@@ -128,7 +128,7 @@ def commit(run: Folder, manifest: m.Manifest) -> None:
 
     Raises `CheckpointError` if another controller has committed one of that name.
     """
-    file, document = f"{m.FOLDER}/{manifest.name}.json", m.to_bytes(manifest)
+    file, document = f"{m.FOLDER}/{manifest.name}.json", m.manifest_bytes(manifest)
     # An attempt that failed after the file had its name did succeed: the content is then the same.
     if not run.create(file, document) and run.read(file) != document:
         raise CheckpointError("another controller has written this checkpoint", where=f"{run.where}/{file}")
@@ -171,12 +171,12 @@ def _found(run: Folder, name: str, files: Mapping[str, Stat], past: Iterable[tup
     if m.void(name, past):
         return nothing("void: the run resumed from an earlier checkpoint")
     try:
-        manifest = m.from_bytes(run.read(document), name)
+        manifest = m.parse_manifest(run.read(document), name)
     except FileNotFoundError:
         return nothing("removed a moment ago")
     except CheckpointError as error:
         return told(None, error.what, error)
-    fault = _amiss(manifest, files)
+    fault = _fault_among(manifest, files)
     return told(None, fault) if fault else told(manifest, "")
 
 

@@ -29,10 +29,10 @@ def check_finite(tensors: Named, allowed: Collection[str], step: int) -> None:
     """Raise `TrainingError` if a tensor of the state after `step` holds NaN or infinity."""
     found = not_finite(tensors, allowed)
     if found:
-        raise TrainingError(spell_not_finite(step, found))
+        raise TrainingError(not_finite_message(step, found))
 
 
-def spell_not_finite(step: int, names: Collection[str]) -> str:
+def not_finite_message(step: int, names: Collection[str]) -> str:
     """Return the error message for these non-finite tensors of the state after `step`."""
     first, *others = names
     more = f" and {len(others)} more tensors hold" if len(others) > 1 else " and one more tensor hold" * len(others)
@@ -49,7 +49,9 @@ def as_tensors(packed: Mapping[str, Packed]) -> Named:
 
 def tensor_of(dtype: str, data: Array) -> torch.Tensor:
     """Return a flat tensor that shares these bytes."""
-    return torch.from_numpy(data).view(getattr(torch, dtype))
+    kind = getattr(torch, dtype)
+    # numpy gives an empty slice a stride of 0, with which torch views no other dtype.
+    return torch.from_numpy(data).view(kind) if data.size else torch.empty(0, dtype=kind)
 
 
 def _finite(value: torch.Tensor) -> bool:

@@ -55,7 +55,7 @@ def saved_model(holding: Holding) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model_state(holding).items() if name not in unsaved}
 
 
-def described(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
+def describe_state(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
     """Return the state as live tensors and a JSON tree. Raises `TaskError` for values that JSON cannot hold."""
     tensors = model_state(holding)
     rest = {
@@ -96,7 +96,7 @@ def _classes(holding: Holding) -> dict[str, str | None]:
     return {"optimizer": type(holding.optimizer).__qualname__, "scheduler": scheduler}
 
 
-def other_classes(tree: Json, holding: Holding) -> list[str]:
+def class_differences(tree: Json, holding: Holding) -> list[str]:
     """Describe how the classes of the task's optimizer and scheduler differ from those of a state.
 
     One class may silently accept the state of another and continue differently.
@@ -111,7 +111,7 @@ def other_classes(tree: Json, holding: Holding) -> list[str]:
     ]
 
 
-def put_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device], torch.Tensor]) -> None:
+def load_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device], torch.Tensor]) -> None:
     """Load optimizer, scheduler and grids from a tree; `tensor(name, device)` returns the tensors.
 
     Raises `TaskError` if optimizer or scheduler are of other classes or have other groups, before changing anything.
@@ -119,7 +119,7 @@ def put_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device],
     if holding.optimizer is None:
         _put_rest(tree, holding)
         return
-    others = other_classes(tree, holding)
+    others = class_differences(tree, holding)
     if others:
         raise TaskError(f"the task does not match the state to load: {'; '.join(others)}")
     by_name = dict(holding.parameters)

@@ -13,7 +13,7 @@ import torch
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.checkpoint import Copy
 from raytrain_plus.state.dtypes import DTYPES
-from raytrain_plus.state.holding import Holding, described
+from raytrain_plus.state.holding import Holding, describe_state
 from raytrain_plus.state.named import bytes_of, dtype_name
 from raytrain_plus.state.shares import share_out
 from raytrain_plus.state.stages import layer_of
@@ -36,7 +36,7 @@ class HostMemory:
         All `size` writers hold the same state. `speaks`: whether this writer also writes the tensors of no layer, for
         all stages.
         """
-        tensors, tree = described(holding)
+        tensors, tree = describe_state(holding)
         if not speaks:
             tensors = {name: value for name, value in tensors.items() if layer_of(name) is not None}
         sizes = {name: (tuple(value.shape), value.nbytes) for name, value in tensors.items()}
@@ -51,7 +51,7 @@ class HostMemory:
 
     def snapshot(self, step: int, holding: Holding) -> Snapshot:
         """Copy the whole state after `step`; the digest is left empty."""
-        tensors, tree = described(holding)
+        tensors, tree = describe_state(holding)
         copied = self._copied([bytes_of(value) for value in tensors.values()])
         packed = {
             name: (dtype_name(value.dtype), tuple(value.shape), data)
@@ -88,7 +88,7 @@ class HostMemory:
 
 def check_storable(holding: Holding) -> None:
     """Raise `TaskError` if a checkpoint cannot hold a tensor of the state."""
-    for name, value in described(holding)[0].items():
+    for name, value in describe_state(holding)[0].items():
         if dtype_name(value.dtype) not in DTYPES:
             raise TaskError(
                 f"'{name}' has dtype {dtype_name(value.dtype)}, which a checkpoint cannot hold",

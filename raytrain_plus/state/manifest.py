@@ -75,7 +75,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class StoredTensor:
     """A tensor and its pieces, in order."""
 
     dtype: str
@@ -104,7 +104,7 @@ class Share:
     """The share that one writer has written: a file, and the pieces of tensors in it."""
 
     file: File
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, StoredTensor]
     """The tensors' pieces; their `file` is 0."""
 
 
@@ -136,7 +136,7 @@ class Manifest:
     tree: Any
     """The values that are not tensors: see `state.holding`."""
     files: tuple[File, ...]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, StoredTensor]
 
     @property
     def name(self) -> str:
@@ -164,9 +164,9 @@ def parse_name(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def joined(shares: Sequence[Share]) -> tuple[tuple[File, ...], dict[str, Tensor]]:
+def join_shares(shares: Sequence[Share]) -> tuple[tuple[File, ...], dict[str, StoredTensor]]:
     """Merge shares: return all files, and all tensors with their pieces in order."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for number, share in enumerate(shares):
         for name, part in share.tensors.items():
             pieces = [
@@ -174,19 +174,19 @@ def joined(shares: Sequence[Share]) -> tuple[tuple[File, ...], dict[str, Tensor]
                 for piece in part.pieces
             ]
             before = tensors[name].pieces if name in tensors else ()
-            tensors[name] = Tensor(part.dtype, part.shape, (*before, *pieces))
+            tensors[name] = StoredTensor(part.dtype, part.shape, (*before, *pieces))
     return tuple(share.file for share in shares), tensors
 
 
-def to_bytes(manifest: Manifest) -> bytes:
+def manifest_bytes(manifest: Manifest) -> bytes:
     """Return the manifest's document. Raises `ValueError` or `CheckpointError` if it could not be read back."""
     rest = json.dumps({"format": FORMAT, **asdict(manifest)}, allow_nan=False)[1:].encode()
     document = f'{{"xxh3_128": "{xxhash.xxh3_128(rest).hexdigest()}", '.encode() + rest
-    from_bytes(document, manifest.name)
+    parse_manifest(document, manifest.name)
     return document
 
 
-def from_bytes(document: bytes, name: str) -> Manifest:
+def parse_manifest(document: bytes, name: str) -> Manifest:
     """Parse a manifest's document.
 
     Raises `DamagedError` if it is damaged or invalid, `CheckpointError` if another version wrote it.
@@ -215,7 +215,9 @@ def from_bytes(document: bytes, name: str) -> Manifest:
                 **values,
                 "files": tuple(File(**file) for file in values["files"]),
                 "tensors": {
-                    tensor: Tensor(what["dtype"], tuple(what["shape"]), tuple(Stored(**at) for at in what["pieces"]))
+                    tensor: StoredTensor(
+                        what["dtype"], tuple(what["shape"]), tuple(Stored(**at) for at in what["pieces"])
+                    )
                     for tensor, what in values["tensors"].items()
                 },
             }
@@ -293,7 +295,7 @@ def void(name: str, resumptions: Iterable[tuple[int, int]]) -> bool:
     return any(at[1] < generation and at[0] > step for generation, step in resumptions)
 
 
-def mismatch(stored: Mapping[str, Tensor], built: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
+def mismatch(stored: Mapping[str, StoredTensor], built: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
     """Describe how a model's parameters and buffers (name -> dtype, shape) differ from a checkpoint's."""
     theirs = {name: tensor for name, tensor in stored.items() if name.startswith(("param/", "buffer/"))}
     said = [f"{_short(name)} is in the checkpoint, not in the task's model" for name in sorted(theirs.keys() - built)]

@@ -19,7 +19,7 @@ def named_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of the state by name, on its own device; Python numbers become float64 scalars."""
-    return {**dict(_model_state(module)), **optimizer_state(optimizer, parameters)}
+    return {**dict(_module_state(module)), **optimizer_state(optimizer, parameters)}
 
 
 def optimizer_state(
@@ -46,7 +46,7 @@ def optimizer_values(parameter: str, values: Mapping[str, Any]) -> dict[str, tor
     return state
 
 
-def _model_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _module_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in module.named_parameters():
         yield f"param/{name}", parameter.detach()
     persistent = module.state_dict().keys()

@@ -17,7 +17,7 @@ LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StatePiece:
     """Rows [first, last) of a tensor's first dimension; [0, 1) for a scalar."""
 
     tensor: str
@@ -28,7 +28,7 @@ class Piece:
     bytes: int
 
 
-def share_out(tensors: Mapping[str, tuple[tuple[int, ...], int]], writers: int) -> list[list[Piece]]:
+def share_out(tensors: Mapping[str, tuple[tuple[int, ...], int]], writers: int) -> list[list[StatePiece]]:
     """Return the pieces that each writer writes, given tensor -> (shape, bytes).
 
     >>> [[(piece.tensor, piece.bytes) for piece in share] for share in share_out({"a": ((3,), 12), "b": ((), 8)}, 2)]
@@ -36,7 +36,7 @@ def share_out(tensors: Mapping[str, tuple[tuple[int, ...], int]], writers: int) 
     """
     total = sum(size for _, size in tensors.values())
     most = min(MOST_BYTES, max(LEAST_BYTES, math.ceil(total / (4 * writers))))
-    shares: list[list[Piece]] = [[] for _ in range(writers)]
+    shares: list[list[StatePiece]] = [[] for _ in range(writers)]
     before = 0
     for name in sorted(tensors):
         for piece in _cut(name, *tensors[name], most):
@@ -47,13 +47,13 @@ def share_out(tensors: Mapping[str, tuple[tuple[int, ...], int]], writers: int) 
     return shares
 
 
-def _cut(name: str, shape: tuple[int, ...], size: int, most: int) -> Iterator[Piece]:
+def _cut(name: str, shape: tuple[int, ...], size: int, most: int) -> Iterator[StatePiece]:
     rows = shape[0] if shape else 1
     if not rows or not size:
-        yield Piece(name, 0, rows, 0, 0)
+        yield StatePiece(name, 0, rows, 0, 0)
         return
     row_bytes = size // rows
     step = max(1, rows if size <= most else most // row_bytes)
     for first in range(0, rows, step):
         last = min(rows, first + step)
-        yield Piece(name, first, last, first * row_bytes, (last - first) * row_bytes)
+        yield StatePiece(name, first, last, first * row_bytes, (last - first) * row_bytes)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from raytrain_plus.errors import TaskError
 
 Tree = Any
-Tensor = TypeVar("Tensor")
+AnyTensor = TypeVar("AnyTensor")
 
 _OF_LAYERS = ("param/", "buffer/", "optim/")
 
@@ -29,7 +29,7 @@ def layer_of(name: str) -> str | None:
     return name.partition("/")[2].partition("/")[0].partition(".")[0]
 
 
-def own_tensors(tensors: Mapping[str, Tensor], others: Collection[str]) -> dict[str, Tensor]:
+def own_tensors(tensors: Mapping[str, AnyTensor], others: Collection[str]) -> dict[str, AnyTensor]:
     """Return the tensors without those of the layers `others`."""
     return {name: value for name, value in tensors.items() if layer_of(name) not in others}
 

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.state.holding import Holding, described, model_state, put_tree
+from raytrain_plus.state.holding import Holding, describe_state, load_tree, model_state
 from raytrain_plus.state.named import bytes_of, dtype_name, optimizer_values
 from raytrain_plus.state.stages import own_tensors, own_tree, whole_tree
 from raytrain_plus.state.tree import from_json
@@ -38,15 +38,15 @@ class Snapshot:
     """The result of `digest`; empty if not computed yet."""
 
 
-def take(step: int, holding: Holding) -> Snapshot:
+def take_snapshot(step: int, holding: Holding) -> Snapshot:
     """Return the state after `step`; on the CPU its tensors share memory with the live ones."""
-    tensors, tree = described(holding)
+    tensors, tree = describe_state(holding)
     packed = {name: _pack(value) for name, value in tensors.items()}
     values = json.dumps(tree).encode()
-    return Snapshot(step, packed, values, digest(step, packed, values))
+    return Snapshot(step, packed, values, snapshot_digest(step, packed, values))
 
 
-def digest(step: int, tensors: Mapping[str, Packed], values: bytes) -> str:
+def snapshot_digest(step: int, tensors: Mapping[str, Packed], values: bytes) -> str:
     """Return XXH3 (128 bits) over step, values and tensors in name order: it detects damage, not manipulation."""
     total = xxhash.xxh3_128(f"{step}\0".encode() + values)
     for name in sorted(tensors):
@@ -84,7 +84,7 @@ def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:
     return state
 
 
-def put(snapshot: Snapshot, holding: Holding) -> None:
+def load_snapshot(snapshot: Snapshot, holding: Holding) -> None:
     """Swap a snapshot in. Raises `TaskError` if it is of another model, before changing anything."""
     tree = json.loads(snapshot.values)
     targets = model_state(holding)
@@ -97,7 +97,7 @@ def put(snapshot: Snapshot, holding: Holding) -> None:
             raise TaskError(f"the task built another model than on other workers: {name} has another shape")
 
     with torch.no_grad():
-        put_tree(tree, holding, lambda name, device: unpacked(snapshot.tensors[name], device))
+        load_tree(tree, holding, lambda name, device: unpacked(snapshot.tensors[name], device))
         for name, target in targets.items():
             _fill(target, snapshot.tensors[name])
 

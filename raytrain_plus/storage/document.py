@@ -7,10 +7,10 @@ from typing import Any
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.json_shape import Shape, anything
+from raytrain_plus.storage.json_shape import JsonShape, anything
 
 
-def read_object(folder: Folder, name: str, remedy: str, shape: Shape = anything) -> dict[str, Any]:
+def read_object(folder: Folder, name: str, remedy: str, shape: JsonShape = anything) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises `FileNotFoundError` if the file does not exist, `InputError` if it holds no object of this shape.
@@ -18,7 +18,7 @@ def read_object(folder: Folder, name: str, remedy: str, shape: Shape = anything)
     return parse_object(folder.read(name), f"{folder.where}/{name}", 1, remedy, shape)
 
 
-def parse_object(text: bytes, file: str, line: int, remedy: str, shape: Shape = anything) -> dict[str, Any]:
+def parse_object(text: bytes, file: str, line: int, remedy: str, shape: JsonShape = anything) -> dict[str, Any]:
     """Return the JSON object in `text`, which begins on this line of a file.
 
     Raises `InputError` if it is not an object of this shape.

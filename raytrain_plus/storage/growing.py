@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from raytrain_plus.errors import FolderGone
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
-from raytrain_plus.storage.periodic import Repeated
+from raytrain_plus.storage.periodic import PeriodicCall
 
 REST = 5.0
 """Minimum pause between two writes, as a multiple of the duration of the first."""
@@ -27,7 +27,7 @@ PART_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
-class _Part:
+class _StoredPart:
     data: bytearray
     name: str = ""
     first: bytes = b""
@@ -58,17 +58,17 @@ class Growing:
         self._name = name
         self._head = head
         self._entering = threading.Lock()
-        self._parts: deque[_Part] = deque()
+        self._parts: deque[_StoredPart] = deque()
         self._writing = threading.Lock()
-        self._repeated = Repeated(self._sync_or_later, period_s, REST, "growing")
+        self._periodic = PeriodicCall(self._sync_or_later, period_s, REST, "growing")
 
     def append(self, record: bytes) -> None:
         """Add a record; records are never split between parts."""
         with self._entering:
             if not self._parts or len(self._parts[-1].data) >= PART_BYTES:
-                self._parts.append(_Part(bytearray(self._head)))
+                self._parts.append(_StoredPart(bytearray(self._head)))
             self._parts[-1].data += record
-            self._repeated.start()
+            self._periodic.start()
 
     def sync(self) -> None:
         """Return when all records are written. Raises `OSError` if that fails."""
@@ -88,16 +88,16 @@ class Growing:
 
     def close(self) -> None:
         """Write the remaining records and stop. Raises `OSError` if that fails."""
-        self._repeated.stop()
+        self._periodic.stop()
         self.sync()
 
     def abandon(self) -> None:
         """Discard the records that are not written yet."""
-        self._repeated.stop()
+        self._periodic.stop()
         with self._writing, self._entering:
             self._parts.clear()
 
-    def _write(self, part: _Part, data: bytes) -> None:
+    def _write(self, part: _StoredPart, data: bytes) -> None:
         while not part.written:
             if not part.name:
                 part.name, part.first = self._name(), data

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Shape = Callable[[Any], str]
+JsonShape = Callable[[Any], str]
 MOST = 2**63 - 1
 
 
@@ -37,7 +37,7 @@ def truth(value: Any) -> str:
     return "" if isinstance(value, bool) else f"{_spelled(value)} is not a boolean"
 
 
-def whole(lowest: int, highest: int = MOST) -> Shape:
+def whole(lowest: int, highest: int = MOST) -> JsonShape:
     """Fit whole numbers from `lowest` to `highest`."""
 
     def check(value: Any) -> str:
@@ -49,7 +49,7 @@ def whole(lowest: int, highest: int = MOST) -> Shape:
     return check
 
 
-def number(lowest: float = -math.inf, highest: float = math.inf) -> Shape:
+def number(lowest: float = -math.inf, highest: float = math.inf) -> JsonShape:
     """Fit finite numbers from `lowest` to `highest`."""
 
     def check(value: Any) -> str:
@@ -67,17 +67,17 @@ def figure(value: Any) -> str:
     return number()(value).replace("finite number", "number")
 
 
-def one_of(*values: str) -> Shape:
+def one_of(*values: str) -> JsonShape:
     """Fit only these texts."""
     return lambda value: "" if value in values else f"{_spelled(value)} is not one of {', '.join(values)}"
 
 
-def maybe(shape: Shape) -> Shape:
+def maybe(shape: JsonShape) -> JsonShape:
     """Fit null and whatever `shape` fits."""
     return lambda value: "" if value is None else shape(value)
 
 
-def list_of(shape: Shape) -> Shape:
+def list_of(shape: JsonShape) -> JsonShape:
     """Fit lists whose entries all fit."""
 
     def check(value: Any) -> str:
@@ -88,7 +88,7 @@ def list_of(shape: Shape) -> Shape:
     return check
 
 
-def table_of(shape: Shape) -> Shape:
+def table_of(shape: JsonShape) -> JsonShape:
     """Fit objects with any names whose values all fit."""
 
     def check(value: Any) -> str:
@@ -99,7 +99,7 @@ def table_of(shape: Shape) -> Shape:
     return check
 
 
-def object_of(**fields: Shape) -> Shape:
+def object_of(**fields: JsonShape) -> JsonShape:
     """Fit objects that have at least these fields."""
 
     def check(value: Any) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-class Repeated:
+class PeriodicCall:
     """A periodic call, which begins with `start`."""
 
     def __init__(self, act: Callable[[], bool], period_s: float, rest: float, name: str) -> None:

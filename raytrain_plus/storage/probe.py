@@ -24,7 +24,7 @@ class Probe:
 
 
 @contextlib.contextmanager
-def left(storage: Folder, name: str) -> Iterator[Probe]:
+def leave_probe(storage: Folder, name: str) -> Iterator[Probe]:
     """Keep a probe in `storage` while the context is open; `name` identifies it. Raises `OSError` if writing fails."""
     probe = Probe(storage.address, f".probe-{name}", secrets.token_hex(8).encode())
     storage.write(probe.name, [probe.content])
@@ -38,7 +38,7 @@ def left(storage: Folder, name: str) -> Iterator[Probe]:
                 storage.remove(probe.name)
 
 
-def amiss_with(probe: Probe) -> str:
+def find_probe_fault(probe: Probe) -> str:
     """Return what is wrong with the storage as seen from this machine; empty if nothing is."""
     try:
         storage = open_folder(probe.where)
@@ -53,7 +53,7 @@ def amiss_with(probe: Probe) -> str:
 
 
 def refusal(machine: str, fault: str, storage: str) -> InputError:
-    """Return the error for a machine on which `amiss_with` found a fault."""
+    """Return the error for a machine on which `find_probe_fault` found a fault."""
     return InputError(
         f"the machine {machine} {fault}",
         where=f"storage: {storage}",
@@ -67,8 +67,8 @@ def keeps_others_out(folder: Folder) -> bool:
 
     Raises `OSError` if a file cannot be created or removed.
     """
-    tried = f".probe-{secrets.token_hex(4)}"
-    folder.create(tried, b"one")
-    kept = not folder.create(tried, b"another")
-    folder.remove(tried)
+    name = f".probe-{secrets.token_hex(4)}"
+    folder.create(name, b"one")
+    kept = not folder.create(name, b"another")
+    folder.remove(name)
     return kept

@@ -16,7 +16,7 @@ LAST_PAUSES_S = (*PAUSES_S, 8.0, 8.0, 8.0)
 """Seconds between attempts at the end of a run, after which nothing is written any more."""
 
 
-def tried(
+def retry(
     act: Callable[[], T],
     pauses_s: Sequence[float] | None = None,
     failed: Callable[[OSError], None] = lambda error: None,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from raytrain_plus.collective.world import Operation, Work, World, wait
-from raytrain_plus.training.control import Control
 from raytrain_plus.training.header import Flags
+from raytrain_plus.training.thread_control import Control
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

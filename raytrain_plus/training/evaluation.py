@@ -13,7 +13,7 @@ import torch
 
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.metrics import ShardBatches
+from raytrain_plus.training.metric_sums import ShardBatches
 from raytrain_plus.training.step import Stepper
 
 
@@ -35,7 +35,7 @@ def evaluate(
         part.module.eval()
     stepper.restore_buffers()
     with torch.no_grad():
-        sums = stepper.passes.figures(batches, sorted(hosted), context)
+        sums = stepper.passes.metric_sums(batches, sorted(hosted), context)
     stepper.restore_buffers()
     for part in stepper.parts:
         part.module.train()
@@ -44,7 +44,7 @@ def evaluate(
     assert names is not None, "every worker hosts held-out rows"
     _agree(names, step, context)
     flat = np.zeros((shards, len(names) + 1), dtype=np.float64)
-    for shard, of_shard in sums.figures.items():
+    for shard, of_shard in sums.by_shard.items():
         flat[shard, 0] = sums.rows[shard]
         flat[shard, 1:] = [of_shard.get(name, 0.0) for name in names]
     total = torch.from_numpy(flat)

@@ -60,10 +60,10 @@ class Flags:
 _FLAGS = len(fields(Flags))
 
 
-def either(said: Iterable[Flags]) -> Flags:
+def either(flags: Iterable[Flags]) -> Flags:
     """Return the flags that at least one worker raises."""
-    told = [astuple(one) for one in said]
-    return Flags(*map(any, zip(*told, strict=True)))
+    raised = [astuple(one) for one in flags]
+    return Flags(*map(any, zip(*raised, strict=True)))
 
 
 def size(shards: int) -> int:

@@ -14,13 +14,13 @@ from raytrain_plus.collective.world import World
 from raytrain_plus.data.reader import StepBatches
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
-from raytrain_plus.training.metrics import ShardBatches
+from raytrain_plus.training.metric_sums import ShardBatches
 from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.thread_control import Control
 
 DRAWN = 3
 """Offset, in a generation, of the step whose passes are drawn if the model has stages; the first steps warm up."""
@@ -57,7 +57,7 @@ class Window:
     """Returns the number of rows of each microbatch of a step."""
 
 
-class Saving(Protocol):
+class CheckpointWriter(Protocol):
     """The writer of checkpoints."""
 
     def busy(self) -> bool:
@@ -90,7 +90,7 @@ class Copying(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class StepTimeouts:
     """Time limits in seconds."""
 
     step_s: float
@@ -115,8 +115,8 @@ def train(
     window: Window | None,
     evaluation: Evaluation | None,
     evaluated: int,
-    limits: Limits,
-    saving: Saving,
+    timeouts: StepTimeouts,
+    saving: CheckpointWriter,
     copying: Copying,
     tell: Callable[[StepRecord | Evaluated], None],
     control: Control,
@@ -127,23 +127,26 @@ def train(
     after step `evaluated` have been made. If the evaluation due at `first_step` is not among them, it is made first.
     Raises `Interrupted` if the group changes.
     """
-
-    context = StepContext(
-        world=world,
-        control=control,
-        wait_s=limits.wait_s,
-        flags=lambda: Flags(
-            pause=control.pausing(), save=control.saving(), busy=saving.busy(), uncopied=not copying.ready()
-        ),
-        meanwhile=feed.more,
+    context = _context_of(world, control, timeouts, feed, saving, copying)
+    boundary = _Boundary(
+        stepper=stepper,
+        context=context,
+        hosted=hosted,
+        shards=shards,
+        steps=steps,
+        evaluation=evaluation,
+        evaluated=evaluated,
+        timeouts=timeouts,
+        saving=saving,
+        copying=copying,
+        tell=tell,
     )
-    boundary = _Boundary(stepper, context, hosted, shards, steps, evaluation, evaluated, limits, saving, copying, tell)
     boundary.copy(first_step - 1, copying.ready())
     boundary.evaluate(first_step - 1)
     step = first_step
     while step < steps:
-        limit_s = limits.first_step_s if step == first_step else limits.step_s
-        control.patience(limit_s)
+        limit_s = timeouts.first_step_s if step == first_step else timeouts.step_s
+        control.set_limit(limit_s)
         made = range(step, steps_end(step, steps, window, evaluation, saving) + 1)
         records, flags = _make(stepper, feed, context, made, window, first_step + DRAWN, limit_s)
         for record in records:
@@ -160,7 +163,23 @@ def train(
     return "finished"
 
 
-@dataclass(frozen=True, slots=True)
+def _context_of(
+    world: World, control: Control, timeouts: StepTimeouts, feed: Feed, saving: CheckpointWriter, copying: Copying
+) -> StepContext:
+    """Return the context of a generation's steps."""
+
+    def flags() -> Flags:
+        return Flags(
+            pause=control.pause_requested(),
+            save=control.save_requested(),
+            busy=saving.busy(),
+            uncopied=not copying.ready(),
+        )
+
+    return StepContext(world=world, control=control, wait_s=timeouts.wait_s, flags=flags, meanwhile=feed.more)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Boundary:
     """What happens between two steps: copies of the state, evaluations and checkpoints. See `train`."""
 
@@ -171,8 +190,8 @@ class _Boundary:
     steps: int
     evaluation: Evaluation | None
     evaluated: int
-    limits: Limits
-    saving: Saving
+    timeouts: StepTimeouts
+    saving: CheckpointWriter
     copying: Copying
     tell: Callable[[StepRecord | Evaluated], None]
 
@@ -189,7 +208,7 @@ class _Boundary:
             return {}
         if step not in (-1, self.steps - 1) and (step + 1) % self.evaluation.every_steps:
             return {}
-        self.context.control.patience(self.limits.first_step_s)
+        self.context.control.set_limit(self.timeouts.first_step_s)
         self.context.control.enter("data")
         metrics = evaluate(
             self.stepper, self.evaluation.batches, self.hosted, self.context, shards=self.shards, step=step
@@ -207,7 +226,7 @@ class _Boundary:
             # All members have seen `busy`, and none begins: retry at the next boundary, or the one after.
             control.save(control.generation)
             return
-        control.saved()
+        control.clear_save_request()
         control.enter("saving")
         self.saving.copy(step, metrics)
 
@@ -258,7 +277,9 @@ def _make(
     return records, applied[-1].flags
 
 
-def steps_end(step: int, steps: int, window: Window | None, evaluation: Evaluation | None, saving: Saving) -> int:
+def steps_end(
+    step: int, steps: int, window: Window | None, evaluation: Evaluation | None, saving: CheckpointWriter
+) -> int:
     """Return the last of the steps, from `step` on, that are committed together; the same for every member."""
     if window is None:
         return step

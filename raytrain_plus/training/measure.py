@@ -23,7 +23,7 @@ from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.task import Task
 from raytrain_plus.training.model import Built, build_chunks, layer_names, to_device
-from raytrain_plus.training.passes import weighed
+from raytrain_plus.training.passes import weighted_loss
 from raytrain_plus.training.randomness import random_key, set_random_key
 
 TIMES = 3
@@ -32,7 +32,7 @@ COPIES = 4
 """Copies of each parameter that a worker usually keeps: the parameter, its gradient and two optimizer values."""
 
 
-def measured(
+def measure_layers(
     task: Task, seed: int, device: torch.device, microbatch: Microbatch, overlaps: bool = False
 ) -> tuple[Layer, ...]:
     """Return the layers of the task's model with their measured costs.
@@ -63,7 +63,7 @@ def measured(
             chunk.begin(work, 1)
             if given is not None:
                 chunk.set_local_fwd_input(given, 0)
-            saved = _Saved(module)
+            saved = _SavedBytes(module)
             with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda kept: kept):
                 output = chunk.forward_one_chunk(0)
             if isinstance(output, Tensors):
@@ -92,7 +92,7 @@ def measured(
     return tuple(found)
 
 
-def measured_here(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
+def measure_layers_on_cpu(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
     """Return the same, measured on this machine's CPU, for a check before a run.
 
     Raises `TaskError` if the task fails, or if its batches contain values that cannot pass between stages.
@@ -103,12 +103,12 @@ def measured_here(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
         with as_task_error("the layers cannot be run one after the other", f"task: {job.task}"):
             microbatch = first_microbatch(rows, job.parallel.microbatches, task.collate)
             classes_of(microbatch.batch)
-            return measured(task, job.seed, torch.device("cpu"), microbatch, job.parallel.overlaps)
+            return measure_layers(task, job.seed, torch.device("cpu"), microbatch, job.parallel.overlaps)
     finally:
         torch.set_num_threads(threads)
 
 
-def room_of(device: torch.device | None = None) -> int:
+def total_memory(device: torch.device | None = None) -> int:
     """Return the bytes of memory of a GPU; for a CPU or None, of this machine."""
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
@@ -124,7 +124,7 @@ def _each(task: Task, seed: int, device: torch.device, names: tuple[str, ...]) -
         yield name, built
 
 
-class _Saved:
+class _SavedBytes:
     """Count the bytes that a forward pass keeps for the backward pass, without parameters."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -140,7 +140,7 @@ class _Saved:
 
 
 class _Alone:
-    """A microbatch, as `chunk.Work`, with timed passes."""
+    """A microbatch, as `chunk.PassWork`, with timed passes."""
 
     def __init__(self, task: Task, seed: int, device: torch.device, microbatch: Microbatch) -> None:
         self._task = task
@@ -155,21 +155,21 @@ class _Alone:
         return taken
 
     def rows(self, microbatch: int) -> int:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         return self._microbatch.rows
 
     def batch(self, microbatch: int) -> Any:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         return to_device(self._microbatch.batch, self._device, copy=True)
 
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
-        """See `chunk.Work`."""
-        loss, weight = weighed(self._task, model, batch, self._microbatch.rows)
+        """See `chunk.PassWork`."""
+        loss, weight = weighted_loss(self._task, model, batch, self._microbatch.rows)
         return loss * weight
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, microbatch: int) -> Iterator[None]:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         set_random_key(random_key(self._seed, "measure", chunk))
         self._wait()
         start = time.perf_counter()

@@ -22,10 +22,10 @@ from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
-from raytrain_plus.training.metrics import Figures, ShardBatches
+from raytrain_plus.training.metric_sums import MetricSums, ShardBatches
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.part import ModelPart
-from raytrain_plus.training.verdict import Said
+from raytrain_plus.training.verdict import SumStatus
 
 Shards = Mapping[int, Sequence[Microbatch]]
 """For each hosted shard, its microbatches of a step."""
@@ -42,16 +42,16 @@ class ReplicaPasses(Protocol):
     def chunks(self) -> Sequence[int]:
         """The index in the model of each part that this worker holds."""
 
-    def figures(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> Figures:
+    def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """Return the metrics of the held-out batches of the hosted shards; the same on
         all stages of a model replica.
         """
 
-    def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the gradients of all tied parameters of the model replica, given those held here."""
 
-    def agree(self, step: int, said: Said, context: StepContext) -> Said:
-        """Return what all stages of the replica know of the step's sums; `said` is this stage's knowledge.
+    def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:
+        """Return what all stages of the replica know of the step's sums; `status` is this stage's knowledge.
 
         Returns once every member of every stage's world is known to hold its sums.
         """
@@ -140,13 +140,13 @@ class Whole:
                 search.shard_ended(shard, 0, part.parameters)
                 if shard == last:
                     # Gradients cannot be checked after they are submitted.
-                    return part.gradients.reduce_during(nothing, context.world, control.check)
+                    return part.gradients.reduce_during(no_backward, context.world, control.check)
             part.gradients.end_shard()
         raise AssertionError("a worker in a world hosts at least one shard with rows in every step")
 
-    def figures(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> Figures:
+    def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """See `ReplicaPasses`."""
-        found, part, control = Figures(), self._part, context.control
+        found, part, control = MetricSums(), self._part, context.control
         for shard in hosted:
             part.buffers.restore()
             found.begin(shard)
@@ -158,20 +158,20 @@ class Whole:
                 found.add(shard, microbatch.rows, given)
         return found
 
-    def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """See `ReplicaPasses`: all of them are on this worker."""
         return gradients
 
-    def agree(self, step: int, said: Said, context: StepContext) -> Said:
+    def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:
         """See `ReplicaPasses`: this is the only stage; other replicas can copy a step that one replica has applied."""
-        return said
+        return status
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, float]:
         batch = on_device(microbatch.batch, self._device)
-        return weighed(self._task, self._part.module, batch, microbatch.rows)
+        return weighted_loss(self._task, self._part.module, batch, microbatch.rows)
 
 
-def nothing() -> None:
+def no_backward() -> None:
     """Stand in for the last backward pass, which has already run."""
 
 
@@ -184,7 +184,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return to_device(batch, device, copy=True)
 
 
-def weighed(task: Task, model: nn.Module, batch: Any, rows: int) -> tuple[torch.Tensor, float]:
+def weighted_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> tuple[torch.Tensor, float]:
     """Return the task's mean loss of a batch and its weight.
 
     Raises `TrainingError` if the loss is not a single number.

@@ -24,11 +24,11 @@ from raytrain_plus.torch_compat import keep_write_counts
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import Flags, ShardReport
-from raytrain_plus.training.metrics import Figures, ShardBatches
+from raytrain_plus.training.metric_sums import MetricSums, ShardBatches
 from raytrain_plus.training.passes import Shards
-from raytrain_plus.training.randomness import Keyed
+from raytrain_plus.training.randomness import MicrobatchKeys
 from raytrain_plus.training.replica import ReplicaStage
-from raytrain_plus.training.verdict import Said
+from raytrain_plus.training.verdict import SumStatus
 
 
 class PipeDream:
@@ -63,17 +63,17 @@ class PipeDream:
         """See `passes.Overlapping`."""
         return self.weights.updating()
 
-    def figures(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> Figures:
+    def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """See `passes.ReplicaPasses`."""
-        return self.stage.figures(batches, hosted, context)
+        return self.stage.metric_sums(batches, hosted, context)
 
-    def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """See `passes.ReplicaPasses`."""
         return self.stage.tied_gradients(gradients)
 
-    def agree(self, step: int, said: Said, context: StepContext) -> Said:
+    def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:
         """See `passes.ReplicaPasses`."""
-        return self.stage.agree(step, said, context)
+        return self.stage.agree(step, status, context)
 
 
 class WeightVersions:
@@ -130,7 +130,7 @@ class WeightVersions:
 
 
 class _WindowWork:
-    """Several steps of a model replica, as `chunk.Work`: the microbatches of all their shards in sequence."""
+    """Several steps of a model replica, as `chunk.PassWork`: the microbatches of all their shards in sequence."""
 
     def __init__(
         self,
@@ -165,19 +165,19 @@ class _WindowWork:
         self._due: int | None = None
         """The step whose last backward pass has run here."""
         self._before = self._part.writes()
-        self._keyed: dict[int, Keyed] = {}
+        self._keyed: dict[int, MicrobatchKeys] = {}
         self._search = FaultSearch()
         """The search of the step whose backward passes are running."""
         self._reports: dict[int, dict[int, ShardReport]] = {}
         self.bars: list[Bar] = []
 
     def rows(self, number: int) -> int:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         step, shard, index = self.places[number]
         return self._counted[step][shard][index].rows
 
     def batch(self, number: int) -> Any:
-        """See `chunk.Work`. The batch comes with the values for the ledger."""
+        """See `chunk.PassWork`. The batch comes with the values for the ledger."""
         step, shard, index = self.places[number]
         if step not in self._open:
             self._open[step] = self._batches_of(step)
@@ -187,13 +187,13 @@ class _WindowWork:
         return given
 
     def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         step, shard, _ = self.places[number]
         return self._stage.loss(model, given, self.rows(number), shard, self._reports.setdefault(step, {}))
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         self.end_due()
         part, (step, shard, index) = self._part, self.places[number]
         self._control.check()

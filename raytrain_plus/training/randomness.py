@@ -35,7 +35,7 @@ def set_random_key(key: int) -> None:
     random.seed(key)
 
 
-def repeatable() -> None:
+def make_deterministic() -> None:
     """Make this process compute reproducible bits; operations that cannot raise an error."""
     # cuBLAS reads it at its first use.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -58,11 +58,11 @@ class LayerKeys:
         self._seed = seed
 
     @contextlib.contextmanager
-    def microbatch(self, step: int | str, shard: int, microbatch: int) -> Iterator[Keyed]:
+    def microbatch(self, step: int | str, shard: int, microbatch: int) -> Iterator[MicrobatchKeys]:
         """Key all numbers drawn in the context by (seed, step, shard, microbatch, layer, use)."""
         prefix = (self._seed, step, shard, microbatch)
         set_random_key(random_key(*prefix, "", 0))
-        keyed = Keyed({name: self._model.get_submodule(name) for name in self._layers}, prefix)
+        keyed = MicrobatchKeys({name: self._model.get_submodule(name) for name in self._layers}, prefix)
         with keyed.open():
             yield keyed
 
@@ -71,7 +71,7 @@ class LayerKeys:
         set_random_key(random_key(self._seed, step, "apply"))
 
 
-class Keyed:
+class MicrobatchKeys:
     """The keys of one microbatch."""
 
     def __init__(self, layers: Mapping[str, nn.Module], prefix: tuple[int | str, ...]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk
-from raytrain_plus.parallel.pipeline.layout import holders, splits
+from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
 from raytrain_plus.parallel.pipeline.schedule import Pipeline
 from raytrain_plus.parallel.pipeline.timeline import Kind
@@ -24,11 +24,11 @@ from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import Flags, ShardReport
-from raytrain_plus.training.metrics import Figures, ShardBatches, checked
+from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.part import ModelPart
-from raytrain_plus.training.passes import on_device, put_header, weighed
-from raytrain_plus.training.verdict import Said, from_plain, merged
+from raytrain_plus.training.passes import on_device, put_header, weighted_loss
+from raytrain_plus.training.verdict import SumStatus, from_plain, merged
 
 AT_ONCE = 16
 """The most held-out microbatches in flight through the stages at once."""
@@ -96,7 +96,7 @@ class ReplicaStage:
         encoded = self.handovers.take_note("header", step * self.stages + self.number, self.last)
         put_header(self.first_part.gradients, encoded)
 
-    def hand_on_batches(self, batches: list[Any]) -> list[Any]:
+    def pass_on_batches(self, batches: list[Any]) -> list[Any]:
         """Pass the batches from the stage that reads the data to the stage that computes the loss.
 
         Returns the batches to use here.
@@ -113,14 +113,14 @@ class ReplicaStage:
         `given`: its batch, with the start position and the row ids for the ledger.
         """
         batch, start, ids = given
-        loss, weight = weighed(self.task, model, on_device(batch, self.device), rows)
+        loss, weight = weighted_loss(self.task, model, on_device(batch, self.device), rows)
         before = reports.get(shard) or ShardReport(start)
         reports[shard] = before.plus(rows, ids, weight, float(loss.detach()))
         return loss * weight
 
-    def figures(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> Figures:
+    def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """See `passes.ReplicaPasses`. Only the first stage gets the microbatches' batches; all stages know the rows."""
-        found, control = Figures(), context.control
+        found, control = MetricSums(), context.control
         for shard in hosted:
             found.begin(shard)
             numbered = enumerate(batches(shard))
@@ -128,12 +128,12 @@ class ReplicaStage:
             while some := list(itertools.islice(numbered, AT_ONCE)):
                 control.enter("collective")
                 work = _HeldOut(self, shard, some, context)
-                work.batches = self.hand_on_batches(work.batches)
+                work.batches = self.pass_on_batches(work.batches)
                 given = self.pipeline.forward(work, len(some))
                 if self.is_last:
                     for stage in range(self.stages):
-                        self.handovers.send_note("figures", stage, [checked(one) for one in given], stage)
-                received = self.handovers.take_note("figures", self.number, self.last)
+                        self.handovers.send_note("metrics", stage, [checked(one) for one in given], stage)
+                received = self.handovers.take_note("metrics", self.number, self.last)
                 for (_, microbatch), one in zip(some, received, strict=True):
                     found.add(shard, microbatch.rows, one)
                 self.handovers.finish()
@@ -141,7 +141,7 @@ class ReplicaStage:
         return found
 
     def tied_gradients(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `passes.ReplicaPasses.tied`."""
+        """See `passes.ReplicaPasses.exchange_tied`."""
         found = dict(gradients)
         if self.number not in self.tied:
             return found
@@ -157,7 +157,7 @@ class ReplicaStage:
         self.handovers.finish()
         return found
 
-    def agree(self, step: int, said: Said, context: StepContext) -> Said:
+    def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:
         """See `passes.ReplicaPasses`.
 
         One number goes around each stage's ring once its sums are complete, and then through the model replica. A stage
@@ -165,7 +165,7 @@ class ReplicaStage:
         """
         context.reduce(torch.zeros(1), "summed", f"the other replicas' gradient sums of step {step}")
         for stage in range(self.stages):
-            self.handovers.send_note("agreed", self.number, said.plain(), stage)
+            self.handovers.send_note("agreed", self.number, status.plain(), stage)
         received = [from_plain(self.handovers.take_note("agreed", stage, stage)) for stage in range(self.stages)]
         self.handovers.finish()
         return merged(received)
@@ -188,7 +188,7 @@ def replica_stage(
     `parts`: the stage's chunks in order; `classes`: the classes of the objects in batches.
     """
     handovers = Handovers(peers, device, classes)
-    where = holders(schedule, stages)
+    where = chunk_stages(schedule, stages)
     own = [chunk for chunk, stage in enumerate(where) if stage == peers.rank]
     held = dict(zip(own, parts, strict=True))
     chunks = [Chunk(part.module, chunk, where, handovers, splits(schedule)) for chunk, part in held.items()]
@@ -208,7 +208,7 @@ def replica_stage(
 
 
 class _HeldOut:
-    """Some held-out microbatches of a shard, as `chunk.Work`: their metrics take the place of the loss."""
+    """Some held-out microbatches of a shard, as `chunk.PassWork`: their metrics take the place of the loss."""
 
     def __init__(
         self, stage: ReplicaStage, shard: int, some: Sequence[tuple[int, Microbatch]], context: StepContext
@@ -220,21 +220,21 @@ class _HeldOut:
         self._control = context.control
 
     def rows(self, number: int) -> int:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         return self._some[number][1].rows
 
     def batch(self, number: int) -> Any:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         return self.batches[number]
 
     def loss(self, number: int, model: nn.Module, given: Any) -> Any:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         batch = to_device(given, self._stage.device, copy=self._stage.both_ends)
         return self._stage.task.evaluate(model, batch)
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         part = self._stage.parts[chunk]
         self._control.check()
         self._control.enter("computing")

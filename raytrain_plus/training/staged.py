@@ -21,11 +21,11 @@ from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import ShardReport
-from raytrain_plus.training.metrics import Figures, ShardBatches
-from raytrain_plus.training.passes import Shards, nothing
-from raytrain_plus.training.randomness import Keyed
+from raytrain_plus.training.metric_sums import MetricSums, ShardBatches
+from raytrain_plus.training.passes import Shards, no_backward
+from raytrain_plus.training.randomness import MicrobatchKeys
 from raytrain_plus.training.replica import ReplicaStage
-from raytrain_plus.training.verdict import Said
+from raytrain_plus.training.verdict import SumStatus
 
 
 class Staged:
@@ -49,7 +49,7 @@ class Staged:
         stage.expect_notes()
         stage.handovers.expect_note("header", stage.number, stage.last)
         stage.send_flags(flags)
-        work.batches = stage.hand_on_batches(work.batches)
+        work.batches = stage.pass_on_batches(work.batches)
         stage.pipeline.run(work, len(work.places))
         if stage.is_last:
             stage.share_header(0, work.reports, stage.take_flags())
@@ -57,26 +57,26 @@ class Staged:
         works = [
             one
             for part in stage.parts.values()
-            for one in part.gradients.reduce_during(nothing, context.world, control.check)
+            for one in part.gradients.reduce_during(no_backward, context.world, control.check)
         ]
         stage.handovers.finish()
         return works
 
-    def figures(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> Figures:
+    def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """See `passes.ReplicaPasses`."""
-        return self.stage.figures(batches, hosted, context)
+        return self.stage.metric_sums(batches, hosted, context)
 
-    def tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """See `passes.ReplicaPasses`."""
         return self.stage.tied_gradients(gradients)
 
-    def agree(self, step: int, said: Said, context: StepContext) -> Said:
+    def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:
         """See `passes.ReplicaPasses`."""
-        return self.stage.agree(step, said, context)
+        return self.stage.agree(step, status, context)
 
 
 class _ReplicaStep:
-    """One step of a model replica, as `chunk.Work`: the microbatches of all its shards in sequence."""
+    """One step of a model replica, as `chunk.PassWork`: the microbatches of all its shards in sequence."""
 
     def __init__(
         self, stage: ReplicaStage, step: int, shards: Shards, context: StepContext, search: FaultSearch | None
@@ -90,28 +90,28 @@ class _ReplicaStep:
         microbatches = (self._microbatch(number) for number in range(len(self.places)))
         self.batches: list[Any] = [(one.batch, one.start, one.ids) for one in microbatches]
         self._before = {chunk: part.writes() for chunk, part in stage.parts.items()}
-        self._keyed: dict[tuple[int, int], Keyed] = {}
+        self._keyed: dict[tuple[int, int], MicrobatchKeys] = {}
         self._seen: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self.reports: dict[int, ShardReport] = {}
         """The shards' reports; known on the stage of the last chunk."""
         self.bars: list[Bar] = []
 
     def rows(self, number: int) -> int:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         return self._microbatch(number).rows
 
     def batch(self, number: int) -> Any:
-        """See `chunk.Work`. The batch comes with the values for the ledger."""
+        """See `chunk.PassWork`. The batch comes with the values for the ledger."""
         return self.batches[number]
 
     def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         shard, _ = self.places[number]
         return self._stage.loss(model, given, self.rows(number), shard, self.reports)
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
-        """See `chunk.Work`."""
+        """See `chunk.PassWork`."""
         part, (shard, index) = self._stage.parts[chunk], self.places[number]
         last_of_shard = index + 1 == len(self._shards[shard])
         self._control.check()

@@ -32,12 +32,12 @@ from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import Flags, StepTotals
 from raytrain_plus.training.model import Built
 from raytrain_plus.training.part import make_parts
-from raytrain_plus.training.passes import Overlapping, Passes, Shards, Whole, nothing
+from raytrain_plus.training.passes import Overlapping, Passes, Shards, Whole, no_backward
 from raytrain_plus.training.step_sums import StepSums
 from raytrain_plus.training.verdict import (
     LOSS,
     SKIPPED_IN_A_ROW,
-    Said,
+    SumStatus,
     gradient_norm,
     of_step,
     squares_of,
@@ -82,7 +82,7 @@ class _Computed:
     """A step whose sums the stages of a replica have agreed on."""
 
     totals: StepTotals
-    said: Said
+    status: SumStatus
     reduce_s: float
     refused: str = ""
     """Why the step must not be applied; empty if it may be."""
@@ -129,7 +129,7 @@ class Stepper:
         self.scheduler = None if self.optimizer is None else task.scheduler(self.optimizer)
         self.passes: Passes | Overlapping = Whole(task, self.parts[0], device, shards)
         """Replaced in each generation if the model has stages."""
-        self.held: int | None = -1
+        self.last_applied: int | None = -1
         """The last applied step; None while the state is partially applied, also after a
         change that did not complete.
         """
@@ -183,7 +183,7 @@ class Stepper:
         # A worker that must leave may have handed over its state, so it must not change it.
         context.control.check()
         context.control.enter("applying")
-        squares = computed.said.squares
+        squares = computed.status.squares
         self._apply(squares)
         return _applied(computed.totals, gradient_norm(squares), computed.reduce_s, skipped=bool(computed.refused))
 
@@ -194,13 +194,13 @@ class Stepper:
             self._summed = None
             computed = self._compute(step, shards, context, scales, search, unfit)
             reduce_s += computed.reduce_s
-            said = computed.said
-            refused = why_refused(step, computed.totals.bad_shards, said, searched=search is not None)
-            if said.fit or refused:
+            status = computed.status
+            refused = why_refused(step, computed.totals.bad_shards, status, searched=search is not None)
+            if status.fit or refused:
                 if search is not None and not refused:
                     log.warning("step %d was not finite, but is finite when recomputed: check for faulty memory", step)
                 return replace(computed, reduce_s=reduce_s, refused=refused)
-            if said.settled:
+            if status.settled:
                 search = FaultSearch()
             else:
                 measured, bad = self._sums.measure(step, context)
@@ -241,7 +241,7 @@ class Stepper:
         reading = sums.read()
         if reading.settled:
             sums.take_means(totals.weight)
-        sums.add_tied(passes.tied, reading.settled)
+        sums.add_tied(passes.exchange_tied, reading.settled)
         squares = sums.squares() if reading.settled else {}
         if totals.bad_shards:
             squares[LOSS] = math.nan
@@ -252,8 +252,8 @@ class Stepper:
             squares[fault.parameter] = math.nan
         if reading.settled or squares:
             self._summed = _Summed(step, totals, dict(reading.scales))
-        said = passes.agree(step, Said(reading.settled, squares, fault), context)
-        return _Computed(totals, said, time.monotonic() - start)
+        status = passes.agree(step, SumStatus(reading.settled, squares, fault), context)
+        return _Computed(totals, status, time.monotonic() - start)
 
     def run_window(
         self, steps: range, counted: Callable[[int], Shards], batches: Callable[[int], Shards], context: StepContext
@@ -277,11 +277,11 @@ class Stepper:
         for part in self.parts:
             part.buffers.check_unchanged()
         self._ended = steps[-1]
-        said = passes.agree(steps[-1], Said(True, window.squares), context)
+        status = passes.agree(steps[-1], SumStatus(True, window.squares), context)
         context.control.check()
         self.finish({})
         return [
-            _applied(totals, gradient_norm(squares_of(step, said.squares)), reduce_s)
+            _applied(totals, gradient_norm(squares_of(step, status.squares)), reduce_s)
             for step, totals, reduce_s in zip(steps, window.totals, window.reduce_s, strict=True)
         ]
 
@@ -294,23 +294,25 @@ class Stepper:
         """
         control, sums = context.control, self._sums
         works = [
-            work for part in self.parts for work in part.gradients.reduce_during(nothing, context.world, control.check)
+            work
+            for part in self.parts
+            for work in part.gradients.reduce_during(no_backward, context.world, control.check)
         ]
         control.enter("collective")
         start = time.monotonic()
         totals = sums.wait(works, step, context)
         window.reduce_s.append(time.monotonic() - start)
         sums.take_means(totals.weight)
-        said = Said(True, sums.squares())
-        if not said.fit:
-            said = replace(said, fault=sums.first_fault(search, passes.chunks, step, context))
-        refused = why_refused(step, totals.bad_shards, said, searched=True)
+        status = SumStatus(True, sums.squares())
+        if not status.fit:
+            status = replace(status, fault=sums.first_fault(search, passes.chunks, step, context))
+        refused = why_refused(step, totals.bad_shards, status, searched=True)
         if refused:
             raise TrainingError(refused)
-        window.squares |= of_step(step, said.squares)
+        window.squares |= of_step(step, status.squares)
         control.check()
         control.enter("applying")
-        self.held = None
+        self.last_applied = None
         with passes.updating():
             self._change(step)
         for part in self.parts:
@@ -327,19 +329,19 @@ class Stepper:
         if self._ended is None:
             self._apply(squares)
         else:
-            self.held, self._ended = self._ended, None
+            self.last_applied, self._ended = self._ended, None
 
     def snapshot(self) -> transfer.Snapshot:
         """Return the committed state for a worker that lacks it. Must not be called while a step is applied."""
-        assert self.held is not None, "a partially applied state is never given away"
-        return transfer.take(self.held, self.holding())
+        assert self.last_applied is not None, "a partially applied state is never given away"
+        return transfer.take_snapshot(self.last_applied, self.holding())
 
     def adopt(self, snapshot: transfer.Snapshot) -> None:
         """Replace the state by another worker's."""
-        self.held = self._summed = self._ended = None
-        transfer.put(snapshot, self.holding())
+        self.last_applied = self._summed = self._ended = None
+        transfer.load_snapshot(snapshot, self.holding())
         self.restore_buffers()
-        self.held = snapshot.step
+        self.last_applied = snapshot.step
 
     def restore_buffers(self) -> None:
         """Put the committed buffers into the model."""
@@ -369,17 +371,17 @@ class Stepper:
             # All workers refuse the step alike: the state after it is the state before it.
             self.restore_buffers()
             self.counts[SKIPPED] += 1
-            self.held = summed.step
+            self.last_applied = summed.step
             return
         if self._clip_norm is not None and norm > self._clip_norm:
             self._sums.scale(self._clip_norm / (norm + 1e-6))
-        self.held = None
+        self.last_applied = None
         self._change(summed.step)
         for part in self.parts:
             part.buffers.commit(summed.totals.rows)
         self.scales = summed.scales
         self.counts[SKIPPED] = 0
-        self.held = summed.step
+        self.last_applied = summed.step
 
     def _check_may_skip(self, refused: str) -> None:
         """Raise `TrainingError` unless a step refused for this reason may be skipped."""

@@ -31,7 +31,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SumStatus:
     """What one stage, or all stages of a replica together, know of a step's sums."""
 
     settled: bool
@@ -52,21 +52,21 @@ class Said:
         return self.settled, dict(self.squares), fault
 
 
-def from_plain(values: Sequence[Any]) -> Said:
-    """Return the `Said` that `Said.plain` encoded."""
+def from_plain(values: Sequence[Any]) -> SumStatus:
+    """Return the `SumStatus` that `SumStatus.plain` encoded."""
     settled, squares, fault = values
-    return Said(settled, squares, None if fault is None else Fault(*fault))
+    return SumStatus(settled, squares, None if fault is None else Fault(*fault))
 
 
-def merged(said: Sequence[Said]) -> Said:
+def merged(statuses: Sequence[SumStatus]) -> SumStatus:
     """Return what all stages of a replica know together.
 
     A fault spreads from its layer to all earlier layers: of the first faulty shard, the last chunk has the cause.
     """
-    faults = [one.fault for one in said if one.fault is not None]
-    return Said(
-        all(one.settled for one in said),
-        {name: value for one in said for name, value in one.squares.items()},
+    faults = [one.fault for one in statuses if one.fault is not None]
+    return SumStatus(
+        all(one.settled for one in statuses),
+        {name: value for one in statuses for name, value in one.squares.items()},
         min(faults, key=lambda fault: (fault.shard, -fault.chunk), default=None),
     )
 
@@ -90,7 +90,7 @@ def squares_of(step: int, squares: Mapping[str, float]) -> dict[str, float]:
     return {name.partition("/")[2]: square for name, square in squares.items() if name.startswith(f"{step}/")}
 
 
-def why_refused(step: int, bad_shards: Sequence[int], said: Said, *, searched: bool) -> str:
+def why_refused(step: int, bad_shards: Sequence[int], status: SumStatus, *, searched: bool) -> str:
     """Return why the step cannot be applied; empty if it can be applied or must be recomputed first.
 
     `bad_shards`: shards whose loss is not finite. `searched`: each shard was checked while the sums were computed.
@@ -101,18 +101,18 @@ def why_refused(step: int, bad_shards: Sequence[int], said: Said, *, searched: b
             f"the loss of step {step} is not finite in {which}; the step was not applied. Usual causes: "
             "a learning rate that is too high, a division by zero or log(0) in the loss, bad values in the data"
         )
-    if said.fault is not None:
+    if status.fault is not None:
         return (
-            f"the gradient of step {step} is not finite in shard {said.fault.shard}, first in the parameter "
-            f"'{said.fault.parameter}', although the loss is finite; the step was not applied. Usual causes: the "
+            f"the gradient of step {step} is not finite in shard {status.fault.shard}, first in the parameter "
+            f"'{status.fault.parameter}', although the loss is finite; the step was not applied. Usual causes: the "
             "derivative of sqrt, norm or pow at 0, torch.where around an infinite branch, a learning rate that is too "
             "high"
         )
-    bad = [name for name, value in said.squares.items() if not math.isfinite(value)]
-    if not searched or said.fit or not (said.settled or bad):
+    bad = [name for name, value in status.squares.items() if not math.isfinite(value)]
+    if not searched or status.fit or not (status.settled or bad):
         return ""
     # Each gradient can be finite while only their sum is not.
-    of_parameters = [name for name in bad if not name.startswith(BUFFER)] or ([] if bad else [_largest(said.squares)])
+    of_parameters = [name for name in bad if not name.startswith(BUFFER)] or ([] if bad else [_largest(status.squares)])
     name = (of_parameters or bad)[-1]
     if name.startswith(BUFFER):
         return (

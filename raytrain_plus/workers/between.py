@@ -11,13 +11,13 @@ from typing import Any
 from raytrain_plus.errors import CheckpointError, DamagedError, RunError, StorageError
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.finite import as_tensors, not_finite
-from raytrain_plus.state.holding import model_state, other_classes
+from raytrain_plus.state.holding import class_differences, model_state
 from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.state.stages import own_tensors, own_tree
 from raytrain_plus.state.transfer import Snapshot
-from raytrain_plus.storage.retry import tried
-from raytrain_plus.training.control import Control
+from raytrain_plus.storage.retry import retry
+from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers.data_check import check_data
 from raytrain_plus.workers.messages import Layers, Outcome, ShareOf
 from raytrain_plus.workers.prepared import Prepared
@@ -29,12 +29,12 @@ from raytrain_plus.workers.warm_up import FIRST_STEP_S
 def finish(prepared: Prepared, control: Control, squares: Mapping[str, float]) -> Outcome:
     """Apply the step of which it has all sums, because others of its generation have: see `Stepper.finish`."""
     stepper = prepared.own.stepper
-    control.patience(prepared.plan.job.elastic.hang_timeout_s)
+    control.set_limit(prepared.plan.job.elastic.hang_timeout_s)
     control.enter("applying")
     stepper.finish(squares)
-    if stepper.held == prepared.plan.steps - 1:
+    if stepper.last_applied == prepared.plan.steps - 1:
         # This worker ends the run without reaching the end of its own training.
-        control.patience(FIRST_STEP_S)
+        control.set_limit(FIRST_STEP_S)
         control.enter("data")
         check_data(prepared.plan)
     return prepared.outcome("interrupted")
@@ -63,7 +63,7 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers) -> None:
     built = {
         name: (dtype_name(value.dtype), tuple(value.shape)) for name, value in model_state(stepper.holding()).items()
     }
-    differing = mismatch(stored, built) or other_classes(manifest.tree, stepper.holding())
+    differing = mismatch(stored, built) or class_differences(manifest.tree, stepper.holding())
     if differing:
         rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise CheckpointError(
@@ -72,7 +72,7 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers) -> None:
             remedy="use the layers, optimizer and args that the run began with, or start over with --fresh",
         )
     try:
-        tensors = tried(lambda: read_tensors(run, manifest, dict.fromkeys(stored)))
+        tensors = retry(lambda: read_tensors(run, manifest, dict.fromkeys(stored)))
     except StorageError as failure:
         raise StorageError(f"the checkpoint {manifest.name} cannot be read: {failure}") from failure
     bad = not_finite(as_tensors(tensors), stepper.allowed)
@@ -86,9 +86,9 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers) -> None:
 def keep(prepared: Prepared, controller: Any, share: ShareOf) -> None:
     """Write this worker's share of a checkpoint of the state that it holds."""
     stepper, saver = prepared.own.stepper, prepared.saver
-    held = stepper.held
-    assert held is not None, "a partially applied state is never saved"
+    last_applied = stepper.last_applied
+    assert last_applied is not None, "a partially applied state is never saved"
     saver.begin(Part(share, functools.partial(tell_written, controller)))
-    saver.copy(held, {})
-    if stepper.held != held:
+    saver.copy(last_applied, {})
+    if stepper.last_applied != last_applied:
         raise RunError("the worker's state changed while it was being copied")

@@ -21,7 +21,7 @@ from raytrain_plus.errors import RunError, WaitExpired
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.hostcopy import HostMemory
-from raytrain_plus.state.transfer import Snapshot, digest
+from raytrain_plus.state.transfer import Snapshot, snapshot_digest
 from raytrain_plus.workers.messages import Buddy, Sent
 
 SEND_S = 60.0
@@ -246,4 +246,4 @@ class Copier:
 
 
 def _digest(snapshot: Snapshot) -> str:
-    return digest(snapshot.step, snapshot.tensors, snapshot.values)
+    return snapshot_digest(snapshot.step, snapshot.tensors, snapshot.values)

@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from raytrain_plus.collective.formation import Formation
-from raytrain_plus.collective.horovod import HorovodWorld
+from raytrain_plus.collective.horovod_world import HorovodWorld
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.collective.torch import TorchWorld
+from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import World
 from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
 from raytrain_plus.job.task_loader import fault_of
-from raytrain_plus.training.control import Control
-from raytrain_plus.training.loop import Feed, Limits, train
+from raytrain_plus.training.loop import Feed, StepTimeouts, train
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers.data_check import check_data
 from raytrain_plus.workers.messages import Assignment, Outcome, Sent, Written
 from raytrain_plus.workers.prepared import Prepared
@@ -76,7 +76,7 @@ class Generation:
     def _trained(self) -> Outcome:
         prepared, control, assignment = self._prepared, self._control, self._assignment
         with ExitStack() as stack:
-            control.patience(assignment.ring.timeout_s)
+            control.set_limit(assignment.ring.timeout_s)
             control.enter("joining")
             control.check()
             # Its first batches are made while the world forms.
@@ -88,7 +88,7 @@ class Generation:
             self._controller.joined.remote(self._worker, assignment.generation, form_s)
             why = self._train(stepper, feed, world)
             if why == "finished":
-                control.patience(FIRST_STEP_S)
+                control.set_limit(FIRST_STEP_S)
                 control.enter("data")
                 check_data(prepared.plan)
         prepared.own.go_back()
@@ -184,7 +184,7 @@ class Generation:
             window=feeds.window(assignment.shards),
             evaluation=feeds.evaluation(assignment.layers.stage),
             evaluated=assignment.evaluated,
-            limits=Limits(
+            timeouts=StepTimeouts(
                 step_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S, wait_s=assignment.ring.timeout_s
             ),
             saving=prepared.saver,

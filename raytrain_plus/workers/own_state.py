@@ -52,7 +52,7 @@ class OwnState:
     def at(self, step: int, stage: Stage) -> Stepper | None:
         """Return the stepper if it holds that stage's state after `step`, else None."""
         now = self._now
-        return now.stepper if now is not None and (now.stepper.held, now.stage) == (step, stage) else None
+        return now.stepper if now is not None and (now.stepper.last_applied, now.stage) == (step, stage) else None
 
     def build(self, layers: Layers, *, keep_before: bool = False) -> Stepper:
         """Build this part of the model in place of what it holds.
@@ -86,6 +86,6 @@ def _as_good(now: StageState | None, before: StageState) -> bool:
 
     With more stages than before it has less of the model.
     """
-    if now is None or now.stepper.held is None:
+    if now is None or now.stepper.last_applied is None:
         return False
-    return now.stepper.held == before.stepper.held and now.stage.of <= before.stage.of
+    return now.stepper.last_applied == before.stepper.last_applied and now.stage.of <= before.stage.of

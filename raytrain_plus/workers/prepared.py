@@ -11,7 +11,7 @@ from pathlib import Path
 import cloudpickle
 import torch
 
-from raytrain_plus.collective.horovod import load_horovod
+from raytrain_plus.collective.horovod_world import load_horovod
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import REMEDY
@@ -22,10 +22,10 @@ from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
-from raytrain_plus.storage.probe import amiss_with, refusal
+from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
 from raytrain_plus.training.model import build_chunks, build_model
-from raytrain_plus.training.randomness import random_key, repeatable, set_random_key
+from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.data_check import same_data, sights_of
@@ -63,7 +63,7 @@ class Prepared:
         if now is None:
             return Outcome(holds=None, why=why)
         return Outcome(
-            holds=now.stepper.held,
+            holds=now.stepper.last_applied,
             why=why,
             stage=now.stage,
             ready=now.stepper.ready if now.stage.of > 1 else None,
@@ -79,7 +79,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, Ready]:
     _check_storage(plan)
     torch.set_num_threads(plan.job.workers.threads)
     if plan.job.reduction == "exact":
-        repeatable()
+        make_deterministic()
     if plan.collective == "horovod":
         _check_horovod()
     # What runs from here on may have threads of its own.
@@ -146,7 +146,7 @@ def build_part(plan: Plan, task: Task, device: torch.device, layers: Layers) -> 
 
 def _check_storage(plan: Plan) -> None:
     """Raise `InputError` if this node has another storage than the controller."""
-    fault = "" if plan.probe is None else amiss_with(plan.probe)
+    fault = "" if plan.probe is None else find_probe_fault(plan.probe)
     if fault:
         raise refusal(os.uname().nodename, fault, plan.job.storage)
 
@@ -185,13 +185,13 @@ def _size_of(stepper: Stepper) -> Ready:
 def _measured(task: Task, job: Job, device: torch.device, batch: Microbatch) -> Ready:
     """Measure the cost of each layer, which also warms up what a first step needs."""
     # Also loads torch's schedules before the first world forms.
-    from raytrain_plus.training.measure import measured, room_of
+    from raytrain_plus.training.measure import measure_layers, total_memory
     from raytrain_plus.training.staged import Staged  # noqa: F401
 
-    found = measured(task, job.seed, device, batch, overlaps=job.parallel.overlaps)
+    found = measure_layers(task, job.seed, device, batch, overlaps=job.parallel.overlaps)
     return Ready(
         parameters=sum(layer.parameters for layer in found),
         state_bytes=sum(layer.bytes for layer in found),
         layers=found,
-        room=room_of(device),
+        room=total_memory(device),
     )

@@ -10,8 +10,8 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain_plus.errors import Interrupted
-from raytrain_plus.state.transfer import Snapshot, digest, restricted
-from raytrain_plus.training.control import Control
+from raytrain_plus.state.transfer import Snapshot, restricted, snapshot_digest
+from raytrain_plus.training.thread_control import Control
 
 LOOK_S = 0.02
 """Seconds between two checks for a request, while a copy of the state is on its way."""
@@ -65,6 +65,6 @@ class ReceivedStates:
             snapshot: Snapshot = self._store.get(reference)
         except RayError as error:
             raise Interrupted(f"the donor's state did not arrive: {type(error).__name__}") from None
-        if digest(snapshot.step, snapshot.tensors, snapshot.values) != snapshot.digest:
+        if snapshot_digest(snapshot.step, snapshot.tensors, snapshot.values) != snapshot.digest:
             raise Interrupted("the donor's state arrived damaged")
         return snapshot

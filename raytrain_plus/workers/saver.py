@@ -20,7 +20,7 @@ from raytrain_plus.state.manifest import Share, name_of
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outage, outage_of
-from raytrain_plus.storage.retry import tried
+from raytrain_plus.storage.retry import retry
 from raytrain_plus.workers.messages import ShareOf, Written
 
 STILL_S = 300.0
@@ -38,7 +38,7 @@ class Part:
 
 
 class Saver:
-    """Implements `training.loop.Saving`."""
+    """Implements `training.loop.CheckpointWriter`."""
 
     def __init__(self, run: Folder, holding: Callable[[], Holding], every_steps: int | None, best: bool) -> None:
         """`best`: whether every evaluated state is saved, so that the best of them is kept."""
@@ -154,7 +154,7 @@ class Saver:
         try:
             check_finite(((copy.piece.tensor, _tensor(copy)) for copy in copies), allowed, step)
             name = name_of(step, part.of.generation)
-            share = tried(
+            share = retry(
                 lambda: write_share(run, name, part.of.writer, part.of.writers, copies, self._moved), failed=failed
             )
             part.tell(told(share, ""))

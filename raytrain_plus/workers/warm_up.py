@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.control import Control
+from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers.prepared import Prepared
 
 FIRST_STEP_S = 300.0
@@ -18,10 +18,10 @@ def warm_up(prepared: Prepared, control: Control) -> None:
         # It has measured the layers, which amounts to a step, and has no state that it could lose.
         return
     stepper = prepared.own.stepper
-    control.patience(FIRST_STEP_S)
+    control.set_limit(FIRST_STEP_S)
     control.enter("preparing")
     with prepared.feeds.batches((0,), 0, stream=False) as feed:
         batches = feed.get(0, FIRST_STEP_S)
         context = StepContext(world=SoloWorld(), control=Control(), wait_s=FIRST_STEP_S)
         stepper.run(0, batches.shards, context)
-    stepper.held = None
+    stepper.last_applied = None

@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 
 import ray
 
-from raytrain_plus.collective.interrupt import cut
+from raytrain_plus.collective.interrupt import close_connections
 from raytrain_plus.errors import DataChanged, RaytrainError
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.state.transfer import Array, Snapshot
-from raytrain_plus.training.control import Control
 from raytrain_plus.training.records import Activity
+from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers import between
 from raytrain_plus.workers.generation import Generation
 from raytrain_plus.workers.messages import Assignment, Buddy, Layers, Outcome, Place, Plan, Ready, ShareOf
@@ -82,7 +82,7 @@ class Worker:
         """Import and build the task; make the data if this node lacks it. Raises what is wrong with either."""
 
         def made() -> Ready:
-            self._control.patience(limit_s)
+            self._control.set_limit(limit_s)
             self._control.enter("preparing")
             self._preparation, ready = self._prepare(self._name, plan)
             return ready
@@ -206,8 +206,10 @@ class Worker:
         if not self._stale(generation, "an interrupt"):
             self._control.interrupt(generation)
         if self._control.generation == generation:
-            cut(rings, listeners=self._preparation is not None and self._preparation.plan.collective == "horovod")
-            cut(replicas, listeners=False)
+            close_connections(
+                rings, listeners=self._preparation is not None and self._preparation.plan.collective == "horovod"
+            )
+            close_connections(replicas, listeners=False)
         return self._control.activity()
 
     def activity(self) -> Activity:
@@ -224,9 +226,9 @@ class Worker:
             return None
         self._control.interrupt(generation)
         now = self._prepared.own.now
-        held = None if now is None or self._control.generation != generation else now.stepper.held
-        self._aside = held is not None
-        if held is None:
+        last_applied = None if now is None or self._control.generation != generation else now.stepper.last_applied
+        self._aside = last_applied is not None
+        if last_applied is None:
             return None
         return self._prepared.outcome("interrupted")
 

@@ -23,12 +23,12 @@ from torch import nn
 
 from raytrain_plus import Checkpoint, Data, Job, Workers, run
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.observe.events import read_events
+from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.state.checkpoint import commit, read_tensors, write_share
-from raytrain_plus.state.holding import Holding, described
+from raytrain_plus.state.holding import Holding, describe_state
 from raytrain_plus.state.hostcopy import HostMemory
-from raytrain_plus.state.manifest import Manifest, joined, name_of
-from raytrain_plus.state.transfer import Snapshot, put
+from raytrain_plus.state.manifest import Manifest, join_shares, name_of
+from raytrain_plus.state.transfer import Snapshot, load_snapshot
 from raytrain_plus.storage.local import LocalFolder
 
 REPOSITORY = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def plain_read(file: Path) -> None:
 def saving(rounds: int, gigabytes: float, where: Path | None) -> None:
     """The same bytes by `dd`, by us, by `torch.save` and by torch's distributed checkpoint; then read again."""
     held = big_state(gigabytes)
-    state, _ = described(held)
+    state, _ = describe_state(held)
     size = sum(value.nbytes for value in state.values())
     memory = HostMemory()
     figures: dict[str, list[float]] = {}
@@ -131,7 +131,7 @@ def saving(rounds: int, gigabytes: float, where: Path | None) -> None:
 
             def save_ours(run_folder: LocalFolder = run_folder, manifests: list[Manifest] = manifests) -> None:
                 copies, tree = memory.copy(held, 0, 1)
-                files, tensors = joined([write_share(run_folder, name_of(0, 0), 0, 1, copies)])
+                files, tensors = join_shares([write_share(run_folder, name_of(0, 0), 0, 1, copies)])
                 manifests.append(_manifest(files, tensors, tree))
                 commit(run_folder, manifests[0])
 
@@ -144,7 +144,7 @@ def saving(rounds: int, gigabytes: float, where: Path | None) -> None:
             def read_ours(run_folder: LocalFolder = run_folder, manifests: list[Manifest] = manifests) -> None:
                 [manifest] = manifests
                 tensors = read_tensors(run_folder, manifest, dict.fromkeys(manifest.tensors))
-                put(Snapshot(manifest.step, tensors, json.dumps(manifest.tree).encode(), ""), held)
+                load_snapshot(Snapshot(manifest.step, tensors, json.dumps(manifest.tree).encode(), ""), held)
 
             zero = f"dd if=/dev/zero of={folder}/dd bs=8M count={size >> 23} conv=fsync"
             works: dict[str, Callable[[], object]] = {

@@ -24,9 +24,9 @@ from raytrain_plus.collective.world import Operation
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.thread_control import Control
 
 SHARDS, ROWS, STEPS, CLASSES, SEED = 4, 8, 25, 10, 0
 CPU = torch.device("cpu")

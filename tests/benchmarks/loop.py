@@ -20,9 +20,9 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from raytrain_plus.collective.credentials import Credentials
 from raytrain_plus.collective.formation import Formation
-from raytrain_plus.collective.horovod import HorovodWorld, _environment, load_horovod
+from raytrain_plus.collective.horovod_world import HorovodWorld, _environment, load_horovod
+from raytrain_plus.collective.member_credentials import Credentials
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reader import Batches
@@ -34,10 +34,10 @@ from raytrain_plus.job.yaml import load_job
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.task import Task
-from raytrain_plus.training.control import Control
-from raytrain_plus.training.loop import Limits, train
+from raytrain_plus.training.loop import StepTimeouts, train
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.saver import Saver
 
@@ -145,7 +145,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
             window=None,
             evaluation=None,
             evaluated=-2,
-            limits=Limits(step_s=60, first_step_s=60, wait_s=60),
+            timeouts=StepTimeouts(step_s=60, first_step_s=60, wait_s=60),
             saving=Saver(LocalFolder(Path(folder)), stepper.holding, None, best=False),
             copying=Copier("alone", stepper.holding, 1),
             tell=told.append,

@@ -36,19 +36,19 @@ from raytrain_plus import Task
 from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.collective.torch import TorchWorld
+from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.job.settings import Schedule
-from raytrain_plus.parallel.pipeline.layout import amiss, holders
+from raytrain_plus.parallel.pipeline.layout import chunk_stages, schedule_fault
 from raytrain_plus.parallel.pipeline.schedule import orders
-from raytrain_plus.parallel.pipeline.timeline import Cost, bubble, laid_out, makespan
+from raytrain_plus.parallel.pipeline.timeline import Cost, bubble, makespan, simulate
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.thread_control import Control
 from tests.benchmarks.loop import credentials_for, own_credentials
 
 REPOSITORY = Path(__file__).parents[2]
@@ -103,7 +103,7 @@ class Deep(Task):
 
 def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: int, pad_s: float) -> list[float]:
     """Return the seconds of each step of one stage."""
-    where = holders(schedule, stages)
+    where = chunk_stages(schedule, stages)
     task = Deep(len(where), pad_s)
     built = build_chunks(task, 0, CPU, [[str(chunk)] for chunk, stage in enumerate(where) if stage == rank])
     one = Stepper(task, built, seed=0, shards=1, clip_norm=1.0, device=CPU)
@@ -146,7 +146,7 @@ def by_hand(
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=stages, timeout=timedelta(seconds=LIMIT_S)
     )
-    where = holders(schedule, stages)
+    where = chunk_stages(schedule, stages)
     like = torch.zeros(ROWS, WIDTH)
     made = []
     for chunk, stage in enumerate(where):
@@ -198,12 +198,12 @@ def timed(step: Callable[[int], Any], times: int = STEPS) -> list[float]:
 def ideal(schedule: Schedule, stages: int, microbatches: int, pad_s: float) -> tuple[float, float]:
     """Return makespan and bubble of one step of the schedule."""
     together = STEPS if schedule == "pipedream" else 1
-    count = len(holders(schedule, stages))
+    count = len(chunk_stages(schedule, stages))
     # The first chunk's input needs no gradient: all its backward work is that of its weights.
     costs = [Cost(pad_s, pad_s, pad_s)] * count
     if schedule == "zero-bubble":
         costs[0] = Cost(pad_s, 0.0, 2 * pad_s)
-    bars = laid_out(orders(schedule, stages, microbatches * together), costs)
+    bars = simulate(orders(schedule, stages, microbatches * together), costs)
     return makespan(bars) / together, bubble(bars, stages)
 
 
@@ -257,7 +257,7 @@ def main() -> None:
     )
     for schedule in options.schedules:
         for stages, microbatches in SHAPES:
-            if amiss(schedule, stages, microbatches):
+            if schedule_fault(schedule, stages, microbatches):
                 continue
             best, idle = ideal(schedule, stages, microbatches, options.pad)
             found: dict[str, list[float]] = {"ours": []}

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from raytrain_plus import Task
-from raytrain_plus.collective.horovod import HorovodWorld
+from raytrain_plus.collective.horovod_world import HorovodWorld
 from raytrain_plus.data.reader import PREFETCH_STEPS
 from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.ray_compat import drain_this_node

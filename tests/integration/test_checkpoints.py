@@ -38,7 +38,7 @@ from raytrain_plus import (
 )
 from raytrain_plus.data.audit import audit
 from raytrain_plus.launch.runner import resume
-from raytrain_plus.observe.events import read_events
+from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.state.checkpoint import survey
 from raytrain_plus.storage.address import within
 from raytrain_plus.storage.local import LocalFolder

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 
 from raytrain_plus import Workers, resume
 from raytrain_plus.data.audit import audit
-from raytrain_plus.observe.events import read_events
+from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job, raylets

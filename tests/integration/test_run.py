@@ -23,7 +23,7 @@ import pytest
 import ray
 
 from raytrain_plus import Data, Job, TaskError, run
-from raytrain_plus.observe.events import read_events
+from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.runs.status import state_of, status
 from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS

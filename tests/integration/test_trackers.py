@@ -13,7 +13,7 @@ import ray
 from raytrain_plus import Checkpoint, Data, Evaluate, InputError, Job, Workers, run
 from raytrain_plus.launch.cluster import controllers_of
 from raytrain_plus.launch.runner import resume
-from raytrain_plus.observe.events import read_events
+from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run

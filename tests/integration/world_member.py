@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytrain_plus.collective.credentials import Credentials
 from raytrain_plus.collective.formation import Formation
-from raytrain_plus.collective.horovod import HorovodWorld, load_horovod
-from raytrain_plus.collective.interrupt import cut
-from raytrain_plus.collective.torch import TorchWorld
+from raytrain_plus.collective.horovod_world import HorovodWorld, load_horovod
+from raytrain_plus.collective.interrupt import close_connections
+from raytrain_plus.collective.member_credentials import Credentials
+from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import wait
 from raytrain_plus.errors import Interrupted
 
@@ -151,7 +151,9 @@ def main() -> None:
             order = json.loads(line)
             if order["do"] == "cut":
                 member.left = True
-                cut([(address, port) for address, port in order["listening"]], listeners=KIND == "horovod")
+                close_connections(
+                    [(address, port) for address, port in order["listening"]], listeners=KIND == "horovod"
+                )
             else:
                 pool.submit(getattr(member, order["do"]), order).add_done_callback(told)
 

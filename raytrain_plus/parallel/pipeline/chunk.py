@@ -18,11 +18,11 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.pipeline.timeline import Kind
-from raytrain_plus.parallel.pipeline.transport import Handovers, Tensors, apart
+from raytrain_plus.parallel.pipeline.transport import Handovers, Tensors, flattened
 from raytrain_plus.torch_compat import is_view
 
 
-class Work(Protocol):
+class PassWork(Protocol):
     """The work of a model replica in one step: microbatches, numbered over all its shards."""
 
     def rows(self, microbatch: int) -> int:
@@ -39,7 +39,7 @@ class Work(Protocol):
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenPass:
     """A microbatch between its forward and its backward pass."""
 
     inputs: list[torch.Tensor]
@@ -79,11 +79,11 @@ class Chunk:
         self._holders = holders
         self._splits = splits
         self._handovers = handovers
-        self._work: Work | None = None
+        self._work: PassWork | None = None
         self._count = 0
         self._follows: list[bool] | None = None
         """For each output, whether it depends on an input."""
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenPass] = {}
         self._given: dict[int, Tensors] = {}
         """The inputs from another chunk of this stage."""
         self._returned: dict[int, list[torch.Tensor]] = {}
@@ -95,7 +95,7 @@ class Chunk:
         names = [name for name, _ in layers.named_children()]
         self._last_layer = f"the layer '{names[-1]}'" if names else "the model"
 
-    def begin(self, work: Work, microbatches: int) -> None:
+    def begin(self, work: PassWork, microbatches: int) -> None:
         """Begin a step and discard what an aborted earlier step has left."""
         self._work = work
         self._count = microbatches
@@ -140,20 +140,20 @@ class Chunk:
         with work.computing("F", self.stage_index, microbatch):
             if self.is_last and given is not None:
                 whole = given.whole()
-                model = _Stand(self.submod, lambda *arguments, **named: self.submod(whole))
+                model = _ModelStandIn(self.submod, lambda *arguments, **named: self.submod(whole))
                 output = work.loss(microbatch, model, batch)
             elif given is not None:
                 output = self.submod(given.whole())
             else:
                 output = self._up_to_the_end(work, microbatch, batch)
         if self.is_last:
-            self._keep(microbatch, _Open(inputs, [output]))
+            self._keep(microbatch, _OpenPass(inputs, [output]))
             return output
-        tensors = apart(output, self._last_layer)
+        tensors = flattened(output, self._last_layer)
         if self._splits:
             # The code for partial backward passes detaches outputs in place, which views do not support.
             tensors.values[:] = [value.clone() if is_view(value) else value for value in tensors.values]
-        self._keep(microbatch, _Open(inputs, [value for value in tensors.values if value.requires_grad]))
+        self._keep(microbatch, _OpenPass(inputs, [value for value in tensors.values if value.requires_grad]))
         to = self._holders[self.stage_index + 1]
         if to != self.group_rank:
             rows = self._rows(microbatch)
@@ -205,7 +205,7 @@ class Chunk:
         """Do nothing: gradients are summed over replicas elsewhere."""
 
     @property
-    def _working(self) -> Work:
+    def _working(self) -> PassWork:
         assert self._work is not None, "a step has begun"
         return self._work
 
@@ -217,7 +217,7 @@ class Chunk:
     def _rows(self, microbatch: int) -> int:
         return self._working.rows(microbatch)
 
-    def _backward_input(self, now: _Open) -> None:
+    def _backward_input(self, now: _OpenPass) -> None:
         """Compute the gradients of a chunk's inputs, and what the gradients of its weights need of them.
 
         An output that depends on weights but on no input would be left out, so its backward pass is run completely.
@@ -235,15 +235,15 @@ class Chunk:
         outputs = [output for output, _ in rest]
         _, now.groups = stage_backward_input(outputs, given, now.inputs, self.submod.parameters())
 
-    def _up_to_the_end(self, work: Work, microbatch: int, batch: Any) -> Any:
+    def _up_to_the_end(self, work: PassWork, microbatch: int, batch: Any) -> Any:
         """Run the loss up to its call of the model; return the output of this chunk's layers."""
 
         def run(*arguments: Any, **named: Any) -> NoReturn:
-            raise _Handed(self.submod(*arguments, **named))
+            raise _ModelCalled(self.submod(*arguments, **named))
 
         try:
-            work.loss(microbatch, _Stand(self.submod, run), batch)
-        except _Handed as handed:
+            work.loss(microbatch, _ModelStandIn(self.submod, run), batch)
+        except _ModelCalled as handed:
             return handed.output
         raise TrainingError("the loss never calls the model, so no stage can run: call the model in Task.loss")
 
@@ -276,7 +276,7 @@ class Chunk:
         else:
             self._passing.send_gradients(self.stage_index - 1, microbatch, gradients, before)
 
-    def _keep(self, microbatch: int, opened: _Open) -> None:
+    def _keep(self, microbatch: int, opened: _OpenPass) -> None:
         if torch.is_grad_enabled():
             self._open[microbatch] = opened
             self.most_open = max(self.most_open, len(self._open))
@@ -298,7 +298,7 @@ def _depends(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
     return False
 
 
-class _Handed(BaseException):
+class _ModelCalled(BaseException):
     """Leaves the task's loss at its call of the model."""
 
     def __init__(self, output: Any) -> None:
@@ -306,7 +306,7 @@ class _Handed(BaseException):
         self.output = output
 
 
-class _Stand(nn.Module):
+class _ModelStandIn(nn.Module):
     """Replaces the whole model in the task's loss, which may call it once and access nothing in it."""
 
     def __init__(self, layers: nn.Module, run: Callable[..., Any]) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytrain_plus.job.settings import Schedule
-from raytrain_plus.parallel.pipeline.layout import Chunks, holders, laid_over
+from raytrain_plus.parallel.pipeline.layout import Chunks, chunk_stages, partition_layers
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.pipeline.schedule import orders
-from raytrain_plus.parallel.pipeline.timeline import Cost, bubble, held, laid_out
+from raytrain_plus.parallel.pipeline.timeline import Cost, bubble, most_open_passes, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ def forecast(layers: Sequence[Layer], schedule: Schedule, stages: int, microbatc
     take no time.
     """
     by_name = {layer.name: layer for layer in layers}
-    cut = laid_over(layers, schedule, stages)
+    cut = partition_layers(layers, schedule, stages)
     assert cut is not None, "there is no memory limit"
     order = orders(schedule, stages, microbatches)
     found = []
     costs: dict[int, Cost] = {}
-    where = holders(schedule, stages)
+    where = chunk_stages(schedule, stages)
     for stage, chunks in enumerate(cut):
         own = [by_name[name] for chunk in chunks for name in chunk]
-        open_at_once = held(order[stage]) / len(chunks)
+        open_at_once = most_open_passes(order[stage]) / len(chunks)
         found.append(
             StageForecast(
                 layers=chunks,
@@ -68,5 +68,5 @@ def forecast(layers: Sequence[Layer], schedule: Schedule, stages: int, microbatc
         for number, chunk in zip(numbers, chunks, strict=True):
             third = sum(by_name[name].seconds for name in chunk) / 3
             costs[number] = Cost(third, third, third)
-    bars = laid_out(order, [costs[number] for number in sorted(costs)])
+    bars = simulate(order, [costs[number] for number in sorted(costs)])
     return Forecast(schedule, microbatches, tuple(found), bubble(bars, stages))

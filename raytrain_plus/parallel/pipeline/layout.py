@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from raytrain_plus.job.settings import Schedule
-from raytrain_plus.parallel.pipeline.partition import Layer, cut
+from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
 
 MICROBATCHES = 1 << 16
 """Above the most microbatches that a replica can number between synchronisations of its stages."""
 
 
-def holders(schedule: Schedule, stages: int) -> tuple[int, ...]:
+def chunk_stages(schedule: Schedule, stages: int) -> tuple[int, ...]:
     """Return, for each chunk of the model in order, the stage that has it.
 
-    >>> holders("1f1b", 3), holders("interleaved", 3), holders("zero-bubble", 3)
+    >>> chunk_stages("1f1b", 3), chunk_stages("interleaved", 3), chunk_stages("zero-bubble", 3)
     ((0, 1, 2), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
     """
     once = tuple(range(stages))
@@ -28,12 +28,12 @@ def splits(schedule: Schedule) -> bool:
     return schedule == "zero-bubble"
 
 
-def amiss(schedule: Schedule, stages: int, microbatches: int) -> str:
+def schedule_fault(schedule: Schedule, stages: int, microbatches: int) -> str:
     """Return why a model replica cannot use this schedule; empty if it can.
 
     `microbatches`: the number between two synchronisations of its stages.
 
-    >>> amiss("1f1b", 4, 3)
+    >>> schedule_fault("1f1b", 4, 3)
     '1f1b needs at least as many microbatches per replica as stages: 4, not 3'
     """
     if schedule in ("1f1b", "pipedream") and microbatches < stages:
@@ -50,7 +50,7 @@ Chunks = tuple[tuple[str, ...], ...]
 """The layers of each of a stage's chunks, by name, in order."""
 
 
-def laid_over(
+def partition_layers(
     layers: Sequence[Layer], schedule: Schedule, stages: int, most_bytes: int | None = None
 ) -> tuple[Chunks, ...] | None:
     """Return each stage's chunks for the partition whose slowest chunk is fastest.
@@ -59,11 +59,11 @@ def laid_over(
     Raises `ValueError` if there are fewer layers than chunks.
 
     >>> each = [Layer(name, 1.0, 0) for name in "abcd"]
-    >>> laid_over(each, "1f1b", 2), laid_over(each, "zero-bubble", 2)
+    >>> partition_layers(each, "1f1b", 2), partition_layers(each, "zero-bubble", 2)
     (((('a', 'b'),), (('c', 'd'),)), ((('a',), ('d',)), (('b',), ('c',))))
     """
-    where = holders(schedule, stages)
-    spans = cut(layers, len(where), None if most_bytes is None else most_bytes * stages // len(where))
+    where = chunk_stages(schedule, stages)
+    spans = balanced_spans(layers, len(where), None if most_bytes is None else most_bytes * stages // len(where))
     if spans is None:
         return None
     names = [tuple(layer.name for layer in layers[first:last]) for first, last in spans]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raytrain_plus.job.settings import Schedule
-from raytrain_plus.parallel.pipeline.layout import Chunks, laid_over
+from raytrain_plus.parallel.pipeline.layout import Chunks, partition_layers
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.storage.size_text import size_text
 
@@ -33,28 +33,28 @@ class Misfit:
         )
 
 
-def within(
+def partition_within_memory(
     layers: Sequence[Layer], schedule: Schedule, stages: int, microbatches: int, room: int
 ) -> tuple[Chunks, ...] | Misfit:
     """Return each stage's chunks such that no stage needs more than `room` bytes, or why that is impossible.
 
-    `microbatches`: the number in the model replica. The partition is that of `layout.laid_over` if it fits.
+    `microbatches`: the number in the model replica. The partition is that of `layout.partition_layers` if it fits.
 
     >>> each = [Layer(name, 1.0, size) for name, size in zip("abc", (6, 2, 2))]
-    >>> within(each, "1f1b", 2, 2, room=6)
+    >>> partition_within_memory(each, "1f1b", 2, 2, room=6)
     ((('a',),), (('b', 'c'),))
-    >>> print(within(each, "1f1b", 2, 2, room=5))
+    >>> print(partition_within_memory(each, "1f1b", 2, 2, room=5))
     stage 0 of 2 needs 6 bytes (the layer 'a': 6 bytes), but a worker has 5 bytes
     """
     # pipedream keeps one more version of the weights, which are a quarter of a layer's state.
     quarters = 5 if schedule == "pipedream" else 4
     in_flight = _open(schedule, stages, microbatches)
     whole = [replace(layer, bytes=layer.bytes * quarters // 4 + in_flight * layer.activations) for layer in layers]
-    found = laid_over(whole, schedule, stages, room)
+    found = partition_layers(whole, schedule, stages, room)
     if found is not None:
         return found
     sizes = {layer.name: layer.bytes for layer in whole}
-    by_time = laid_over(whole, schedule, stages)
+    by_time = partition_layers(whole, schedule, stages)
     assert by_time is not None, "there is no memory limit"
     takes = [sum(sizes[name] for chunk in chunks for name in chunk) for chunks in by_time]
     if max(takes) <= room:

@@ -41,7 +41,7 @@ import torch
 
 from raytrain_plus.errors import RunError, TaskError
 
-Place = str | tuple[Any, str, Any]
+ValueName = str | tuple[Any, str, Any]
 """The path of a part of a value: a name, or (the container's path, a format of path and key, the key)."""
 Classes = Mapping[str, type]
 """By module and name: the classes whose objects may be in a message."""
@@ -72,12 +72,12 @@ _REMEDY = "return only these from Task.collate, or do not use parallel.pipeline"
 _EXPECTED = "tensors, NumPy arrays, numbers, text, bytes, None, and lists, tuples, sets, dicts and objects of these"
 
 
-def name_of(cls: type) -> str:
+def class_name(cls: type) -> str:
     """Return the name of a class in messages."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-KNOWN: Classes = MappingProxyType({name_of(one): one for one in _KNOWN})
+KNOWN: Classes = MappingProxyType({class_name(one): one for one in _KNOWN})
 """The classes that every reader knows."""
 
 
@@ -129,7 +129,7 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeEr
 """Errors raised by the parts of a damaged message; `RuntimeError` includes `RecursionError`."""
 
 
-def _written(place: Place) -> str:
+def _written(place: ValueName) -> str:
     if isinstance(place, str):
         return place
     around, how, key = place
@@ -153,7 +153,7 @@ class _Writer:
         self._kept: list[Any] = []
         """Keeps objects alive whose `id` is used here, so that no other object gets the same `id`."""
 
-    def value(self, value: Any, name: Place, depth: int) -> Any:
+    def value(self, value: Any, name: ValueName, depth: int) -> Any:
         """Return `value`, called `name` in errors, as JSON."""
         if depth > DEPTH:
             raise self._refusal(value, name, f"more than {DEPTH} levels deep")
@@ -175,13 +175,13 @@ class _Writer:
             return {_KIND: "type", "name": value.__name__}
         return self._object(value, name, depth)
 
-    def _items(self, values: Any, name: Place, depth: int) -> list[Any]:
+    def _items(self, values: Any, name: ValueName, depth: int) -> list[Any]:
         return [
             one if type(one) in _PLAIN else self.value(one, (name, "{}[{!r}]", number), depth + 1)
             for number, one in enumerate(values)
         ]
 
-    def _dict(self, value: dict[Any, Any], name: Place, depth: int) -> Any:
+    def _dict(self, value: dict[Any, Any], name: ValueName, depth: int) -> Any:
         if all(type(key) is str for key in value) and _KIND not in value:
             return {
                 key: one if type(one) in _PLAIN else self.value(one, (name, "{}[{!r}]", key), depth + 1)
@@ -189,7 +189,7 @@ class _Writer:
             }
         return {_KIND: "dict", "items": self._pairs(value.items(), name, depth)}
 
-    def _pairs(self, pairs: Any, name: Place, depth: int) -> list[Any]:
+    def _pairs(self, pairs: Any, name: ValueName, depth: int) -> list[Any]:
         return [
             [
                 self.value(key, (name, "a key of {}", None), depth + 1),
@@ -198,7 +198,7 @@ class _Writer:
             for key, one in pairs
         ]
 
-    def _block(self, value: Any, name: Place, depth: int) -> int:
+    def _block(self, value: Any, name: ValueName, depth: int) -> int:
         if id(value) not in self._numbers:
             if isinstance(value, torch.Tensor):
                 described, data = self._tensor(value, name, depth)
@@ -211,7 +211,7 @@ class _Writer:
             self.blocks.append((described, data))
         return self._numbers[id(value)]
 
-    def _tensor(self, value: torch.Tensor, name: Place, depth: int) -> tuple[list[Any], memoryview]:
+    def _tensor(self, value: torch.Tensor, name: ValueName, depth: int) -> tuple[list[Any], memoryview]:
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
             raise self._refusal(value, name, f"a tensor with the layout {value.layout}")
         plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
@@ -231,7 +231,7 @@ class _Writer:
             described[5:] = [self._class(value, name), self.value(dict(vars(value)), name, depth + 1)]
         return described, packed.reshape(-1).view(torch.uint8).numpy().data
 
-    def _array(self, value: Any, name: Place) -> tuple[list[Any], memoryview]:
+    def _array(self, value: Any, name: ValueName) -> tuple[list[Any], memoryview]:
         array = np.asarray(value)
         if array.dtype.hasobject:
             raise self._refusal(value, name, "a NumPy array of Python objects")
@@ -239,7 +239,7 @@ class _Writer:
         np.lib.format.write_array(file, array, allow_pickle=False)
         return ["array", isinstance(value, np.generic)], file.getbuffer()
 
-    def _object(self, value: Any, name: Place, depth: int) -> Any:
+    def _object(self, value: Any, name: ValueName, depth: int) -> Any:
         found: dict[str, Any] = {_KIND: "object", "class": self._class(value, name)}
         try:
             how, arguments, *rest = value.__reduce_ex__(2)
@@ -258,20 +258,20 @@ class _Writer:
         found["pairs"] = None if pairs is None else self._pairs(pairs, name, depth + 1)
         return found
 
-    def _class(self, value: Any, name: Place) -> str:
+    def _class(self, value: Any, name: ValueName) -> str:
         cls = type(value)
         if self._classes is None:
-            self.met[name_of(cls)] = cls
-        elif self._classes.get(name_of(cls)) is not cls:
+            self.met[class_name(cls)] = cls
+        elif self._classes.get(class_name(cls)) is not cls:
             raise TaskError(
-                f"{_written(name)} is a {name_of(cls)}, a class that the first microbatch does not contain",
+                f"{_written(name)} is a {class_name(cls)}, a class that the first microbatch does not contain",
                 expected="the same classes in every batch: other stages know only those of the first microbatch",
                 remedy=_REMEDY,
             )
-        return name_of(cls)
+        return class_name(cls)
 
-    def _refusal(self, value: Any, name: Place, what: str = "") -> TaskError:
-        found = what or f"a {name_of(type(value))}"
+    def _refusal(self, value: Any, name: ValueName, what: str = "") -> TaskError:
+        found = what or f"a {class_name(type(value))}"
         return TaskError(
             f"{_written(name)} is {found}, which cannot pass between pipeline stages",
             expected=_EXPECTED,

@@ -29,18 +29,18 @@ class Layer:
     """Bytes that it keeps of each microbatch between its forward and its backward pass."""
 
 
-Span = tuple[int, int]
+LayerSpan = tuple[int, int]
 """The layers [first, last)."""
 
 
-def cut(layers: Sequence[Layer], stages: int, most_bytes: int | None = None) -> tuple[Span, ...] | None:
+def balanced_spans(layers: Sequence[Layer], stages: int, most_bytes: int | None = None) -> tuple[LayerSpan, ...] | None:
     """Return the layers of each stage, at least one, in order; None if no partition keeps every stage within
     `most_bytes`.
 
     Takes O(stages x layers^2). Raises `ValueError` if there are fewer layers than stages.
 
     >>> each = [Layer(str(number), seconds, 0) for number, seconds in enumerate((1, 1, 1, 1, 4))]
-    >>> cut(each, 2)
+    >>> balanced_spans(each, 2)
     ((0, 4), (4, 5))
     """
     count = len(layers)
@@ -65,7 +65,7 @@ def cut(layers: Sequence[Layer], stages: int, most_bytes: int | None = None) -> 
 
 def _cheapest(
     count: int, stages: int, cost: Callable[[int, int], float], joined: Callable[[float, float], float]
-) -> tuple[float, tuple[Span, ...]]:
+) -> tuple[float, tuple[LayerSpan, ...]]:
     """Return the partition with the least cost, `joined` over its stages, and that cost."""
     # For the first `last` layers: (the cost, the first layer of the last stage).
     none = (math.inf, -1)
@@ -77,7 +77,7 @@ def _cheapest(
                 (joined(table[-1][first][0], cost(first, last)), first) for first in range(number - 1, last)
             )
         table.append(row)
-    spans: list[Span] = []
+    spans: list[LayerSpan] = []
     last = count
     for number in range(stages, 0, -1):
         first = table[number][last][1]

@@ -14,8 +14,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline import timeline
-from raytrain_plus.parallel.pipeline.chunk import Chunk, Work
-from raytrain_plus.parallel.pipeline.layout import amiss, holders
+from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
+from raytrain_plus.parallel.pipeline.layout import chunk_stages, schedule_fault
 from raytrain_plus.parallel.pipeline.timeline import Action, Orders
 from raytrain_plus.torch_compat import run_schedule
 
@@ -35,10 +35,10 @@ def orders(schedule: Schedule, stages: int, microbatches: int) -> Orders:
         return timeline.gpipe(stages, microbatches)
     if schedule in ("1f1b", "pipedream"):
         return timeline.one_forward_one_backward(stages, microbatches)
-    count = len(holders(schedule, stages))
+    count = len(chunk_stages(schedule, stages))
     own: list[Any] = [
         SimpleNamespace(stage_index=chunk, num_stages=count, group_size=stages, group_rank=0, submod=torch.nn.Module())
-        for chunk, stage in enumerate(holders(schedule, stages))
+        for chunk, stage in enumerate(chunk_stages(schedule, stages))
         if stage == 0
     ]
     known = _CLASSES[schedule](own, microbatches).pipeline_order
@@ -61,14 +61,14 @@ class Pipeline:
         self._built: dict[int, Any] = {}
         """Torch's schedules by the number of microbatches."""
 
-    def run(self, work: Work, microbatches: int) -> None:
+    def run(self, work: PassWork, microbatches: int) -> None:
         """Run the forward and backward passes of a step.
 
         Raises the errors of the task's code, and `Interrupted` if the replica's world breaks.
         """
         for chunk in self._chunks:
             chunk.begin(work, microbatches)
-        if amiss(self._schedule, self._chunks[0].group_size, microbatches):
+        if schedule_fault(self._schedule, self._chunks[0].group_size, microbatches):
             self._in_turn(microbatches)
             return
         running = self._built.pop(microbatches, None) or self._build(microbatches)
@@ -77,7 +77,7 @@ class Pipeline:
         # An aborted schedule is not used again.
         self._built[microbatches] = running
 
-    def forward(self, work: Work, microbatches: int) -> list[Any]:
+    def forward(self, work: PassWork, microbatches: int) -> list[Any]:
         """Run only forward passes, without gradients; return the loss function's results on the stage of the last
         chunk.
         """

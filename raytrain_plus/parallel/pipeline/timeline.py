@@ -90,7 +90,7 @@ def one_forward_one_backward(stages: int, microbatches: int) -> Orders:
     return orders
 
 
-def laid_out(orders: Orders, costs: Sequence[Cost], transfer_s: float = 0.0) -> list[Bar]:
+def simulate(orders: Orders, costs: Sequence[Cost], transfer_s: float = 0.0) -> list[Bar]:
     """Return when each action runs, in the order of the starts.
 
     `costs`: by chunk; `transfer_s`: seconds of a transfer to another stage. Raises `ValueError` if the schedule
@@ -155,14 +155,14 @@ def bubble(bars: Sequence[Bar], stages: int) -> float:
     """Return the share of the stages' time in which they are idle.
 
     >>> each = [Cost(1.0, 1.0, 1.0)] * 4
-    >>> round(bubble(laid_out(one_forward_one_backward(4, 16), each), 4), 4)
+    >>> round(bubble(simulate(one_forward_one_backward(4, 16), each), 4), 4)
     0.1579
     """
     whole = makespan(bars) * stages
     return 1.0 - sum(bar.end - bar.start for bar in bars) / whole if whole else 0.0
 
 
-def held(order: Sequence[Action]) -> int:
+def most_open_passes(order: Sequence[Action]) -> int:
     """Return the most activations that a stage holds at once: forwards whose backward, or its last part, is pending."""
     now = most = 0
     for action in order:

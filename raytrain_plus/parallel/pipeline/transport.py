@@ -6,14 +6,14 @@ receiver then receives the others straight into place.
 Between two stages travel, each with its own tag (`_tag`):
 
     tensors     activations and gradients: raw, part by part
-    messages    descriptions, batches, flags, headers, figures (`message`: JSON and raw bytes, never a pickle)
+    messages    descriptions, batches, flags, headers, metrics (`message`: JSON and raw bytes, never a pickle)
 
 A message begins with its length (8 bytes, little-endian), in a first part of `HEAD_BYTES`; the rest follows in a second
 part. Descriptions and notes are read without importing or calling anything that they name.
 
-Both ends of every connection have proved to each other that they are members of this generation (`collective.torch`).
-That keeps out other processes on the members' machines. Single messages carry no proof. So an attacker who can change
-packets between machines is not kept out: that network must be private.
+Both ends of every connection have proved to each other that they are members of this generation
+(`collective.torch_world`). That keeps out other processes on the members' machines. Single messages carry no proof. So
+an attacker who can change packets between machines is not kept out: that network must be private.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from raytrain_plus.collective.world import Transfer
 from raytrain_plus.errors import RunError, TaskError, TrainingError
 from raytrain_plus.parallel.pipeline.layout import MICROBATCHES
-from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, dtype_named, from_bytes, name_of, to_bytes
+from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, class_name, dtype_named, from_bytes, to_bytes
 from raytrain_plus.torch_compat import pytree
 
 TENSORS = 14
@@ -41,9 +41,9 @@ MESSAGE_BYTES = 1 << 40
 """The longest length of a message that is accepted."""
 
 Pass = Literal["forward", "backward"]
-Note = Literal["batch", "flags", "header", "tied", "agreed", "figures"]
-Kind = Literal[Pass, Note]
-_KINDS: tuple[Kind, ...] = ("forward", "backward", "batch", "flags", "header", "tied", "agreed", "figures")
+Note = Literal["batch", "flags", "header", "tied", "agreed", "metrics"]
+MessageKind = Literal[Pass, Note]
+_KINDS: tuple[MessageKind, ...] = ("forward", "backward", "batch", "flags", "header", "tied", "agreed", "metrics")
 
 
 class Peers(Protocol):
@@ -70,7 +70,7 @@ class Tensors:
         return pytree.tree_unflatten(self.values, self.tree)
 
 
-def apart(value: Any, what: str) -> Tensors:
+def flattened(value: Any, what: str) -> Tensors:
     """Flatten a tree of tensors. Raises `TrainingError` if `what`, its producer, returned anything else."""
     values, tree = pytree.tree_flatten(value)
     other = next((type(one).__name__ for one in values if not isinstance(one, torch.Tensor)), None)
@@ -134,8 +134,8 @@ def _described(tree: pytree.TreeSpec) -> Any:
         return None
     children = [_described(child) for child in tree.children()]
     if tree.type is namedtuple:
-        return "namedtuple", [name_of(tree.context), list(tree.context._fields)], children
-    return name_of(tree.type), tree.context, children
+        return "namedtuple", [class_name(tree.context), list(tree.context._fields)], children
+    return class_name(tree.type), tree.context, children
 
 
 def _tree(described: Any) -> pytree.TreeSpec:
@@ -145,9 +145,9 @@ def _tree(described: Any) -> pytree.TreeSpec:
     kind, context, children = described
     if kind == "namedtuple":
         name, fields = context
-        same = (cls for cls in _named_tuples(tuple) if name_of(cls) == name and list(cls._fields) == fields)
+        same = (cls for cls in _named_tuples(tuple) if class_name(cls) == name and list(cls._fields) == fields)
         return pytree.TreeSpec(namedtuple, next(same), list(map(_tree, children)))
-    known = {name_of(cls): cls for cls in pytree.SUPPORTED_NODES if cls is not namedtuple}
+    known = {class_name(cls): cls for cls in pytree.SUPPORTED_NODES if cls is not namedtuple}
     return pytree.TreeSpec(known[kind], context, list(map(_tree, children)))
 
 
@@ -172,10 +172,10 @@ class Handovers:
 
         A boundary has the number of the chunk before it.
         """
-        self._coming: dict[tuple[Kind, int, int], tuple[list[torch.Tensor], list[Transfer]]] = {}
-        self._kept: dict[tuple[Kind, int], bytearray] = {}
-        self._heads: dict[tuple[Kind, int, int], tuple[torch.Tensor, Transfer]] = {}
-        self._going: dict[tuple[Kind, int, int], list[tuple[torch.Tensor, Transfer, str]]] = {}
+        self._coming: dict[tuple[MessageKind, int, int], tuple[list[torch.Tensor], list[Transfer]]] = {}
+        self._kept: dict[tuple[MessageKind, int], bytearray] = {}
+        self._heads: dict[tuple[MessageKind, int, int], tuple[torch.Tensor, Transfer]] = {}
+        self._going: dict[tuple[MessageKind, int, int], list[tuple[torch.Tensor, Transfer, str]]] = {}
 
     def send(self, boundary: int, microbatch: int, rows: int, tensors: Tensors, to: int, giver: str) -> None:
         """Start to send activations. `giver` names the layer that they come from.
@@ -261,7 +261,7 @@ class Handovers:
         for key in list(self._going):
             self.finish_one(*key)
 
-    def finish_one(self, kind: Kind, boundary: int, microbatch: int) -> None:
+    def finish_one(self, kind: MessageKind, boundary: int, microbatch: int) -> None:
         """Wait until one thing has arrived, if it was sent."""
         for _, transfer, what in self._going.pop((kind, boundary, microbatch), ()):
             transfer.finish(what)
@@ -273,14 +273,14 @@ class Handovers:
             transfer.finish(f"the {kind} pass of microbatch {microbatch} from stage {giver}")
         return values
 
-    def _send(self, kind: Kind, boundary: int, microbatch: int, part: int, value: torch.Tensor, to: int) -> None:
+    def _send(self, kind: MessageKind, boundary: int, microbatch: int, part: int, value: torch.Tensor, to: int) -> None:
         value = value.contiguous()
         transfer = self._peers.send(value, to, _tag(kind, boundary, microbatch, part))
         # The tensor is read until it has arrived.
         what = f"stage {to} to receive the {kind} pass of microbatch {microbatch}"
         self._going.setdefault((kind, boundary, microbatch), []).append((value, transfer, what))
 
-    def _send_bytes(self, kind: Kind, boundary: int, microbatch: int, data: bytearray, to: int) -> None:
+    def _send_bytes(self, kind: MessageKind, boundary: int, microbatch: int, data: bytearray, to: int) -> None:
         head = bytearray(HEAD_BYTES)
         head[:8] = len(data).to_bytes(8, "little")
         first = data[: HEAD_BYTES - 8]
@@ -290,13 +290,13 @@ class Handovers:
             rest = torch.frombuffer(data, dtype=torch.uint8, offset=len(first))
             self._send(kind, boundary, microbatch, _REST, rest, to)
 
-    def _expect_head(self, kind: Kind, boundary: int, microbatch: int, giver: int) -> None:
+    def _expect_head(self, kind: MessageKind, boundary: int, microbatch: int, giver: int) -> None:
         key = (kind, boundary, microbatch)
         if key not in self._heads:
             into = torch.empty(HEAD_BYTES, dtype=torch.uint8)
             self._heads[key] = (into, self._peers.receive(into, giver, _tag(kind, boundary, microbatch, _HEAD)))
 
-    def _receive_bytes(self, kind: Kind, boundary: int, microbatch: int, giver: int) -> memoryview:
+    def _receive_bytes(self, kind: MessageKind, boundary: int, microbatch: int, giver: int) -> memoryview:
         what = f"the {kind} of microbatch {microbatch} from stage {giver}"
         self._expect_head(kind, boundary, microbatch, giver)
         into, transfer = self._heads.pop((kind, boundary, microbatch))
@@ -312,6 +312,6 @@ class Handovers:
         return memoryview(whole.numpy().data)
 
 
-def _tag(kind: Kind, boundary: int, microbatch: int, part: int) -> int:
+def _tag(kind: MessageKind, boundary: int, microbatch: int, part: int) -> int:
     assert microbatch < MICROBATCHES
     return ((boundary * len(_KINDS) + _KINDS.index(kind)) * MICROBATCHES + microbatch) * _PARTS + part

@@ -17,8 +17,8 @@ from torch import nn
 
 from examples.byte_gpt import VOCABULARY, ByteGPT
 from raytrain_plus import Data, Elastic, Job, Parallel, Workers, run
-from raytrain_plus.observe.events import read_events
 from raytrain_plus.observe.progress import PlainView
+from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.measure import TIMES
 from tests.benchmarks.incidents import Incident

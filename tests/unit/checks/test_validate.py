@@ -197,7 +197,7 @@ def test_a_partition_that_needs_data_is_announced(tmp_path: Path) -> None:
 
 
 def test_partitions_too_large_for_this_machine_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "room_of", lambda: 100)
+    monkeypatch.setattr(measure, "total_memory", lambda: 100)
     report = validate_job(staged(tmp_path), [])
     [line] = [line for line in report.lines() if "does not fit" in line]
     assert re.search(r"stage \d of 2 needs \d+ bytes \(the layer '(in|out)': \d+ bytes\), but a worker has 100", line)

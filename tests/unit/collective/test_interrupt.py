@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from raytrain_plus.collective.interrupt import cut
+from raytrain_plus.collective.interrupt import close_connections
 
 
 def pair(address: str = "127.0.0.1") -> tuple[socket.socket, socket.socket, socket.socket]:
@@ -21,7 +21,7 @@ def pair(address: str = "127.0.0.1") -> tuple[socket.socket, socket.socket, sock
 def test_only_the_named_sockets_are_shut_down() -> None:
     world, other = pair(), pair()
     try:
-        assert cut([world[0].getsockname()], listeners=False) == 2  # both ends of its connection
+        assert close_connections([world[0].getsockname()], listeners=False) == 2  # both ends of its connection
         for end in world[1:]:
             assert end.recv(1) == b""
         other[1].sendall(b"x")
@@ -34,7 +34,7 @@ def test_only_the_named_sockets_are_shut_down() -> None:
 def test_a_listening_thread_is_released_on_request() -> None:
     listener, client, server = pair()
     try:
-        assert cut([listener.getsockname()], listeners=True) == 3
+        assert close_connections([listener.getsockname()], listeners=True) == 3
         with pytest.raises(OSError):
             listener.accept()
     finally:
@@ -54,7 +54,7 @@ def test_a_thread_connecting_to_a_silent_machine_is_released() -> None:
             last = waiting[-1]
             with pytest.raises(OSError, match="not connected"):
                 last.getpeername()
-            assert cut([silent.getsockname()], listeners=False) == len(waiting)
+            assert close_connections([silent.getsockname()], listeners=False) == len(waiting)
             assert select.select([], [last], [], 1)[1] == [last]
             assert last.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET
         finally:
@@ -67,7 +67,7 @@ def test_no_socket_changes_its_blocking_mode() -> None:
     local = socket.socketpair()
     try:
         socket.setdefaulttimeout(3)
-        cut([("127.0.0.1", 1)], listeners=True)
+        close_connections([("127.0.0.1", 1)], listeners=True)
         assert [os.get_blocking(one.fileno()) for one in (listener, client, server, *local)] == [True] * 5
     finally:
         socket.setdefaulttimeout(None)

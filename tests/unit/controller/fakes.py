@@ -21,8 +21,8 @@ from raytrain_plus.errors import WorkerLost
 from raytrain_plus.job.settings import Data, Job, Workers
 from raytrain_plus.membership.group import Limits
 from raytrain_plus.membership.mesh import Stage
-from raytrain_plus.observe.gauges import Figures
-from raytrain_plus.parallel.sizing import cuts_of
+from raytrain_plus.observe.gauges import GaugeValues
+from raytrain_plus.parallel.sizing import stage_counts
 from raytrain_plus.training.records import StepRecord
 from raytrain_plus.workers.messages import Assignment, Outcome, Place, Plan, Ready
 
@@ -139,7 +139,7 @@ class FakeMetrics:
 
     due = False
 
-    def show(self, figures: Figures) -> None: ...
+    def show(self, figures: GaugeValues) -> None: ...
 
 
 class FakeHost:
@@ -169,6 +169,7 @@ def job_of(minimum: int = 1, maximum: int = 2, spares: int = 0, **settings: Any)
 def index_of(rows: int) -> Index:
     return Index(
         path="x",
+        root="",
         files=("x",),
         file_bytes=(1,),
         file_footers=("f",),
@@ -180,7 +181,6 @@ def index_of(rows: int) -> Index:
         schema=pa.schema([("x", pa.float32())]),
         fingerprint="f",
         file_sights=(),
-        one_file=True,
     )
 
 
@@ -196,7 +196,7 @@ def order_of(job: Job, folder: Path) -> Order:
         folder=str(folder),
     )
     return Order(
-        plan=plan, cuts=cuts_of(job), fresh=False, past=None, task_sha256=None, job_yaml="name: x\n", versions={}
+        plan=plan, cuts=stage_counts(job), fresh=False, past=None, task_sha256=None, job_yaml="name: x\n", versions={}
     )
 
 

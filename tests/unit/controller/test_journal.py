@@ -20,7 +20,7 @@ from raytrain_plus.controller.journal import Journal
 from raytrain_plus.data import parts
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.errors import RunError, StorageError
-from raytrain_plus.observe.events import EventLog, read_events
+from raytrain_plus.observe.run_events import EventLog, read_events
 from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runs.folder import Fence, Lease, claims_of
 from raytrain_plus.runs.history import Past

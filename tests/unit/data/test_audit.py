@@ -27,7 +27,7 @@ from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
 from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import InputError
-from raytrain_plus.observe.events import EventLog
+from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
 from tests.benchmarks.audited import audited

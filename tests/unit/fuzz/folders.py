@@ -33,7 +33,7 @@ from raytrain_plus.data.source import index
 from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.launch.preflight import order_of
-from raytrain_plus.observe.events import EVENTS, EventLog
+from raytrain_plus.observe.run_events import EVENTS, EventLog
 from raytrain_plus.observe.trackers import Relay
 from raytrain_plus.result import Result
 from raytrain_plus.runs import folder, follow

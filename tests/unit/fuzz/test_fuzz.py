@@ -23,7 +23,7 @@ import pytest
 from raytrain_plus.data.source import index, read_unit
 from raytrain_plus.errors import DataChanged, DataError, JobError
 from raytrain_plus.job.yaml import load_job
-from raytrain_plus.observe.events import _SHAPES, FIELDS
+from raytrain_plus.observe.run_events import _SHAPES, FIELDS
 from raytrain_plus.storage import json_shape as has
 from tests.unit.fuzz import folders, jobs
 from tests.unit.fuzz.again import KINDS, found

@@ -12,7 +12,7 @@ import pytest
 from raytrain_plus import Data, Job, attach
 from raytrain_plus.launch import handle
 from raytrain_plus.launch.handle import Handle, Interrupted
-from raytrain_plus.observe.events import EventLog
+from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.result import Result
 from raytrain_plus.storage.local import LocalFolder
 

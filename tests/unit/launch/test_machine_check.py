@@ -16,7 +16,7 @@ from raytrain_plus.data.source import index
 from raytrain_plus.launch import machine_check
 from raytrain_plus.launch.machine_check import Needs, Seen, check_seen, look, needs_of
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.storage.probe import Probe, left
+from raytrain_plus.storage.probe import Probe, leave_probe
 from tests.unit.data.test_source import write
 
 GOOD = Seen("", "", "")
@@ -33,7 +33,7 @@ def test_a_machine_that_sees_everything_has_no_problems(tmp_path: Path) -> None:
     write(tmp_path / "data" / "a.parquet", 10)
     write(tmp_path / "data" / "b.parquet", 10)
     (tmp_path / "runs").mkdir()
-    with left(LocalFolder(tmp_path / "runs"), "x") as probe:
+    with leave_probe(LocalFolder(tmp_path / "runs"), "x") as probe:
         needs = needs_of(order(tmp_path / "data"), probe)
         assert (probe.where, len(needs.data), needs.horovod) == (str(tmp_path / "runs"), 2, False)
         assert look(needs) == GOOD

@@ -18,7 +18,7 @@ from raytrain_plus import Data, Job
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.launch import verify as module
 from raytrain_plus.launch.verify import CULPRITS, Comparison, Trial, verify
-from raytrain_plus.observe.events import EventLog
+from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.result import Result
 from raytrain_plus.state.checkpoint import commit
 from raytrain_plus.state.manifest import name_of

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from raytrain_plus.controller.totals import Totals
-from raytrain_plus.observe.gauges import OF_RUN, OF_WORKER, Figures, Gauges
+from raytrain_plus.observe.gauges import OF_RUN, OF_WORKER, Gauges, GaugeValues
 from raytrain_plus.training.records import StepRecord
 from tests.unit.observe.dashboard import dashboard, queries
 from tests.unit.observe.feed import event, step, view
@@ -39,12 +39,12 @@ class Run:
     def of_run(self, checkpoint: float | None = None) -> dict[str, float]:
         return {
             name.removeprefix("raytrain_"): value
-            for (name, tags), value in self.gauges.figures(checkpoint).items()
+            for (name, tags), value in self.gauges.values(checkpoint).items()
             if not tags
         }
 
-    def of_workers(self) -> Figures:
-        return {key: value for key, value in self.gauges.figures(None).items() if key[1]}
+    def of_workers(self) -> GaugeValues:
+        return {key: value for key, value in self.gauges.values(None).items() if key[1]}
 
 
 @pytest.fixture

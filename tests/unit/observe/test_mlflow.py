@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus.observe.metrics import Figure
+from raytrain_plus.observe.event_metrics import MetricValue
 
 SETTINGS = {"name": "digits", "args": {"rate?": 0.5, "deep": {"er": None}}, "trackers": ["mlflow"], "task": "a:B"}
 
@@ -34,7 +34,7 @@ def test_a_run_is_there_with_its_settings_figures_and_end(
 ) -> None:
     monkeypatch.setattr(module, "MOST_PARAMS", 2)
     run, tracker = module.begin(None, "digits", SETTINGS)
-    tracker.add([Figure("evaluation/acc@5", 0.5, step, step + 0.25) for step in range(1500)])
+    tracker.add([MetricValue("evaluation/acc@5", 0.5, step, step + 0.25) for step in range(1500)])
     tracker.end("stopped")
     found = client.get_run(run)
     assert client.get_experiment(found.info.experiment_id).name == "trees"

@@ -7,13 +7,13 @@ import json
 from xml.etree import ElementTree
 
 from raytrain_plus.observe.picture import svg, trace
-from raytrain_plus.parallel.pipeline.timeline import Bar, Cost, laid_out, one_forward_one_backward
+from raytrain_plus.parallel.pipeline.timeline import Bar, Cost, one_forward_one_backward, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def drawing() -> dict[tuple[int, int], list[Bar]]:
-    bars = laid_out(one_forward_one_backward(2, 4), [Cost(0.02, 0.02, 0.02)] * 2)
+    bars = simulate(one_forward_one_backward(2, 4), [Cost(0.02, 0.02, 0.02)] * 2)
     return {(replica, stage): [bar for bar in bars if bar.stage == stage] for replica in range(2) for stage in range(2)}
 
 

@@ -12,7 +12,15 @@ import pytest
 from rich.console import Console
 
 from raytrain_plus.observe.page import LINES
-from raytrain_plus.observe.progress import LIVE_S, PLAIN_S, NotebookView, PlainView, TerminalView, View, view_for
+from raytrain_plus.observe.progress import (
+    LIVE_S,
+    PLAIN_S,
+    NotebookView,
+    PlainView,
+    ProgressView,
+    TerminalView,
+    view_for,
+)
 from raytrain_plus.result import Result
 from tests.unit.observe.feed import evaluated, event, step, view
 
@@ -91,7 +99,7 @@ def test_a_reader_that_leaves_ends_neither_the_run_nor_the_process() -> None:
     assert (child.returncode, error) == (0, "still there\n")
 
 
-def feed(there: View) -> None:
+def feed(there: ProgressView) -> None:
     there.start("gpt", 9)
     there.event(view(6, 6))
     there.event(event("worker_lost", worker="worker-9", pid=7, node="n", cause="[red]killed :boom: " + "x" * 80))

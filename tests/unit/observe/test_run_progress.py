@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from raytrain_plus.observe import run_progress as module
-from raytrain_plus.observe.run_progress import Standing
+from raytrain_plus.observe.run_progress import RunProgress
 from tests.unit.observe.feed import evaluated, event, step, view
 
 
-def after(*events: dict[str, Any], total: int = 10) -> Standing:
-    standing = Standing(total=total)
+def after(*events: dict[str, Any], total: int = 10) -> RunProgress:
+    progress = RunProgress(total=total)
     for one in events:
-        standing.add(one)
-    return standing
+        progress.add(one)
+    return progress
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
@@ -95,7 +95,7 @@ def lost(number: int) -> dict[str, Any]:
     ids=lambda value: value["kind"] if isinstance(value, dict) else "",
 )
 def test_lines_of_single_events(one: dict[str, Any], line: str | None) -> None:
-    assert Standing(total=10).add(one) == line
+    assert RunProgress(total=10).add(one) == line
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_lines_of_single_events(one: dict[str, Any], line: str | None) -> None:
     ids=["loss", "long loss", "join", "leave", "spare", "last loss"],
 )
 def test_a_change_of_the_group_has_one_line(events: list[dict[str, Any]], lines: list[str]) -> None:
-    standing = after(view(4, 4, 4), step(0))
-    told = [standing.add(one) for one in events]
+    progress = after(view(4, 4, 4), step(0))
+    told = [progress.add(one) for one in events]
     assert [line for line in told if line] == lines
 
 
@@ -129,11 +129,11 @@ def test_parameters_are_counted_over_the_stages_of_one_replica() -> None:
     formed = view(6, 6, 6, 6)
     for index, member in enumerate(formed["members"]):
         member.update(replica=index // 2, stage=index % 2, params=[700, 300][index % 2])
-    assert "; 1,000 parameters;" in (Standing(total=10).add(formed) or "")
+    assert "; 1,000 parameters;" in (RunProgress(total=10).add(formed) or "")
 
 
 def test_a_full_disk_has_one_line_and_its_failed_checkpoints_none() -> None:
-    run = Standing(total=10)
+    run = RunProgress(total=10)
     full = event("storage_failed", place="/mnt", error="No space left on device", wanted=2_000_000, free=0)
     failed = event("checkpoint_failed", step=3, error="a could not write its share: [Errno 28] No space left on device")
     over = event("storage_recovered", place="/mnt", error="No space left on device", seconds=12.4)

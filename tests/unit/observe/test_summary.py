@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus.observe.run_progress import Standing
+from raytrain_plus.observe.run_progress import RunProgress
 from raytrain_plus.observe.summary import summary
 from raytrain_plus.result import Result
 
@@ -29,13 +29,13 @@ def result(**changes: Any) -> Result:
     return Result(**{**values, **changes})
 
 
-def standing(*evaluations: tuple[int, dict[str, float]]) -> Standing:
-    return Standing(total=300, evaluations=list(evaluations))
+def progress(*evaluations: tuple[int, dict[str, float]]) -> RunProgress:
+    return RunProgress(total=300, evaluations=list(evaluations))
 
 
 def test_the_summary_of_a_finished_run() -> None:
     figures = [(-1, {"bits_per_byte": 8.0, "loss": 5.5}), (299, {"bits_per_byte": 2.2, "loss": 1.5})]
-    assert summary(result(show="def f():\n    pass"), standing(*figures)) == [
+    assert summary(result(show="def f():\n    pass"), progress(*figures)) == [
         "gpt finished: 300 steps, 14,400 samples in 2:00, 120 samples/s",
         "  held out bits_per_byte  8.0000 untrained -> 2.2000 trained",
         "  held out loss           5.5000 untrained -> 1.5000 trained",
@@ -53,9 +53,9 @@ def test_the_summary_of_a_finished_run() -> None:
 
 
 def test_blank_lines_around_the_models_text_are_left_out() -> None:
-    lines = summary(result(show="a\n\nb\n \n\n"), standing())
+    lines = summary(result(show="a\n\nb\n \n\n"), progress())
     assert lines[3:9] == ["", "  the model says:", "    a", "", "    b", ""]
-    assert "  the model says:" not in summary(result(show="\n  "), standing())
+    assert "  the model says:" not in summary(result(show="\n  "), progress())
 
 
 def test_a_run_at_an_address_names_the_command_that_exports_its_model() -> None:
@@ -67,17 +67,17 @@ def test_a_run_at_an_address_names_the_command_that_exports_its_model() -> None:
 
 
 def test_a_run_that_had_already_ended_shows_its_metrics() -> None:
-    lines = summary(result(), standing())
+    lines = summary(result(), progress())
     assert lines[1] == "  reached  loss 1.5000, train_loss 1.4000"
     assert summary(result(), None) == lines
 
 
 def test_a_single_evaluation_claims_no_progress() -> None:
-    assert summary(result(), standing((-1, {"loss": 5.5})))[1] == "  held out loss  5.5000 untrained"
+    assert summary(result(), progress((-1, {"loss": 5.5})))[1] == "  held out loss  5.5000 untrained"
 
 
 def test_a_resumed_run_compares_with_where_it_resumed() -> None:
-    lines = summary(result(), standing((99, {"loss": 2.0}), (299, {"loss": 1.5, "new": 1.0})))
+    lines = summary(result(), progress((99, {"loss": 2.0}), (299, {"loss": 1.5, "new": 1.0})))
     assert lines[1:3] == [
         "  held out loss  2.0000 after step 100 -> 1.5000 after step 300",
         "  held out new   1.0000 after step 300",
@@ -85,14 +85,14 @@ def test_a_resumed_run_compares_with_where_it_resumed() -> None:
 
 
 def test_a_failed_run_names_its_model_if_any_and_leaves_its_error_to_the_view() -> None:
-    saved = summary(result(status="failed", exit_code=1, error="loss is nan\n  at step 3"), standing())
+    saved = summary(result(status="failed", exit_code=1, error="loss is nan\n  at step 3"), progress())
     assert f"  model    {FOLDER / 'model.safetensors'}" in saved
     assert saved[-1] == (
         f"  next     fix the error above, then resume: raytrain resume {FOLDER}; "
         "or start over: raytrain run JOB --fresh"
     )
     failed = result(status="failed", exit_code=1, error="loss is nan\n  at step 3", state_sha256=None)
-    lines = summary(failed, standing())
+    lines = summary(failed, progress())
     assert lines[0].startswith("gpt failed: ")
     assert not [line for line in lines if "nan" in line]
     assert not [line for line in lines if "model.safetensors" in line or "tensorboard" in line]
@@ -107,12 +107,12 @@ def test_a_failed_run_names_its_model_if_any_and_leaves_its_error_to_the_view() 
     ],
 )
 def test_a_stopped_run_names_the_command_that_resumes_it(path: Path | str, words: str) -> None:
-    last = summary(result(status="stopped", exit_code=130, path=path), standing())[-1]
+    last = summary(result(status="stopped", exit_code=130, path=path), progress())[-1]
     assert last == f"  next     to resume: {words} or repeat raytrain run JOB"
 
 
 def test_a_run_without_a_step_shows_no_times() -> None:
-    lines = summary(result(steps=0, samples=0, seconds=0.0, setup_s=None, metrics={}, error="x"), standing())
+    lines = summary(result(steps=0, samples=0, seconds=0.0, setup_s=None, metrics={}, error="x"), progress())
     assert lines[:2] == ["gpt finished: 0 steps, 0 samples", f"  folder   {FOLDER}"]
 
 
@@ -121,9 +121,9 @@ def test_a_setup_that_was_not_measured_is_left_out() -> None:
 
 
 def test_the_cost_of_copies_in_memory_is_shown() -> None:
-    lines = summary(result(copies=1200, copy_s=0.6), standing())
+    lines = summary(result(copies=1200, copy_s=0.6), progress())
     assert "  copies   1,200 of the state to other workers' memory, 0.5 % of the time" in lines
-    assert not [line for line in summary(result(), standing()) if "copies" in line]
+    assert not [line for line in summary(result(), progress()) if "copies" in line]
 
 
 def test_steps_that_were_skipped_are_counted() -> None:

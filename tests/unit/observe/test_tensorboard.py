@@ -13,7 +13,7 @@ from tensorboardX.crc32c import crc32c as their_crc32c
 from tensorboardX.proto.event_pb2 import Event as Payload
 
 from raytrain_plus.observe import tensorboard as module
-from raytrain_plus.observe.metrics import Figure
+from raytrain_plus.observe.event_metrics import MetricValue
 from raytrain_plus.observe.tensorboard import FLUSH_S, Scalars
 from raytrain_plus.storage import growing
 from raytrain_plus.storage.interface import Folder
@@ -45,8 +45,8 @@ def figures(folder: Path) -> list[tuple[str, int, float, float]]:
     return [(one.summary.value[0].tag, one.step, one.summary.value[0].simple_value, one.wall_time) for one in rest]
 
 
-def loss(step: int, value: float) -> Figure:
-    return Figure("train/loss", value, step, 0.0)
+def loss(step: int, value: float) -> MetricValue:
+    return MetricValue("train/loss", value, step, 0.0)
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
@@ -56,8 +56,8 @@ def test_the_examples_in_the_docstrings_hold() -> None:
 def test_figures_come_back_under_their_names_and_steps(tmp_path: Path) -> None:
     scalars = Scalars(LocalFolder(tmp_path / "tensorboard"))
     scalars.add([])
-    scalars.add([Figure("evaluation/größe", 0.25, 0, 0.0), Figure("train/loss", 5.25, 0, 1_700_000_000.25)])
-    scalars.add([Figure("train/loss", 4.5, 70_000, 0.0)])
+    scalars.add([MetricValue("evaluation/größe", 0.25, 0, 0.0), MetricValue("train/loss", 5.25, 0, 1_700_000_000.25)])
+    scalars.add([MetricValue("train/loss", 4.5, 70_000, 0.0)])
     scalars.end("finished")
     scalars.end("finished")
     assert figures(tmp_path / "tensorboard") == [
@@ -99,7 +99,7 @@ def test_without_appending_each_part_is_a_separate_file(
     folder = bucket.inside(tmp_path.name)
     scalars = Scalars(folder)
     for number in range(6):
-        scalars.add([Figure("evaluation/loss", number, number + 1, 0.0)])
+        scalars.add([MetricValue("evaluation/loss", number, number + 1, 0.0)])
     scalars.end("finished")
     files = [payloads(folder.read(name)) for name in sorted(folder.files())]
     assert len(files) == 3
@@ -116,7 +116,7 @@ def test_a_run_without_metrics_leaves_no_file(tmp_path: Path) -> None:
 def test_watching_a_run_loads_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib\n"
-        "import raytrain_plus.observe.progress, raytrain_plus.observe.events\n"
+        "import raytrain_plus.observe.progress, raytrain_plus.observe.run_events\n"
         "from raytrain_plus.observe.trackers import Trackers, check_installed\n"
         "from raytrain_plus.storage.local import LocalFolder\n"
         "check_installed(['mlflow'])\n"

@@ -12,8 +12,8 @@ import pytest
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe import trackers as module
-from raytrain_plus.observe.metrics import Figure
-from raytrain_plus.observe.trackers import Relay, Trackers, begun, check_installed, settings_for
+from raytrain_plus.observe.event_metrics import MetricValue
+from raytrain_plus.observe.trackers import Relay, Trackers, check_installed, settings_for, start_trackers
 from raytrain_plus.storage.local import LocalFolder
 from tests.unit.observe.feed import event, step
 
@@ -83,7 +83,7 @@ def until(what: Any) -> None:
 
 def relay(folder: Path, **environment: str) -> Relay:
     run = LocalFolder(folder / "run")
-    [found] = begun(["wandb"], run, JOB, {"WANDB_DIR": str(folder), **environment}, str(folder))
+    [found] = start_trackers(["wandb"], run, JOB, {"WANDB_DIR": str(folder), **environment}, str(folder))
     return found
 
 
@@ -118,7 +118,7 @@ def test_one_run_across_restarts(wandb: Path, said: list[str]) -> None:
 
 def test_a_failing_library_is_reported_once(wandb: Path, said: list[str]) -> None:
     one = relay(wandb, WANDB_MODE="1/0", WANDB_API_KEY="division")
-    one.add([Figure("train/loss", 1.0, 0, 0.0)])
+    one.add([MetricValue("train/loss", 1.0, 0, 0.0)])
     until(lambda: said)
     one.end("failed")
     one.close()
@@ -133,7 +133,7 @@ def test_a_dying_process_is_reported_once(wandb: Path, said: list[str]) -> None:
     one = relay(wandb, WANDB_MODE="os._exit(3)")
     until(lambda: said)
     for number in range(3):
-        one.add([Figure("train/loss", 1.0, number, 0.0)])
+        one.add([MetricValue("train/loss", 1.0, number, 0.0)])
     one.end("finished")
     one.close()
     assert said == ["wandb exited with code 3; it receives no further metrics of the run"]
@@ -149,7 +149,7 @@ def test_a_stopped_process_delays_nothing(wandb: Path, said: list[str], monkeypa
     longest = 0.0
     for number in range(10_000):
         began = time.monotonic()
-        one.add([Figure("train/loss", 1.0, number, 0.0)])
+        one.add([MetricValue("train/loss", 1.0, number, 0.0)])
         longest = max(longest, time.monotonic() - began)
     assert longest < 0.5
     assert len(one._owed) < module.MOST_BYTES + 100
@@ -177,7 +177,7 @@ def test_a_process_that_cannot_be_started_costs_no_step(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(wandb / "none"))
     one = relay(wandb)
-    one.add([Figure("train/loss", 1.0, 0, 0.0)])
+    one.add([MetricValue("train/loss", 1.0, 0, 0.0)])
     one.end("finished")
     one.close()
     assert len(said) == 1

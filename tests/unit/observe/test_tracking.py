@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus.observe import tracking as module
-from raytrain_plus.observe.metrics import Figure
+from raytrain_plus.observe.event_metrics import MetricValue
 from raytrain_plus.observe.tracking import Queue, deliver, in_short, read
 
 
-def losses(*steps: int) -> list[Figure]:
-    return [Figure("train/loss", 1.0, step, 0.0) for step in steps]
+def losses(*steps: int) -> list[MetricValue]:
+    return [MetricValue("train/loss", 1.0, step, 0.0) for step in steps]
 
 
 class Failing:
@@ -29,11 +29,11 @@ class Failing:
         self.got: list[int] = []
         self.ended: list[str] = []
 
-    def add(self, figures: Sequence[Figure]) -> None:
+    def add(self, metrics: Sequence[MetricValue]) -> None:
         if self.times:
             self.times -= 1
             raise ConnectionError("https://me:secret@host is away\nbecause")
-        self.got += [figure.step for figure in figures]
+        self.got += [metric.step for metric in metrics]
 
     def end(self, status: str) -> None:
         self.ended.append(status)
@@ -88,7 +88,7 @@ def test_the_oldest_of_too_many_metrics_are_dropped(monkeypatch: pytest.MonkeyPa
     queue = Queue()
     queue.put(losses(*range(4)))
     queue.put(losses(*range(4, 8)))
-    assert ([figure.step for figure in queue.first()], queue.missing) == ([3, 4, 5, 6, 7], 3 + 5)
+    assert ([metric.step for metric in queue.first()], queue.missing) == ([3, 4, 5, 6, 7], 3 + 5)
     queue.done()
     assert (queue.first(), queue.missing) == ([], 3)
 

@@ -9,7 +9,7 @@ import pytest
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Data, Job, Parallel, Workers
 from raytrain_plus.membership.mesh import Shape
-from raytrain_plus.parallel.sizing import cuts_of, largest, left_out, shapes_of
+from raytrain_plus.parallel.sizing import most_workers, shapes_of, stage_counts, unused_workers
 
 
 def job(minimum: int, maximum: int, *, shards: int = 4, **parallel: Any) -> Job:
@@ -37,12 +37,12 @@ def job(minimum: int, maximum: int, *, shards: int = 4, **parallel: Any) -> Job:
     ],
 )
 def test_fewer_stages_only_with_too_few_workers(made: Job, cuts: tuple[int, ...]) -> None:
-    assert cuts_of(made) == cuts
+    assert stage_counts(made) == cuts
 
 
 def test_each_number_of_workers_has_its_shape() -> None:
     made = job(1, 8, pipeline=2)
-    shapes = shapes_of(made, cuts_of(made))
+    shapes = shapes_of(made, stage_counts(made))
     assert [shapes[workers] for workers in (1, 2, 3, 4, 6, 8)] == [
         Shape(1, 1),
         Shape(1, 2),
@@ -56,39 +56,41 @@ def test_each_number_of_workers_has_its_shape() -> None:
 
 def test_never_more_than_one_replica_per_shard() -> None:
     made = job(2, 100, pipeline=2)
-    assert largest(made) == 8
-    said = left_out(made, cuts_of(made))
+    assert most_workers(made) == 8
+    said = unused_workers(made, stage_counts(made))
     assert said.startswith("at most 8 of workers.max = 100 are used: they make 4 replicas of 2 stages each, and with")
     assert (
-        left_out(job(2, 5, pipeline=2), (2,))
+        unused_workers(job(2, 5, pipeline=2), (2,))
         == "at most 4 of workers.max = 5 are used: they make 2 replicas of 2 stages each"
     )
-    assert left_out(job(2, 4, pipeline=2), (2,)) == ""
+    assert unused_workers(job(2, 4, pipeline=2), (2,)) == ""
 
 
 def test_fewer_layers_than_stages() -> None:
     with pytest.raises(InputError, match=r"2 stages of zero-bubble need 4 layers, but the model has 3: a, b, c"):
-        cuts_of(job(2, 2, pipeline=2, schedule="zero-bubble"), ("a", "b", "c"))
-    assert cuts_of(job(2, 2, pipeline=2), ("a", "b", "c")) == (2,)
+        stage_counts(job(2, 2, pipeline=2, schedule="zero-bubble"), ("a", "b", "c"))
+    assert stage_counts(job(2, 2, pipeline=2), ("a", "b", "c")) == (2,)
     # Of the smaller numbers of stages, those with enough layers are left.
-    assert cuts_of(job(1, 4, pipeline=3, schedule="gpipe"), ("a", "b", "c")) == (3, 2, 1)
+    assert stage_counts(job(1, 4, pipeline=3, schedule="gpipe"), ("a", "b", "c")) == (3, 2, 1)
 
 
 def test_fewer_microbatches_than_the_schedule_needs() -> None:
     with pytest.raises(InputError) as caught:
-        cuts_of(job(4, 16, pipeline=4, microbatches=2))
+        stage_counts(job(4, 16, pipeline=4, microbatches=2))
     words = "1f1b needs at least as many microbatches per replica as stages: 4, not 2: with 3 replicas, one hosts 1 of"
     assert f"{words} the 4" in str(caught.value)
-    assert cuts_of(job(4, 16, pipeline=4, microbatches=2, schedule="gpipe")) == (4,)
+    assert stage_counts(job(4, 16, pipeline=4, microbatches=2, schedule="gpipe")) == (4,)
 
 
 def test_a_minimum_without_a_partition_is_reported() -> None:
     made = job(3, 4, pipeline=4, schedule="interleaved")
-    assert cuts_of(made) == (4,)
-    assert left_out(made, cuts_of(made)).startswith("workers.min is treated as 4: with fewer workers, no partition")
+    assert stage_counts(made) == (4,)
+    assert unused_workers(made, stage_counts(made)).startswith(
+        "workers.min is treated as 4: with fewer workers, no partition"
+    )
 
 
 def test_too_many_microbatches_per_replica_are_rejected() -> None:
     made = job(2, 2, pipeline=2, schedule="pipedream", microbatches=8, commit_every=10_000)
     with pytest.raises(InputError, match="a replica can run at most 65535 microbatches together"):
-        cuts_of(made)
+        stage_counts(made)

@@ -12,8 +12,8 @@ import pytest
 
 from raytrain_plus import Data, Job
 from raytrain_plus.errors import RunError
-from raytrain_plus.observe.events import Event, EventLog
 from raytrain_plus.observe.progress import PlainView
+from raytrain_plus.observe.run_events import EventLog, RunEvent
 from raytrain_plus.result import Result
 from raytrain_plus.runs import follow
 from raytrain_plus.runs.folder import Lease
@@ -61,9 +61,9 @@ class Seen(PlainView):
     def __init__(self) -> None:
         self.text = io.StringIO()
         super().__init__(self.text)
-        self.events: list[Event] = []
+        self.events: list[RunEvent] = []
 
-    def event(self, event: Event) -> None:
+    def event(self, event: RunEvent) -> None:
         self.events.append(event)
         super().event(event)
 

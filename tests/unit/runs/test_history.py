@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from raytrain_plus.observe.events import EventLog
+from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.storage.interface import Folder
 

@@ -53,7 +53,7 @@ def shares(run: Folder, tensors: Tensors, name: str, writers: int) -> list[m.Sha
 
 
 def described(step: int, generation: int, written: list[m.Share], **changes: Any) -> m.Manifest:
-    files, tensors = m.joined(written)
+    files, tensors = m.join_shares(written)
     return m.Manifest(
         **{
             "run": "run",
@@ -290,7 +290,7 @@ def test_a_checkpoint_is_written_once(tmp_path: Path) -> None:
 def test_a_forged_manifest_is_refused(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path)
     made = save(run, 4, writers=1)
-    document = m.to_bytes(made)
+    document = m.manifest_bytes(made)
     file = tmp_path / m.FOLDER / f"{made.name}.json"
     for before, after in (
         (b"00000-of-00001.safetensors", b"../../../secret.safetensors"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_plus.state.manifest import Tensor, mismatch
+from raytrain_plus.state.manifest import StoredTensor, mismatch
 
 STORED = {
-    "param/first.weight": Tensor("float32", (4, 3), ()),
-    "param/first.bias": Tensor("float32", (4,), ()),
-    "buffer/count": Tensor("int64", (), ()),
-    "optim/first.weight/exp_avg": Tensor("float32", (4, 3), ()),
+    "param/first.weight": StoredTensor("float32", (4, 3), ()),
+    "param/first.bias": StoredTensor("float32", (4,), ()),
+    "buffer/count": StoredTensor("int64", (), ()),
+    "optim/first.weight/exp_avg": StoredTensor("float32", (4, 3), ()),
 }
 BUILT = {
     "param/first.weight": ("float32", (4, 3)),

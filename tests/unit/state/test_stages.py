@@ -12,10 +12,10 @@ import torch
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state import stages
-from raytrain_plus.state.holding import described, other_classes
+from raytrain_plus.state.holding import class_differences, describe_state
 from raytrain_plus.state.named import state_sha256
 from raytrain_plus.state.stages import own_tensors, own_tree, whole_tree
-from raytrain_plus.state.transfer import Snapshot, hashed, put, restricted, take
+from raytrain_plus.state.transfer import Snapshot, hashed, load_snapshot, restricted, take_snapshot
 from tests.unit.state.test_transfer import OPTIMIZERS, Holder
 
 LAYERS = {"0", "1", "2", "hidden"}
@@ -41,18 +41,20 @@ def test_the_examples_hold() -> None:
 
 def test_the_stages_of_one_partition_make_the_whole() -> None:
     one, other = trained(1, 3), trained(2, 1)
-    snapshot = take(2, one.holding())
+    snapshot = take_snapshot(2, one.holding())
     halves = [part(snapshot, {"0", "hidden"}), part(snapshot, {"1", "2"})]
     assert halves[0].tensors.keys() | halves[1].tensors.keys() == snapshot.tensors.keys()
     assert not {name for name in halves[0].tensors if name.startswith(("param/1", "optim/2"))}
-    put(restricted(halves, ()), other.holding())
+    load_snapshot(restricted(halves, ()), other.holding())
     assert other.sha() == one.sha()
     # The two serialize equally, except for the order in which they were built.
-    assert described(other.holding())[1]["optimizer"].keys() == described(one.holding())[1]["optimizer"].keys()
+    assert (
+        describe_state(other.holding())[1]["optimizer"].keys() == describe_state(one.holding())[1]["optimizer"].keys()
+    )
 
 
 def test_another_partition_takes_its_own_layers_from_all_stages() -> None:
-    snapshot = take(2, trained(1, 3).holding())
+    snapshot = take_snapshot(2, trained(1, 3).holding())
     halves = [part(snapshot, {"0", "hidden"}), part(snapshot, {"1", "2"})]
     for own in ({"0", "1"}, {"2", "hidden"}):
         cut = restricted(halves, LAYERS - own)
@@ -64,7 +66,7 @@ def test_another_partition_takes_its_own_layers_from_all_stages() -> None:
 def test_the_hash_of_the_parts_is_the_hash_of_the_whole() -> None:
     one = trained(1, 3)
     holding = one.holding()
-    snapshot = take(2, holding)
+    snapshot = take_snapshot(2, holding)
     tree = json.loads(snapshot.values) | {"persistent": [name for name in holding.buffers if name != "hidden"]}
     snapshot = Snapshot(2, snapshot.tensors, json.dumps(tree).encode(), "")
     state: dict[str, torch.Tensor] = {}
@@ -83,18 +85,18 @@ def test_stages_whose_optimizers_have_other_groups_are_refused() -> None:
 
 def test_values_of_no_layer_come_from_a_stage_that_trains() -> None:
     one, other = trained(1, 3), trained(2, 1)
-    snapshot = take(2, one.holding())
+    snapshot = take_snapshot(2, one.holding())
     frozen = Holder(OPTIMIZERS[0], 3)
     for _, value in frozen.named:
         value.requires_grad_(False)
     bare = replace(frozen.holding(), parameters=[], optimizer=None, scheduler=None, buffers={}, frozen=[])
-    nothing = take(2, bare)
+    nothing = take_snapshot(2, bare)
     assert not nothing.tensors
     # It is the first stage, but the learning rate comes from the others.
-    put(restricted([nothing, snapshot], ()), other.holding())
+    load_snapshot(restricted([nothing, snapshot], ()), other.holding())
     assert other.sha() == one.sha()
     assert other.optimizer.param_groups[0]["lr"] == one.optimizer.param_groups[0]["lr"] > 0
     # It takes none of these values, from one stage's state or all, whatever the optimizer's class.
-    put(restricted([nothing, snapshot], LAYERS), bare)
-    put(nothing, bare)
-    assert other_classes(json.loads(snapshot.values), bare) == []
+    load_snapshot(restricted([nothing, snapshot], LAYERS), bare)
+    load_snapshot(nothing, bare)
+    assert class_differences(json.loads(snapshot.values), bare) == []

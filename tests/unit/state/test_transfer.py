@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.state.holding import described, other_classes
+from raytrain_plus.state.holding import class_differences, describe_state
 from raytrain_plus.state.named import named_state, state_sha256
-from raytrain_plus.state.transfer import Holding, digest, put, take, unpacked
+from raytrain_plus.state.transfer import Holding, load_snapshot, snapshot_digest, take_snapshot, unpacked
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
@@ -64,9 +64,9 @@ def test_the_copy_continues_as_the_original_does(
         donor.step()
     for _ in range(receiver_steps):
         receiver.step()
-    snapshot = pickle.loads(pickle.dumps(take(2, donor.holding()), protocol=5))
-    assert digest(snapshot.step, snapshot.tensors, snapshot.values) == snapshot.digest
-    put(snapshot, receiver.holding())
+    snapshot = pickle.loads(pickle.dumps(take_snapshot(2, donor.holding()), protocol=5))
+    assert snapshot_digest(snapshot.step, snapshot.tensors, snapshot.values) == snapshot.digest
+    load_snapshot(snapshot, receiver.holding())
     for _ in range(2):
         assert receiver.sha() == donor.sha()
         assert receiver.scales == donor.scales
@@ -78,7 +78,7 @@ def test_the_copy_continues_as_the_original_does(
 
 
 def test_damage_is_seen() -> None:
-    snapshot = take(0, Holder(OPTIMIZERS[0], seed=1).holding())
+    snapshot = take_snapshot(0, Holder(OPTIMIZERS[0], seed=1).holding())
     name = next(iter(snapshot.tensors))
     dtype, shape, data = snapshot.tensors[name]
     other = data.copy()
@@ -89,15 +89,15 @@ def test_damage_is_seen() -> None:
         (0, snapshot.tensors, snapshot.values[:-1] + b"?"),
         (1, snapshot.tensors, snapshot.values),
     ]
-    assert digest(0, snapshot.tensors, snapshot.values) == snapshot.digest
-    assert all(digest(*parts) != snapshot.digest for parts in damaged)
+    assert snapshot_digest(0, snapshot.tensors, snapshot.values) == snapshot.digest
+    assert all(snapshot_digest(*parts) != snapshot.digest for parts in damaged)
 
 
 def test_another_models_state_is_refused_before_anything_changes() -> None:
     donor, receiver = Holder(OPTIMIZERS[0], seed=1), Holder(OPTIMIZERS[0], seed=2, width=6)
     before = receiver.sha()
     with pytest.raises(TaskError, match="another model"):
-        put(take(0, donor.holding()), receiver.holding())
+        load_snapshot(take_snapshot(0, donor.holding()), receiver.holding())
     assert receiver.sha() == before
 
 
@@ -110,23 +110,23 @@ def test_another_optimizers_state_is_refused_before_anything_changes(
     receiver.step()
     before, group = receiver.sha(), dict(receiver.optimizer.param_groups[0])
     with pytest.raises(TaskError, match=r"the optimizer is AdamW in the checkpoint, \w+ in the task"):
-        put(take(0, donor.holding()), receiver.holding())
+        load_snapshot(take_snapshot(0, donor.holding()), receiver.holding())
     assert (receiver.sha(), dict(receiver.optimizer.param_groups[0])) == (before, group)
 
 
 def test_another_or_a_missing_scheduler_is_reported() -> None:
     donor, receiver = Holder(OPTIMIZERS[0], seed=1), Holder(OPTIMIZERS[0], seed=2)
-    _, tree = described(donor.holding())
+    _, tree = describe_state(donor.holding())
     tree = json.loads(json.dumps(tree))
-    assert other_classes(tree, receiver.holding()) == []
+    assert class_differences(tree, receiver.holding()) == []
     receiver.scheduler = torch.optim.lr_scheduler.StepLR(receiver.optimizer, 3)
     told = "the scheduler is CosineAnnealingLR in the checkpoint, StepLR in the task"
-    assert other_classes(tree, receiver.holding()) == [told]
+    assert class_differences(tree, receiver.holding()) == [told]
     receiver.scheduler = None
-    assert other_classes(tree, receiver.holding()) == [told.replace("StepLR", "none")]
+    assert class_differences(tree, receiver.holding()) == [told.replace("StepLR", "none")]
     # States of older versions do not have this key.
     del tree["classes"]
-    assert other_classes(tree, receiver.holding()) == []
+    assert class_differences(tree, receiver.holding()) == []
 
 
 def test_owned_bytes_become_the_tensor_and_shared_ones_are_copied() -> None:
@@ -144,9 +144,9 @@ def test_owned_bytes_become_the_tensor_and_shared_ones_are_copied() -> None:
 def test_received_memory_is_neither_kept_nor_written_to() -> None:
     donor, receiver = Holder(OPTIMIZERS[0], seed=1), Holder(OPTIMIZERS[0], seed=2)
     donor.step()
-    snapshot = pickle.loads(pickle.dumps(take(0, donor.holding()), protocol=5))
+    snapshot = pickle.loads(pickle.dumps(take_snapshot(0, donor.holding()), protocol=5))
     for _, _, data in snapshot.tensors.values():
         data.setflags(write=False)
-    put(snapshot, receiver.holding())
+    load_snapshot(snapshot, receiver.holding())
     receiver.step()
-    assert digest(snapshot.step, snapshot.tensors, snapshot.values) == snapshot.digest
+    assert snapshot_digest(snapshot.step, snapshot.tensors, snapshot.values) == snapshot.digest

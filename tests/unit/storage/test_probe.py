@@ -6,33 +6,33 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.storage.probe import amiss_with, left, refusal
+from raytrain_plus.storage.probe import find_probe_fault, leave_probe, refusal
 
 
 def test_the_same_folder_another_one_and_none(tmp_path: Path) -> None:
-    with left(LocalFolder(tmp_path), "run") as probe:
-        assert amiss_with(probe) == ""
+    with leave_probe(LocalFolder(tmp_path), "run") as probe:
+        assert find_probe_fault(probe) == ""
         file = tmp_path / ".probe-run"
         assert os.listdir(tmp_path) == [file.name]
         file.write_bytes(b"a run of this name, elsewhere")
-        assert amiss_with(probe) == "sees a different directory at this path"
+        assert find_probe_fault(probe) == "sees a different directory at this path"
         file.unlink()
-        assert amiss_with(probe) == "sees a different directory, or none, at this path"
+        assert find_probe_fault(probe) == "sees a different directory, or none, at this path"
     assert not os.listdir(tmp_path)
 
 
 def test_an_earlier_probe_is_replaced(tmp_path: Path) -> None:
     (tmp_path / ".probe-run").write_bytes(b"earlier")
-    with left(LocalFolder(tmp_path), "run") as probe:
-        assert amiss_with(probe) == ""
+    with leave_probe(LocalFolder(tmp_path), "run") as probe:
+        assert find_probe_fault(probe) == ""
     assert not os.listdir(tmp_path)
 
 
 def test_a_later_probe_is_not_removed(tmp_path: Path) -> None:
-    with left(LocalFolder(tmp_path), "run"):
-        later = left(LocalFolder(tmp_path), "run")
+    with leave_probe(LocalFolder(tmp_path), "run"):
+        later = leave_probe(LocalFolder(tmp_path), "run")
         probe = later.__enter__()
-    assert amiss_with(probe) == ""
+    assert find_probe_fault(probe) == ""
     later.__exit__(None, None, None)
     assert not os.listdir(tmp_path)
 
@@ -41,10 +41,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     def refused(folder: LocalFolder, name: str, data: bytes) -> bool:
         raise PermissionError(13, "Permission denied")
 
-    with left(LocalFolder(tmp_path), "run") as probe:
+    with leave_probe(LocalFolder(tmp_path), "run") as probe:
         # Root can write anywhere, so removing permissions would have no effect.
         monkeypatch.setattr(LocalFolder, "create", refused)
-        assert amiss_with(probe) == "cannot write to this path: Permission denied"
+        assert find_probe_fault(probe) == "cannot write to this path: Permission denied"
 
 
 def test_a_refusal_shows_no_keys() -> None:

@@ -18,8 +18,8 @@ from raytrain_plus.collective.world import Operation, World
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.control import Control
 from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.thread_control import Control
 
 STEP_S = 60.0
 
@@ -139,15 +139,18 @@ class Group:
     def train(self, steps: int, draw: random.Random, deaths: bool = True) -> None:
         """Make all steps."""
         while True:
-            donor = max(self.members, key=lambda member: -1 if member.stepper.held is None else member.stepper.held)
-            held = donor.stepper.held
+            donor = max(
+                self.members,
+                key=lambda member: -1 if member.stepper.last_applied is None else member.stepper.last_applied,
+            )
+            held = donor.stepper.last_applied
             assert held is not None
             if held + 1 == steps:
                 return
             self._resize(draw.randint(1, 8), donor, draw)
             round_ = Round(len(self.members), draw, draw.randrange(40) if deaths and draw.random() < 0.4 else None)
             self._step(held + 1, round_)
-            if not any(member.alive and member.stepper.held is not None for member in self.members):
+            if not any(member.alive and member.stepper.last_applied is not None for member in self.members):
                 self.members = [Member(self._make())]
                 self.losses.clear()  # all are dead: start another run
             self.members = [member for member in self.members if member.alive]
@@ -162,11 +165,11 @@ class Group:
                 control = Control()
                 control.begin(0)
                 newcomer.stepper.run(0, self._batches(0, (0,)), context(SoloWorld(), control))
-                newcomer.stepper.held = None
+                newcomer.stepper.last_applied = None
             self.members.append(newcomer)
         snapshot = donor.stepper.snapshot()
         for member in self.members:
-            if member.stepper.held != donor.stepper.held or draw.random() < 0.2:
+            if member.stepper.last_applied != donor.stepper.last_applied or draw.random() < 0.2:
                 member.stepper.adopt(snapshot)
         draw.shuffle(self.members)
 

@@ -17,10 +17,10 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import Interrupted, TrainingError
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.model import Built
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.thread_control import Control
 
 ROWS = {0: [3, 3, 1], 1: [4], 2: [1]}
 

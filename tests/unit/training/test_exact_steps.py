@@ -17,10 +17,10 @@ from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import Interrupted, TaskError, TrainingError
 from raytrain_plus.state.named import named_state, state_sha256
-from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import build_model
-from raytrain_plus.training.randomness import repeatable
+from raytrain_plus.training.randomness import make_deterministic
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.thread_control import Control
 from tests.unit.training.group import Group, context
 
 SHARDS = 12
@@ -153,7 +153,9 @@ def schedules(numbers: Sequence[int], undisturbed: tuple[str, list[float]]) -> i
     for number in numbers:
         group = Group(stepper, batches, SHARDS)
         group.train(STEPS, random.Random(number))
-        assert {sha(member.stepper) for member in group.members if member.stepper.held == STEPS - 1} == {expected}
+        assert {sha(member.stepper) for member in group.members if member.stepper.last_applied == STEPS - 1} == {
+            expected
+        }
         assert [group.losses[step] for step in range(STEPS)] == losses
         deaths += group.deaths
     return deaths
@@ -221,7 +223,7 @@ def test_an_aborted_step_keeps_the_grids() -> None:
     assert "inner.1.running_mean" in before
     with pytest.raises(Interrupted):
         one.run(3, batches(3, range(SHARDS)), context(Breaking(), control))
-    assert (one.scales, one.held) == (before, 2)
+    assert (one.scales, one.last_applied) == (before, 2)
 
 
 def test_float64_parameters() -> None:
@@ -255,7 +257,7 @@ def test_a_nonfinite_gradient_stops_the_run_and_is_named() -> None:
     with pytest.raises(TrainingError, match=r"of step 0 is not finite in shard 0, first in the parameter 'last\.bias'"):
         one.run(0, batches(0, range(SHARDS)), context(SoloWorld(), control))
     one.restore_buffers()
-    assert (sha(one), one.held) == (before, -1)
+    assert (sha(one), one.last_applied) == (before, -1)
 
 
 class Weightless(Small):
@@ -271,7 +273,7 @@ def test_weights_that_sum_to_zero_are_an_error() -> None:
     control.begin(0)
     with pytest.raises(TrainingError, match=r"weights that the task's loss returned in step 0 sum to 0"):
         one.run(0, batches(0, range(SHARDS)), context(SoloWorld(), control))
-    assert one.held == -1
+    assert one.last_applied == -1
 
 
 class Erratic(Small):
@@ -365,7 +367,9 @@ def test_a_process_that_flushes_denormals_to_zero(undisturbed: tuple[str, list[f
         assert min(one.scales.values()) == -1022
         group = Group(lambda: stepper(Tiny()), lambda step, hosted: batches(step, hosted, torch.float64), SHARDS)
         group.train(STEPS, random.Random(1))
-        assert {sha(member.stepper) for member in group.members if member.stepper.held == STEPS - 1} == {sha(one)}
+        assert {sha(member.stepper) for member in group.members if member.stepper.last_applied == STEPS - 1} == {
+            sha(one)
+        }
     finally:
         torch.set_flush_denormal(False)
 
@@ -373,7 +377,7 @@ def test_a_process_that_flushes_denormals_to_zero(undisturbed: tuple[str, list[f
 def test_nondeterministic_operations_are_rejected() -> None:
     before = torch.are_deterministic_algorithms_enabled()
     try:
-        repeatable()
+        make_deterministic()
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.backends.cudnn.benchmark
     finally:

@@ -1,16 +1,22 @@
-"""All members agree on the steps that are committed together."""
+"""All members agree on the steps that are committed together, and on what happens between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.training.loop import Evaluation, Window, steps_end
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.data.reader import Microbatch, StepBatches
+from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.loop import Evaluation, StepTimeouts, Window, steps_end, train
+from raytrain_plus.training.step import Applied
+from raytrain_plus.training.thread_control import Control
 
 
-class Saving:
+class CheckpointWriter:
     """A checkpoint after every `every` steps."""
 
     def __init__(self, every: int | None) -> None:
@@ -44,7 +50,129 @@ def test_overlapping_steps_end_together(
     evaluation = None if evaluated is None else Evaluation(every_steps=evaluated, batches=nothing)
     found, step = [], first
     while step < 10:
-        found.append(steps_end(step, 10, window, evaluation, Saving(saved)))
+        found.append(steps_end(step, 10, window, evaluation, CheckpointWriter(saved)))
         step = found[-1] + 1
     assert found == ends
-    assert steps_end(3, 10, None, evaluation, Saving(saved)) == 3
+    assert steps_end(3, 10, None, evaluation, CheckpointWriter(saved)) == 3
+
+
+class Steps:
+    """A stepper whose steps only note what they are given."""
+
+    def __init__(self, done: list[str], act: Callable[[int], None] = lambda step: None) -> None:
+        self.passes = SimpleNamespace(bars=())
+        self._done, self._act = done, act
+
+    def run(self, step: int, shards: Any, context: StepContext) -> Applied:
+        self._act(step)
+        context.meanwhile()
+        self._done.append(f"step {step}")
+        return Applied(rows=1, loss=0.5, flags=context.flags(), notes=b"", grad_norm=1.0, reduce_s=0.0)
+
+
+class Feed:
+    def __init__(self) -> None:
+        self.more_calls = 0
+
+    def get(self, step: int, timeout_s: float, check: Callable[[], None]) -> StepBatches:
+        return StepBatches({}, 0.0)
+
+    def more(self) -> None:
+        self.more_calls += 1
+
+
+class Saves:
+    """Saves after every fourth step; busy as long as `writing`."""
+
+    def __init__(self, done: list[str]) -> None:
+        self._done, self.writing = done, 0
+
+    def busy(self) -> bool:
+        self.writing -= 1
+        return self.writing >= 0
+
+    def check(self) -> None:
+        pass
+
+    def due(self, step: int, evaluated: bool) -> bool:
+        return (step + 1) % 4 == 0
+
+    def copy(self, step: int, metrics: object) -> None:
+        self._done.append(f"save {step}")
+
+
+class Copies:
+    def __init__(self, done: list[str], ready: bool = True) -> None:
+        self._done, self._ready = done, ready
+
+    def ready(self) -> bool:
+        return self._ready
+
+    def due(self, step: int) -> bool:
+        return step % 3 == 0
+
+    def copy(self, step: int, check: Callable[[], None]) -> None:
+        self._done.append(f"copy {step}")
+
+
+def trained(
+    done: list[str], control: Control, act: Callable[[int], None] = lambda step: None, writing: int = 0, **given: Any
+) -> tuple[str, Feed]:
+    """Train up to step 5, and return how that ended."""
+    feed, saves = Feed(), Saves(done)
+    saves.writing = writing
+    stepper: Any = Steps(done, act)
+    why = train(
+        stepper,
+        feed,
+        SoloWorld(),
+        hosted=(0,),
+        shards=1,
+        first_step=1,
+        steps=6,
+        window=None,
+        evaluation=None,
+        evaluated=-2,
+        timeouts=StepTimeouts(step_s=1.0, first_step_s=2.0, wait_s=1.0),
+        saving=saves,
+        copying=Copies(done, **given),
+        tell=lambda record: done.append(f"told {record.step}"),
+        control=control,
+    )
+    return why, feed
+
+
+def begun() -> Control:
+    control = Control()
+    control.begin(0)
+    return control
+
+
+def test_a_step_is_reported_then_copied_then_saved_but_the_last_is_not_saved() -> None:
+    done: list[str] = []
+    why, feed = trained(done, begun())
+    each = [[f"step {step}", f"told {step}"] for step in range(1, 6)]
+    assert done == ["copy 0", *each[0], *each[1], *each[2], "copy 3", "save 3", *each[3], *each[4]]
+    assert (why, feed.more_calls) == ("finished", 5)
+
+
+def test_a_member_that_cannot_copy_copies_nothing() -> None:
+    done: list[str] = []
+    trained(done, begun(), ready=False)
+    assert not [one for one in done if one.startswith("copy")]
+
+
+def test_a_pause_ends_the_training_at_the_boundary_after_a_save() -> None:
+    done: list[str] = []
+    control = begun()
+    why, _ = trained(done, control, lambda step: control.pause(0) if step == 3 else None)
+    assert (why, done[-3:]) == ("paused", ["told 3", "copy 3", "save 3"])
+
+
+def test_a_save_while_an_earlier_one_is_written_is_made_at_a_later_boundary() -> None:
+    done: list[str] = []
+    control = begun()
+    # Steps 1 to 3 see that a share is still being written.
+    trained(done, control, writing=3)
+    assert [one for one in done if one.startswith("save")] == ["save 4"]
+    assert not control.save_requested()

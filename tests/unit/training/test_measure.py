@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from raytrain_plus import Task
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TaskError
-from raytrain_plus.training.measure import measured
+from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.model import layer_names
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ class Plain(Layered):
 
 def test_each_layer_is_measured_by_itself() -> None:
     BUILT.clear()
-    frozen, wide, slow, head = measured(Layered(), 3, CPU, BATCH)
+    frozen, wide, slow, head = measure_layers(Layered(), 3, CPU, BATCH)
     assert [layer.name for layer in (frozen, wide, slow, head)] == BUILT, "each is built once"
     assert slow.seconds > 0.02 > wide.seconds
     assert [layer.parameters for layer in (frozen, wide, slow, head)] == [0, 48, 0, 27]
@@ -88,7 +88,7 @@ def test_each_layer_is_measured_by_itself() -> None:
 
 
 def test_a_plain_sequence_has_its_modules_as_layers() -> None:
-    assert [layer.name for layer in measured(Plain(), 3, CPU, BATCH)] == ["0", "1", "2"]
+    assert [layer.name for layer in measure_layers(Plain(), 3, CPU, BATCH)] == ["0", "1", "2"]
 
 
 def test_a_model_without_an_order_of_layers() -> None:
@@ -130,8 +130,12 @@ def test_errors_about_overlapping_steps_name_the_layer() -> None:
         def tied(self) -> dict[str, str]:
             return {"head.inner.weight": "wide.weight"}
 
-    assert len(measured(Running(), 3, CPU, BATCH)) == len(measured(Masked(), 3, CPU, BATCH, overlaps=True)) == 4
+    assert (
+        len(measure_layers(Running(), 3, CPU, BATCH))
+        == len(measure_layers(Masked(), 3, CPU, BATCH, overlaps=True))
+        == 4
+    )
     with pytest.raises(TaskError, match=r"the buffer '1\.running_mean' changes in a forward pass(.|\n)*LayerNorm"):
-        measured(Running(), 3, CPU, BATCH, overlaps=True)
+        measure_layers(Running(), 3, CPU, BATCH, overlaps=True)
     with pytest.raises(TaskError, match="'head.inner.weight' and 'wide.weight' are tied".replace(".", r"\.")):
-        measured(Tied(), 3, CPU, BATCH, overlaps=True)
+        measure_layers(Tied(), 3, CPU, BATCH, overlaps=True)

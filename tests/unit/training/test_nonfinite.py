@@ -24,15 +24,15 @@ from raytrain_plus.errors import TrainingError
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.membership.view import host_shards
-from raytrain_plus.parallel.pipeline.layout import holders
+from raytrain_plus.parallel.pipeline.layout import chunk_stages
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.task import BufferRule, Task
-from raytrain_plus.training.control import Control
 from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.verdict import SKIPPED_IN_A_ROW
 from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
 from tests.unit.training.group import context
@@ -158,7 +158,7 @@ def test_a_nonfinite_gradient_is_never_applied_and_is_named(exact: bool, clip_no
     before = sha(one)
     with pytest.raises(TrainingError, match=NAMED):
         run(one, 2)
-    assert (sha(one), one.held, one.ready) == (before, 1, None)
+    assert (sha(one), one.last_applied, one.ready) == (before, 1, None)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -183,9 +183,9 @@ def test_a_skipped_step_changes_only_the_step_number(exact: bool, loss_too: bool
     assert told.rows == 4 * 2 * SHARDS
     assert math.isnan(told.loss) == loss_too
     assert not math.isfinite(told.grad_norm)
-    assert (sha(one), one.held, one.counts) == (before, 2, {"skipped": 1})
+    assert (sha(one), one.last_applied, one.counts) == (before, 2, {"skipped": 1})
     # The following steps are those of a run without the skipped step.
-    other.held = 2
+    other.last_applied = 2
     assert run(one, 3) == run(other, 3)
     assert sha(one) == sha(other) != before
     assert one.counts == {"skipped": 0}
@@ -196,7 +196,7 @@ def test_a_nonfinite_loss_is_refused_without_recomputing() -> None:
     before = sha(one)
     with pytest.raises(TrainingError, match="the loss of step 0 is not finite in shards 0, 1, 2, 3"):
         run(one, 0, shift=math.inf)
-    assert (sha(one), one.held, one.ready) == (before, -1, None)
+    assert (sha(one), one.last_applied, one.ready) == (before, -1, None)
 
 
 def test_ten_consecutive_nonfinite_steps_stop_a_run_that_skips_them() -> None:
@@ -212,7 +212,7 @@ def test_ten_consecutive_nonfinite_steps_stop_a_run_that_skips_them() -> None:
         TrainingError, match=r"10 consecutive steps were not finite, and `elastic.on_nonfinite: skip` allows 9"
     ):
         run(newcomer, 10, bad=(10, 0))
-    assert newcomer.held == 9
+    assert newcomer.last_applied == 9
     assert not run(one, 10).skipped
 
 
@@ -252,7 +252,7 @@ def test_a_sum_that_overflows_is_not_applied() -> None:
         one = alone(task=Overflowing())
         with pytest.raises(TrainingError) as caught:
             one.run(0, batches(0, hosted[rank]), context(RingWorld(rank, ring)))
-        return str(caught.value), one.held
+        return str(caught.value), one.last_applied
 
     words = (
         "not finite in the parameter 'd.linear.bias', although it is finite in each shard: the sum exceeds the range"
@@ -286,11 +286,11 @@ def test_a_buffer_that_would_not_be_finite_is_not_applied(task: type[Task], exac
     one = alone(exact, task=task())
     with pytest.raises(TrainingError, match=r"the buffer 'b\.normal\.running_var' would not be finite after step 0"):
         run(one, 0)
-    assert one.held == -1
+    assert one.last_applied == -1
     skipping = alone(exact, skip=True, task=task())
     before = sha(skipping)
     assert run(skipping, 0).skipped
-    assert (sha(skipping), skipping.held) == (before, 0)
+    assert (sha(skipping), skipping.last_applied) == (before, 0)
 
 
 def test_initially_nonfinite_values_are_allowed() -> None:
@@ -301,7 +301,7 @@ def together(
     shape: Shape, schedule: Schedule, act: Callable[[Stepper, Any, tuple[int, ...], bool], Any], **settings: Any
 ) -> list[Any]:
     """Return each worker's results for so many replicas of so many stages."""
-    where = holders(schedule, shape.stages)
+    where = chunk_stages(schedule, shape.stages)
     each = len(NAMES) // len(where)
     rings = [Ring(shape.replicas) for _ in range(shape.stages)]
     mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.replicas)]
@@ -347,7 +347,7 @@ def test_all_stages_refuse_a_step_with_the_same_message(shape: Shape, schedule: 
         with pytest.raises(TrainingError, match=NAMED):
             made(2)
         assert all(map(torch.equal, before, own_state(one)))
-        return one.held, one.ready
+        return one.last_applied, one.ready
 
     assert together(shape, schedule, act, exact=exact) == [(1, None)] * shape.size
 
@@ -355,7 +355,7 @@ def test_all_stages_refuse_a_step_with_the_same_message(shape: Shape, schedule: 
 def test_all_stages_skip_a_step_together() -> None:
     def act(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
         told = [one.run(step, batches(step, hosted, data), context(world)).skipped for step in range(4)]
-        return told, one.held, one.counts
+        return told, one.last_applied, one.counts
 
     expected = ([False, False, True, False], 3, {"skipped": 0})
     assert together(Shape(2, 2), "1f1b", act, skip_nonfinite=True) == [expected] * 4
@@ -372,7 +372,7 @@ def test_a_worker_interrupted_while_others_skipped_a_step_skips_it_too() -> None
     one._apply = apply  # type: ignore[method-assign]
     assert one.ready == 2
     one.finish(summed[0])
-    assert (sha(one), one.held, one.counts) == (before, 2, {"skipped": 1})
+    assert (sha(one), one.last_applied, one.counts) == (before, 2, {"skipped": 1})
 
 
 def test_an_overlapping_step_with_a_nonfinite_gradient_is_not_applied() -> None:

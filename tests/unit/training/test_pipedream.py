@@ -224,7 +224,7 @@ def test_weights_and_losses_are_those_of_the_definition(shape: Shape) -> None:
     told = together(shape, WINDOWS)
     for applied, own, one in told:
         assert [step.loss for step in applied] == pytest.approx(losses, rel=1e-6)
-        assert one.held == 8
+        assert one.last_applied == 8
         for name, value in own.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6)
     # Otherwise the test would prove nothing.
@@ -301,7 +301,7 @@ def test_an_aborted_window_leaves_no_usable_state() -> None:
     workers: list[Stepper] = []
     with pytest.raises(TrainingError, match="the loss of step 2 is not finite in shard 0"):
         together(Shape(1, 2), [range(4)], lambda seat, one: workers.append(one), Explodes)
-    assert [one.held for one in workers] == [None, None]
+    assert [one.last_applied for one in workers] == [None, None]
     assert [one.ready for one in workers] == [None, None]
 
 
@@ -319,9 +319,9 @@ def test_a_stage_that_completed_a_window_can_finish_it_later(monkeypatch: pytest
 
     with pytest.raises(Interrupted):
         together(Shape(1, 2), [range(3)], act)
-    assert (workers[1].held, workers[1].ready) == (None, 2)
+    assert (workers[1].last_applied, workers[1].ready) == (None, 2)
     workers[1].finish({})
-    assert (workers[1].held, workers[1].ready) == (2, None)
+    assert (workers[1].last_applied, workers[1].ready) == (2, None)
 
 
 def test_a_backward_pass_with_older_weights_changes_nothing_else() -> None:

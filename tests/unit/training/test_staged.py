@@ -26,21 +26,21 @@ from raytrain_plus.errors import Interrupted, TaskError, TrainingError
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Shape, Stage
 from raytrain_plus.membership.view import host_shards
-from raytrain_plus.parallel.pipeline.layout import holders
-from raytrain_plus.parallel.pipeline.partition import Layer, cut
+from raytrain_plus.parallel.pipeline.layout import chunk_stages
+from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.state.holding import saved_model
 from raytrain_plus.state.named import optimizer_state, state_sha256
 from raytrain_plus.training import replica as replica_module
 from raytrain_plus.training import staged as staged_module
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.control import Control
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks, build_model, layer_names
 from raytrain_plus.training.replica import AT_ONCE, replica_stage
 from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers.messages import Layers
 from tests.unit.parallel.pipeline import replicas
 from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once
@@ -225,9 +225,9 @@ def together(
     act: Callable[..., Any] | None = None,
 ) -> list[Any]:
     """Return each worker's results for so many replicas of so many stages, or those of `act`."""
-    where = holders(schedule, shape.stages)
+    where = chunk_stages(schedule, shape.stages)
     names = list(layer_names(task(), SEED))
-    spans = cut([Layer(name, 1.0, 0) for name in names], len(where))
+    spans = balanced_spans([Layer(name, 1.0, 0) for name in names], len(where))
     assert spans is not None
     where_is = {name: stage for (a, b), stage in zip(spans, where, strict=True) for name in names[a:b]}
     rings = [Ring(shape.replicas) for _ in range(shape.stages)]
@@ -315,7 +315,7 @@ def test_a_step_that_others_have_applied_is_finished_to_the_same_bits(schedule: 
             rank, size = world.rank, world.size
 
             def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Any:
-                if name == "summed" and world.rank == 1 and one.held == STEPS - 2:
+                if name == "summed" and world.rank == 1 and one.last_applied == STEPS - 2:
                     world.reduce(tensor, name, operation)
                     raise Interrupted("a peer is gone")
                 return world.reduce(tensor, name, operation)
@@ -325,18 +325,18 @@ def test_a_step_that_others_have_applied_is_finished_to_the_same_bits(schedule: 
             try:
                 told.append(one.run(step, batches(step, hosted, data), context(Sealed(), ours)))
             except Interrupted:
-                assert (one.held, one.ready) == (STEPS - 2, STEPS - 1)
+                assert (one.last_applied, one.ready) == (STEPS - 2, STEPS - 1)
         return one, told
 
     found = together(Shape(2, 2), schedule, exact=True, act=interrupted_in_the_last)
     first, second = found[:2], found[2:]
     for (done, told), (late, _) in zip(first, second, strict=True):
         assert told == applied
-        assert (done.held, done.ready) == (STEPS - 1, None)
+        assert (done.last_applied, done.ready) == (STEPS - 1, None)
         assert sorted(done.squares) == sorted({name for one, _ in first for name, _ in one.named})
         with COMPUTES:
             late.finish(done.squares)
-        assert (late.held, late.ready) == (STEPS - 1, None)
+        assert (late.last_applied, late.ready) == (STEPS - 1, None)
     whole = {name: value for one, _ in second for name, value in state_of_one(one).items()}
     assert state_sha256(whole) == state_sha256(state)
 

@@ -10,7 +10,7 @@ import pytest
 from raytrain_plus.training.verdict import (
     BUFFER,
     Fault,
-    Said,
+    SumStatus,
     from_plain,
     gradient_norm,
     merged,
@@ -29,26 +29,26 @@ def test_the_norm_is_added_in_the_order_of_names_whatever_the_order_of_stages() 
 
 @pytest.mark.parametrize("bad", [nan, inf])
 def test_one_nonfinite_value_makes_the_step_unfit(bad: float) -> None:
-    assert Said(True, {"a": 1.0}).fit
-    assert not Said(True, {"a": 1.0, "b": bad}).fit
-    assert not Said(False, {}).fit
+    assert SumStatus(True, {"a": 1.0}).fit
+    assert not SumStatus(True, {"a": 1.0, "b": bad}).fit
+    assert not SumStatus(False, {}).fit
     assert not math.isfinite(gradient_norm({"a": 1.0, "b": bad}))
 
 
 def test_the_knowledge_of_the_stages_is_merged() -> None:
-    first = Said(True, {"a": 1.0}, Fault(5, 0, "a"))
-    last = Said(True, {"b": nan}, Fault(2, 1, "b"))
-    same_shard = Said(True, {"c": 3.0}, Fault(2, 3, "c"))
+    first = SumStatus(True, {"a": 1.0}, Fault(5, 0, "a"))
+    last = SumStatus(True, {"b": nan}, Fault(2, 1, "b"))
+    same_shard = SumStatus(True, {"c": 3.0}, Fault(2, 3, "c"))
     whole = merged([first, last, same_shard])
     assert (whole.settled, whole.squares.keys()) == (True, {"a", "b", "c"})
     # The first shard, and in it the chunk nearest to the loss, from which the fault spread backwards.
     assert whole.fault == Fault(2, 3, "c")
-    assert merged([first, Said(False)]).settled is False
-    assert merged([Said(True), Said(True)]) == Said(True)
+    assert merged([first, SumStatus(False)]).settled is False
+    assert merged([SumStatus(True), SumStatus(True)]) == SumStatus(True)
 
 
 def test_said_survives_the_round_trip_as_plain_values() -> None:
-    for said in (Said(False), Said(True, {"a": 0.1, "b": inf}, Fault(3, 1, "b"))):
+    for said in (SumStatus(False), SumStatus(True, {"a": 0.1, "b": inf}, Fault(3, 1, "b"))):
         assert from_plain(said.plain()) == said
 
 
@@ -59,12 +59,12 @@ def test_overlapping_steps_keep_separate_norms() -> None:
 
 
 def test_a_step_is_refused_only_with_a_known_reason() -> None:
-    unfit = Said(True, {"a": 1.0, "b": nan})
-    assert why_refused(7, (), Said(True, {"a": 1.0}), searched=False) == ""
-    assert why_refused(7, (), Said(False), searched=True) == "", "exact sums that do not fit are computed again"
+    unfit = SumStatus(True, {"a": 1.0, "b": nan})
+    assert why_refused(7, (), SumStatus(True, {"a": 1.0}), searched=False) == ""
+    assert why_refused(7, (), SumStatus(False), searched=True) == "", "exact sums that do not fit are computed again"
     assert why_refused(7, (), unfit, searched=False) == ""
     assert "loss of step 7 is not finite in shards 1, 2" in why_refused(7, (1, 2), unfit, searched=False)
-    found = Said(True, unfit.squares, Fault(4, 0, "b"))
+    found = SumStatus(True, unfit.squares, Fault(4, 0, "b"))
     assert "gradient of step 7 is not finite in shard 4, first in the parameter 'b'" in why_refused(
         7, (), found, searched=True
     )
@@ -80,4 +80,4 @@ def test_a_step_is_refused_only_with_a_known_reason() -> None:
     ],
 )
 def test_sums_of_finite_gradients_that_overflow_are_named(squares: dict[str, float], words: str) -> None:
-    assert words in why_refused(7, (), Said(True, squares), searched=True)
+    assert words in why_refused(7, (), SumStatus(True, squares), searched=True)

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from raytrain_plus.errors import RunError
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.holding import Holding
-from raytrain_plus.state.transfer import Snapshot, put, take
+from raytrain_plus.state.transfer import Snapshot, load_snapshot, take_snapshot
 from raytrain_plus.workers import copier as module
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.messages import Buddy, Sent
@@ -94,7 +94,7 @@ class Pair:
 def test_a_copy_is_the_state_between_the_steps_where_it_was_made() -> None:
     pair = Pair()
     pair.begin()
-    taken = take(3, pair.held)
+    taken = take_snapshot(3, pair.held)
     before = replace(taken, tensors={name: (a, b, data.copy()) for name, (a, b, data) in taken.tensors.items()})
     pair.copy(3)
     change(pair.held, 1.0)
@@ -107,7 +107,7 @@ def test_a_copy_is_the_state_between_the_steps_where_it_was_made() -> None:
         assert alike(found, before)
         assert found.digest == before.digest
     # A worker that loads the copy changes its own state, not the copy.
-    put(found, pair.held)
+    load_snapshot(found, pair.held)
     change(pair.held, 1.0)
     for parameter in dict(pair.held.parameters).values():
         for value in pair.held.optimizer.state[parameter].values():  # type: ignore[union-attr]
@@ -248,10 +248,10 @@ def test_a_copy_that_arrives_after_the_generation_ended_is_not_reported() -> Non
 
 def test_a_late_copy_of_an_earlier_generation_replaces_none() -> None:
     pair = Pair()
-    old = take(3, pair.held)
+    old = take_snapshot(3, pair.held)
     old = replace(old, tensors={name: (a, b, data.copy()) for name, (a, b, data) in old.tensors.items()})
     change(pair.held, 1.0)
-    new = take(3, pair.held)
+    new = take_snapshot(3, pair.held)
     pair.keeper.keep(2, STAGE, new)
     pair.keeper.keep(1, STAGE, old)
     found = pair.keeper.find(3, STAGE)
@@ -274,5 +274,5 @@ def test_a_single_worker_keeps_its_own_copies() -> None:
 def test_a_damaged_copy_is_refused() -> None:
     pair = Pair()
     with pytest.raises(RunError, match="a copy of step 3 arrived damaged"):
-        pair.keeper.keep(0, STAGE, replace(take(3, pair.held), digest="0"))
+        pair.keeper.keep(0, STAGE, replace(take_snapshot(3, pair.held), digest="0"))
     assert pair.keeper.find(3, STAGE) is None

@@ -12,7 +12,7 @@ import pytest
 
 from raytrain_plus.errors import DataChanged, InputError, Interrupted, RaytrainError, TrainingError, WaitExpired
 from raytrain_plus.membership.mesh import Stage
-from raytrain_plus.training.control import Control
+from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers import reporter
 from raytrain_plus.workers.generation import Generation
 from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Outcome
@@ -127,7 +127,7 @@ def test_an_interrupt_before_the_world_has_formed_is_no_fault_if_it_was_requeste
 def given_by(held: int) -> SimpleNamespace:
     """Return an object store with the state of a donor."""
     donor = stepper()
-    donor.held = held
+    donor.last_applied = held
     snapshot = donor.snapshot()
     return SimpleNamespace(wait=lambda references, timeout: (references, []), get=lambda reference: snapshot)
 
@@ -147,7 +147,7 @@ def test_a_member_that_leaves_without_a_step_goes_back_unless_what_it_took_is_as
 ) -> None:
     prepared = member(tmp_path, steps=9, feeds=Feeds(raises(Interrupted("a peer is gone"), fails_at)))
     before = prepared.own.build(HALF)
-    before.held = 4
+    before.last_applied = 4
     part = Part(prepared, assigned(lacks="stage", first_step=5), given_by(donated))
     part.received.fetch(0, ["a reference"])
     outcome = part.run()

@@ -18,7 +18,7 @@ HALF = Layers(Stage(0, 2), (("first",),), {"first": 0, "last": 1})
 
 def own(layers: Layers, held: int | None = 7) -> OwnState:
     made = OwnState(lambda layers: stepper())
-    made.build(layers).held = held
+    made.build(layers).last_applied = held
     return made
 
 
@@ -56,7 +56,7 @@ def test_the_previous_state_returns_unless_what_was_taken_is_as_good(
     state = own(before)
     first = state.stepper
     second = state.build(now, keep_before=True)
-    second.held = held
+    second.last_applied = held
     state.go_back()
     assert state.stepper is (first if returns else second)
     assert state.stage == (before if returns else now).stage

@@ -10,12 +10,12 @@ import pytest
 from ray.exceptions import ObjectLostError
 
 from raytrain_plus.errors import Interrupted
-from raytrain_plus.state.transfer import Snapshot, digest
-from raytrain_plus.training.control import Control
+from raytrain_plus.state.transfer import Snapshot, snapshot_digest
+from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers.received import ReceivedStates
 
 TENSORS = {"param/x": ("float32", (2,), np.arange(8, dtype=np.uint8))}
-WHOLE = Snapshot(4, TENSORS, b"values", digest(4, TENSORS, b"values"))
+WHOLE = Snapshot(4, TENSORS, b"values", snapshot_digest(4, TENSORS, b"values"))
 
 
 class Store:

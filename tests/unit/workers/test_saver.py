@@ -17,7 +17,7 @@ import torch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.holding import Holding
-from raytrain_plus.state.manifest import joined, name_of
+from raytrain_plus.state.manifest import join_shares, name_of
 from raytrain_plus.storage import retry
 from raytrain_plus.storage.interface import Buffer
 from raytrain_plus.storage.local import LocalFolder
@@ -58,7 +58,7 @@ def test_the_written_state_is_the_one_at_the_copy(tmp_path: Path) -> None:
     assert (shares[0].tree["scales"], shares[1].tree) == ({"weight": -3}, None)
     assert shares[0].metrics == {"loss": 0.5}
     made = described(7, 2, [one.share for one in shares if one.share])
-    _, tensors = joined([one.share for one in shares if one.share])
+    _, tensors = join_shares([one.share for one in shares if one.share])
     assert sorted(tensors)[:2] == ["optim/bias/exp_avg", "optim/bias/exp_avg_sq"]
     read = read_tensors(run, made, {"param/weight": None})["param/weight"][2]
     assert read.tobytes() == before["weight"].numpy().tobytes()

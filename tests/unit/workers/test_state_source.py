@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raytrain_plus.errors import Interrupted, RunError, TrainingError
-from raytrain_plus.state.transfer import digest
+from raytrain_plus.state.transfer import snapshot_digest
 from raytrain_plus.workers.messages import WHOLE, Sent
 from raytrain_plus.workers.prepared import Prepared
 from tests.unit.workers.members import SECOND, in_background, member
@@ -56,10 +56,10 @@ def test_a_copy_is_given_like_the_state_itself_once_the_worker_has_gone_on(tmp_p
     with torch.no_grad():
         for _, value in one.named:
             value.add_(1)
-    one.held = 0
+    one.last_applied = 0
     assert source.has(-1, STAGE)
     again = source.snapshot(3, -1, STAGE)
-    assert given.digest == again.digest == digest(-1, again.tensors, again.values)
+    assert given.digest == again.digest == snapshot_digest(-1, again.tensors, again.values)
     assert source.inventory(-1, STAGE) == entries
     assert [bytes(data) for data in source.tensors(-1, STAGE, names)] == bytes_before
     assert one.snapshot().digest != given.digest

@@ -11,7 +11,7 @@ from typing import Any
 
 from raytrain_plus.data.reader import StepBatches
 from raytrain_plus.job.settings import Parallel, Workers
-from raytrain_plus.training.control import Control
+from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers.warm_up import warm_up
 from tests.unit.training.test_exact_steps import SHARDS, batches
 from tests.unit.workers.members import member
@@ -26,11 +26,11 @@ def read(shards: tuple[int, ...], first_step: int, *, stream: bool) -> Iterator[
 def test_after_a_warm_up_step_a_worker_holds_no_state(tmp_path: Path) -> None:
     prepared = member(tmp_path, feeds=SimpleNamespace(batches=read))
     warm_up(prepared, Control())
-    assert prepared.own.stepper.held is None
+    assert prepared.own.stepper.last_applied is None
 
 
 def test_a_worker_that_has_measured_its_layers_is_warm(tmp_path: Path) -> None:
     prepared = member(tmp_path, feeds=None)
     job = replace(prepared.plan.job, parallel=Parallel(pipeline=2), workers=Workers(min=2))
     warm_up(replace(prepared, plan=replace(prepared.plan, job=job)), Control())
-    assert prepared.own.stepper.held == -1
+    assert prepared.own.stepper.last_applied == -1

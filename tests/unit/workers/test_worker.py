@@ -20,7 +20,7 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.errors import DataChanged, Interrupted, TrainingError
 from raytrain_plus.state.whole import model_file
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.control import Control
+from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers import reporter
 from raytrain_plus.workers.messages import WHOLE, Outcome, Plan, Ready
 from raytrain_plus.workers.prepared import Prepared
@@ -124,16 +124,16 @@ def test_the_state_is_provided_during_a_step_that_is_never_applied(tmp_path: Pat
     serving.join(10)
     assert [(late.why, late.holds) for late in served] == [("interrupted", 0)]
     one.restore_buffers()
-    assert (one.held, sha(one)) == (0, before)
+    assert (one.last_applied, sha(one)) == (0, before)
 
 
 def test_a_state_that_is_being_changed_is_not_provided(tmp_path: Path) -> None:
     prepared = member(tmp_path, steps=1)
     worker = worker_of(prepared)
     worker.serve(Controller(), assigned())
-    prepared.own.stepper.held = None
+    prepared.own.stepper.last_applied = None
     assert worker.stand_aside(0) is None
-    prepared.own.stepper.held = 0
+    prepared.own.stepper.last_applied = 0
     assert worker.stand_aside(0) is not None
 
 
@@ -150,14 +150,14 @@ def test_calls_for_a_generation_that_is_over_are_refused_and_logged(
     worker.interrupt(2, frozenset(), frozenset())
     worker.take(2, ("a reference that nobody looks at",))
     assert worker.stand_aside(2) is None
-    assert [control.pausing(), control.saving(), control.interrupted()] == [False] * 3
+    assert [control.pause_requested(), control.save_requested(), control.interrupted()] == [False] * 3
     assert not looked
     refused = [record.message for record in caplog.records]
     assert len(refused) == 5
     assert refused[0] == "worker-0 refused a pause request for generation 2; it is in generation 3"
     worker.pause(3)
     worker.take(3, ("a reference",))
-    assert (control.pausing(), looked, len(caplog.records)) == (True, [["a reference"]], 5)
+    assert (control.pause_requested(), looked, len(caplog.records)) == (True, [["a reference"]], 5)
 
 
 def summed(folder: Path) -> Prepared:
@@ -186,7 +186,7 @@ def test_changed_data_is_final_for_a_worker_that_ends_the_run_by_finish(tmp_path
 
 def copied(prepared: Prepared) -> None:
     """Copy the state in memory."""
-    held = prepared.own.stepper.held
+    held = prepared.own.stepper.last_applied
     assert held is not None
     prepared.copier.begin(0, WHOLE.stage, True, None, lambda sent: None)
     prepared.copier.copy(held, lambda: None)

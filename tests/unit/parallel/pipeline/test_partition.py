@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.parallel.pipeline.partition import Layer, Span, cut
+from raytrain_plus.parallel.pipeline.partition import Layer, LayerSpan, balanced_spans
 
 
 def layers_of(*costs: tuple[float, int]) -> list[Layer]:
     return [Layer(f"layer {number}", seconds, size) for number, (seconds, size) in enumerate(costs)]
 
 
-def all_cuts(count: int, stages: int) -> list[tuple[Span, ...]]:
+def all_cuts(count: int, stages: int) -> list[tuple[LayerSpan, ...]]:
     """Yield every possible partition."""
     found = []
     for borders in itertools.combinations(range(1, count), stages - 1):
@@ -24,12 +24,12 @@ def all_cuts(count: int, stages: int) -> list[tuple[Span, ...]]:
     return found
 
 
-def worth(layers: list[Layer], spans: tuple[Span, ...]) -> tuple[float, float]:
+def worth(layers: list[Layer], spans: tuple[LayerSpan, ...]) -> tuple[float, float]:
     sums = [sum(layer.seconds for layer in layers[first:last]) for first, last in spans]
     return max(sums), sum(one * one for one in sums)
 
 
-def fits(layers: list[Layer], spans: tuple[Span, ...], most: int) -> bool:
+def fits(layers: list[Layer], spans: tuple[LayerSpan, ...], most: int) -> bool:
     return all(sum(layer.bytes for layer in layers[first:last]) <= most for first, last in spans)
 
 
@@ -42,14 +42,14 @@ def test_no_other_partition_is_better(costs: list[tuple[int, int]], stages: int,
     layers = layers_of(*costs)
     if stages > len(layers):
         with pytest.raises(ValueError, match="cannot be partitioned"):
-            cut(layers, stages)
+            balanced_spans(layers, stages)
         return
     every = all_cuts(len(layers), stages)
-    found = cut(layers, stages)
+    found = balanced_spans(layers, stages)
     assert found in every
     assert worth(layers, found) == min(worth(layers, spans) for spans in every)
     able = [spans for spans in every if fits(layers, spans, most)]
-    within = cut(layers, stages, most)
+    within = balanced_spans(layers, stages, most)
     if not able:
         assert within is None
     else:
@@ -60,13 +60,13 @@ def test_no_other_partition_is_better(costs: list[tuple[int, int]], stages: int,
 
 def test_an_even_partition_need_not_be_best_for_its_first_layers() -> None:
     # ((0, 2), (2, 3), ...) is as slow, and less even.
-    assert cut(layers_of((2, 0), (3, 0), (5, 0), (1, 0), (6, 0)), 4) == ((0, 1), (1, 2), (2, 4), (4, 5))
+    assert balanced_spans(layers_of((2, 0), (3, 0), (5, 0), (1, 0), (6, 0)), 4) == ((0, 1), (1, 2), (2, 4), (4, 5))
 
 
 def test_a_balanced_partition_beats_equal_layer_counts() -> None:
     # An embedding and a head beside blocks of equal cost.
     layers = layers_of((1, 0), *[(10, 0)] * 6, (25, 0))
-    found = cut(layers, 4)
+    found = balanced_spans(layers, 4)
     assert found is not None
     assert worth(layers, found)[0] == 25
     assert worth(layers, ((0, 2), (2, 4), (4, 6), (6, 8)))[0] == 35
@@ -74,6 +74,6 @@ def test_a_balanced_partition_beats_equal_layer_counts() -> None:
 
 def test_many_layers_are_partitioned_fast() -> None:
     layers = layers_of(*[(1.0 + number % 7, 1) for number in range(200)])
-    found = cut(layers, 16)
+    found = balanced_spans(layers, 16)
     assert found is not None
     assert worth(layers, found)[0] <= sum(layer.seconds for layer in layers) / 16 + 7

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk
-from raytrain_plus.parallel.pipeline.layout import amiss, holders, splits
-from raytrain_plus.parallel.pipeline.partition import Layer, cut
+from raytrain_plus.parallel.pipeline.layout import chunk_stages, schedule_fault, splits
+from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
 from raytrain_plus.parallel.pipeline.schedule import Pipeline, orders
-from raytrain_plus.parallel.pipeline.timeline import Action, Cost, Kind, bubble, held, laid_out
+from raytrain_plus.parallel.pipeline.timeline import Action, Cost, Kind, bubble, most_open_passes, simulate
 from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.training.randomness import random_key, set_random_key
 from tests.unit.parallel.pipeline import replicas
@@ -89,7 +89,7 @@ def batch(microbatch: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Step:
-    """One step of a model replica, as `chunk.Work`; keys are set before each layer, as the platform does."""
+    """One step of a model replica, as `chunk.PassWork`; keys are set before each layer, as the platform does."""
 
     model: nn.Module
     the_loss: Loss = loss
@@ -151,10 +151,10 @@ def in_stages(
     of: Layers | None = None,
 ) -> list[tuple[list[Chunk], Step]]:
     """Each stage's chunks, and the results of its step."""
-    where = holders(schedule, stages)
+    where = chunk_stages(schedule, stages)
     names = list(of or layers())
     costs = [Layer(name, 1.0, 0) for name in names]
-    spans = cut(costs, len(where))
+    spans = balanced_spans(costs, len(where))
     assert spans is not None
 
     def stage(peers: Threads) -> tuple[list[Chunk], Step]:
@@ -184,7 +184,7 @@ CASES = [
     (schedule, stages, microbatches)
     for schedule in SCHEDULES
     for stages, microbatches in ((2, 2), (2, 5), (4, 4), (4, 8))
-    if not amiss(schedule, stages, microbatches)
+    if not schedule_fault(schedule, stages, microbatches)
 ]
 
 
@@ -220,7 +220,7 @@ def test_stages_follow_the_order_and_hold_no_more_than_it_predicts(
         assert [Action(*one) for one in step.done] == told[stage]
         for chunk in chunks:
             own = [action for action in told[stage] if action.chunk == chunk.stage_index]
-            assert chunk.most_open == held(own)
+            assert chunk.most_open == most_open_passes(own)
             for kind in "FBIW":
                 # So a shard's gradients are complete when its last microbatch has passed.
                 numbers = [action.microbatch for action in own if action.kind == kind]
@@ -228,9 +228,9 @@ def test_stages_follow_the_order_and_hold_no_more_than_it_predicts(
         if schedule == "1f1b":
             assert chunks[0].most_open == min(microbatches, stages - stage)
     if schedule == "zero-bubble" and (stages, microbatches) == (4, 8):
-        each = [Cost(1.0, 1.0, 1.0)] * len(holders(schedule, stages))
+        each = [Cost(1.0, 1.0, 1.0)] * len(chunk_stages(schedule, stages))
         two = [Cost(2.0, 2.0, 2.0)] * stages
-        ours, plain = laid_out(told, each), laid_out(orders("1f1b", stages, microbatches), two)
+        ours, plain = simulate(told, each), simulate(orders("1f1b", stages, microbatches), two)
         assert bubble(ours, stages) < 0.6 * bubble(plain, stages)
 
 

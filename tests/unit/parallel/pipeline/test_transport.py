@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from raytrain_plus.errors import RunError, TrainingError
 from raytrain_plus.parallel.pipeline.message import to_bytes
-from raytrain_plus.parallel.pipeline.transport import _KINDS, HEAD_BYTES, TENSORS, Handovers, _Form, _tag, apart
+from raytrain_plus.parallel.pipeline.transport import _KINDS, HEAD_BYTES, TENSORS, Handovers, _Form, _tag, flattened
 from tests.unit.parallel.pipeline.replicas import Mail, Threads
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def trees() -> list[Any]:
 def test_any_tree_of_tensors_passes(pair: tuple[Handovers, Handovers, Mail], number: int) -> None:
     one, other, _ = pair
     for microbatch in range(3):
-        given = apart(trees()[number], "x")
+        given = flattened(trees()[number], "x")
         one.send(5, microbatch, 4, given, 1, "x")
         # Nothing is known yet of the first one.
         other.expect("forward", 5, microbatch, 4, 0)
@@ -62,13 +62,13 @@ def test_any_tree_of_tensors_passes(pair: tuple[Handovers, Handovers, Mail], num
 def test_shapes_are_a_function_of_the_rows_alone(pair: tuple[Handovers, Handovers, Mail]) -> None:
     one, other, mail = pair
     for microbatch, rows in enumerate((4, 4, 3, 4, 3)):
-        one.send(0, microbatch, rows, apart(torch.ones(rows, 2), "x"), 1, "x")
+        one.send(0, microbatch, rows, flattened(torch.ones(rows, 2), "x"), 1, "x")
         taken, _ = other.take(0, microbatch, rows, 0)
         assert taken.values[0].shape == (rows, 2)
     # Five tensors and two descriptions.
     assert len(mail) == 5 + 2
     with pytest.raises(TrainingError, match=r"the layer 'x' returns float32 \[4, 3\] without a gradient for one"):
-        one.send(0, 9, 4, apart(torch.ones(4, 3), "x"), 1, "the layer 'x'")
+        one.send(0, 9, 4, flattened(torch.ones(4, 3), "x"), 1, "the layer 'x'")
 
 
 def test_batches_pass_to_another_stage_and_to_the_same_one(pair: tuple[Handovers, Handovers, Mail]) -> None:
@@ -105,7 +105,7 @@ def test_notes_of_any_length_pass_expected_or_not(pair: tuple[Handovers, Handove
 )
 def test_values_that_cannot_pass_are_rejected(value: Any, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
-        apart(value, "the layer 'x'")
+        flattened(value, "the layer 'x'")
 
 
 class Pair(NamedTuple):
@@ -126,9 +126,9 @@ class Pair(NamedTuple):
 )
 def test_all_tree_types_of_torch_pass(pair: tuple[Handovers, Handovers, Mail], tree: Any) -> None:
     one, other, _ = pair
-    one.send(0, 0, 2, apart(tree, "x"), 1, "x")
+    one.send(0, 0, 2, flattened(tree, "x"), 1, "x")
     taken, _ = other.take(0, 0, 2, 0)
-    assert taken.tree == apart(tree, "x").tree
+    assert taken.tree == flattened(tree, "x").tree
     assert type(taken.whole()) is type(tree)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.observe.events import FIELDS, EventLog, Tail, cut_torn_line, event_lines, glance, read_events
+from raytrain_plus.observe.run_events import FIELDS, EventLog, Tail, cut_torn_line, event_lines, glance, read_events
 from raytrain_plus.storage import growing
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder

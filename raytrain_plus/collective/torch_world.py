@@ -2,8 +2,8 @@
 
 Gloo accepts the first process that connects to a member's port as its peer, without any proof. So the members prove
 their connections to each other once the world has formed. Over each connection both ends send a challenge, and answer
-the other's challenge with the key that only these two know (`credentials`). A world with a forged connection is not
-used: it raises `Interrupted`, and the group forms another.
+the other's challenge with the key that only these two know (`member_credentials`). A world with a forged connection is
+not used: it raises `Interrupted`, and the group forms another.
 
 This covers other processes on the members' machines, of any user: they can connect, but can neither read nor write a
 connection of two others. It does not cover an attacker who can change packets on the network between machines.
@@ -25,8 +25,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from raytrain_plus.collective.credentials import link_proof
 from raytrain_plus.collective.formation import Formation
+from raytrain_plus.collective.member_credentials import link_proof
 from raytrain_plus.collective.world import Operation, Transfer, Work
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.torch_compat import gloo_options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raytrain_plus.errors import Interrupted
-from raytrain_plus.training.control import Control
+from raytrain_plus.training.thread_control import Control
 
 
 def test_requests_affect_only_their_generation() -> None:
@@ -14,7 +14,7 @@ def test_requests_affect_only_their_generation() -> None:
     control.interrupt(2)
     control.pause(2)
     control.check()
-    assert not control.pausing()
+    assert not control.pause_requested()
     control.interrupt(4)
     control.pause(4)
     # Generation 3 is over by then: a worker still in it leaves.
@@ -22,19 +22,19 @@ def test_requests_affect_only_their_generation() -> None:
         control.check()
     control.begin(4)
     assert control.interrupted()
-    assert control.pausing()
+    assert control.pause_requested()
     control.begin(5)
     control.check()
-    assert not control.pausing()
+    assert not control.pause_requested()
 
 
 def test_activity_has_its_age_and_limit() -> None:
     control = Control()
-    control.patience(30.0)
+    control.set_limit(30.0)
     control.enter("computing")
     activity = control.activity()
     assert (activity.doing, activity.limit_s) == ("computing", 30.0)
     assert 0 <= activity.since_s < 5
     # The limit is the one set when the activity began.
-    control.patience(1.0)
+    control.set_limit(1.0)
     assert control.activity().limit_s == 30.0

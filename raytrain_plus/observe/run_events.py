@@ -22,7 +22,7 @@ from raytrain_plus.storage.json_text import json_text
 from raytrain_plus.storage.local import naming
 from raytrain_plus.storage.outage import Outages
 
-Event = dict[str, Any]
+RunEvent = dict[str, Any]
 EVENTS = "events.ndjson"
 """The file's name in a run's folder."""
 WRITER = "events"
@@ -62,7 +62,7 @@ _MEMBER = has.object_of(
     params=has.whole(0),
     shards=has.list_of(has.whole(0)),
 )
-_SHAPES: dict[str, has.Shape] = {
+_SHAPES: dict[str, has.JsonShape] = {
     "time": _SECONDS,
     "generation": has.whole(-1),
     "kind": has.text,
@@ -140,7 +140,7 @@ class EventLog:
             numbers = itertools.count(self._behind + 1)
             self._lines = Growing(run, lambda: _part(next(numbers)), PERIOD_S, writer=WRITER, outages=outages)
 
-    def write(self, kind: str, *, generation: int, time: float | None = None, fields: Event) -> Event:
+    def write(self, kind: str, *, generation: int, time: float | None = None, fields: RunEvent) -> RunEvent:
         """Append one event and return it. Its time is now unless `time` (Unix seconds) is given.
 
         Raises `ValueError` for an unknown kind or wrong fields, which is a programming error.
@@ -169,12 +169,12 @@ class EventLog:
         """Return the file's current path, if known: it changes if the folder is moved."""
         return self._lines.place() if isinstance(self._lines, Appended) else None
 
-    def read(self) -> Iterator[Event]:
+    def read(self) -> Iterator[RunEvent]:
         """Yield the events that this log has written, without those of earlier controllers."""
         return _events(self._run, self._behind)
 
 
-def read_events(run: Folder) -> Iterator[Event]:
+def read_events(run: Folder) -> Iterator[RunEvent]:
     """Yield the events of the run in a folder; skip an incomplete last line.
 
     Raises `InputError` if another line is damaged.
@@ -182,7 +182,7 @@ def read_events(run: Folder) -> Iterator[Event]:
     return _events(run, 0)
 
 
-def glance(run: Folder) -> Iterator[Event]:
+def glance(run: Folder) -> Iterator[RunEvent]:
     """Yield a run's events as `read_events`, but only some thousands of its steps.
 
     The newest step before each other event is included. A million steps take about a second.
@@ -216,7 +216,7 @@ class Tail:
         self._of_part = 0
         """The events that have been read of the next part."""
 
-    def read(self) -> Iterator[Event]:
+    def read(self) -> Iterator[RunEvent]:
         """Yield the events written since the last call, one by one: those of a long run may not fit into memory.
 
         Raises `OSError` if the storage fails, and `InputError` as `read_events`.
@@ -233,7 +233,7 @@ class Tail:
             self._at += len(line) + 1
             yield event
 
-    def _read_parts(self) -> Iterator[Event]:
+    def _read_parts(self) -> Iterator[RunEvent]:
         for name, number, line in _lines(self._run, self._at):
             # The newest part may still grow, and is read again.
             before = int(name.removeprefix("events-").removesuffix(".ndjson")) - 1
@@ -249,12 +249,12 @@ def event_lines(run: Folder) -> Iterator[str]:
     return (line.decode(errors="replace") for _, _, line in _lines(run, 0))
 
 
-def _events(run: Folder, behind: int) -> Iterator[Event]:
+def _events(run: Folder, behind: int) -> Iterator[RunEvent]:
     for line in _lines(run, behind):
         yield _event(run, *line)
 
 
-def _event(run: Folder, name: str, number: int, line: bytes) -> Event:
+def _event(run: Folder, name: str, number: int, line: bytes) -> RunEvent:
     file = f"{run.where}/{name}"
     event = parse_object(line, file, number, _REMEDY, _misfit)
     if event["kind"] == "view_formed":
@@ -269,7 +269,7 @@ def _renamed(member: Any) -> Any:
     return {"replica" if name == "cell" else name: value for name, value in member.items()}
 
 
-def _misfit(event: Event) -> str:
+def _misfit(event: RunEvent) -> str:
     kind = str(event.get("kind"))
     missing = {"time", "generation", "kind", *FIELDS.get(kind, ())} - _LATER.get(kind, frozenset()) - event.keys()
     if missing:

@@ -2,12 +2,12 @@
 
 import math
 
-from raytrain_plus.observe.metrics import Figures
+from raytrain_plus.observe.event_metrics import EventMetrics
 from tests.unit.observe.feed import Event, evaluated, event, step, view
 
 
 def told(*events: Event) -> list[tuple[str, int, float, float]]:
-    figures = Figures()
+    figures = EventMetrics()
     found = [figure for one in events for figure in figures.of(one)]
     return [(figure.name, figure.step, figure.value, figure.time_s) for figure in found]
 

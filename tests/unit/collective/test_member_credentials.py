@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_plus.collective.credentials import Credentials, credentials_of, link_proof, new_secret, rank_of
+from raytrain_plus.collective.member_credentials import Credentials, credentials_of, link_proof, new_secret, rank_of
 
 
 def test_a_token_proves_its_member_only_in_its_world() -> None:

@@ -9,7 +9,7 @@ from raytrain_plus.errors import Interrupted
 from raytrain_plus.training.records import Activity
 
 Doing = Literal["idle", "preparing", "joining", "data", "computing", "collective", "applying", "saving", "leaving"]
-"""Activities of a training thread. `elastic.watch` says which of them wait for other members."""
+"""Activities of a training thread. `membership.hang_detection` says which of them wait for other members."""
 
 
 class Control:
@@ -42,11 +42,11 @@ class Control:
         """Request one checkpoint of the group."""
         self._save_at = max(self._save_at, generation)
 
-    def saving(self) -> bool:
+    def save_requested(self) -> bool:
         """Return whether a checkpoint is requested."""
         return self._save_at >= self._generation
 
-    def saved(self) -> None:
+    def clear_save_request(self) -> None:
         """Clear the request for a checkpoint."""
         self._save_at = -2
 
@@ -54,7 +54,7 @@ class Control:
         """Request that this worker leaves its world at once."""
         self._interrupt_at = max(self._interrupt_at, generation)
 
-    def pausing(self) -> bool:
+    def pause_requested(self) -> bool:
         """Return whether a pause is requested."""
         return self._pause_at >= self._generation
 
@@ -71,7 +71,7 @@ class Control:
         if self.interrupted():
             raise Interrupted("the group is changing")
 
-    def patience(self, limit_s: float) -> None:
+    def set_limit(self, limit_s: float) -> None:
         """Set the limit, in seconds, of each following activity of the training thread."""
         self._limit_s = limit_s
 

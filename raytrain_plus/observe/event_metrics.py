@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raytrain_plus.observe.events import Event
+from raytrain_plus.observe.run_events import RunEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class MetricValue:
     """One value of a metric."""
 
     name: str
@@ -18,13 +18,13 @@ class Figure:
     """Unix seconds."""
 
 
-class Figures:
+class EventMetrics:
     """Extract metrics from a run's events, which must come in order."""
 
     def __init__(self) -> None:
         self._step = 0
 
-    def of(self, event: Event) -> list[Figure]:
+    def of(self, event: RunEvent) -> list[MetricValue]:
         """Return the metrics of the next event; most kinds have none.
 
         Loss and gradient norm of step s belong to the weights after s steps; metrics evaluated after step s belong to
@@ -48,4 +48,4 @@ class Figures:
         elif kind == "evaluated":
             self._step = event["step"] + 1
             found = {f"evaluation/{name}": value for name, value in event["metrics"].items()}
-        return [Figure(name, float(value), self._step, event["time"]) for name, value in found.items()]
+        return [MetricValue(name, float(value), self._step, event["time"]) for name, value in found.items()]
