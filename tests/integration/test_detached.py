@@ -24,6 +24,7 @@ from tests.integration.conftest import TASKS, background
 from tests.integration.elastic import raylets
 from tests.integration.tasks import write_data
 from tests.integration.test_run import command, outliving, raytrain, write_job
+from tests.processes import still_alive
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -77,8 +78,7 @@ def test_a_detached_run_on_one_machine(tmp_path: Path, nothing_goes_on: None) ->
     # A finished run is not run again.
     code, _, err = raytrain("run", job, "--detach")
     assert code == 0, err
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert not alive
+    assert not still_alive(processes, 10)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,20 +105,23 @@ def plain_losses(job: Job, transform: Any = None) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "args",
+    ("args", "sizes"),
     [
-        {},
-        pytest.param({"named": False}, marks=pytest.mark.slow),
-        pytest.param({"named": False, "plain": True}, marks=pytest.mark.slow),
+        ({}, (1, 3)),
+        pytest.param({}, (2, 4), marks=pytest.mark.slow),
+        pytest.param({"named": False}, (3,), marks=pytest.mark.slow),
+        pytest.param({"named": False, "plain": True}, (3,), marks=pytest.mark.slow),
     ],
-    ids=["layers", "model", "sequence"],
+    ids=["layers", "layers, other sizes", "model", "sequence"],
 )
-def test_losses_are_those_of_a_plain_loop_for_any_number_of_workers(tmp_path: Path, args: dict[str, bool]) -> None:
+def test_losses_are_those_of_a_plain_loop_for_any_number_of_workers(
+    tmp_path: Path, args: dict[str, bool], sizes: Sequence[int]
+) -> None:
     write_data(tmp_path / "data")
     base = job(tmp_path, args=args, parallel=Parallel(microbatches=2))
     expected = plain_losses(base)
     assert expected[-1] < 0.7 * expected[0]
-    for workers in (3,) if args else (1, 2, 3, 4):
+    for workers in sizes:
         got = losses(replace(base, name=f"on-{workers}", workers=Workers(min=workers)))
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=f"{workers} workers")
 

@@ -45,16 +45,16 @@ def four_nodes(cluster: Cluster) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> dict[bool, list[float]]:
-    """Return the losses of a run without incident, in fp32 and with fp64 parameters."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> list[float]:
+    """Return the losses of a run without incident."""
+    return losses_of_a_quiet_run(tmp_path_factory.mktemp("undisturbed"), double=False)
+
+
+def losses_of_a_quiet_run(folder: Path, double: bool) -> list[float]:
     write_data(folder / "data")
-    told = {}
-    for double in (False, True):
-        run = Run(job(folder, name=f"double-{double}", args={"double": double}, workers=Workers(min=2)))
-        assert run.finish().status == "finished"
-        told[double] = run.losses()
-    return told
+    run = Run(job(folder, name="quiet", args={"double": double}, workers=Workers(min=2)))
+    assert run.finish().status == "finished"
+    return run.losses()
 
 
 def started(tmp_path: Path, size: int = 4, **changes: Any) -> tuple[Run, dict[int, float]]:
@@ -93,7 +93,7 @@ def check(run: Run, before: dict[int, float], lost: list[int], expected: list[fl
 
 
 @pytest.mark.parametrize("collective", ["horovod", pytest.param("torch", marks=SLOW)])
-def test_a_killed_worker(tmp_path: Path, undisturbed: dict[bool, list[float]], collective: str) -> None:
+def test_a_killed_worker(tmp_path: Path, undisturbed: list[float], collective: str) -> None:
     run, before = started(tmp_path, collective=collective)
     victim = run.members()[1]
     killed = time.time()
@@ -104,31 +104,33 @@ def test_a_killed_worker(tmp_path: Path, undisturbed: dict[bool, list[float]], c
     assert "was killed" in recovered["cause"]
     [lost] = run.events("worker_lost")
     assert (lost["worker"], lost["pid"]) == (victim["worker"], victim["pid"])
-    result = check(run, before, [victim["pid"]], undisturbed[False])
+    result = check(run, before, [victim["pid"]], undisturbed)
     assert (result.recoveries, 0 < result.stall_s < 5, 0 < result.goodput < 1) == (1, True, True)
 
 
 @pytest.mark.slow
-def test_a_killed_worker_with_fp64_parameters(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+def test_a_killed_worker_with_fp64_parameters(tmp_path: Path, cluster: Cluster) -> None:
+    (tmp_path / "quiet").mkdir()
+    expected = losses_of_a_quiet_run(tmp_path / "quiet", double=True)
     run, before = started(tmp_path, args={"double": True})
     run.kill(victim := run.members()[2])
     run.until_told("recovered")
-    check(run, before, [victim["pid"]], undisturbed[True])
-    np.testing.assert_allclose(run.losses(), undisturbed[True], rtol=0, atol=1e-12)
+    check(run, before, [victim["pid"]], expected)
+    np.testing.assert_allclose(run.losses(), expected, rtol=0, atol=1e-12)
 
 
 @SLOW
-def test_a_killed_raylet(tmp_path: Path, cluster: Cluster, undisturbed: dict[bool, list[float]]) -> None:
+def test_a_killed_raylet(tmp_path: Path, cluster: Cluster, undisturbed: list[float]) -> None:
     run, before = started(tmp_path)
     node = next(node for node in cluster.worker_nodes if node.node_id == run.members()[1]["node"])
     victim = run.members()[1]
     cluster.remove_node(node, allow_graceful=False)
     run.until_told("recovered")
-    check(run, before, [victim["pid"]], undisturbed[False])
+    check(run, before, [victim["pid"]], undisturbed)
 
 
 @SLOW
-def test_three_of_four_at_once(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+def test_three_of_four_at_once(tmp_path: Path, undisturbed: list[float]) -> None:
     run, before = started(tmp_path)
     victims = run.members()[:3]
     for victim, number in zip(victims, (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL), strict=True):
@@ -136,19 +138,17 @@ def test_three_of_four_at_once(tmp_path: Path, undisturbed: dict[bool, list[floa
     run.until(lambda: not any(psutil.pid_exists(victim["pid"]) for victim in victims), "their end", 2)
     recovered = run.until_told("recovered")
     assert len(recovered["kept"]) == 1
-    check(run, before, [victim["pid"] for victim in victims], undisturbed[False])
+    check(run, before, [victim["pid"] for victim in victims], undisturbed)
 
 
 @pytest.mark.parametrize("what", ["stop", pytest.param("loop", marks=SLOW), pytest.param("hold", marks=SLOW)])
-def test_a_worker_that_hangs_is_found_and_replaced(
-    tmp_path: Path, undisturbed: dict[bool, list[float]], what: str
-) -> None:
+def test_a_worker_that_hangs_is_found_and_replaced(tmp_path: Path, undisturbed: list[float], what: str) -> None:
     elastic = Elastic(wait_s=30, hang_timeout_s=2)
     run, before = started(tmp_path, args={"fault": f"loss:{what}:100"}, elastic=elastic)
     lost = run.until_told("worker_lost")
     assert "hung: " in lost["cause"]
     assert len(run.until_told("recovered")["kept"]) == 3
-    check(run, before, [lost["pid"]], undisturbed[False])
+    check(run, before, [lost["pid"]], undisturbed)
 
 
 @SLOW
@@ -164,19 +164,17 @@ def test_a_slow_but_healthy_worker_does_not_hang(tmp_path: Path, fault: str) -> 
 
 
 @pytest.mark.slow
-def test_a_collective_in_which_all_wait_is_formed_again(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+def test_a_collective_in_which_all_wait_is_formed_again(tmp_path: Path, undisturbed: list[float]) -> None:
     elastic = Elastic(wait_s=30, hang_timeout_s=2)
     run, before = started(tmp_path, args={"fault": "backward:rename:100"}, elastic=elastic)
     recovered = run.until_told("recovered")
     assert (recovered["cause"], len(recovered["kept"])) == ("all workers waited for one another", 4)
-    check(run, before, [], undisturbed[False])
+    check(run, before, [], undisturbed)
 
 
 @SLOW
 @pytest.mark.parametrize("pad_s", [PAD_S, 0.04])
-def test_a_survivor_that_does_not_leave_is_replaced(
-    tmp_path: Path, undisturbed: dict[bool, list[float]], pad_s: float
-) -> None:
+def test_a_survivor_that_does_not_leave_is_replaced(tmp_path: Path, undisturbed: list[float], pad_s: float) -> None:
     args = {"pad_s": pad_s, "fault": "backward:sleep3:100"}
     run, before = started(tmp_path, args=args, elastic=Elastic(wait_s=30, hang_timeout_s=60))
     run.until(lambda: list(tmp_path.glob("reached-*")), "the slow backward")
@@ -195,22 +193,20 @@ def test_a_survivor_that_does_not_leave_is_replaced(
     if pad_s > PAD_S:
         # Slow enough that the replacements join before its end.
         run.until_size(4)
-    check(run, before, [stopped["pid"], killed["pid"]], undisturbed[False])
+    check(run, before, [stopped["pid"], killed["pid"]], undisturbed)
 
 
 @SLOW
 @pytest.mark.parametrize("fault", ["loss:kill:60", "backward:kill:60", "apply:kill:30", "applied:kill:30"])
-def test_a_worker_that_is_killed_anywhere_in_a_step(
-    tmp_path: Path, undisturbed: dict[bool, list[float]], fault: str
-) -> None:
+def test_a_worker_that_is_killed_anywhere_in_a_step(tmp_path: Path, undisturbed: list[float], fault: str) -> None:
     run, before = started(tmp_path, args={"fault": fault})
     lost = run.until_told("worker_lost")
     assert len(run.until_told("recovered")["kept"]) == 3
-    check(run, before, [lost["pid"]], undisturbed[False])
+    check(run, before, [lost["pid"]], undisturbed)
 
 
 @SLOW
-def test_a_loss_during_the_recovery_from_another(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+def test_a_loss_during_the_recovery_from_another(tmp_path: Path, undisturbed: list[float]) -> None:
     run, before = started(tmp_path)
     victim, second = run.members()[0], run.members()[3]
     run.kill(victim)
@@ -219,47 +215,43 @@ def test_a_loss_during_the_recovery_from_another(tmp_path: Path, undisturbed: di
     run.kill(second)
     recovered = run.until_told("recovered")
     assert len(recovered["kept"]) == 2
-    check(run, before, [victim["pid"], second["pid"]], undisturbed[False])
+    check(run, before, [victim["pid"], second["pid"]], undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["mesh", "adopt"])
-def test_a_newcomer_that_is_killed_while_it_joins(
-    tmp_path: Path, undisturbed: dict[bool, list[float]], place: str
-) -> None:
+def test_a_newcomer_that_is_killed_while_it_joins(tmp_path: Path, undisturbed: list[float], place: str) -> None:
     run, before = started(tmp_path, args={"fault": f"{place}:kill:0", "pad_s": 0.02})
     (tmp_path / "late").touch()
     run.kill(victim := run.members()[1])
     newcomer = run.until_told("worker_lost", 2)
     assert newcomer["pid"] not in before
     run.until_told("recovered", 2)
-    check(run, before, [victim["pid"]], undisturbed[False])
+    check(run, before, [victim["pid"]], undisturbed)
 
 
 @SLOW
-def test_an_exception_inside_an_apply_makes_a_worker_dirty_not_lost(
-    tmp_path: Path, undisturbed: dict[bool, list[float]]
-) -> None:
+def test_an_exception_inside_an_apply_makes_a_worker_dirty_not_lost(tmp_path: Path, undisturbed: list[float]) -> None:
     run, before = started(tmp_path, args={"fault": "applied:raise:40"})
     recovered = run.until_told("recovered")
     assert len(recovered["kept"]) == 4
     assert "ValueError" in recovered["cause"]
     assert run.events("worker_lost") == []
-    check(run, before, [], undisturbed[False])
+    check(run, before, [], undisturbed)
 
 
 @pytest.mark.slow
-def test_a_donor_that_is_killed_during_a_transfer(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+def test_a_donor_that_is_killed_in_mid_transfer(tmp_path: Path, undisturbed: list[float]) -> None:
     run, before = started(tmp_path, args={"fault": "snapshot:kill:1", "pad_s": 0.02})
     run.kill(victim := run.members()[3])
     run.until_told("recovered")
     # The worker that takes the empty seat needs a copy; its donor dies.
     donor = run.until_told("worker_lost", 2)
-    check(run, before, [victim["pid"], donor["pid"]], undisturbed[False])
+    check(run, before, [victim["pid"], donor["pid"]], undisturbed)
 
 
 @SLOW
-def test_a_survivor_that_computes_is_waited_for(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+def test_a_survivor_that_computes_is_waited_for(tmp_path: Path, undisturbed: list[float]) -> None:
     run, before = started(tmp_path, args={"fault": "backward:sleep3:100"})
     run.until(lambda: (tmp_path / "fault").exists(), "the slow backward")
     slow = _youngest_sleeper(run)
@@ -267,7 +259,7 @@ def test_a_survivor_that_computes_is_waited_for(tmp_path: Path, undisturbed: dic
     run.kill(victim)
     recovered = run.until_told("recovered")
     assert slow in [kept["pid"] for kept in recovered["kept"]]
-    check(run, before, [victim["pid"]], undisturbed[False])
+    check(run, before, [victim["pid"]], undisturbed)
 
 
 def _youngest_sleeper(run: Run) -> int:
@@ -303,14 +295,14 @@ def test_the_same_exception_twice_ends_the_run_with_the_state_of_the_last_commit
 
 
 @SLOW
-def test_a_spare_takes_the_empty_place(tmp_path: Path, undisturbed: dict[bool, list[float]]) -> None:
+def test_a_spare_takes_the_empty_place(tmp_path: Path, undisturbed: list[float]) -> None:
     run, before = started(tmp_path, size=3, workers=Workers(min=3, max=3, spares=1))
     run.until(lambda: len(list(tmp_path.glob("computes-*"))) == 4, "a spare that has made its step for practice")
     run.kill(victim := run.members()[1])
     recovered = run.until_told("recovered")
     assert len(recovered["kept"]) == 2
     assert [entry["pid"] not in before for entry in recovered["replaced"]] == [True]
-    check(run, before, [victim["pid"]], undisturbed[False])
+    check(run, before, [victim["pid"]], undisturbed)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from raytrain_plus.runs.status import state_of, status
 from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import Net, write_data
+from tests.processes import still_alive
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -122,7 +123,11 @@ def test_byte_gpt_trains_and_writes_json(tmp_path: Path) -> None:
     [
         ({"task": "tasks:Nett"}, ["did you mean 'Net'?"]),
         pytest.param({"task": "no_tasks:Net"}, ["module 'no_tasks' not found"], marks=pytest.mark.slow),
-        ({"data": {"path": "nowhere", "batch_size": 48}}, ["nowhere: there is no such file or folder"]),
+        pytest.param(
+            {"data": {"path": "nowhere", "batch_size": 48}},
+            ["nowhere: there is no such file or folder"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"steps": None}, ["neither `steps` nor `epochs`"], marks=pytest.mark.slow),
         pytest.param(
             {"data": {"path": "DATA", "batch_size": 996, "shards": 498}},
@@ -331,9 +336,7 @@ def named(processes: list[psutil.Process], *words: str) -> list[psutil.Process]:
 
 def outliving(processes: list[psutil.Process]) -> set[str]:
     """Return the commands of the processes that still run after 10 s, and end these."""
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    # A zombie has ended: its parent has not waited for it yet.
-    left = [entry for entry in alive if entry.is_running() and entry.status() != "zombie"]
+    left = still_alive(processes, 10)
     names = {" ".join([entry.name(), *entry.cmdline()[:4]]) for entry in left}
     for entry in left:
         entry.kill()

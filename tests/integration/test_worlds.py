@@ -202,7 +202,11 @@ def forged(rendezvous: RendezvousServer, waiting: int, says: Sequence[bytes]) ->
         yield
 
 
-@pytest.mark.parametrize("says", [b"", b"0" * 32, b"GET / HTTP/1.1\r\n\r\n" * 10], ids=["nothing", "a key", "a lot"])
+@pytest.mark.parametrize(
+    "says",
+    [b"", b"0" * 32, pytest.param(b"GET / HTTP/1.1\r\n\r\n" * 10, marks=pytest.mark.slow)],
+    ids=["nothing", "a key", "a lot"],
+)
 def test_a_connection_to_a_horovod_member_without_its_key_is_dropped(says: bytes) -> None:
     with members(4, "horovod") as group, server(4) as (rendezvous, door):
         for rank in range(3):
@@ -372,7 +376,7 @@ def kill_in_all_reduce(rounds: int, kind: str, doing: str) -> dict[str, int]:
     "doing", ["reduce_forever", *(pytest.param(one, marks=pytest.mark.slow) for one in ("flood", "agree"))]
 )
 def test_a_peer_killed_in_an_all_reduce_lets_the_others_go(kind: str, doing: str) -> None:
-    assert kill_in_all_reduce(2, kind, doing) == {"out": 4, "late": 0, "died": 0, "formed anew": 2}
+    assert kill_in_all_reduce(1, kind, doing) == {"out": 2, "late": 0, "died": 0, "formed anew": 1}
 
 
 @pytest.mark.slow
