@@ -343,12 +343,17 @@ class Wide(Faulty):
 
 
 class Noticed(Faulty):
-    """A task whose workers query a metadata service as in a cloud: `services` maps node id to host and port."""
+    """A task whose workers query a metadata service as in a cloud, ten times as often: `services` maps node id to host
+    and port."""
 
     def __init__(self, folder: str, cloud: Any, services: dict[str, Any], pad_s: float = 0.0) -> None:
         super().__init__(folder, pad_s=pad_s)
         host, port = services[ray.get_runtime_context().get_node_id()]
-        threading.Thread(target=listen, args=(cloud, (host, port), drain_this_node), daemon=True).start()
+
+        def wait(seconds: float) -> None:
+            time.sleep(seconds / 10)
+
+        threading.Thread(target=listen, args=(cloud, (host, port), drain_this_node, wait), daemon=True).start()
 
 
 class Stumbles(Net):
