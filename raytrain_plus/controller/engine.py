@@ -64,7 +64,7 @@ class Engine:
         self._workers, self._nodes, self._metrics = workers, nodes, metrics
         self.run_folder = run = Claimed(open_folder(order.plan.folder))
         self.loop = loop = EventLoop(workers, clock)
-        self.journal = journal = journal_of(order, run)
+        self.journal = journal = journal_of(order, run, clock)
         publisher = publisher_of(run, order, journal, loop.put)
         self.machine = machine = Executor(limits, publisher.durable)
         self._exporter = Exporter(run, workers.begin, journal.check_fence, loop.put, journal.outages)
@@ -164,12 +164,12 @@ class Engine:
         self._checkpoints.restart_clock()
 
 
-def journal_of(order: Order, run: Claimed) -> Journal:
+def journal_of(order: Order, run: Claimed, clock: Clock) -> Journal:
     """Return the journal of this run."""
     plan = order.plan
     rows, epochs = plan.index.rows, plan.job.epochs
     end = None if epochs is None else (plan.steps, epochs * rows)
-    return Journal(run, plan.job.data.batch_size, rows, end, order.past or Past())
+    return Journal(run, plan.job.data.batch_size, rows, end, order.past or Past(), clock.unix)
 
 
 def message_handlers(

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -44,15 +44,25 @@ class Journal:
     During the run, no storage delays the loop: slow work is done on threads.
     """
 
-    def __init__(self, run: Folder, batch_size: int, rows: int, end: tuple[int, int] | None, past: Past) -> None:
+    def __init__(
+        self,
+        run: Folder,
+        batch_size: int,
+        rows: int,
+        end: tuple[int, int] | None,
+        past: Past,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """`run`: its folder; `batch_size`: rows of a step; `rows`: rows of the data, which determine the epoch.
 
         `end`: if a job is given in epochs, its steps and all their rows. `past`: what the run resumes from.
+        `clock`: Unix seconds.
         """
         self.base = past.generation + 1
         """The offset added to generations: earlier controllers of the run had some."""
         self._run = run
         self._end = end
+        self._clock = clock
         self._batch_size = batch_size
         self._rows = rows
         self._early: list[dict[str, Any]] = []
@@ -110,7 +120,7 @@ class Journal:
         run.remove(RESULT)
         run.write(JOB, [job_yaml.encode()])
         run.write(DATASET, [json.dumps(dataset, indent=1).encode() + b"\n"])
-        self._log = EventLog(run, outages=self.outages)
+        self._log = EventLog(run, self._clock, self.outages)
         self._followed.read_back(self._log.read)
         self._parts = Parts(run, partial(self._before_entries, self._log), self.outages)
         self._trackers = Trackers(run, relays, self.outages)
@@ -356,7 +366,7 @@ class Journal:
         """
         error = error and without_credentials(error)
         if status == "finished":
-            self._recovered(self._incidents.ended(time.time()))
+            self._recovered(self._incidents.ended(self._clock()))
         sha = export.state_sha256 if export else None
         result = self._totals.result(
             name=name,
@@ -461,22 +471,13 @@ class Journal:
         if recovery is None:
             return
         self._totals.recovered(recovery.stall_s)
-        self._tell(
-            "recovered",
-            cause=recovery.cause,
-            stall_s=recovery.stall_s,
-            steps_lost=recovery.steps_lost,
-            steps_recomputed=recovery.steps_recomputed,
-            kept=list(recovery.kept),
-            replaced=list(recovery.replaced),
-            phases=dict(recovery.phases),
-        )
+        self._tell("recovered", **asdict(recovery))
 
     def _tell(self, kind: str, time_s: float | None = None, /, **fields: Any) -> None:
         # Some fields hold messages of Ray and of the task, and followers see them as they are here.
         fields = hide_credentials(fields)
         if self._log is None or self._trackers is None or self._ownership.lost:
-            event = {"time": time.time(), "generation": self.generation, "kind": kind, **fields}
+            event = {"time": self._clock(), "generation": self.generation, "kind": kind, **fields}
             self._early.append(dict(event))
         else:
             event = self._log.write(kind, generation=self.generation, time=time_s, fields=fields)
