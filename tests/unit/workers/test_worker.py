@@ -164,8 +164,8 @@ def summed(folder: Path) -> Prepared:
     """Return a worker that has all sums of the last step, and was interrupted before it applied it."""
     prepared, control = member(folder, steps=1, build=lambda layers: stepper(exact=False)), Control()
     control.begin(0)
+    context = StepContext(world=SoloWorld(), control=control, wait_s=1, meanwhile=lambda: control.interrupt(0))
     with pytest.raises(Interrupted):
-        context = StepContext(world=SoloWorld(), control=control, wait_s=1, meanwhile=lambda: control.interrupt(0))
         prepared.own.stepper.run(0, batches(0, range(SHARDS)), context)
     assert prepared.own.stepper.ready == 0
     return prepared
