@@ -90,22 +90,22 @@ ray up a.yaml
 
 
 def test_the_commands_of_a_page() -> None:
-    assert commands("p.md", PAGE) == [
-        Command("p.md", 3, "raytrain run a.yaml", in_text=True, needs_cloud=False),
-        Command("p.md", 7, "make demo", in_text=False, needs_cloud=False),
-        Command("p.md", 9, "raytrain submit a.yaml --follow", in_text=False, needs_cloud=False),
-        Command("p.md", 11, 'aws iam --document \'{"a": "b"}\'', in_text=False, needs_cloud=False),
-        Command("p.md", 26, "raytrain run", in_text=True, needs_cloud=True),
-        Command("p.md", 29, "ray up a.yaml", in_text=False, needs_cloud=True),
-        Command("p.md", 37, "ray start --head", in_text=False, needs_cloud=False),
+    assert commands("README.md", PAGE) == [
+        Command("README.md", 3, "raytrain run a.yaml", in_text=True, needs_cloud=False),
+        Command("README.md", 7, "make demo", in_text=False, needs_cloud=False),
+        Command("README.md", 9, "raytrain submit a.yaml --follow", in_text=False, needs_cloud=False),
+        Command("README.md", 11, 'aws iam --document \'{"a": "b"}\'', in_text=False, needs_cloud=False),
+        Command("README.md", 26, "raytrain run", in_text=True, needs_cloud=True),
+        Command("README.md", 29, "ray up a.yaml", in_text=False, needs_cloud=True),
+        Command("README.md", 37, "ray start --head", in_text=False, needs_cloud=False),
     ]
 
 
 def test_only_the_beginning_of_a_command_in_a_sentence_mentions_it() -> None:
-    run, *_, mention, _, _ = commands("p.md", PAGE)
+    run, *_, mention, _, _ = commands("README.md", PAGE)
     assert mention.mentions(run)
     assert not run.mentions(mention)
-    assert not mention.mentions(Command("p.md", 1, "raytrain runs", in_text=False, needs_cloud=False))
+    assert not mention.mentions(Command("README.md", 1, "raytrain runs", in_text=False, needs_cloud=False))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_only_the_beginning_of_a_command_in_a_sentence_mentions_it() -> None:
 )
 def test_a_block_that_would_be_overlooked_is_an_error(block: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        commands("p.md", block)
+        commands("README.md", block)
 
 
 FIRST = (REPOSITORY / "README.md").read_text()
