@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -137,10 +138,19 @@ def _freed(group: PlacementGroup) -> threading.Thread:
     def free() -> None:
         with contextlib.suppress(RayError):
             remove_placement_group(group)
+        _return_memory()
 
     thread = threading.Thread(target=free, name="free a place", daemon=True)
     thread.start()
     return thread
+
+
+def _return_memory() -> None:
+    """Return free memory to the system. Each loss leaves some in the malloc arenas of many threads: 50 KB, measured."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    # Only glibc has it, and only glibc has such arenas.
+    if trim is not None:
+        trim(0)
 
 
 def answer(future: Future[Any], worker: str, limit_s: float = 0) -> Any:
