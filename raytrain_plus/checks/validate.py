@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytrain_plus.credentials import without_credentials
-from raytrain_plus.data.files import exists
+from raytrain_plus.data.files import data_exists
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.page_checksum import HOW, LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable
@@ -222,12 +222,12 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     check_installed(job.trackers)
     cuts = stage_counts(job, layers_of(job, code.task))
     sizes, unformed = sizes_of(job, cuts), unused_workers(job, cuts)
-    if job.data.prepare is not None and not exists(Path(job.data.path)):
+    if job.data.prepare is not None and not data_exists(Path(job.data.path)):
         return Report(job.name, sizes, None, None, None, None, unformed)
     seen = index(job.data.path)
     check_enough(seen, job.data.shards)
     files = [seen.file(number) for number in range(len(seen.files))]
-    if job.evaluate is not None and (job.data.prepare is None or exists(Path(job.evaluate.path))):
+    if job.evaluate is not None and (job.data.prepare is None or data_exists(Path(job.evaluate.path))):
         held_out = index(job.evaluate.path)
         check_enough(held_out, job.data.shards)
         check_alike(seen, held_out)

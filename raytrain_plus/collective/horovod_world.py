@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from raytrain_plus.collective.formation import Formation
+from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.errors import Interrupted
 
@@ -61,7 +61,7 @@ def load_horovod() -> None:
 class HorovodWorld:
     """A Horovod world of this process; at most one exists at a time."""
 
-    def __init__(self, formation: Formation) -> None:
+    def __init__(self, formation: Invitation) -> None:
         """Join the world; block until all members have joined. Raises `Interrupted` if a member does not join.
 
         `load_horovod` must have been called.
@@ -116,7 +116,7 @@ class _HorovodWork:
             raise Interrupted(f"an all-reduce failed: {error}") from error
 
 
-def _environment(formation: Formation) -> dict[str, str]:
+def _environment(formation: Invitation) -> dict[str, str]:
     values = (
         formation.rank,
         formation.size,

@@ -25,7 +25,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from raytrain_plus.collective.formation import Formation
+from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.member_credentials import link_proof
 from raytrain_plus.collective.world import Operation, Transfer, Work
 from raytrain_plus.errors import Interrupted
@@ -50,7 +50,7 @@ CLOSE_S = 0.1
 class TorchWorld:
     """A Gloo process group of its own, never torch's default group."""
 
-    def __init__(self, formation: Formation) -> None:
+    def __init__(self, formation: Invitation) -> None:
         """Join the world. Raises `Interrupted` if a member does not join."""
         self.rank = formation.rank
         self.size = formation.size
@@ -139,7 +139,7 @@ def _drop(last: list[dist.ProcessGroupGloo], stores: list[_Store]) -> None:
 class _Store(dist.Store):
     """Publishes and finds the members' addresses at our rendezvous: keys end in `/<rank>`."""
 
-    def __init__(self, formation: Formation, kept: list[_Store]) -> None:
+    def __init__(self, formation: Invitation, kept: list[_Store]) -> None:
         super().__init__()
         self._formation = formation
         self._timeout_s = formation.timeout_s

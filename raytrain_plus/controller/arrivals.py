@@ -15,7 +15,7 @@ from raytrain_plus.errors import DataChanged, RaytrainError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.timeouts import PREPARE_S
-from raytrain_plus.workers.messages import Place, Plan, Ready
+from raytrain_plus.workers.messages import Place, Plan, PreparedReport
 
 
 @dataclass
@@ -39,10 +39,10 @@ class Arrivals:
         for name in command.workers:
             self.loop.later(command.delay_s, partial(self._start, name))
 
-    def rehearse(self, command: e.Rehearse) -> None:
+    def warm_up(self, command: e.WarmUp) -> None:
         """Have a worker run a warm-up step."""
         name = command.worker
-        self.loop.ask(name, "rehearse", then=partial(self._rehearsed, name), failed=partial(self._cold, name))
+        self.loop.ask(name, "warm_up", then=partial(self._warmed_up, name), failed=partial(self._cold, name))
 
     def _start(self, name: str) -> None:
         if name not in self.machine.group.workers:
@@ -68,12 +68,12 @@ class Arrivals:
     def _clocked(self, name: str, asked: float, clock_s: float) -> None:
         self.journal.clocked(name, clock_s, asked, self.clock.unix())
 
-    def _prepared(self, name: str, ready: Ready) -> None:
+    def _prepared(self, name: str, ready: PreparedReport) -> None:
         self.roster.prepared(name, ready)
         group = self.machine.group
         if ready.layers and group.generation < 0:
             self.machine.feed(e.Fitted(self.partitions.fit(group.limits.cuts, group.workers)))
-        self.machine.feed(e.Warm(name, -1))
+        self.machine.feed(e.Ready(name, -1))
 
     def _unprepared(self, name: str, error: Exception) -> None:
         if not isinstance(error, RaytrainError) or self.machine.group.generation < 0:
@@ -83,8 +83,8 @@ class Arrivals:
         else:
             self.losses.lost(name, str(error))
 
-    def _rehearsed(self, name: str, _: None) -> None:
-        self.machine.feed(e.Warm(name, None))
+    def _warmed_up(self, name: str, _: None) -> None:
+        self.machine.feed(e.Ready(name, None))
 
     def _cold(self, name: str, error: Exception) -> None:
         if isinstance(error, DataChanged):

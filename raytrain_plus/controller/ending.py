@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from raytrain_plus.controller.arrivals import Arrivals
-from raytrain_plus.controller.export import HandOver
+from raytrain_plus.controller.export import ModelHandOver
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.members import Members
 from raytrain_plus.controller.order import Closing
@@ -18,7 +18,7 @@ class Ending:
     journal: Journal
     members: Members
     arrivals: Arrivals
-    hand_over: HandOver
+    hand_over: ModelHandOver
     job: str
     """The job's name."""
     began: float

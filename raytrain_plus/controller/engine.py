@@ -16,7 +16,7 @@ from raytrain_plus.controller.checkpointing import Checkpoints, publisher_of
 from raytrain_plus.controller.ending import Ending
 from raytrain_plus.controller.event_loop import TICK_S, Clock, Died, EventLoop, Host, WorkerGroup
 from raytrain_plus.controller.executor import Executor
-from raytrain_plus.controller.export import Exported, Exporter, HandOver
+from raytrain_plus.controller.export import Exported, Exporter, ModelHandOver
 from raytrain_plus.controller.formation import Formation, Formed
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.losses import Losses
@@ -81,7 +81,7 @@ class Engine:
             loop, machine, journal, roster, partitions, pulses, checkpoints, restoring, replication, members, clock,
             host, self._open_run, order.plan.collective,
         )  # fmt: skip
-        self._hand_over = hand_over = HandOver(
+        self._hand_over = hand_over = ModelHandOver(
             loop, machine, journal, self._exporter, replication, restoring, checkpoints, members, clock
         )
         losses = Losses(loop, machine, journal, roster, pulses, checkpoints, hand_over, clock)
@@ -178,7 +178,7 @@ def message_handlers(
     formation: Formation,
     checkpoints: Checkpoints,
     replication: Replication,
-    hand_over: HandOver,
+    hand_over: ModelHandOver,
     losses: Losses,
     monitor: Monitor,
 ) -> Mapping[type[Any], Callable[[Any], None]]:

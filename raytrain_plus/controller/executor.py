@@ -8,7 +8,7 @@ from typing import Any
 from raytrain_plus.controller.arrivals import Arrivals
 from raytrain_plus.controller.checkpointing import Checkpoints
 from raytrain_plus.controller.ending import Ending
-from raytrain_plus.controller.export import HandOver
+from raytrain_plus.controller.export import ModelHandOver
 from raytrain_plus.controller.formation import Formation
 from raytrain_plus.controller.losses import Losses
 from raytrain_plus.controller.members import Members
@@ -38,13 +38,13 @@ class Executor:
         replication: Replication,
         checkpoints: Checkpoints,
         restoring: Restoring,
-        hand_over: HandOver,
+        hand_over: ModelHandOver,
         ending: Ending,
     ) -> None:
         """Set who carries out which command."""
         self.handlers = {
             e.Start: arrivals.start,
-            e.Rehearse: arrivals.rehearse,
+            e.WarmUp: arrivals.warm_up,
             e.Join: formation.join,
             e.Pause: members.pause,
             e.Finish: members.finish,

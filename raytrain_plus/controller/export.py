@@ -136,7 +136,7 @@ class Exporter:
 
 
 @dataclass
-class HandOver:
+class ModelHandOver:
     """The end of a run's training: the model is exported, and the last state is kept in a checkpoint."""
 
     loop: EventLoop

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytrain_plus.collective.formation import Formation as Invitation
+from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.member_credentials import Credentials
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.controller.checkpointing import Checkpoints
@@ -129,7 +129,7 @@ class Formation:
         spares = [
             name
             for name, worker in self.machine.group.workers.items()
-            if name not in names and not worker.leaving and worker.state in ("idle", "rehearsing")
+            if name not in names and not worker.leaving and worker.state in ("idle", "warming_up")
         ]
         self.replication.formed()
         counts = self.partitions.parameters(view)

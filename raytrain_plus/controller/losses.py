@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from raytrain_plus.controller.checkpointing import Checkpoints
 from raytrain_plus.controller.event_loop import Clock, Died, EventLoop, Machine
-from raytrain_plus.controller.export import HandOver
+from raytrain_plus.controller.export import ModelHandOver
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.nodes import NodeLost
 from raytrain_plus.controller.roster import Roster
@@ -22,7 +22,7 @@ class Losses:
     roster: Roster
     pulses: Pulses
     checkpoints: Checkpoints
-    hand_over: HandOver
+    hand_over: ModelHandOver
     clock: Clock
 
     def lost(self, name: str, cause: str) -> None:

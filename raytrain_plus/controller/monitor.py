@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from raytrain_plus.controller.checkpointing import Checkpoints
 from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
-from raytrain_plus.controller.export import HandOver
+from raytrain_plus.controller.export import ModelHandOver
 from raytrain_plus.controller.formation import Formation
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.losses import Losses
@@ -60,7 +60,7 @@ class Monitor:
     members: Members
     losses: Losses
     checkpoints: Checkpoints
-    hand_over: HandOver
+    hand_over: ModelHandOver
     nodes: NodeWatch
     elastic: Elastic
     clock: Clock

@@ -146,4 +146,4 @@ class Replication:
     def _has_copy(self, name: str, sound: bool) -> None:
         if not sound and name in self._machine.group.workers:
             log.error("%s: the copy that it should provide is missing or damaged; please report this", name)
-            self._machine.feed(e.Bare(name))
+            self._machine.feed(e.CopyMissing(name))

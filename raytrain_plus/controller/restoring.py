@@ -83,7 +83,7 @@ class Restoring:
 
     def _restored(self, name: str, stage: Stage, manifest: Manifest) -> None:
         self._read = manifest
-        self._machine.feed(e.Warm(name, manifest.step, stage))
+        self._machine.feed(e.Ready(name, manifest.step, stage))
 
     def _failed(self, name: str, stage: Stage, manifest: Manifest, error: Exception) -> None:
         if isinstance(error, DamagedError):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from raytrain_plus.data.sight import Sight
-from raytrain_plus.workers.messages import Place, Ready
+from raytrain_plus.workers.messages import Place, PreparedReport
 
 
 class Roster:
@@ -14,7 +14,7 @@ class Roster:
 
     def __init__(self) -> None:
         self._places: dict[str, Place] = {}
-        self._ready: dict[str, Ready] = {}
+        self._ready: dict[str, PreparedReport] = {}
         self._sights: dict[str, Mapping[str, tuple[Sight, ...]]] = {}
         """For each node, what its first worker saw of the data files: its replacements compare their view with it."""
 
@@ -22,7 +22,7 @@ class Roster:
         """Record where a worker's process runs."""
         self._places[place.worker] = place
 
-    def prepared(self, name: str, ready: Ready) -> None:
+    def prepared(self, name: str, ready: PreparedReport) -> None:
         """Record what a worker reports once its task is built."""
         self._sights.setdefault(self.node(name), ready.sights)
         # Kept once per node: workers may come and go by the hundred.
@@ -49,7 +49,7 @@ class Roster:
         return self._sights.get(node, {})
 
     @property
-    def ready(self) -> Mapping[str, Ready]:
+    def ready(self) -> Mapping[str, PreparedReport]:
         """What each prepared worker has reported."""
         return self._ready
 

@@ -39,7 +39,7 @@ def find_files(path: Path) -> DataFiles:
         return DataFiles(root, _sorted(root, _matching_files(root, pattern)))
     if is_file(path):
         return DataFiles(path.parent, (path.name,))
-    if not exists(path):
+    if not data_exists(path):
         raise _missing(path)
     return DataFiles(path, _sorted(path, _parquet_files(path)))
 
@@ -52,13 +52,13 @@ def split_pattern(path: Path) -> tuple[Path, tuple[str, ...]]:
     at = Path(path.anchor)
     parts = path.relative_to(at).parts
     for number, part in enumerate(parts):
-        if _has_wildcard(part) and not exists(at / part):
+        if _has_wildcard(part) and not data_exists(at / part):
             return at, parts[number:]
         at /= part
     return path, ()
 
 
-def exists(path: Path) -> bool:
+def data_exists(path: Path) -> bool:
     """Return whether anything is at `path`. Raises `DataError` if `path` cannot be accessed."""
     return _mode(path) is not None
 
@@ -90,7 +90,7 @@ def _sorted(root: Path, files: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _missing(path: Path) -> DataError:
-    parent = next(parent for parent in path.parents if exists(parent))
+    parent = next(parent for parent in path.parents if data_exists(parent))
     return DataError(
         "there is no such file or folder",
         where=str(path),
@@ -156,7 +156,7 @@ def _match(folder: Path, pattern: tuple[str, ...]) -> Iterator[Path]:
     if part == _RECURSIVE:
         yield from _match_any_folders(folder, rest)
     elif not _has_wildcard(part):
-        if exists(folder / part):
+        if data_exists(folder / part):
             yield from _match(folder / part, rest)
     elif _is_folder(folder):
         for name in _names_in(folder):

@@ -127,7 +127,7 @@ class Parts:
         generation, step, _ = part[0]
         sink = pa.BufferOutputStream()
         pq.write_table(
-            table_of(part),
+            ledger_table(part),
             sink,
             compression="zstd",
             use_dictionary=False,
@@ -143,7 +143,7 @@ class Parts:
         pa.default_memory_pool().release_unused()
 
 
-def table_of(entries: list[tuple[int, int, bytes]]) -> pa.Table:
+def ledger_table(entries: list[tuple[int, int, bytes]]) -> pa.Table:
     """Return entries of (generation, step, the `NOTE`s of its shards) as rows of the ledger."""
     notes = np.stack([np.frombuffer(notes, NOTE) for _, _, notes in entries])
     steps, shards = notes.shape

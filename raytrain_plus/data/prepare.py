@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from raytrain_plus.data.files import exists, split_pattern
+from raytrain_plus.data.files import data_exists, split_pattern
 from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.errors import DataError, TaskError, WaitExpired
 from raytrain_plus.job.settings import Job
@@ -53,7 +53,7 @@ def prepare(spec: str | None, path: str | Path, roots: Sequence[Path]) -> None:
     `LOCK_S`.
     """
     target = Path(path).absolute()
-    if spec is None or exists(target):
+    if spec is None or data_exists(target):
         return
     _refuse_pattern(target, str(target))
     function = load_function(spec, roots)
@@ -61,7 +61,7 @@ def prepare(spec: str | None, path: str | Path, roots: Sequence[Path]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(target.parent / f".{target.name}.lock", timeout=LOCK_S)
         with lock:
-            if not exists(target):
+            if not data_exists(target):
                 _write(function, spec, target)
     except Timeout as error:
         raise WaitExpired(f"another process has been preparing {target} for more than {LOCK_S:g} s") from error

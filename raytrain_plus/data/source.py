@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_plus.data.columns import column_of
-from raytrain_plus.data.files import exists, find_files
+from raytrain_plus.data.files import data_exists, find_files
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.sight import Sight, change_of, footer_of, sight_of
 from raytrain_plus.errors import DataChanged, DataError, first_line
@@ -305,7 +305,7 @@ def _looked_at(file: Path) -> tuple[Sight, pq.FileMetaData, bytes]:
     except PermissionError as error:
         raise DataError("cannot be read: permission denied", where=str(file)) from error
     except UNREADABLE as error:
-        size = file.stat().st_size if exists(file) else 0
+        size = file.stat().st_size if data_exists(file) else 0
         raise DataError(
             f"is not a readable Parquet file ({size} bytes): {first_line(error)}",
             where=str(file),

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 
-from raytrain_plus.collective.formation import Formation
+from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.errors import RunError
 
@@ -16,12 +16,12 @@ PROOF_S = 120.0
 _MEMBER = """
 import json, sys, torch
 from raytrain_plus.collective.member_credentials import Credentials
-from raytrain_plus.collective.formation import Formation
+from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.horovod_world import HorovodWorld
 from raytrain_plus.collective.world import wait
 given = json.load(sys.stdin)
 given["credentials"] = Credentials(given["credentials"]["token"], tuple(given["credentials"]["link_keys"]))
-world = HorovodWorld(Formation(**{**given, "server": tuple(given["server"])}))
+world = HorovodWorld(Invitation(**{**given, "server": tuple(given["server"])}))
 tensor = torch.full((1000,), world.rank + 1.0)
 wait(world.reduce(tensor, "proof"), "the proof's sum", 30)
 assert tensor.eq(3.0).all(), tensor
@@ -63,8 +63,8 @@ def prove() -> None:
             raise RunError(f"Horovod was built but does not work; output of a test process:\n{text.rstrip()}")
 
 
-def _formation(server: RendezvousServer, rank: int, port: int) -> Formation:
-    return Formation(
+def _formation(server: RendezvousServer, rank: int, port: int) -> Invitation:
+    return Invitation(
         generation=0,
         name="proof",
         rank=rank,

@@ -24,7 +24,7 @@ from raytrain_plus.controller.actor import Controller
 from raytrain_plus.controller.order import Order
 from raytrain_plus.errors import InputError, RunError, first_line
 from raytrain_plus.job.settings import Job
-from raytrain_plus.launch.machine_check import check_seen, look, needs_of
+from raytrain_plus.launch.machine_check import check_machine, check_seen, needs_of
 from raytrain_plus.launch.ray_address import authentication_failed, check_cluster, is_join
 from raytrain_plus.launch.reaper import reaper
 from raytrain_plus.membership.group import Limits
@@ -304,7 +304,7 @@ def _ask_machines(order: Order, here: str) -> None:
     asked: dict[Any, str] = {}
     with leave_probe(open_folder(split(order.plan.folder)[0]), secrets.token_hex(4)) as probe:
         needs = needs_of(order, probe)
-        asking: Any = ray.remote(look)
+        asking: Any = ray.remote(check_machine)
         for node, name in machines.items():
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             asked[asking.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(needs)] = name

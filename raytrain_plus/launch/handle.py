@@ -28,7 +28,7 @@ def attach(run: str | Path, storage: str = "runs") -> Handle:
     return Handle(find_run(str(run), storage))
 
 
-class Interrupted(KeyboardInterrupt):
+class FollowInterrupted(KeyboardInterrupt):
     """The user stopped waiting for a run; the run continues.
 
     It is a `KeyboardInterrupt`, so that a script, or the notebook cells after this one, end too. A notebook shows its
@@ -74,7 +74,7 @@ class Handle:
     def follow(self) -> Result:
         """Show the run's progress until it ends; return its result. In a notebook cell this is a live chart.
 
-        An interrupt stops only the following, not the run, and raises `Interrupted`.
+        An interrupt stops only the following, not the run, and raises `FollowInterrupted`.
         """
         with self._waiting():
             return watch(self._run, view_for(sys.stdout))
@@ -83,7 +83,7 @@ class Handle:
         """Wait silently until the run ends; return its result, even if it failed.
 
         Raises `TimeoutError` after `timeout_s`, `RunError` if the run's controller is gone and left no result, and
-        `Interrupted` as `follow` does.
+        `FollowInterrupted` as `follow` does.
         """
         with self._waiting():
             return watch(self._run, None, timeout_s=timeout_s)
@@ -110,7 +110,7 @@ class Handle:
         try:
             yield
         except KeyboardInterrupt:
-            raise Interrupted(self.name) from None
+            raise FollowInterrupted(self.name) from None
 
     def _send(self, request: Request) -> None:
         try:

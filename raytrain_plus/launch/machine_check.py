@@ -42,7 +42,7 @@ def needs_of(order: Order, probe: Probe) -> Needs:
     return Needs(probe, files, order.plan.collective == "horovod")
 
 
-def look(needs: Needs) -> Seen:
+def check_machine(needs: Needs) -> Seen:
     """Check this machine and return the problems found."""
     return Seen(find_probe_fault(needs.probe), _look_at_data(needs), _look_at_horovod(needs))
 

@@ -28,7 +28,7 @@ from raytrain_plus.observe.trackers import check_installed, settings_for
 from raytrain_plus.parallel.sizing import stage_counts, unused_workers
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
-from raytrain_plus.runs.folder import CHANGED, DATASET, check_writable, earlier_result, exists
+from raytrain_plus.runs.folder import CHANGED, DATASET, check_writable, earlier_result, run_exists
 from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.state.manifest import Manifest
@@ -73,7 +73,7 @@ def order_of(
     pickled = _task_to_send(job)
     seen, held_out = _look_at_data(job, search)
     past = None
-    if exists(folder) and not fresh:
+    if run_exists(folder) and not fresh:
         past = load_history(folder)
         check_resumable(past, folder, job, seen)
         _check_restored(folder, seen, held_out)

@@ -32,7 +32,7 @@ class Up:
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
+class Ready:
     """A worker can take any place. `holds`: the step whose state it has; -1 the initial one, None no state."""
 
     worker: str
@@ -162,7 +162,7 @@ class Fitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Bare:
+class CopyMissing:
     """A worker lacks a copy that it was believed to keep, or its copy is damaged."""
 
     worker: str
@@ -170,7 +170,7 @@ class Bare:
 
 Event = (
     Up
-    | Warm
+    | Ready
     | Joined
     | Committed
     | Left
@@ -184,7 +184,7 @@ Event = (
     | Saved
     | Unreadable
     | Copied
-    | Bare
+    | CopyMissing
     | Fitted
 )
 
@@ -250,15 +250,15 @@ class Recall:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearse:
-    """Make this idle worker run a warm-up step; it holds no state afterwards, and sends `Warm` again."""
+class WarmUp:
+    """Make this idle worker run a warm-up step; it holds no state afterwards, and sends `Ready` again."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Make this idle worker read a stage's state after `step` from its checkpoint and send `Warm` again."""
+    """Make this idle worker read a stage's state after `step` from its checkpoint and send `Ready` again."""
 
     worker: str
     step: int
@@ -303,6 +303,4 @@ class End:
     why: str
 
 
-Command = (
-    Start | Join | Pause | Interrupt | Finish | Recall | Rehearse | Restore | Keep | Dismiss | HandOver | Wait | End
-)
+Command = Start | Join | Pause | Interrupt | Finish | Recall | WarmUp | Restore | Keep | Dismiss | HandOver | Wait | End

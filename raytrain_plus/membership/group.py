@@ -46,10 +46,10 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerStatus:
     """What is known of one living worker."""
 
-    state: Literal["coming", "up", "rehearsing", "restoring", "idle", "in"]
+    state: Literal["coming", "up", "warming_up", "restoring", "idle", "in"]
     """Requested; process started; running a warm-up step; reading a checkpoint; able to take any place; inside the
     generation."""
     holds: int | None = None
@@ -79,7 +79,7 @@ class Group:
     shape: Shape = field(default_factory=lambda: Shape(1))
     seats: tuple[str, ...] = ()
     """The current view's members, by seat in its shape."""
-    workers: Mapping[str, Worker] = field(default_factory=dict)
+    workers: Mapping[str, WorkerStatus] = field(default_factory=dict)
     named: int = 0
     """The number of workers ever requested: names are never reused."""
     committed: int = -1

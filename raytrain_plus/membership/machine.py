@@ -17,7 +17,7 @@ from raytrain_plus.membership.group import (
     Limits,
     Phase,
     Standing,
-    Worker,
+    WorkerStatus,
     free,
     holds,
     members_in,
@@ -71,7 +71,7 @@ def _staff(group: Group) -> Outcome:
     if missing <= 0:
         return group, []
     names = tuple(f"worker-{group.named + index}" for index in range(missing))
-    workers = {**group.workers, **{name: Worker("coming") for name in names}}
+    workers = {**group.workers, **{name: WorkerStatus("coming") for name in names}}
     return replace(group, workers=workers, named=group.named + missing), [
         e.Start(names, backoff_s(max(group.fruitless, group.stillborn))),
     ]
@@ -312,8 +312,8 @@ def _run(group: Group) -> Outcome:
             group = without(group, name)
             commands.append(e.Dismiss(name))
         elif worker.holds == -1:
-            group = with_worker(group, name, state="rehearsing", holds=None)
-            commands.append(e.Rehearse(name))
+            group = with_worker(group, name, state="warming_up", holds=None)
+            commands.append(e.WarmUp(name))
     group, started = _staff(group)
     group, paused = _review(group)
     return group, [*commands, *started, *paused]
@@ -347,14 +347,14 @@ def _up(group: Group, event: e.Up) -> Outcome:
     return with_worker(group, event.worker, state="up"), []
 
 
-def _warm(group: Group, event: e.Warm) -> Outcome:
+def _ready(group: Group, event: e.Ready) -> Outcome:
     state = group.workers[event.worker].state
     # A worker in a warm-up step, or reading a checkpoint, has lost the initial state: this report is outdated.
-    late = (state == "rehearsing" and event.holds is not None) or (state == "restoring" and event.holds == -1)
-    if state not in ("coming", "up", "rehearsing", "restoring") or late:
+    late = (state == "warming_up" and event.holds is not None) or (state == "restoring" and event.holds == -1)
+    if state not in ("coming", "up", "warming_up", "restoring") or late:
         return group, []
     # A worker that starts while others train has yet to prove, by a warm-up step, that it can make a step.
-    proved = state == "rehearsing" or group.generation < 0
+    proved = state == "warming_up" or group.generation < 0
     group = replace(group, stillborn=0 if proved else group.stillborn)
     # State read from a checkpoint that turned out to be unusable does not count.
     void = state == "restoring" and group.workers[event.worker].stage is None
@@ -362,17 +362,17 @@ def _warm(group: Group, event: e.Warm) -> Outcome:
     return with_worker(group, event.worker, state="idle", holds=held[0], stage=held[1]), []
 
 
-def _warm_gather(group: Group, event: e.Warm) -> Outcome:
-    return _settle(_warm(group, event)[0])
+def _ready_gather(group: Group, event: e.Ready) -> Outcome:
+    return _settle(_ready(group, event)[0])
 
 
-def _warm_train(group: Group, event: e.Warm) -> Outcome:
-    group = _warm(group, event)[0]
+def _ready_train(group: Group, event: e.Ready) -> Outcome:
+    group = _ready(group, event)[0]
     worker = group.workers[event.worker]
     if worker.state == "idle" and worker.leaving:
         return without(group, event.worker), [e.Dismiss(event.worker)]
     if worker.state == "idle" and worker.holds == -1:
-        return with_worker(group, event.worker, state="rehearsing", holds=None), [e.Rehearse(event.worker)]
+        return with_worker(group, event.worker, state="warming_up", holds=None), [e.WarmUp(event.worker)]
     return _review(group)
 
 
@@ -407,7 +407,7 @@ def _fitted(group: Group, event: e.Fitted) -> Outcome:
     return replace(group, limits=limits), []
 
 
-def _bare(group: Group, event: e.Bare) -> Outcome:
+def _copy_missing(group: Group, event: e.CopyMissing) -> Outcome:
     return with_worker(group, event.worker, copies=frozenset()), []
 
 
@@ -637,7 +637,7 @@ _G, _J, _T, _P, _L, _C, _E = Phase
 
 TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_G, e.Up): Rule(_up, (_G,)),
-    (_G, e.Warm): Rule(_warm_gather, (_G, _J)),
+    (_G, e.Ready): Rule(_ready_gather, (_G, _J)),
     (_G, e.Joined): Rule(_nothing, (_G,)),
     (_G, e.Committed): Rule(_nothing, (_G,)),
     (_G, e.Left): Rule(_nothing, (_G,)),
@@ -651,7 +651,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_G, e.Saved): Rule(_saved, (_G,)),
     (_G, e.Unreadable): Rule(_unreadable_gather, (_G, _J)),
     (_J, e.Up): Rule(_up, (_J,)),
-    (_J, e.Warm): Rule(_warm, (_J,)),
+    (_J, e.Ready): Rule(_ready, (_J,)),
     (_J, e.Joined): Rule(_joined, (_J, _T, _P)),
     (_J, e.Committed): Rule(_committed_join, (_J, _T, _P)),
     (_J, e.Left): Rule(_left, (_J, _L, _G, _C, _E)),
@@ -662,7 +662,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_J, e.Stuck): Rule(_nothing, (_J,)),
     (_J, e.Handed): Rule(_nothing, (_J,)),
     (_T, e.Up): Rule(_up, (_T,)),
-    (_T, e.Warm): Rule(_warm_train, (_T, _P)),
+    (_T, e.Ready): Rule(_ready_train, (_T, _P)),
     (_T, e.Joined): Rule(_nothing, (_T,)),
     (_T, e.Committed): Rule(_committed, (_T,)),
     (_T, e.Left): Rule(_left, (_T, _J, _L, _G, _C, _E)),
@@ -674,7 +674,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_T, e.Stuck): Rule(_stuck, (_L,)),
     (_T, e.Handed): Rule(_nothing, (_T,)),
     (_P, e.Up): Rule(_up, (_P,)),
-    (_P, e.Warm): Rule(_warm, (_P,)),
+    (_P, e.Ready): Rule(_ready, (_P,)),
     (_P, e.Joined): Rule(_nothing, (_P,)),
     (_P, e.Committed): Rule(_committed, (_P,)),
     (_P, e.Left): Rule(_left, (_P, _J, _L, _G, _C, _E)),
@@ -685,7 +685,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_P, e.Stuck): Rule(_stuck, (_L,)),
     (_P, e.Handed): Rule(_nothing, (_P,)),
     (_L, e.Up): Rule(_up, (_L,)),
-    (_L, e.Warm): Rule(_warm, (_L,)),
+    (_L, e.Ready): Rule(_ready, (_L,)),
     (_L, e.Joined): Rule(_nothing, (_L,)),
     (_L, e.Committed): Rule(_committed, (_L,)),
     (_L, e.Left): Rule(_left_leave, (_L, _J, _G, _C, _E)),
@@ -696,7 +696,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_L, e.Stuck): Rule(_nothing, (_L,)),
     (_L, e.Handed): Rule(_nothing, (_L,)),
     (_C, e.Up): Rule(_nothing, (_C,)),
-    (_C, e.Warm): Rule(_nothing, (_C,)),
+    (_C, e.Ready): Rule(_nothing, (_C,)),
     (_C, e.Joined): Rule(_nothing, (_C,)),
     (_C, e.Committed): Rule(_committed, (_C,)),
     (_C, e.Left): Rule(_nothing, (_C,)),
@@ -711,7 +711,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     **{(phase, e.Saved): Rule(_saved, (phase,)) for phase in (_J, _T, _P, _L, _C)},
     **{(phase, e.Copied): Rule(_copied, (phase,)) for phase in (_J, _T, _P, _L)},
     **{(phase, e.Copied): Rule(_nothing, (phase,)) for phase in (_G, _C)},
-    **{(phase, e.Bare): Rule(_bare, (phase,)) for phase in (_G, _J, _T, _P, _L, _C)},
+    **{(phase, e.CopyMissing): Rule(_copy_missing, (phase,)) for phase in (_G, _J, _T, _P, _L, _C)},
     (_G, e.Fitted): Rule(_fitted, (_G,)),
     **{(phase, e.Fitted): Rule(_nothing, (phase,)) for phase in (_J, _T, _P, _L, _C)},
     **{(phase, e.Unreadable): Rule(_unreadable, (phase,)) for phase in (_J, _T, _P, _L, _C)},

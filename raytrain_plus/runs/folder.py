@@ -76,7 +76,7 @@ def check_writable(where: str | Path) -> Folder:
         ) from error
 
 
-def exists(run: Folder) -> bool:
+def run_exists(run: Folder) -> bool:
     """Return whether there is anything in a run's folder."""
     return bool(run.files())
 
@@ -93,7 +93,7 @@ def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[st
         raise InputError(
             "the path is a file, not a folder", where=where, remedy="move it away, or choose another name for this run"
         )
-    if not exists(run):
+    if not run_exists(run):
         return None
     holder = _living(run)
     if holder is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result, resume_command
-from raytrain_plus.runs.folder import exists, lease_holder, lost_holder, single_writer
+from raytrain_plus.runs.folder import lease_holder, lost_holder, run_exists, single_writer
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.address import split
@@ -102,7 +102,7 @@ def state_of(run: Folder) -> str:
 def what_is_kept(run: Folder) -> str:
     """Return what is left of a run whose controller died, and the command that resumes it, in words."""
     try:
-        if not exists(run):
+        if not run_exists(run):
             return "nothing was written yet: run the job again"
         newest = next((found for found in load_history(run).found if found.manifest is not None), None)
     except (OSError, InputError) as error:

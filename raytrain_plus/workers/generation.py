@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.horovod_world import HorovodWorld
+from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import World
@@ -160,7 +160,7 @@ class Generation:
             )
         return world, form_s
 
-    def _form(self, formation: Formation) -> World:
+    def _form(self, formation: Invitation) -> World:
         if formation.size == 1:
             return SoloWorld()
         return HorovodWorld(formation) if self._prepared.plan.collective == "horovod" else TorchWorld(formation)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytrain_plus.collective.formation import Formation
+from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.data.sight import Sight
 from raytrain_plus.data.source import Index
 from raytrain_plus.errors import RaytrainError
@@ -60,7 +60,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
+class PreparedReport:
     """A worker's report once its task is built."""
 
     parameters: int
@@ -154,9 +154,9 @@ class Assignment:
 
     generation: int
     layers: Layers
-    ring: Formation
+    ring: Invitation
     """The world of the members that hold the same stage."""
-    replica: Formation | None
+    replica: Invitation | None
     """The world of the members of one model replica; None if the replica is one worker."""
     shards: tuple[int, ...]
     first_step: int

@@ -27,7 +27,7 @@ FREE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class WorkerHandle:
     """One started worker."""
 
     actor: Any
@@ -42,7 +42,7 @@ class Pool:
 
     def __init__(self, cpus: float, gpus: float) -> None:
         self._need = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
-        self._handles: dict[str, Handle] = {}
+        self._handles: dict[str, WorkerHandle] = {}
         self._freeing: list[threading.Thread] = []
         # Once: Ray keeps each class that is made remote for as long as the process lives.
         self._remote = ray.remote(WorkerActor)
@@ -69,7 +69,7 @@ class Pool:
             enable_task_events=False,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         ).remote(name)
-        self._handles[name] = Handle(actor, group)
+        self._handles[name] = WorkerHandle(actor, group)
 
     def __contains__(self, name: str) -> bool:
         return name in self._handles

@@ -30,7 +30,7 @@ from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.data_check import same_data, sights_of
 from raytrain_plus.workers.feeds import Feeds
-from raytrain_plus.workers.messages import WHOLE, Layers, Outcome, Plan, Ready
+from raytrain_plus.workers.messages import WHOLE, Layers, Outcome, Plan, PreparedReport
 from raytrain_plus.workers.own_state import OwnState
 from raytrain_plus.workers.saver import Saver
 from raytrain_plus.workers.state_source import StateSource
@@ -74,7 +74,7 @@ class Prepared:
         )
 
 
-def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, Ready]:
+def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     """Prepare the worker of that name; make the data if this node lacks it. Raises what is wrong with task or data."""
     _check_storage(plan)
     torch.set_num_threads(plan.job.workers.threads)
@@ -171,25 +171,25 @@ def _task_class(plan: Plan, roots: list[Path]) -> type[Task]:
     return load_task(plan.job.task, roots)
 
 
-def _size_of(stepper: Stepper) -> Ready:
+def _size_of(stepper: Stepper) -> PreparedReport:
     """Return the size of the whole model and its state."""
     trained = [value for _, value in stepper.named]
     held = [*stepper.module.parameters(), *stepper.module.buffers()]
-    return Ready(
+    return PreparedReport(
         parameters=sum(value.numel() for value in trained),
         # An optimizer has two numbers, as a rule, for each weight that it trains.
         state_bytes=sum(value.nbytes for value in held) + 2 * sum(value.nbytes for value in trained),
     )
 
 
-def _measured(task: Task, job: Job, device: torch.device, batch: Microbatch) -> Ready:
+def _measured(task: Task, job: Job, device: torch.device, batch: Microbatch) -> PreparedReport:
     """Measure the cost of each layer, which also warms up what a first step needs."""
     # Also loads torch's schedules before the first world forms.
     from raytrain_plus.training.measure import measure_layers, total_memory
     from raytrain_plus.training.staged import Staged  # noqa: F401
 
     found = measure_layers(task, job.seed, device, batch, overlaps=job.parallel.overlaps)
-    return Ready(
+    return PreparedReport(
         parameters=sum(layer.parameters for layer in found),
         state_bytes=sum(layer.bytes for layer in found),
         layers=found,

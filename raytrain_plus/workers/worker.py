@@ -26,7 +26,7 @@ from raytrain_plus.training.records import Activity
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers import between
 from raytrain_plus.workers.generation import Generation
-from raytrain_plus.workers.messages import Assignment, Buddy, Layers, Outcome, Place, Plan, Ready, ShareOf
+from raytrain_plus.workers.messages import Assignment, Buddy, Layers, Outcome, Place, Plan, PreparedReport, ShareOf
 from raytrain_plus.workers.notices import hear_notices
 from raytrain_plus.workers.prepared import Prepared, prepare_worker
 from raytrain_plus.workers.received import ReceivedStates
@@ -46,7 +46,7 @@ class Worker:
         self,
         name: str,
         *,
-        prepare: Callable[[str, Plan], tuple[Prepared, Ready]] = prepare_worker,
+        prepare: Callable[[str, Plan], tuple[Prepared, PreparedReport]] = prepare_worker,
         listen: Callable[[], None] = hear_notices,
         store: Any = ray,
     ) -> None:
@@ -78,10 +78,10 @@ class Worker:
         """Return the Unix seconds by this process's clock."""
         return time.time()
 
-    def prepare(self, plan: Plan, limit_s: float) -> Ready:
+    def prepare(self, plan: Plan, limit_s: float) -> PreparedReport:
         """Import and build the task; make the data if this node lacks it. Raises what is wrong with either."""
 
-        def made() -> Ready:
+        def made() -> PreparedReport:
             self._control.set_limit(limit_s)
             self._control.enter("preparing")
             self._preparation, ready = self._prepare(self._name, plan)
@@ -91,7 +91,7 @@ class Worker:
         self._listen()
         return ready
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Make one warm-up step alone, so that the first one in a group is not slow; no state is held afterwards."""
         prepared = self._prepared
         self._do(lambda: warm_up(prepared, self._control))

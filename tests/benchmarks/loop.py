@@ -20,8 +20,8 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.horovod_world import HorovodWorld, _environment, load_horovod
+from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.member_credentials import Credentials
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.data.of_job import sample_order_of
@@ -84,8 +84,8 @@ def main(kind: str, file: str, rank: int, size: int, port: int, warm_up: int) ->
     print(json.dumps((time.perf_counter() - start) / (len(batches) - warm_up)))
 
 
-def formation(rank: int, size: int, port: int) -> Formation:
-    return Formation(
+def formation(rank: int, size: int, port: int) -> Invitation:
+    return Invitation(
         generation=0,
         name="bench",
         rank=rank,

@@ -33,7 +33,7 @@ from torch.distributed import pipelining
 from torch.nn import functional as F
 
 from raytrain_plus import Task
-from raytrain_plus.collective.formation import Formation
+from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.torch_world import TorchWorld
@@ -108,7 +108,7 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
     built = build_chunks(task, 0, CPU, [[str(chunk)] for chunk, stage in enumerate(where) if stage == rank])
     one = Stepper(task, built, seed=0, shards=1, clip_norm=1.0, device=CPU)
     world = TorchWorld(
-        Formation(
+        Invitation(
             generation=0,
             name="pipeline",
             rank=rank,

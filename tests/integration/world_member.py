@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytrain_plus.collective.formation import Formation
 from raytrain_plus.collective.horovod_world import HorovodWorld, load_horovod
 from raytrain_plus.collective.interrupt import close_connections
+from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.member_credentials import Credentials
 from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import wait
@@ -39,7 +39,7 @@ class Member:
     def form(self, order: dict[str, Any]) -> dict[str, Any]:
         given = order["formation"]
         credentials = Credentials(given["credentials"]["token"], tuple(given["credentials"]["link_keys"]))
-        formation = Formation(**{**given, "server": tuple(given["server"]), "credentials": credentials})
+        formation = Invitation(**{**given, "server": tuple(given["server"]), "credentials": credentials})
         if self.world is not None:
             self.world.close()
             self.world = None

@@ -24,7 +24,7 @@ from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.observe.gauges import GaugeValues
 from raytrain_plus.parallel.sizing import stage_counts
 from raytrain_plus.training.records import StepRecord
-from raytrain_plus.workers.messages import Assignment, Outcome, Place, Plan, Ready
+from raytrain_plus.workers.messages import Assignment, Outcome, Place, Plan, PreparedReport
 
 SHARDS = 2
 NOTES = np.zeros(SHARDS, NOTE).tobytes()
@@ -254,7 +254,7 @@ class Run:
         self.workers.answer(name, "place", Place(worker=name, pid=1, node=node, address="127.0.0.1"))
         self.turn()
         self.workers.answer(name, "clock", 1e9 + self.time.now)
-        self.workers.answer(name, "prepare", Ready(**{"parameters": 10, "state_bytes": 80, **ready}))
+        self.workers.answer(name, "prepare", PreparedReport(**{"parameters": 10, "state_bytes": 80, **ready}))
         self.turn()
 
     def train(self, *names: str) -> None:

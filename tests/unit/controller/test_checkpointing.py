@@ -20,7 +20,7 @@ from raytrain_plus.controller.publisher import Published
 from raytrain_plus.controller.roster import Roster
 from raytrain_plus.job.settings import Checkpoint
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Group, Limits, Phase, Worker
+from raytrain_plus.membership.group import Group, Limits, Phase, WorkerStatus
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.view import Member
 from raytrain_plus.state.checkpoint import survey
@@ -42,7 +42,7 @@ EVERY_S = 10.0
 def group_of(*living: str) -> Group:
     """Return a training group of these workers."""
     limits = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=99, max_failures=None, expected=2)
-    workers = {name: Worker("in", holds=5, stage=Stage()) for name in living}
+    workers = {name: WorkerStatus("in", holds=5, stage=Stage()) for name in living}
     return Group(limits=limits, phase=Phase.TRAIN, generation=0, workers=workers)
 
 
@@ -139,7 +139,7 @@ class Kept:
 
     def hold(self, name: str, step: int) -> None:
         """Let only this worker hold the state after that step, outside of any world."""
-        workers = {name: Worker("idle", holds=step, stage=Stage())}
+        workers = {name: WorkerStatus("idle", holds=step, stage=Stage())}
         self.machine.group = replace(group_of(), workers=workers)
 
     def hear(self) -> None:

@@ -104,8 +104,8 @@ def test_a_newcomer_joins_at_a_boundary_and_takes_the_state_of_a_donor(started: 
     run.report(A, 0)
     run.workers.take()
     run.prepare(C)
-    assert run.workers.take("rehearse", "pause") == [(C, "rehearse")]
-    run.workers.answer(C, "rehearse")
+    assert run.workers.take("warm_up", "pause") == [(C, "warm_up")]
+    run.workers.answer(C, "warm_up")
     run.turn()
     # Until it joins it keeps the copy of what the other alone holds.
     assert run.workers.take() == [(A, "pause"), (A, "copy_to")]
@@ -276,7 +276,7 @@ def test_a_worker_whose_state_nobody_else_holds_is_copied_to_its_buddy(started: 
     assert (run.assignment(A).buddy, run.assignment(A).copies) == (None, False)
     run.prepare(B)
     run.workers.take()
-    run.workers.answer(B, "rehearse")
+    run.workers.answer(B, "warm_up")
     run.turn()
     assert run.workers.take() == [(A, "copy_to")]
     sent = Sent(worker=A, buddy=B, generation=0, step=0, bytes=8, stall_s=0.0)
@@ -299,7 +299,7 @@ def test_a_copy_that_turns_out_to_be_damaged_no_longer_counts(
 ) -> None:
     run = started(A, spares=1)
     run.prepare(B)
-    run.workers.answer(B, "rehearse")
+    run.workers.answer(B, "warm_up")
     run.turn()
     run.report(A, 0)
     run.put(Sent(worker=A, buddy=B, generation=0, step=0, bytes=8, stall_s=0.0))
@@ -425,11 +425,11 @@ def test_an_error_of_the_task_is_the_runs_error_if_it_recurs(started: Started) -
 CHANGED = DataChanged("the file changed while the run used it: it was removed", where="a.parquet")
 
 
-@pytest.mark.parametrize("heard", ["prepare", "rehearse"])
+@pytest.mark.parametrize("heard", ["prepare", "warm_up"])
 def test_data_that_changed_when_a_newcomer_used_it_stops_the_run_and_fails_it(started: Started, heard: str) -> None:
     run = started(A, spares=1)
     run.report(A, 0)
-    if heard == "rehearse":
+    if heard == "warm_up":
         run.prepare(B)
     else:
         run.workers.answer(B, "place", Place(worker=B, pid=1, node="n", address="127.0.0.1"))
@@ -446,10 +446,10 @@ def test_data_that_changed_when_a_newcomer_used_it_stops_the_run_and_fails_it(st
     assert (run.engine.closing.result.status, run.engine.closing.error) == ("failed", CHANGED)
 
 
-@pytest.mark.parametrize(("heard", "cause"), [("prepare", "no"), ("rehearse", "its warm-up step failed: no")])
+@pytest.mark.parametrize(("heard", "cause"), [("prepare", "no"), ("warm_up", "its warm-up step failed: no")])
 def test_a_newcomer_that_fails_is_lost(started: Started, heard: str, cause: str) -> None:
     run = started(A, spares=1)
-    if heard == "rehearse":
+    if heard == "warm_up":
         run.prepare(B)
     else:
         run.workers.answer(B, "place", Place(worker=B, pid=1, node="n", address="127.0.0.1"))

@@ -22,7 +22,7 @@ from raytrain_plus import Data, Job
 from raytrain_plus.data.audit import Audit, Epoch, audit
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.data.of_job import sample_order_of
-from raytrain_plus.data.parts import SCHEMA, Parts, table_of
+from raytrain_plus.data.parts import SCHEMA, Parts, ledger_table
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import index
 from raytrain_plus.data.transform_block import Rows
@@ -203,7 +203,7 @@ def test_a_missing_shard_says_nothing_of_the_others(job: Job) -> None:
 def test_a_step_that_was_entered_twice(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes)
-    pq.write_table(table_of([(1, 4, notes[4].tobytes())]), run / "ledger" / "00000001-000000000004.parquet")
+    pq.write_table(ledger_table([(1, 4, notes[4].tobytes())]), run / "ledger" / "00000001-000000000004.parquet")
     found = audit(run)
     assert found.faults[0] == "step 4 of shard 0 is in the ledger more than once (1.parquet)"
     assert sum(epoch.more for epoch in found.epochs) == 12
@@ -302,7 +302,7 @@ def test_impossible_entries_are_reported(job: Job) -> None:
     notes = notes_of(job)
     notes[3][1]["start"], notes[4][2]["rows"], notes[5][3]["rows"] = 2**62, 2**62, -5
     run = run_of(job, notes)
-    pq.write_table(table_of([(0, 2**61, notes[0].tobytes())]), run / "ledger" / "x.parquet")
+    pq.write_table(ledger_table([(0, 2**61, notes[0].tobytes())]), run / "ledger" / "x.parquet")
     found = audit(run)
     assert found.faults[0] == f"step {2**61} of shard 0 was never due"
     assert len(found.faults) == 4 + 3
@@ -345,7 +345,7 @@ def test_a_lost_tail_of_a_run_that_was_killed(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes[:5], status=None)
     tail = run / "ledger" / "00000001-000000000005.parquet"
-    pq.write_table(table_of([(1, step, notes[step].tobytes()) for step in (5, 6, 7)]), tail)
+    pq.write_table(ledger_table([(1, step, notes[step].tobytes()) for step in (5, 6, 7)]), tail)
     (run / "checkpoints").mkdir()
     for name in ("000000000003-00000000.json", "000000000006-00000001.json", "000000000009-00000001"):
         (run / "checkpoints" / name).touch()
@@ -370,7 +370,7 @@ def test_a_ledger_wrong_in_every_entry_gets_a_short_report(job: Job) -> None:
         of_step["start"][0] += 1
     run = run_of(job, notes, status=None)
     beyond = [(0, 1000 + 2 * step, notes[0].tobytes()) for step in range(500)]
-    pq.write_table(table_of(beyond), run / "ledger" / "x.parquet")
+    pq.write_table(ledger_table(beyond), run / "ledger" / "x.parquet")
     found = audit(run)
     assert found.num_faults == 4 * 500 + 4 * 500
     kinds = ("was never due", "rows from", "rows outside the sample order")
@@ -401,7 +401,7 @@ def test_entries_made_void_by_a_total_loss_do_not_count(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes[:7], status=None)
     entries = [(5, step, notes[step].tobytes()) for step in range(4, 10)]
-    pq.write_table(table_of(entries), run / "ledger" / "00000005-000000000004.parquet")
+    pq.write_table(ledger_table(entries), run / "ledger" / "00000005-000000000004.parquet")
     assert audit(run).faults[0] == "every step from 4 to 6 of shard 0 is in the ledger more than once (1.parquet)"
     event = {"time": 0.0, "generation": 5, "kind": "resumed", "step": 3, "checkpoint": "x", "voided_to": 6}
     (run / "events.ndjson").write_text(json.dumps(event) + "\n")

@@ -11,7 +11,7 @@ import pytest
 
 from raytrain_plus import Data, Job, attach
 from raytrain_plus.launch import handle
-from raytrain_plus.launch.handle import Handle, Interrupted
+from raytrain_plus.launch.handle import FollowInterrupted, Handle
 from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.result import Result
 from raytrain_plus.storage.local import LocalFolder
@@ -50,6 +50,6 @@ def test_an_interrupt_ends_only_the_waiting(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(handle, "watch", interrupted)
-    with pytest.raises(Interrupted, match="gpt continues in the background") as caught:
+    with pytest.raises(FollowInterrupted, match="gpt continues in the background") as caught:
         wait(attach(str(run.path)))
     assert caught.value._render_traceback_() == [str(caught.value)]

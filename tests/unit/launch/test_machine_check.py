@@ -14,7 +14,7 @@ import pytest
 from raytrain_plus import Data, InputError, Job
 from raytrain_plus.data.source import index
 from raytrain_plus.launch import machine_check
-from raytrain_plus.launch.machine_check import Needs, Seen, check_seen, look, needs_of
+from raytrain_plus.launch.machine_check import Needs, Seen, check_machine, check_seen, needs_of
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.storage.probe import Probe, leave_probe
 from tests.unit.data.test_source import write
@@ -36,7 +36,7 @@ def test_a_machine_that_sees_everything_has_no_problems(tmp_path: Path) -> None:
     with leave_probe(LocalFolder(tmp_path / "runs"), "x") as probe:
         needs = needs_of(order(tmp_path / "data"), probe)
         assert (probe.where, len(needs.data), needs.horovod) == (str(tmp_path / "runs"), 2, False)
-        assert look(needs) == GOOD
+        assert check_machine(needs) == GOOD
         assert os.listdir(tmp_path / "runs") == [".probe-x"]
         assert len(needs_of(order(tmp_path / "data" / "a.parquet"), probe).data) == 1
         assert set(needs_of(order(tmp_path / "data" / "[b-z]*.parquet"), probe).data) == {
@@ -44,8 +44,8 @@ def test_a_machine_that_sees_everything_has_no_problems(tmp_path: Path) -> None:
         }
         assert not needs_of(order(tmp_path / "data", prepare="t:prepare"), probe).data
     (tmp_path / "data" / "b.parquet").unlink()
-    assert "b.parquet" in look(needs).data
-    assert "a.parquet" in look(replace(needs, data={str(tmp_path / "data" / "a.parquet"): 1})).data
+    assert "b.parquet" in check_machine(needs).data
+    assert "a.parquet" in check_machine(replace(needs, data={str(tmp_path / "data" / "a.parquet"): 1})).data
 
 
 def test_without_a_usable_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,10 @@ def test_without_a_usable_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
         machine_check, "horovod_state", lambda: SimpleNamespace(usable=False, reason="for a torch other than 2.14.0")
     )
     none = Probe("nowhere", "x", b"")
-    assert [look(Needs(none, {}, needed)).horovod for needed in (True, False)] == ["for a torch other than 2.14.0", ""]
+    assert [check_machine(Needs(none, {}, needed)).horovod for needed in (True, False)] == [
+        "for a torch other than 2.14.0",
+        "",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -312,7 +312,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             yield world._replace(mail=rest)
             continue
         yield from _deliver(world._replace(mail=rest), message)
-        if world.doubles and isinstance(message, (e.Warm, e.Joined, e.Left, e.Lost)):
+        if world.doubles and isinstance(message, (e.Ready, e.Joined, e.Left, e.Lost)):
             for after in _deliver(world._replace(mail=(*rest, message), doubles=world.doubles - 1), message):
                 if message in after.mail:
                     took("doubled")
@@ -320,7 +320,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         # Found while it reads, and not when it reports again that it has read.
         if (
             world.damages
-            and isinstance(message, e.Warm)
+            and isinstance(message, e.Ready)
             and _number(message.holds) >= 0
             and world.group.workers[message.worker].state == "restoring"
         ):
@@ -345,7 +345,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
     if world.starting and (room or world.arrivals):
         name, *others = world.starting
         came = (*world.procs, (name, Proc(holds=-1, line=world.line)))
-        up = world._replace(procs=came, starting=tuple(others), mail=(*world.mail, e.Warm(name, -1)))
+        up = world._replace(procs=came, starting=tuple(others), mail=(*world.mail, e.Ready(name, -1)))
         if not room:
             # A node that arrives and hosts nobody changes nothing: it arrives when a worker starts there.
             took("arrival")
@@ -574,8 +574,8 @@ def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]
 def _refuses(group: Group) -> None:
     """Raise `Violation` if an outdated message, an unknown worker's, or a repeated one has an effect."""
     old, nobody = group.generation - 1, f"worker-{group.named}"
-    said: list[e.Event] = [e.Committed(old, 99), e.Late(old), e.Stuck(old), e.Up(nobody), e.Warm(nobody, 0)]
-    said += [e.Lost(nobody), e.Notice(nobody), e.Unreadable(nobody, -1), e.Bare(nobody)]
+    said: list[e.Event] = [e.Committed(old, 99), e.Late(old), e.Stuck(old), e.Up(nobody), e.Ready(nobody, 0)]
+    said += [e.Lost(nobody), e.Notice(nobody), e.Unreadable(nobody, -1), e.CopyMissing(nobody)]
     for name in group.workers:
         said += [e.Joined(name, old), e.Left(name, old, 0, "interrupted")]
         said += [e.Joined(name, group.generation), e.Left(name, group.generation, 0, "interrupted")]
@@ -638,10 +638,10 @@ def _obey(world: World, commands: list[e.Command]) -> World:
             for name in command.workers:
                 if name in procs:
                     world = _recall(world, name, command.step)
-        elif isinstance(command, e.Rehearse):
+        elif isinstance(command, e.WarmUp):
             if command.worker in procs:
                 world = _with(world, command.worker, procs[command.worker]._replace(holds=None))
-                world = world._replace(mail=(*world.mail, e.Warm(command.worker, None)))
+                world = world._replace(mail=(*world.mail, e.Ready(command.worker, None)))
         elif isinstance(command, e.Restore):
             if command.step != world.group.durable:
                 raise Violation(f"{command.worker} reads step {command.step}, not {world.group.durable}")
@@ -651,7 +651,7 @@ def _obey(world: World, commands: list[e.Command]) -> World:
                     holds=command.step, stage=command.stage, summed=False, line=world.line
                 )
                 world = _with(world, command.worker, read)
-                world = world._replace(mail=(*world.mail, e.Warm(command.worker, command.step, command.stage)))
+                world = world._replace(mail=(*world.mail, e.Ready(command.worker, command.step, command.stage)))
         elif isinstance(command, e.Keep):
             idle = [w for w in world.group.workers.values() if w.state == "idle" and w.holds == command.step]
             if {w.stage for w in idle} == {w.stage for w in idle if not w.leaving}:

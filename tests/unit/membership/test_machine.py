@@ -16,7 +16,7 @@ import pytest
 
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership import machine
-from raytrain_plus.membership.group import Group, Limits, Phase, Standing, Worker, standing
+from raytrain_plus.membership.group import Group, Limits, Phase, Standing, WorkerStatus, standing
 from raytrain_plus.membership.machine import TABLE, Rule, begin, diagram, step
 from raytrain_plus.membership.mesh import Shape, Stage
 from tests.unit.membership.explorer import Violation, World, explore, first_world, mark, wander
@@ -29,15 +29,15 @@ LIMITS = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=4, max_failures=
 
 def group_in(phase: Phase) -> Group:
     """Return two workers after step 1, as they are in `phase`; events concern `a`."""
-    inside = Worker("in", holds=1, stage=WHOLE, joined=phase in (T, P))
+    inside = WorkerStatus("in", holds=1, stage=WHOLE, joined=phase in (T, P))
     workers = {
-        G: {"a": Worker("up"), "b": Worker("coming")},
+        G: {"a": WorkerStatus("up"), "b": WorkerStatus("coming")},
         J: {"a": replace(inside, joined=False), "b": replace(inside, joined=True)},
         T: {"a": inside, "b": inside},
         P: {"a": inside, "b": inside},
-        L: {"a": inside, "b": Worker("idle", holds=1, stage=WHOLE)},
-        C: {"a": Worker("idle", holds=3, stage=WHOLE), "b": Worker("idle", holds=3, stage=WHOLE)},
-        E: {"a": Worker("idle", holds=3, stage=WHOLE)},
+        L: {"a": inside, "b": WorkerStatus("idle", holds=1, stage=WHOLE)},
+        C: {"a": WorkerStatus("idle", holds=3, stage=WHOLE), "b": WorkerStatus("idle", holds=3, stage=WHOLE)},
+        E: {"a": WorkerStatus("idle", holds=3, stage=WHOLE)},
     }[phase]
     started = phase is not G
     workers["a"] = replace(workers["a"], copies=frozenset({(0, WHOLE)} if started else ()))
@@ -93,7 +93,7 @@ def seen(before: Group, event: e.Event) -> Seen:
         if old is None or new is None:
             found[worker] = new and new.state
             continue
-        for name in (field.name for field in fields(Worker)):
+        for name in (field.name for field in fields(WorkerStatus)):
             if getattr(old, name) != getattr(new, name):
                 found[f"{worker}.{name}"] = getattr(new, name)
     return after.phase, [type(command).__name__ for command in commands], found
@@ -104,7 +104,7 @@ FAILED = {"failures": 1, "fruitless": 1, "fruitless_at": 1}
 STUCK = "all workers waited for one another in step 2, twice: the collective makes no progress"
 
 EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
-    (G, e.Warm): (G, ["Wait"], {"a.state": "idle", "a.holds": -1}),
+    (G, e.Ready): (G, ["Wait"], {"a.state": "idle", "a.holds": -1}),
     (G, e.Lost): (G, ["Start", "Wait"], {"named": 3, "stillborn": 1, "a": None, "worker-2": "coming"}),
     (G, e.Notice): (G, ["Start", "Wait"], {"named": 3, "a.leaving": True, "worker-2": "coming"}),
     (G, e.Rescale): (G, ["Dismiss", "Wait"], {**FEWER, "b": None}),
@@ -151,7 +151,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (C, e.Handed): (E, ["End"], {}),
     **{(phase, e.Rescale): (phase, [], {**FEWER, "b.leaving": True, "b.unwanted": True}) for phase in (J, P, L)},
     **{(phase, e.Saved): (phase, [], {"durable": 2}) for phase in (G, J, T, P, L, C)},
-    **{(phase, e.Bare): (phase, [], {"a.copies": frozenset()}) for phase in (J, T, P, L, C)},
+    **{(phase, e.CopyMissing): (phase, [], {"a.copies": frozenset()}) for phase in (J, T, P, L, C)},
     **{(phase, e.Copied): (phase, [], {"a.copies": frozenset({(2, WHOLE)})}) for phase in (J, T, P, L)},
 }
 """The effects of an event on the group of `group_in`; pairs that are not here change nothing."""
@@ -168,16 +168,16 @@ def test_every_phase_has_a_rule_for_every_event(phase: Phase, kind: type[Any]) -
 
 OUTSIDE: dict[tuple[type[Any], str], dict[Phase, Seen]] = {
     (e.Up, "coming"): {phase: (phase, [], {"new.state": "up"}) for phase in (G, J, T, P, L)},
-    (e.Warm, "up"): {
+    (e.Ready, "up"): {
         G: (G, ["Wait"], {"new.state": "idle", "new.holds": -1}),
-        T: (T, ["Rehearse"], {"new.state": "rehearsing"}),
+        T: (T, ["WarmUp"], {"new.state": "warming_up"}),
         **{phase: (phase, [], {"new.state": "idle", "new.holds": -1}) for phase in (J, P, L)},
     },
-    (e.Warm, "rehearsing"): {
+    (e.Ready, "warming_up"): {
         G: (G, ["Wait"], {"new.state": "idle"}),
         **{phase: (phase, [], {"new.state": "idle"}) for phase in (J, T, P, L)},
     },
-    (e.Warm, "restoring"): {
+    (e.Ready, "restoring"): {
         G: (G, ["Wait"], {"new.state": "idle", "new.holds": 1}),
         **{phase: (phase, [], {"new.state": "idle", "new.holds": 1}) for phase in (J, T, P, L)},
     },
@@ -212,7 +212,7 @@ OUTSIDE: dict[tuple[type[Any], str], dict[Phase, Seen]] = {
 def test_every_phase_has_a_rule_for_what_happens_outside_the_world(phase: Phase, kind: type[Any], state: Any) -> None:
     before = group_in(phase)
     stage = WHOLE if state == "restoring" else None
-    before = replace(before, workers={**before.workers, "new": Worker(state, stage=stage)})
+    before = replace(before, workers={**before.workers, "new": WorkerStatus(state, stage=stage)})
     held = {"up": -1, "restoring": 1}.get(state)
     found = seen(before, event_of(kind, before.generation, worker="new", holds=held, stage=stage))
     assert found == OUTSIDE[kind, state].get(phase, (phase, [], {}))
@@ -225,7 +225,7 @@ def test_every_acting_rule_is_covered() -> None:
     # these.
     seen_acting = {
         (T, e.Late),
-        (G, e.Bare),
+        (G, e.CopyMissing),
         *EXPECTED,
         *((phase, kind) for kind, state in OUTSIDE for phase in OUTSIDE[kind, state]),
     }
@@ -243,9 +243,9 @@ def test_messages_of_another_generation_have_no_effect(phase: Phase, kind: type[
 def test_a_run_without_incident() -> None:
     group, commands = begin(LIMITS)
     assert commands == [e.Start(("worker-0", "worker-1"), 0.0)]
-    group, commands = step(group, e.Warm("worker-0", -1))
+    group, commands = step(group, e.Ready("worker-0", -1))
     assert group.phase is G
-    group, [join] = step(group, e.Warm("worker-1", -1))
+    group, [join] = step(group, e.Ready("worker-1", -1))
     assert isinstance(join, e.Join)
     assert join.first_step == 0
     assert join.lacks == {}
@@ -261,7 +261,7 @@ def test_a_run_without_incident() -> None:
 
 def test_the_most_advanced_survivor_is_the_donor_and_a_partially_applied_one_copies() -> None:
     limits = replace(LIMITS, maximum=3, shards=3)
-    inside = Worker("in", holds=1, stage=WHOLE, joined=True)
+    inside = WorkerStatus("in", holds=1, stage=WHOLE, joined=True)
     group = replace(
         group_in(T),
         limits=limits,
@@ -308,12 +308,12 @@ def test_failures_are_bounded() -> None:
 
 def test_a_size_that_makes_no_step_faster_is_not_formed() -> None:
     limits = Limits(minimum=1, maximum=5, spares=0, shards=12, steps=4, max_failures=None, expected=4)
-    workers = {f"w{index}": Worker("in", holds=1, joined=True) for index in range(4)}
+    workers = {f"w{index}": WorkerStatus("in", holds=1, joined=True) for index in range(4)}
     group = replace(
-        group_in(T), limits=limits, shape=Shape(4), seats=tuple(workers), workers={**workers, "new": Worker("up")}
+        group_in(T), limits=limits, shape=Shape(4), seats=tuple(workers), workers={**workers, "new": WorkerStatus("up")}
     )
     # 12 shards on 4 are 3 each and on 5 still 3 for some.
-    group, commands = step(group, e.Warm("new", None))
+    group, commands = step(group, e.Ready("new", None))
     assert (group.phase, commands) == (T, [])
 
 
@@ -322,11 +322,11 @@ def test_spares_are_held_back_from_growth_and_take_a_lost_ones_place() -> None:
     group, _ = begin(limits)
     for number in range(4):
         assert group.phase is G
-        group, commands = step(group, e.Warm(f"worker-{number}", -1))
+        group, commands = step(group, e.Ready(f"worker-{number}", -1))
     [join] = [command for command in commands if isinstance(command, e.Join)]
     assert [member.worker for member in join.view.members] == ["worker-0", "worker-1", "worker-2"]
     group, _ = step(group, e.Committed(0, 0))
-    group, _ = step(group, e.Warm("worker-3", None))
+    group, _ = step(group, e.Ready("worker-3", None))
     assert group.phase is T
     group, _ = step(group, e.Lost("worker-1"))
     group, _ = step(group, left("worker-0", 0, 1, "interrupted"))
@@ -335,9 +335,9 @@ def test_spares_are_held_back_from_growth_and_take_a_lost_ones_place() -> None:
     assert [member.worker for member in join.view.members] == ["worker-0", "worker-3", "worker-2"]
     group, _ = step(group, e.Committed(1, 2))
     # The next one to start is a spare again, and the one after that makes the group grow.
-    group, _ = step(group, e.Warm("worker-4", None))
+    group, _ = step(group, e.Ready("worker-4", None))
     assert group.phase is T
-    group, commands = step(group, e.Warm("worker-5", None))
+    group, commands = step(group, e.Ready("worker-5", None))
     assert (group.phase, commands) == (P, [e.Pause(1)])
 
 
@@ -345,7 +345,7 @@ def test_unmet_requests_stop_nobody_and_end_when_fewer_are_wanted() -> None:
     limits = Limits(minimum=1, maximum=3, spares=1, shards=3, steps=4, max_failures=None, expected=1)
     group, [start] = begin(limits)
     assert start == e.Start(("worker-0", "worker-1", "worker-2", "worker-3"), 0.0)
-    for event in (e.Warm("worker-0", -1), e.Committed(0, 0), e.Up("worker-1")):
+    for event in (e.Ready("worker-0", -1), e.Committed(0, 0), e.Up("worker-1")):
         group, _ = step(group, event)
     assert (group.phase, group.seats) == (T, ("worker-0",))
     group, commands = step(group, e.Rescale(1, 2, 0))
@@ -368,7 +368,7 @@ def test_workers_are_requested_in_numbers_that_can_be_formed() -> None:
 
 def test_survivors_continue_without_a_newcomer_that_still_prepares() -> None:
     group = group_in(T)
-    group = replace(group, workers={**group.workers, "new": Worker("up")})
+    group = replace(group, workers={**group.workers, "new": WorkerStatus("up")})
     group, _ = step(group, e.Lost("a"))
     group, [join] = step(group, left("b", 0, 1, "interrupted"))
     assert isinstance(join, e.Join)
@@ -378,7 +378,7 @@ def test_survivors_continue_without_a_newcomer_that_still_prepares() -> None:
 def test_workers_that_waited_for_one_that_is_lost_join_without_it() -> None:
     limits = Limits(minimum=1, maximum=4, spares=0, shards=12, steps=4, max_failures=None, expected=2)
     group = group_in(T)
-    others = {"c": Worker("idle"), "d": Worker("up")}
+    others = {"c": WorkerStatus("idle"), "d": WorkerStatus("up")}
     group = replace(group, limits=limits, workers={**group.workers, **others})
     group, commands = step(group, e.Lost("d"))
     assert (group.phase, commands[-1]) == (P, e.Pause(0))
@@ -386,8 +386,8 @@ def test_workers_that_waited_for_one_that_is_lost_join_without_it() -> None:
 
 def test_a_newcomer_with_which_no_world_forms_is_dismissed() -> None:
     limits = Limits(minimum=1, maximum=3, spares=0, shards=3, steps=4, max_failures=None, expected=2)
-    proved = Worker("in", holds=1, stage=WHOLE, proved=True)
-    workers = {"a": proved, "b": proved, "new": Worker("in", holds=None)}
+    proved = WorkerStatus("in", holds=1, stage=WHOLE, proved=True)
+    workers = {"a": proved, "b": proved, "new": WorkerStatus("in", holds=None)}
     group = replace(group_in(J), limits=limits, shape=Shape(3), seats=("a", "b", "new"), workers=workers)
     for generation in (0, 1):
         group, _ = step(group, e.Late(generation))
@@ -499,7 +499,7 @@ def test_the_state_is_saved_before_all_of_its_holders_leave() -> None:
     group, _ = step(group, e.Lost("a"))
     group, commands = step(group, e.Lost("b"))
     assert (group.committed, group.durable) == (3, 3)
-    group, commands = step(group, e.Warm("worker-2", -1))
+    group, commands = step(group, e.Ready("worker-2", -1))
     assert commands == [e.Restore("worker-2", 3, WHOLE), e.Wait(0, 2)]
 
 
@@ -670,14 +670,14 @@ def test_every_order_of_events_in_two_replicas_of_two_stages() -> None:
 
 def test_held_states_of_recomputed_steps_no_longer_count() -> None:
     limits = Limits(minimum=2, maximum=6, spares=0, shards=6, steps=9, max_failures=None, expected=2, cuts=(2,))
-    front = Worker("idle", holds=3, stage=Stage(0, 2))
+    front = WorkerStatus("idle", holds=3, stage=Stage(0, 2))
     group = Group(
         limits=limits,
         phase=L,
         generation=0,
         shape=Shape(3, 2),
         seats=("a", "x", "b", "y", "c", "z"),
-        workers={"a": front, "b": front, "c": front, "z": Worker("in", holds=1, stage=Stage(1, 2))},
+        workers={"a": front, "b": front, "c": front, "z": WorkerStatus("in", holds=1, stage=Stage(1, 2))},
         committed=3,
         durable=1,
     )
@@ -688,8 +688,8 @@ def test_held_states_of_recomputed_steps_no_longer_count() -> None:
     ]
     assert (group.committed, group.workers["c"].holds) == (1, None)
     # What it holds of step 3 must not be mixed with what others will make of that step.
-    group, _ = step(group, e.Warm("a", 1, Stage(0, 2)))
-    group, [join] = step(group, e.Warm("b", 1, Stage(1, 2)))
+    group, _ = step(group, e.Ready("a", 1, Stage(0, 2)))
+    group, [join] = step(group, e.Ready("b", 1, Stage(1, 2)))
     assert isinstance(join, e.Join)
     assert (join.donors, join.view.shape, join.lacks) == (("a", "b"), Shape(1, 2), {})
 
@@ -697,7 +697,7 @@ def test_held_states_of_recomputed_steps_no_longer_count() -> None:
 def test_a_copy_of_an_undone_step_no_longer_counts() -> None:
     limits = Limits(minimum=3, maximum=3, spares=0, shards=3, steps=9, max_failures=None, expected=3, cuts=(3,))
     old = frozenset({(5, Stage(0, 3)), (5, Stage(1, 3)), (2, Stage(0, 3))})
-    workers = {"a": Worker("idle", holds=5, stage=Stage(0, 3), copies=old), "b": Worker("in", holds=5)}
+    workers = {"a": WorkerStatus("idle", holds=5, stage=Stage(0, 3), copies=old), "b": WorkerStatus("in", holds=5)}
     group = Group(limits=limits, phase=L, generation=1, seats=("a", "b", "c"), workers=workers, committed=5, durable=3)
     group, _ = step(group, e.Lost("b"))
     assert group.phase is G
@@ -707,8 +707,8 @@ def test_a_copy_of_an_undone_step_no_longer_counts() -> None:
 
 def test_copies_older_than_a_checkpoint_are_not_used() -> None:
     limits = Limits(minimum=1, maximum=1, spares=1, shards=1, steps=99, max_failures=None, expected=1)
-    spare = Worker("idle", copies=frozenset({(7, WHOLE)}))
-    group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": Worker("in"), "s": spare})
+    spare = WorkerStatus("idle", copies=frozenset({(7, WHOLE)}))
+    group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": WorkerStatus("in"), "s": spare})
     after, commands = step(replace(group, committed=9, durable=5), e.Lost("a"))
     [join] = [command for command in commands if isinstance(command, e.Join)]
     assert (join.first_step, join.donors, join.lacks, join.again) == (8, ("s",), {"s": "newer"}, True)
@@ -722,7 +722,7 @@ def test_a_run_that_stops_within_overlapping_steps_loads_its_copies_to_save_them
     limits = Limits(minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, cuts=(2,))
     stages = {"a": Stage(0, 2), "b": Stage(1, 2)}
     workers = {
-        name: Worker("in", holds=7, stage=stage, copies=frozenset({(7, stage)})) for name, stage in stages.items()
+        name: WorkerStatus("in", holds=7, stage=stage, copies=frozenset({(7, stage)})) for name, stage in stages.items()
     }
     group = Group(limits=limits, phase=L, generation=1, shape=Shape(1, 2), seats=("a", "b"), workers=workers)
     group = replace(group, committed=7, durable=3, stopping=True)
@@ -742,7 +742,7 @@ def test_a_run_that_stops_within_overlapping_steps_loads_its_copies_to_save_them
 def test_a_members_own_copy_counts_though_no_buddy_has_it_yet() -> None:
     limits = Limits(minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, cuts=(2,))
     stages = {"a": Stage(0, 2), "b": Stage(1, 2)}
-    workers = {name: Worker("in", holds=7, stage=stage) for name, stage in stages.items()}
+    workers = {name: WorkerStatus("in", holds=7, stage=stage) for name, stage in stages.items()}
     group = Group(limits=limits, phase=L, generation=1, shape=Shape(1, 2), seats=("a", "b"), workers=workers)
     group = replace(group, committed=15, durable=3)
     group, _ = step(group, e.Left("a", 1, None, "failed", "oops", stage=stages["a"], copy=15))
@@ -753,38 +753,38 @@ def test_a_members_own_copy_counts_though_no_buddy_has_it_yet() -> None:
 
 def test_a_worker_that_has_lost_a_copy_is_not_asked_for_it_twice() -> None:
     limits = Limits(minimum=1, maximum=1, spares=1, shards=1, steps=99, max_failures=None, expected=1)
-    spare = Worker("idle", copies=frozenset({(7, WHOLE)}))
-    group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": Worker("in"), "s": spare})
+    spare = WorkerStatus("idle", copies=frozenset({(7, WHOLE)}))
+    group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": WorkerStatus("in"), "s": spare})
     group, _ = step(replace(group, committed=9, durable=5), e.Lost("a"))
     assert group.phase is J
-    group, _ = step(group, e.Bare("s"))
+    group, _ = step(group, e.CopyMissing("s"))
     group, commands = step(group, left("s", group.generation, None, "interrupted"))
     assert e.Restore("s", 5, WHOLE) in commands
     waiting = replace(group, phase=G, workers={"s": spare})
-    assert not step(waiting, e.Bare("s"))[0].workers["s"].copies
+    assert not step(waiting, e.CopyMissing("s"))[0].workers["s"].copies
 
 
 def test_a_worker_that_takes_another_stage_keeps_its_state_only_if_it_counts() -> None:
     limits = Limits(minimum=2, maximum=2, spares=0, shards=2, steps=9, max_failures=None, expected=2, cuts=(2, 1))
-    whole = Worker("idle", holds=3, stage=Stage(0, 1))
+    whole = WorkerStatus("idle", holds=3, stage=Stage(0, 1))
     group = Group(limits=limits, phase=G, generation=1, seats=("a",), workers={"a": whole}, committed=3)
-    new = {**group.workers, "b": Worker("up")}
-    _, [join] = step(replace(group, workers=new), e.Warm("b", -1))
+    new = {**group.workers, "b": WorkerStatus("up")}
+    _, [join] = step(replace(group, workers=new), e.Ready("b", -1))
     assert isinstance(join, e.Join)
     assert join.lacks == {"a": "stage", "b": "newer"}
     # What it has read of a damaged checkpoint.
-    void = {**group.workers, "b": Worker("restoring")}
-    _, [join] = step(replace(group, workers=void), e.Warm("b", 3, Stage(1, 2)))
+    void = {**group.workers, "b": WorkerStatus("restoring")}
+    _, [join] = step(replace(group, workers=void), e.Ready("b", 3, Stage(1, 2)))
     assert isinstance(join, e.Join)
     assert join.lacks == {"a": "stage", "b": "newer"}
 
 
-def test_an_old_warm_report_does_not_end_the_reading_of_a_checkpoint() -> None:
+def test_an_old_ready_report_does_not_end_the_reading_of_a_checkpoint() -> None:
     limits = Limits(minimum=1, maximum=1, spares=0, shards=2, steps=9, max_failures=None, expected=1)
-    reader = Worker("restoring", stage=Stage(0, 1))
+    reader = WorkerStatus("restoring", stage=Stage(0, 1))
     group = Group(limits=limits, phase=G, generation=1, workers={"a": reader}, committed=3, durable=3)
-    assert step(group, e.Warm("a", -1))[0] == group
-    assert step(group, e.Warm("a", 3, Stage(0, 1)))[0].phase is J
+    assert step(group, e.Ready("a", -1))[0] == group
+    assert step(group, e.Ready("a", 3, Stage(0, 1)))[0].phase is J
 
 
 ALL: dict[str, Any] = {
@@ -976,7 +976,7 @@ def go_back_to_nothing(group: Group) -> Any:
 
 
 def read_all_the_same(group: Group, event: e.Unreadable) -> Any:
-    return machine._warm_gather(group, e.Warm(event.worker, group.durable, WHOLE))
+    return machine._ready_gather(group, e.Ready(event.worker, group.durable, WHOLE))
 
 
 def clean_always(group: Group, event: e.Left) -> Any:

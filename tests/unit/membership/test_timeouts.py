@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raytrain_plus.membership.group import Group, Limits, Phase, Worker
+from raytrain_plus.membership.group import Group, Limits, Phase, WorkerStatus
 from raytrain_plus.membership.timeouts import EXPORT_S, FORM_S, PREPARE_S, SETTLE_S, clock_of, limit_s, stop_limit_s
 
 LIMITS = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=4, max_failures=None, expected=2)
-GROUP = Group(limits=LIMITS, workers={"a": Worker("coming"), "b": Worker("coming")})
+GROUP = Group(limits=LIMITS, workers={"a": WorkerStatus("coming"), "b": WorkerStatus("coming")})
 
 
 def test_gathering_waits_for_workers_and_briefly_for_more_than_the_minimum() -> None:
     assert limit_s(GROUP, 60.0, 0) == 60.0
-    up = replace(GROUP, workers={"a": Worker("up"), "b": Worker("coming")})
+    up = replace(GROUP, workers={"a": WorkerStatus("up"), "b": WorkerStatus("coming")})
     assert limit_s(up, 60.0, 0) == PREPARE_S
-    enough = replace(GROUP, workers={"a": Worker("idle", holds=-1), "b": Worker("coming")})
+    enough = replace(GROUP, workers={"a": WorkerStatus("idle", holds=-1), "b": WorkerStatus("coming")})
     assert limit_s(enough, 60.0, 0) == SETTLE_S
     assert len({clock_of(GROUP), clock_of(up), clock_of(enough)}) == 3
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from raytrain_plus.collective.formation import Formation
+from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.data.reader import StepBatches
 from raytrain_plus.data.source import index
 from raytrain_plus.job.settings import Data, Job
@@ -22,7 +22,7 @@ from raytrain_plus.parallel.pipeline.message import KNOWN
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.copier import Copier
-from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Plan, Ready, ShareOf
+from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Plan, PreparedReport, ShareOf
 from raytrain_plus.workers.own_state import OwnState
 from raytrain_plus.workers.prepared import Prepared
 from raytrain_plus.workers.saver import Saver
@@ -32,7 +32,7 @@ from tests.unit.data.test_source import write
 from tests.unit.training.test_exact_steps import SHARDS, batches, stepper
 
 SECOND = Stage(1, 2)
-SOLO = Formation(generation=0, name="ring", rank=0, size=1, address="", server=("", 0), timeout_s=10)
+SOLO = Invitation(generation=0, name="ring", rank=0, size=1, address="", server=("", 0), timeout_s=10)
 
 
 class Feeds:
@@ -106,7 +106,7 @@ def member(
 
 def worker_of(prepared: Prepared, **changes: Any) -> Worker:
     """Return a worker that has been prepared so."""
-    ready = Ready(parameters=0, state_bytes=0)
+    ready = PreparedReport(parameters=0, state_bytes=0)
     worker = Worker("worker-0", prepare=lambda name, plan: (prepared, ready), listen=lambda: None, **changes)
     worker.prepare(prepared.plan, 1)
     return worker

@@ -50,7 +50,7 @@ def test_a_ray_without_its_gcs_delays_no_end(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pool.ray, "kill", lambda actor: None)
     monkeypatch.setattr(pool, "FREE_S", 0.2)
     workers = Pool(1, 0)
-    workers._handles = {name: pool.Handle(None, name) for name in ("a", "b", "c")}  # type: ignore[arg-type]
+    workers._handles = {name: pool.WorkerHandle(None, name) for name in ("a", "b", "c")}  # type: ignore[arg-type]
     began = time.monotonic()
     workers.end("a")
     assert time.monotonic() - began < 1

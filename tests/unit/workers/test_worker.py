@@ -22,7 +22,7 @@ from raytrain_plus.state.whole import model_file
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers import reporter
-from raytrain_plus.workers.messages import WHOLE, Outcome, Plan, Ready
+from raytrain_plus.workers.messages import WHOLE, Outcome, Plan, PreparedReport
 from raytrain_plus.workers.prepared import Prepared
 from raytrain_plus.workers.worker import Worker
 from tests.unit.data.test_source import write
@@ -43,9 +43,9 @@ def test_a_task_that_exits_is_an_error_and_no_lost_worker(tmp_path: Path) -> Non
 
 def test_listening_for_notices_starts_after_the_preparation(tmp_path: Path) -> None:
     done: list[Any] = []
-    prepared, ready = member(tmp_path), Ready(parameters=8, state_bytes=0)
+    prepared, ready = member(tmp_path), PreparedReport(parameters=8, state_bytes=0)
 
-    def prepare(name: str, plan: Plan) -> tuple[Prepared, Ready]:
+    def prepare(name: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         done.append((name, plan.steps))
         if len(done) == 1:
             raise ValueError("no such task")
@@ -64,7 +64,7 @@ def test_a_worker_that_is_not_prepared_may_hear_what_all_are_told() -> None:
     worker.settled(3, 0)
     assert worker.interrupt(0, frozenset(), frozenset()).doing == "idle"
     with pytest.raises(AssertionError, match="worker-0 is not prepared"):
-        worker.rehearse()
+        worker.warm_up()
 
 
 class Waits(Small):

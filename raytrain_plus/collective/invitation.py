@@ -8,7 +8,7 @@ from raytrain_plus.collective.member_credentials import Credentials
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Formation:
+class Invitation:
     """One member's invitation to one world."""
 
     generation: int
