@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus.controller.checkpointing import Checkpoints, publisher_of
+from raytrain_plus.controller.checkpointing import GENERATIONS, Checkpoints, publisher_of
 from raytrain_plus.controller.event_loop import EventLoop
 from raytrain_plus.controller.partitions import Partitions
 from raytrain_plus.controller.publisher import Published
@@ -282,3 +282,13 @@ def test_a_share_of_an_unknown_generation_is_refused(kept: Kept, caplog: pytest.
     kept.wrote(kept.write(7, 3)[0], ["a", "b"])
     assert (kept.it.busy, kept.told) == (False, [])
     assert "refused: a share of step 7 in generation 3" in caplog.text
+
+
+def test_writers_of_long_past_generations_are_forgotten(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(4, 5 + GENERATIONS):
+        kept.it.formed(number, MEMBERS)
+    kept.wrote(kept.write(7, 4)[0], ["a", "b"])
+    assert (kept.it.busy, kept.told) == (False, [])
+    assert "refused: a share of step 7 in generation 4" in caplog.text
+    kept.wrote(kept.write(7, 5)[0], ["a", "b"])
+    assert kept.it.busy
