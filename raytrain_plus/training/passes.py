@@ -43,9 +43,7 @@ class ReplicaPasses(Protocol):
         """The index in the model of each part that this worker holds."""
 
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
-        """Return the metrics of the held-out batches of the hosted shards; the same on
-        all stages of a model replica.
-        """
+        """Return the metrics of the held-out batches of the hosted shards; the same on all stages of a replica."""
 
     def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the gradients of all tied parameters of the model replica, given those held here."""

@@ -130,9 +130,7 @@ class Stepper:
         self.passes: Passes | Overlapping = Whole(task, self.parts[0], device, shards)
         """Replaced in each generation if the model has stages."""
         self.last_applied: int | None = -1
-        """The last applied step; None while the state is partially applied, also after a
-        change that did not complete.
-        """
+        """The last applied step; None while the state is partially applied, also after an incomplete change."""
         self.scales: dict[str, int] = {}
         """The grids of the next exact sums, by parameter and buffer."""
         self.counts = {SKIPPED: 0}

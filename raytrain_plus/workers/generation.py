@@ -160,10 +160,10 @@ class Generation:
             )
         return world, form_s
 
-    def _form(self, formation: Invitation) -> World:
-        if formation.size == 1:
+    def _form(self, invitation: Invitation) -> World:
+        if invitation.size == 1:
             return SoloWorld()
-        return HorovodWorld(formation) if self._prepared.plan.collective == "horovod" else TorchWorld(formation)
+        return HorovodWorld(invitation) if self._prepared.plan.collective == "horovod" else TorchWorld(invitation)
 
     def _leave(self, world: World) -> None:
         self._control.enter("leaving")

@@ -119,7 +119,7 @@ def test_interrupting_a_cell_that_follows_ends_the_watching_alone(tmp_path: Path
         until(lambda: re.search(r"\nstep [1-9]", news(client)), "a step in the cell")
         kernel.interrupt_kernel()
         reply = client.get_shell_msg(timeout=10)["content"]
-        assert (reply["status"], reply["ename"]) == ("error", "Interrupted")
+        assert (reply["status"], reply["ename"]) == ("error", "FollowInterrupted")
         assert reply["traceback"] == ["cell continues in the background: follow() shows it again, stop() ends it"]
         handle = attach(tmp_path / "runs" / "cell")
         at = handle.status().steps
