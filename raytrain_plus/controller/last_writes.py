@@ -39,7 +39,7 @@ class LastWrites:
             self._gave_up = True
             kept = f"the checkpoint after step {newest + 1} is" if newest >= 0 else "no checkpoint is"
             raise RunError(
-                f"the end of the run cannot be written: {outages[0]}, retry for {sum(LAST_PAUSES_S):.0f} s. In "
+                f"the end of the run cannot be written: {outages[0]}, tried for {sum(LAST_PAUSES_S):.0f} s. In "
                 f"{self._run.where} {kept} kept; when there is room: "
                 f"{resume_command(self._run)}"
             ) from failure

@@ -361,6 +361,7 @@ def test_a_full_disk_at_the_end_is_waited_for_once_and_reported(
         journal.finish("x", "finished", None, None, 0.0)
     assert "the end of the run cannot be written: " in str(told.value)
     assert "No space left on device (" in str(told.value)
+    assert ", tried for 0 s. In " in str(told.value)
     assert f"no checkpoint is kept; when there is room: raytrain resume {tmp_path / 'run'}" in str(told.value)
     # A second end does not wait again, and nothing is reported twice.
     monkeypatch.setattr(last_writes, "LAST_PAUSES_S", (60.0,))
