@@ -1,7 +1,7 @@
 """Send a request to a run from a process of its own; the caller keeps its connection to another Ray, or to none.
 
-Run as a module, this is that process. It reads the pickled folder and request from standard input. On standard output
-it answers None, pickled, once the controller has the request, or the error that prevented it.
+Run as a module, this is that process. It reads the folder's address and the request, pickled, from standard input. On
+standard output it answers None, pickled, once the controller has the request, or the error that prevented it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ def send_apart(run: Folder, request: Request) -> None:
         process = subprocess.run(
             [sys.executable, "-m", MODULE],
             input=pickle.dumps((run.address, request)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            capture_output=True,
             timeout=REQUEST_S,
         )
     except subprocess.TimeoutExpired:
         raise RunError(f"the run {name} did not answer the request within {REQUEST_S:.0f} s") from None
     if not process.stdout:
-        raise RunError(f"the run {name} cannot be reached (exit code {process.returncode})")
+        said = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        because = f"exit code {process.returncode}: {said}" if said else f"exit code {process.returncode}"
+        raise RunError(f"the run {name} cannot be reached ({because})")
     error = pickle.loads(process.stdout)
     if error is not None:
         raise error

@@ -48,8 +48,11 @@ def stand_in(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_gives_no_answer(run: LocalFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(tmp_path, "exec cat >/dev/null; exit 3", monkeypatch)
-    with pytest.raises(RunError, match=r"the run gpt cannot be reached \(exit code"):
+    stand_in(tmp_path, "cat >/dev/null; exit 3", monkeypatch)
+    with pytest.raises(RunError, match=r"the run gpt cannot be reached \(exit code 3\)"):
+        send_apart(run, StopRequest())
+    stand_in(tmp_path, "cat >/dev/null; echo 'a traceback\nImportError: ray' >&2; exit 1", monkeypatch)
+    with pytest.raises(RunError, match=r"the run gpt cannot be reached \(exit code 1: ImportError: ray\)"):
         send_apart(run, StopRequest())
     stand_in(tmp_path, "exec sleep 30", monkeypatch)
     monkeypatch.setattr(request_process, "REQUEST_S", 0.2)
