@@ -75,8 +75,8 @@ class Arrivals:
             self.machine.feed(e.Fitted(self.partitions.fit(group.limits.cuts, group.workers)))
         self.machine.feed(e.Ready(name, -1))
 
-    def _unprepared(self, name: str, error: Exception) -> None:
-        if not isinstance(error, RaytrainError) or self.machine.group.generation < 0:
+    def _unprepared(self, name: str, error: RaytrainError) -> None:
+        if self.machine.group.generation < 0:
             raise error
         if isinstance(error, DataChanged):
             self._fail(error)
@@ -86,13 +86,11 @@ class Arrivals:
     def _warmed_up(self, name: str, _: None) -> None:
         self.machine.feed(e.Ready(name, None))
 
-    def _cold(self, name: str, error: Exception) -> None:
+    def _cold(self, name: str, error: RaytrainError) -> None:
         if isinstance(error, DataChanged):
             self._fail(error)
-        elif isinstance(error, RaytrainError):
-            self.losses.lost(name, f"its warm-up step failed: {error}")
         else:
-            raise error
+            self.losses.lost(name, f"its warm-up step failed: {error}")
 
     def _fail(self, error: DataChanged) -> None:
         """Stop at the next step boundary; the run has failed."""

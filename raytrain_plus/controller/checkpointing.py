@@ -279,7 +279,5 @@ class Checkpoints:
         for name in self._loop:
             self._loop.tell(name, "settled", step, number)
 
-    def _not_kept(self, name: str, error: Exception) -> None:
-        if not isinstance(error, RaytrainError):
-            raise error
+    def _not_kept(self, name: str, error: RaytrainError) -> None:
         self.wait_no_longer(f"{name} could not copy its state: {error}")

@@ -95,7 +95,8 @@ class _Answered:
     worker: str
     future: Future[Any]
     then: Callable[[Any], None]
-    failed: Callable[[Exception], None] | None
+    failed: Callable[[Any], None] | None
+    errors: type[Exception] | tuple[type[Exception], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +189,18 @@ class EventLoop:
         method: str,
         *arguments: Any,
         then: Callable[[Any], None] = lambda _: None,
-        failed: Callable[[Exception], None] | None = None,
+        failed: Callable[[Any], None] | None = None,
+        errors: type[Exception] | tuple[type[Exception], ...] = RaytrainError,
     ) -> None:
         """Call a worker; `then` gets its answer, on the controller's thread, when it is there.
 
-        `failed` gets the error that the call raised; without it, the error ends the run. Neither is called if the
-        worker is lost: its death is reported by itself.
+        `failed` gets the error that the call raised if it is one of `errors`; every other error ends the run, and so
+        do all without `failed`. Neither is called if the worker is lost: its death is reported by itself.
         """
         if name in self._workers:
-            self._workers.ask(name, lambda future: self.put(_Answered(name, future, then, failed)), method, *arguments)
+            self._workers.ask(
+                name, lambda future: self.put(_Answered(name, future, then, failed, errors)), method, *arguments
+            )
 
     def _answered(self, message: _Answered) -> None:
         try:
@@ -204,7 +208,7 @@ class EventLoop:
         except WorkerLost:
             return
         except Exception as error:
-            if message.failed is None:
+            if message.failed is None or not isinstance(error, message.errors):
                 raise
             message.failed(error)
             return

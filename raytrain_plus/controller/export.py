@@ -217,9 +217,7 @@ class ModelHandOver:
             self.export = Export(show=show, state_sha256=sha)
             self._handed(leads)
 
-    def _not_shown(self, leads: tuple[str, ...], step: int, error: Exception) -> None:
-        if not isinstance(error, RaytrainError):
-            raise error
+    def _not_shown(self, leads: tuple[str, ...], step: int, error: RaytrainError) -> None:
         if self._provide(leads, step):
             self.error = error
             self._handed(leads)
@@ -232,7 +230,6 @@ class ModelHandOver:
     def _handed(self, leads: tuple[str, ...]) -> None:
         # The state that these workers alone hold is committed, now that the model is stored.
         self.journal.regroup(self.clock.unix(), leads[:1], self._step, self.machine.group.generation)
-        self.look()
 
     def _keeps_the_end(self) -> bool:
         """Request a checkpoint of the state that the run ends with; return whether one is being made."""

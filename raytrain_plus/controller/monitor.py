@@ -158,7 +158,8 @@ class Monitor:
         self._question(name, "interrupt", self.machine.group.generation, *self.formation.published())
 
     def _question(self, name: str, method: str, *arguments: Any) -> None:
-        self.loop.ask(name, method, *arguments, then=partial(self._heard, name), failed=partial(self._unheard, name))
+        then, failed = partial(self._heard, name), partial(self._unheard, name)
+        self.loop.ask(name, method, *arguments, then=then, failed=failed, errors=Exception)
 
     def _heard(self, name: str, activity: Activity) -> None:
         self.pulses.heard(name, activity.doing, activity.since_s, activity.limit_s, self.clock.now())

@@ -79,19 +79,18 @@ class Restoring:
             self._partitions.layers(stage),
             then=lambda _: self._restored(name, stage, manifest),
             failed=partial(self._failed, name, stage, manifest),
+            errors=(DamagedError, StorageError),
         )
 
     def _restored(self, name: str, stage: Stage, manifest: Manifest) -> None:
         self._read = manifest
         self._machine.feed(e.Ready(name, manifest.step, stage))
 
-    def _failed(self, name: str, stage: Stage, manifest: Manifest, error: Exception) -> None:
+    def _failed(self, name: str, stage: Stage, manifest: Manifest, error: DamagedError | StorageError) -> None:
         if isinstance(error, DamagedError):
             self._damaged(name, stage, manifest, error)
-        elif isinstance(error, StorageError):
-            self._later(name, stage, error)
         else:
-            raise error
+            self._later(name, stage, error)
 
     def _later(self, name: str, stage: Stage, error: OSError) -> None:
         """Wait for a storage that is temporarily unavailable, as long as a worker may take to read a checkpoint."""

@@ -57,6 +57,22 @@ def test_an_answer_is_handled_on_the_loop_and_an_error_by_its_handler() -> None:
         loop.hear()
 
 
+def test_an_error_that_its_handler_does_not_take_ends_the_run() -> None:
+    loop = Loop()
+    bug, full = ZeroDivisionError("ours"), OSError("full")
+    loop.it.ask("a", "m", failed=loop.heard.append)
+    loop.workers.answer("a", "m", bug)
+    with pytest.raises(ZeroDivisionError):
+        loop.hear()
+    loop.it.ask("a", "m", failed=loop.heard.append, errors=(OSError, Interrupted))
+    loop.workers.answer("a", "m", full)
+    assert loop.hear() == [full]
+    loop.it.ask("a", "m", failed=loop.heard.append, errors=(OSError, Interrupted))
+    loop.workers.answer("a", "m", bug)
+    with pytest.raises(ZeroDivisionError):
+        loop.hear()
+
+
 def test_of_a_lost_worker_only_its_death_is_heard_and_that_once() -> None:
     loop = Loop()
     for _ in range(2):
