@@ -24,20 +24,16 @@ from raytrain_plus.torch_compat import keep_write_counts
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import Flags, ShardReport
-from raytrain_plus.training.metric_sums import MetricSums, ShardBatches
 from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.randomness import MicrobatchKeys
-from raytrain_plus.training.replica import ReplicaStage
-from raytrain_plus.training.verdict import SumStatus
+from raytrain_plus.training.replica import ReplicaStage, StagePasses
 
 
-class PipeDream:
+class PipeDream(StagePasses):
     """See `passes.Overlapping`. Lives for one generation, as its model replica's world does."""
 
     def __init__(self, stage: ReplicaStage) -> None:
-        self.stage = stage
-        self.chunks = tuple(stage.parts)
-        self.bars: Sequence[Bar] = ()
+        super().__init__(stage)
         self.weights = WeightVersions([value for part in stage.parts.values() for _, value in part.parameters])
 
     def run_window(
@@ -62,18 +58,6 @@ class PipeDream:
     def updating(self) -> AbstractContextManager[None]:
         """See `passes.Overlapping`."""
         return self.weights.updating()
-
-    def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
-        """See `passes.ReplicaPasses`."""
-        return self.stage.metric_sums(batches, hosted, context)
-
-    def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `passes.ReplicaPasses`."""
-        return self.stage.tied_gradients(gradients)
-
-    def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:
-        """See `passes.ReplicaPasses`."""
-        return self.stage.agree(step, status, context)
 
 
 class WeightVersions:

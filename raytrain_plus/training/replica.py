@@ -18,7 +18,7 @@ from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
 from raytrain_plus.parallel.pipeline.schedule import Pipeline
-from raytrain_plus.parallel.pipeline.timeline import Kind
+from raytrain_plus.parallel.pipeline.timeline import Bar, Kind
 from raytrain_plus.parallel.pipeline.transport import Handovers, Peers
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
@@ -140,8 +140,8 @@ class ReplicaStage:
                 control.enter("data")
         return found
 
-    def tied_gradients(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `passes.ReplicaPasses.exchange_tied`."""
+    def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `passes.ReplicaPasses`."""
         found = dict(gradients)
         if self.number not in self.tied:
             return found
@@ -169,6 +169,18 @@ class ReplicaStage:
         received = [from_plain(self.handovers.take_note("agreed", stage, stage)) for stage in range(self.stages)]
         self.handovers.finish()
         return merged(received)
+
+
+class StagePasses:
+    """What the passes over stages have in common, whether steps overlap or not: see `passes.ReplicaPasses`."""
+
+    def __init__(self, stage: ReplicaStage) -> None:
+        self.stage = stage
+        self.chunks = tuple(stage.parts)
+        self.bars: Sequence[Bar] = ()
+        self.metric_sums = stage.metric_sums
+        self.exchange_tied = stage.exchange_tied
+        self.agree = stage.agree
 
 
 def replica_stage(

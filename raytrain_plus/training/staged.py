@@ -8,7 +8,7 @@ that each stage's ring sums it with the stage's gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,20 +21,13 @@ from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import ShardReport
-from raytrain_plus.training.metric_sums import MetricSums, ShardBatches
 from raytrain_plus.training.passes import Shards, no_backward
 from raytrain_plus.training.randomness import MicrobatchKeys
-from raytrain_plus.training.replica import ReplicaStage
-from raytrain_plus.training.verdict import SumStatus
+from raytrain_plus.training.replica import ReplicaStage, StagePasses
 
 
-class Staged:
+class Staged(StagePasses):
     """See `passes.Passes`. Lives for one generation, as its model replica's world does."""
-
-    def __init__(self, stage: ReplicaStage) -> None:
-        self.stage = stage
-        self.chunks = tuple(stage.parts)
-        self.bars: Sequence[Bar] = ()
 
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
         """See `passes.Passes`. Only the first stage gets the microbatches' batches and
@@ -61,18 +54,6 @@ class Staged:
         ]
         stage.handovers.finish()
         return works
-
-    def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
-        """See `passes.ReplicaPasses`."""
-        return self.stage.metric_sums(batches, hosted, context)
-
-    def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `passes.ReplicaPasses`."""
-        return self.stage.tied_gradients(gradients)
-
-    def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:
-        """See `passes.ReplicaPasses`."""
-        return self.stage.agree(step, status, context)
 
 
 class _ReplicaStep:

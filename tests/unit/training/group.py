@@ -8,18 +8,25 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation, World
 from raytrain_plus.errors import Interrupted
+from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.view import host_shards
+from raytrain_plus.task import Task
 from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.pipedream import PipeDream
+from raytrain_plus.training.replica import replica_stage
+from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Applied, Stepper
 from raytrain_plus.training.thread_control import Control
+from tests.unit.parallel.pipeline.replicas import Threads
 
 STEP_S = 60.0
 
@@ -30,6 +37,19 @@ def context(world: World, control: Control | None = None, wait_s: float = 5.0) -
         control = Control()
         control.begin(0)
     return StepContext(world=world, control=control, wait_s=wait_s)
+
+
+def split_in_stages(
+    one: Stepper, kind: type[Staged] | type[PipeDream], task: Task, peers: Threads, schedule: Schedule, stages: int,
+    shards: int, tied: Mapping[int, Collection[str]] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    """Have a worker run its steps as one of the stages of a replica."""
+    one.passes = kind(
+        replica_stage(
+            task, one.parts, peers, schedule=schedule, stages=stages, device=torch.device("cpu"), shards=shards,
+            tied=tied,
+        )
+    )  # fmt: skip
 
 
 class Killed(BaseException):

@@ -25,10 +25,10 @@ from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.pipedream import PipeDream, WeightVersions
-from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.step import Applied, Stepper
 from tests.unit.parallel.pipeline import replicas
 from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
+from tests.unit.training.group import split_in_stages
 from tests.unit.training.test_staged import CPU, Ring, RingWorld, control
 
 SHARDS, MICROBATCHES, ROWS, SEED = 2, 3, 4, 5
@@ -93,17 +93,7 @@ def together(
         made = task()
         built = build_chunks(made, SEED, CPU, [chunks_of(shape.stages)[stage]])
         one = Stepper(made, built, seed=SEED, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300)
-        one.passes = PipeDream(
-            replica_stage(
-                made,
-                one.parts,
-                Threads(stage, mails[replica]),
-                schedule="pipedream",
-                stages=shape.stages,
-                device=CPU,
-                shards=SHARDS,
-            )
-        )
+        split_in_stages(one, PipeDream, made, Threads(stage, mails[replica]), "pipedream", shape.stages, SHARDS)
         act(seat, one)
         workers.append(one)
 

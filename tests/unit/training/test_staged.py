@@ -37,14 +37,14 @@ from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks, build_model, layer_names
-from raytrain_plus.training.replica import AT_ONCE, replica_stage
+from raytrain_plus.training.replica import AT_ONCE
 from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Applied, Stepper
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers.messages import Layers
 from tests.unit.parallel.pipeline import replicas
 from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once
-from tests.unit.training.group import context
+from tests.unit.training.group import context, split_in_stages
 
 SHARDS, MICROBATCHES, ROWS, STEPS, SEED = 4, 2, 3, 4, 3
 CPU = torch.device("cpu")
@@ -240,18 +240,8 @@ def together(
         chunks = [names[first:last] for (first, last), holder in zip(spans, where, strict=True) if holder == stage]
         with COMPUTES:
             one = stepper(made, build_chunks(made, SEED, CPU, chunks), exact)
-        one.passes = Staged(
-            replica_stage(
-                made,
-                one.parts,
-                Threads(stage, mails[replica]),
-                schedule=schedule,
-                stages=shape.stages,
-                device=CPU,
-                shards=SHARDS,
-                tied=Layers(Stage(stage, shape.stages), (), where_is).apart(one.tied),
-            )
-        )
+        tied = Layers(Stage(stage, shape.stages), (), where_is).apart(one.tied)
+        split_in_stages(one, Staged, made, Threads(stage, mails[replica]), schedule, shape.stages, SHARDS, tied)
         world = RingWorld(replica, rings[stage])
         if act is not None:
             return act(one, world, hosted[replica], stage == 0)
