@@ -151,7 +151,7 @@ class ModelHandOver:
 
     def __post_init__(self) -> None:
         self.export: Export | None = None
-        """The exported model; None if there is none yet."""
+        """The exported model; None until it is stored."""
         self.error: RaytrainError | None = None
         """Why the model could not be exported."""
         self._step = -1

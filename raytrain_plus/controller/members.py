@@ -1,4 +1,4 @@
-"""Ask the current generation's members, and hear what they report: steps, and how they came out."""
+"""Send requests to the current generation's members, and handle what they report: steps and outcomes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reported:
 
 @dataclass
 class _Outcomes:
-    """What members of one generation have come out with."""
+    """The outcomes of one generation's members."""
 
     stages: Mapping[str, int] = field(default_factory=dict)
     """Each member's stage."""
@@ -66,7 +66,7 @@ class Members:
         self._keep_best = keep_best
         self._now = _Outcomes()
         self.errors: dict[str, RaytrainError] = {}
-        """The members' errors, by the words in which the machine knows them."""
+        """The members' errors, by the message that the state machine has of each."""
 
     def begin(self, view: View) -> None:
         """Expect the members of a new generation."""

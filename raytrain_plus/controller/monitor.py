@@ -71,16 +71,16 @@ class Monitor:
         """What the current phase's clock measures, and since when."""
         self._looked = now
         self._draining: Mapping[str, float | None] = {}
-        """The nodes that will leave, each with its deadline in Unix seconds, if known."""
+        """The draining nodes, each with its deadline in Unix seconds, if known."""
         self._stopping_since: float | None = None
         self._asked_aside = False
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Start the clock of the first phase."""
         self._looked = self.clock.now()
 
     def look(self, now: float) -> None:
-        """Do what is due."""
+        """Ask the workers that are due, and act on the limits that have passed."""
         if now - self._looked > PAUSED_S:
             self.pulses.forgive(now - self._looked)
         self._looked = now

@@ -1,4 +1,4 @@
-"""Hold a run against other controllers: its claim, and the lease that shows that this controller is alive."""
+"""Keep a run owned by one controller: its claim, and the lease that shows that this controller is alive."""
 
 from __future__ import annotations
 

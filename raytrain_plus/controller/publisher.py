@@ -72,12 +72,12 @@ class Publisher:
 
     @property
     def newest(self) -> Manifest | None:
-        """The newest of them; None if there is none."""
+        """The newest complete checkpoint, or None."""
         return next(iter(self._complete), None)
 
     @property
     def durable(self) -> int:
-        """Its step; -1 if there is none."""
+        """The step of the newest complete checkpoint, or -1."""
         newest = self.newest
         return -1 if newest is None else newest.step
 
@@ -92,9 +92,9 @@ class Publisher:
         self._thread.submit(self._publish, manifest)
 
     def discard(self, name: str) -> None:
-        """Remove the shares of a checkpoint that will not be made; return at once.
+        """Remove the shares of an abandoned checkpoint; return at once.
 
-        On a full disk they would be in the way of the next one.
+        On a full disk they would take the room of the next one.
         """
         self._thread.submit(self._discard, name)
 

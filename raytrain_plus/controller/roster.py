@@ -1,4 +1,4 @@
-"""Keep what each worker has reported of itself: its node, and what preparing it has found. Pure."""
+"""Store what each worker reported about itself: its node, and the results of its preparation. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raytrain_plus.workers.messages import Place, PreparedReport
 
 
 class Roster:
-    """All workers of the run that ever came, also those that are gone."""
+    """Every worker that ever started in this run, departed ones too."""
 
     def __init__(self) -> None:
         self._places: dict[str, Place] = {}
@@ -55,5 +55,5 @@ class Roster:
 
     @property
     def state_bytes(self) -> int:
-        """The size of a copy of the training state; 0 if nobody knows yet."""
+        """The size of a copy of the training state; 0 before the first worker is prepared."""
         return max((ready.state_bytes for ready in self._ready.values()), default=0)

@@ -1,4 +1,4 @@
-"""What a job says of its data: the paths, and the sample order. Pure."""
+"""Derive the data paths and the sample order from a job. Pure."""
 
 from __future__ import annotations
 

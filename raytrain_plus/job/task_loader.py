@@ -1,4 +1,4 @@
-"""Import what a job names as `module:name` (task, `data.prepare`, `data.transform`) and attribute failures.
+"""Import the code that a job names as `module:name` (task, `data.prepare`, `data.transform`); attribute failures.
 
 Errors in the user's code become `TaskError`s that show the user's own frames.
 """
@@ -39,7 +39,7 @@ _STANDARD = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdli
 
 @dataclass(frozen=True, slots=True)
 class UserCode:
-    """What a job names and a run calls, imported."""
+    """The imported code of a job that a run calls."""
 
     task: type[Task]
     transform: Callable[..., Any] | None

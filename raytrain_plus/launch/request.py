@@ -1,4 +1,4 @@
-"""What a running run can be asked for. Pure."""
+"""Requests that a running run takes. Pure."""
 
 from __future__ import annotations
 

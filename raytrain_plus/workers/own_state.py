@@ -27,21 +27,21 @@ class OwnState:
         self._build = build
         self._now: StageState | None = None
         self._before: StageState | None = None
-        """What it held before, in a generation with another stage, until that generation has made a step."""
+        """The stage held before the current generation gave this worker another one, until its first step."""
 
     @property
     def now(self) -> StageState | None:
-        """What it holds; None if it holds nothing."""
+        """The part of the model held now, or None."""
         return self._now
 
     @property
     def stage(self) -> Stage | None:
-        """The stage that it holds; None if it holds nothing."""
+        """The stage held now, or None."""
         return None if self._now is None else self._now.stage
 
     @property
     def stepper(self) -> Stepper:
-        """The stepper of a worker that holds something."""
+        """The stepper of the held part; there must be one."""
         assert self._now is not None, "only a worker that holds a part of the model steps, saves or applies"
         return self._now.stepper
 
@@ -71,11 +71,11 @@ class OwnState:
         return self.stepper if self.stage == layers.stage else self.build(layers)
 
     def proven(self) -> None:
-        """Drop what it held before: all members of the generation have the state that they need."""
+        """Drop the stage held before: all members of the generation have the state that they need."""
         self._before = None
 
     def go_back(self) -> None:
-        """Restore what it held before if the generation ends before its first step: no other worker may have it."""
+        """Restore the stage held before if the generation ended before its first step: no other worker may have it."""
         before, self._before = self._before, None
         if before is not None and not _as_good(self._now, before):
             self._now = before

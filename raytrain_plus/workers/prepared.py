@@ -38,7 +38,7 @@ from raytrain_plus.workers.state_source import StateSource
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """All that a worker has from its preparation on."""
+    """Everything that a prepared worker has."""
 
     plan: Plan
     """With the data as this node sees it."""

@@ -1,4 +1,4 @@
-"""Turn what the user's code raised into an error of the run."""
+"""Turn an exception of the user's code into an error of the run."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Worker:
         return ready
 
     def warm_up(self) -> None:
-        """Make one warm-up step alone, so that the first one in a group is not slow; no state is held afterwards."""
+        """Make a warm-up step alone, so that the first step in a group is not slow; holds no state afterwards."""
         prepared = self._prepared
         self._do(lambda: warm_up(prepared, self._control))
 
@@ -234,7 +234,7 @@ class Worker:
 
     @property
     def _prepared(self) -> Prepared:
-        """What the worker has from its preparation on; the controller requests nothing that needs it before."""
+        """The prepared worker's parts; the controller sends no request that needs them earlier."""
         assert self._preparation is not None, f"{self._name} is not prepared"
         return self._preparation
 
