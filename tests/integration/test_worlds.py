@@ -339,7 +339,7 @@ def reduced(group: list[Member]) -> list[dict[str, Any]]:
 
 def kill_in_all_reduce(rounds: int, kind: str, doing: str) -> dict[str, int]:
     """Kills one of three in mid-reduction, `rounds` times; how many survivors left in time, were late, or died."""
-    counted = {"out": 0, "late": 0, "died": 0, "formed anew": 0}
+    counted = {"out": 0, "late": 0, "died": 0, "formed again": 0}
     slowest = 0.0
     for number in range(rounds):
         with members(3, kind) as group, server(3) as (rendezvous, door):
@@ -364,7 +364,7 @@ def kill_in_all_reduce(rounds: int, kind: str, doing: str) -> dict[str, int]:
             if all(member.process.poll() is None for member in survivors):
                 with server(2) as (_, anew):
                     answers = form(survivors, anew, generation=1)
-                counted["formed anew"] += (
+                counted["formed again"] += (
                     all("rank" in answer for answer in answers) and reduced(survivors) == [{"value": 3}] * 2
                 )
     print(f"{rounds} kills of one in three ({kind}, {doing}): {counted}, slowest survivor out after {slowest:.3f} s")
@@ -376,7 +376,7 @@ def kill_in_all_reduce(rounds: int, kind: str, doing: str) -> dict[str, int]:
     "doing", ["reduce_forever", *(pytest.param(one, marks=pytest.mark.slow) for one in ("flood", "agree"))]
 )
 def test_a_peer_killed_in_an_all_reduce_lets_the_others_go(kind: str, doing: str) -> None:
-    assert kill_in_all_reduce(1, kind, doing) == {"out": 2, "late": 0, "died": 0, "formed anew": 1}
+    assert kill_in_all_reduce(1, kind, doing) == {"out": 2, "late": 0, "died": 0, "formed again": 1}
 
 
 @pytest.mark.slow
@@ -384,4 +384,4 @@ def test_a_peer_killed_in_an_all_reduce_lets_the_others_go(kind: str, doing: str
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
 @pytest.mark.parametrize("doing", ["reduce_forever", "flood", "agree"])
 def test_fifty_peers_killed_in_an_all_reduce(kind: str, doing: str) -> None:
-    assert kill_in_all_reduce(50, kind, doing) == {"out": 100, "late": 0, "died": 0, "formed anew": 50}
+    assert kill_in_all_reduce(50, kind, doing) == {"out": 100, "late": 0, "died": 0, "formed again": 50}
