@@ -1,0 +1,151 @@
+"""Divide a training state into pieces, and compute with sets of them: who has what, who lacks what, who gives it. Pure.
+
+A piece is a range of rows of something that has a name: a tensor of the model, or a layer with all its tensors (one
+row). The optimizer's state of a parameter belongs to the parameter's piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+Taker = TypeVar("Taker", bound=Hashable)
+Giver = TypeVar("Giver", bound=Hashable)
+Range = tuple[int, int]
+"""Rows [first, last)."""
+
+
+class Piece(NamedTuple):
+    """Rows [first, last) of what has this name."""
+
+    name: str
+    first: int = 0
+    last: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A set of rows, by name; equal sets compare equal, however their pieces were given.
+
+    >>> whole = Pieces.of([Piece("a", 0, 4), Piece("b")])
+    >>> list(whole - Pieces.of([Piece("a", 1, 2)]))
+    [Piece(name='a', first=0, last=1), Piece(name='a', first=2, last=4), Piece(name='b', first=0, last=1)]
+    >>> Pieces.of([Piece("a", 0, 1), Piece("a", 1, 4)]) <= whole
+    True
+    """
+
+    _ranges: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
+    """For each name, its ranges: in order, neither empty nor touching."""
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> Pieces:
+        """Return the set of these pieces, which may overlap or be empty."""
+        ranges: dict[str, list[Range]] = {}
+        for name, first, last in pieces:
+            ranges.setdefault(name, []).append((first, last))
+        joined = {name: _joined(ranges[name]) for name in sorted(ranges)}
+        return cls({name: found for name, found in joined.items() if found})
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield the fewest pieces that make up the set, by name and row."""
+        return (Piece(name, *one) for name, ranges in self._ranges.items() for one in ranges)
+
+    def __bool__(self) -> bool:
+        return bool(self._ranges)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __or__(self, other: Pieces) -> Pieces:
+        return Pieces.of([*self, *other])
+
+    def __and__(self, other: Pieces) -> Pieces:
+        return Pieces.of(
+            Piece(name, max(first, low), min(last, high))
+            for name, first, last in self
+            for low, high in other._ranges.get(name, ())
+        )
+
+    def __sub__(self, other: Pieces) -> Pieces:
+        return Pieces.of(
+            Piece(name, *rest)
+            for name, first, last in self
+            for rest in _without((first, last), other._ranges.get(name, ()))
+        )
+
+    def __le__(self, other: Pieces) -> bool:
+        """Return whether `other` contains all these rows."""
+        return not self - other
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of which there are rows, sorted."""
+        return tuple(self._ranges)
+
+    def end(self, name: str, row: int) -> int:
+        """Return the end of the range that contains this row; `row` itself if it is not in the set."""
+        return next((last for first, last in self._ranges.get(name, ()) if first <= row < last), row)
+
+    def size(self, row_bytes: Mapping[str, int]) -> int:
+        """Return the bytes of all rows, given the bytes of a row of each name."""
+        return sum((last - first) * row_bytes[name] for name, first, last in self)
+
+
+def union(sets: Iterable[Pieces]) -> Pieces:
+    """Return the rows that are in any of these sets."""
+    return Pieces.of(piece for one in sets for piece in one)
+
+
+def transfers(
+    lacking: Mapping[Taker, Pieces], held: Mapping[Giver, Pieces], row_bytes: Mapping[str, int]
+) -> dict[Taker, dict[Giver, Pieces]]:
+    """Return what each worker takes from which holder, so that it gets what it lacks.
+
+    Each row comes from exactly one holder: of those that have it, the one that gives the fewest bytes so far, the first
+    among equals; what has no bytes comes from one that gives this worker something else, if possible. Workers that lack
+    nothing are left out. Raises `ValueError` if nobody holds what somebody lacks.
+
+    >>> a, b = Pieces.of([Piece("a")]), Pieces.of([Piece("b")])
+    >>> moves = transfers({"x": a | b, "y": a}, {"s": a, "t": a | b}, {"a": 8, "b": 4})
+    >>> {taker: {giver: given.names for giver, given in taken.items()} for taker, taken in moves.items()}
+    {'x': {'s': ('a',), 't': ('b',)}, 'y': {'t': ('a',)}}
+    """
+    given = dict.fromkeys(held, 0)
+    moves: dict[Taker, dict[Giver, Pieces]] = {}
+    for taker, lacks in lacking.items():
+        taken: dict[Giver, list[Piece]] = {}
+        # The largest first: they are balanced best so.
+        for name, first, last in sorted(lacks, key=lambda one: -(one.last - one.first) * row_bytes[one.name]):
+            while first < last:
+                ends = {giver: end for giver in held if (end := held[giver].end(name, first)) > first}
+                if not ends:
+                    raise ValueError(f"nobody holds row {first} of {name}")
+                giver = min(ends, key=lambda one: (not row_bytes[name] and one not in taken, given[one]))
+                piece = Piece(name, first, min(last, ends[giver]))
+                taken.setdefault(giver, []).append(piece)
+                given[giver] += (piece.last - first) * row_bytes[name]
+                first = piece.last
+        if taken:
+            moves[taker] = {giver: Pieces.of(pieces) for giver, pieces in taken.items()}
+    return moves
+
+
+def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Return ranges as few as possible, in order, without the empty ones."""
+    found: list[Range] = []
+    for first, last in sorted(one for one in ranges if one[0] < one[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+    return tuple(found)
+
+
+def _without(whole: Range, others: Iterable[Range]) -> Iterator[Range]:
+    """Yield what is left of a range; `others` are in order."""
+    first, last = whole
+    for low, high in others:
+        yield first, min(last, low)
+        first = max(first, high)
+    yield first, last
