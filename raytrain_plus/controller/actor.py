@@ -90,9 +90,9 @@ class Controller:
         """Record that a worker has written its share of a checkpoint, or could not."""
         self._engine.loop.put(told)
 
-    def joined(self, worker: str, generation: int, form_s: float) -> None:
-        """Record that a worker is in its world, which took `form_s` seconds to form, and has the state."""
-        self._engine.loop.put(Formed(worker, generation, form_s))
+    def joined(self, worker: str, generation: int, form_s: float, moved_bytes: int) -> None:
+        """Record that a worker is in its world and has the state: see `Formed`."""
+        self._engine.loop.put(Formed(worker, generation, form_s, moved_bytes))
 
     def copied(self, sent: Sent) -> None:
         """Record that a copy of a worker's state is in its buddy's memory."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from raytrain_plus.controller.partitions import Partitions
 from raytrain_plus.controller.replication import Replication
 from raytrain_plus.controller.restoring import Restoring
 from raytrain_plus.controller.roster import Roster
+from raytrain_plus.controller.sources import Source, sources_of
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.view import Member, View
@@ -31,11 +33,14 @@ Addresses = frozenset[tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """A worker is in its world, which took `form_s` seconds to form, and has the state."""
+    """A worker is in its world, and has the state."""
 
     worker: str
     generation: int
     form_s: float
+    """Seconds that the world took to form."""
+    moved_bytes: int
+    """Bytes of the state that came from other workers."""
 
 
 @dataclass
@@ -47,6 +52,8 @@ class _Worlds:
     replicas: list[RendezvousServer] = field(default_factory=list)
     slowest_s: float = 0.0
     """The longest time that a joined member took to form its worlds."""
+    moved_bytes: int = 0
+    """Bytes of the state that its members got from others."""
 
     def close(self) -> None:
         """Close the rendezvous servers."""
@@ -99,18 +106,18 @@ class Formation:
             )
             for number in range(shape.replicas)
         ]
-        takes = {name for name, what in command.lacks.items() if what != "initial"}
-        sources = self._snapshots(command.donors, command.first_step - 1) if takes else ()
+        sources = self._sources(command)
+        given = self._snapshots((one for taken in sources.values() for one in taken), command.first_step - 1)
+        gives = Counter(source.worker for source in given)
         self.replication.begin(view)
         for seat, member in enumerate(view.members):
             ring = rings[member.stage][member.replica]
             replica = replicas[member.replica][member.stage] if shape.stages > 1 else None
-            self._assign(command, seat, member, ring, replica)
-            if member.worker in takes:
-                # If the model is partitioned as before, a single donor has all that this member needs.
-                given = (sources[member.stage],) if len(command.donors) == shape.stages else sources
+            self._assign(command, seat, member, ring, replica, gives[member.worker])
+            if member.worker in sources:
+                taken = tuple(given[source] for source in sources[member.worker])
                 # A separate call, which ends: a reference lives as long as the call that received it.
-                self.loop.tell(member.worker, "take", view.generation, given)
+                self.loop.tell(member.worker, "take", view.generation, taken)
 
     def joined(self, message: Formed) -> None:
         """Record that a member is in its worlds."""
@@ -118,6 +125,7 @@ class Formation:
             return
         if self._now is not None:
             self._now.slowest_s = max(self._now.slowest_s, message.form_s)
+            self._now.moved_bytes += message.moved_bytes
         self.machine.feed(e.Joined(message.worker, message.generation))
 
     def formed(self) -> None:
@@ -133,7 +141,9 @@ class Formation:
         ]
         self.replication.formed()
         counts = self.partitions.parameters(view)
-        self.journal.formed(self.clock.unix(), view, counts, spares, self.collective, self._now.slowest_s)
+        self.journal.formed(
+            self.clock.unix(), view, counts, spares, self.collective, self._now.slowest_s, self._now.moved_bytes
+        )
 
     def cancel(self) -> None:
         """Tell members that wait for others that these will not come."""
@@ -153,9 +163,10 @@ class Formation:
             self.cancel()
             self._now.close()
 
-    def _assign(self, command: e.Join, seat: int, member: Member, ring: Invitation, replica: Invitation | None) -> None:
+    def _assign(
+        self, command: e.Join, seat: int, member: Member, ring: Invitation, replica: Invitation | None, gives: int
+    ) -> None:
         view, name, stage = command.view, member.worker, command.view.shape.stage(seat)
-        takes = any(what != "initial" for what in command.lacks.values())
         assignment = Assignment(
             generation=view.generation,
             layers=self.partitions.layers(stage),
@@ -164,7 +175,7 @@ class Formation:
             shards=member.shards,
             first_step=command.first_step,
             lacks=command.lacks.get(name),
-            gives=command.donors.count(name) if takes else 0,
+            gives=gives,
             buddy=self.replication.buddy(name),
             copies=self.replication.copying,
             evaluated=self.journal.evaluated,
@@ -179,13 +190,25 @@ class Formation:
         then = self.members.came_out(name, view.generation)
         self.loop.ask(name, "serve", self.host.actor, assignment, then=then)
 
-    def _snapshots(self, donors: Sequence[str], step: int) -> tuple[Any, ...]:
-        """Return references to the states after `step`, by stage."""
+    def _sources(self, command: e.Join) -> dict[str, tuple[Source, ...]]:
+        """Return from whom each member that lacks something of the state takes it."""
+        view, workers = command.view, self.machine.group.workers
+        stages = {member.worker: view.shape.stage(seat) for seat, member in enumerate(view.members)}
+        takers = {name: stages[name] for name, what in command.lacks.items() if what != "initial"}
+        if not takers:
+            return {}
+        holding = {name: stage for name in takers if command.lacks[name] == "stage" and (stage := workers[name].stage)}
+        providers = self.replication.providers(command.donors, command.first_step - 1)
+        return sources_of(takers, holding, providers, self.partitions.pieces, self.partitions.layer_bytes)
+
+    def _snapshots(self, sources: Iterable[Source], step: int) -> dict[Source, Any]:
+        """Return references to these parts of the state after `step`."""
         generation = self.machine.group.generation
-        return tuple(
-            self.loop.tell(name, "snapshot", generation, step, stage)
-            for name, stage in self.replication.providers(donors, step)
-        )
+        return {
+            one: self.loop.tell(one.worker, "snapshot", generation, step, one.stage, one.layers)
+            # Members that lack the same share one.
+            for one in dict.fromkeys(sources)
+        }
 
     def _invitations(self, servers: list[RendezvousServer], world: str, members: Sequence[str]) -> list[Invitation]:
         """Return the invitations to one world of the current generation, by rank; its server is added to `servers`."""

@@ -302,11 +302,18 @@ class Journal:
         return (step + 1) * self._batch_size
 
     def formed(
-        self, now: float, view: View, params: Mapping[str, int], spares: Sequence[str], collective: str, form_s: float
+        self,
+        now: float,
+        view: View,
+        params: Mapping[str, int],
+        spares: Sequence[str],
+        collective: str,
+        form_s: float,
+        moved_bytes: int,
     ) -> None:
         """Record that all members of a new generation are in their worlds and have the state.
 
-        `params`: how many parameters each member trains.
+        `params`: how many parameters each member trains. `moved_bytes`: of the state, what came from other workers.
         """
         self.generation = self.base + view.generation
         self._waiting = ""
@@ -332,6 +339,7 @@ class Journal:
             ],
             spares=list(spares),
             collective=collective if len(view.members) > 1 else "none (one worker)",
+            moved_bytes=moved_bytes,
         )
         self._incidents.joined(now, {name: _who(self._places[name]) for name in self._members}, form_s)
 

@@ -16,7 +16,10 @@ from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.view import View
 from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory
+from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.sizing import most_shards
+from raytrain_plus.state.pieces import Piece, Pieces
+from raytrain_plus.state.stages import REST
 from raytrain_plus.workers.messages import WHOLE, Layers
 
 log = logging.getLogger(__name__)
@@ -57,11 +60,26 @@ class Partitions:
         stages = {name: number for number, chunks in enumerate(cut) for chunk in chunks for name in chunk}
         return Layers(stage, cut[stage.number], stages)
 
+    def pieces(self, stage: Stage) -> Pieces:
+        """Return what a stage has of the state: its layers, and if it trains anything, what belongs to no layer."""
+        layers = self._layers()
+        if not layers:
+            return Pieces.of([Piece(REST)])
+        own = self.layers(stage)
+        names = {layer.name for layer in layers} - own.others
+        rest = [Piece(REST)] if any(layer.parameters for layer in layers if layer.name in names) else []
+        return Pieces.of([*(Piece(name) for name in names), *rest])
+
+    @property
+    def layer_bytes(self) -> dict[str, int]:
+        """The approximate bytes of the state of each layer; what belongs to no layer counts as nothing."""
+        return {layer.name: layer.bytes for layer in self._layers()} | {REST: 0}
+
     def speaks(self, stage: Stage) -> bool:
         """Whether this stage is the first that trains anything."""
         if stage.of == 1:
             return True
-        trains = {layer.name for layer in next(iter(self._roster.ready.values())).layers if layer.parameters}
+        trains = {layer.name for layer in self._layers() if layer.parameters}
         stages = self.layers(stage).stages
         return stage.number == min(stages[name] for name in stages if name in trains)
 
@@ -74,6 +92,10 @@ class Partitions:
             own = [counts[name] for chunk in layers.chunks for name in chunk]
             found[member.worker] = sum(own) if layers.chunks else ready.parameters
         return found
+
+    def _layers(self) -> Sequence[Layer]:
+        """Return the layers of the model; empty if it is never partitioned."""
+        return next(iter(self._roster.ready.values())).layers
 
     def _laid(self, stages: int, living: Collection[str]) -> tuple[Chunks, ...] | Misfit:
         """Return the layers of each of so many stages, or why they do not fit."""

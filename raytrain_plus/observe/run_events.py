@@ -31,7 +31,7 @@ PERIOD_S = 2.0
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "run_started": ("job", "versions", "address"),
-    "view_formed": ("members", "spares", "collective"),
+    "view_formed": ("members", "spares", "collective", "moved_bytes"),
     "step_committed": ("step", "epoch", "samples", "loss", "grad_norm", "seconds"),
     "worker_joined": ("worker", "pid", "node"),
     "worker_lost": ("worker", "pid", "node", "cause"),
@@ -50,7 +50,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 """The fields of each kind, besides `time` (Unix seconds), `generation` and `kind`."""
 _OPTIONAL: dict[str, frozenset[str]] = {"step_committed": frozenset({"skipped"})}
 """Optional fields of a kind."""
-_LATER = {"step_committed": frozenset({"grad_norm"})}
+_LATER = {"step_committed": frozenset({"grad_norm"}), "view_formed": frozenset({"moved_bytes"})}
 """Fields that are missing in the events of older versions."""
 
 _WHO = {"worker": has.text, "pid": has.whole(0), "node": has.text}
@@ -72,6 +72,7 @@ _SHAPES: dict[str, has.JsonShape] = {
     "members": has.list_of(lambda member: _MEMBER(_renamed(member))),
     "spares": has.list_of(has.text),
     "collective": has.text,
+    "moved_bytes": has.whole(0),
     "step": has.whole(-1),
     "epoch": has.whole(0),
     "samples": has.whole(0),

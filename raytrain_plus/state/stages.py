@@ -7,13 +7,17 @@ stage that trains.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from raytrain_plus.errors import TaskError
 
 Tree = Any
 AnyTensor = TypeVar("AnyTensor")
+Wanted = Callable[[str], bool]
+"""Whether a layer is wanted; `REST` stands for what belongs to no layer."""
+
+REST = ""
 
 _OF_LAYERS = ("param/", "buffer/", "optim/")
 
@@ -29,16 +33,29 @@ def layer_of(name: str) -> str | None:
     return name.partition("/")[2].partition("/")[0].partition(".")[0]
 
 
-def own_tensors(tensors: Mapping[str, AnyTensor], others: Collection[str]) -> dict[str, AnyTensor]:
-    """Return the tensors without those of the layers `others`."""
-    return {name: value for name, value in tensors.items() if layer_of(name) not in others}
+def everything(_: str) -> bool:
+    """Want every layer, and what belongs to no layer: see `Wanted`."""
+    return True
 
 
-def own_tree(tree: Tree, others: Collection[str]) -> Tree:
-    """Return the tree without the values of the layers `others`; see `state.holding` for a tree's content."""
+def all_but(others: Collection[str]) -> Wanted:
+    """Want every layer but `others`, and what belongs to no layer."""
+    return lambda layer: layer not in others
+
+
+def own_tensors(tensors: Mapping[str, AnyTensor], wanted: Wanted) -> dict[str, AnyTensor]:
+    """Return the tensors of the wanted layers."""
+    return {name: value for name, value in tensors.items() if wanted(layer_of(name) or REST)}
+
+
+def own_tree(tree: Tree, wanted: Wanted) -> Tree:
+    """Return the tree with the values of the wanted layers, and with all that belong to no layer.
+
+    See `state.holding` for a tree's content.
+    """
 
     def mine(names: Sequence[str]) -> list[str]:
-        return [name for name in names if name.partition(".")[0] not in others]
+        return [name for name in names if wanted(name.partition(".")[0])]
 
     return {
         **tree,
@@ -46,7 +63,7 @@ def own_tree(tree: Tree, others: Collection[str]) -> Tree:
         "groups": tree["groups"] and [{**group, "parameters": mine(group["parameters"])} for group in tree["groups"]],
         "scales": {name: tree["scales"][name] for name in mine(list(tree["scales"]))},
         "persistent": mine(tree["persistent"]),
-        "allowed": [name for name in tree.get("allowed", ()) if layer_of(name) not in others],
+        "allowed": [name for name in tree.get("allowed", ()) if wanted(layer_of(name) or REST)],
     }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import xxhash
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.holding import Holding, describe_state, load_tree, model_state
 from raytrain_plus.state.named import bytes_of, dtype_name, optimizer_values
-from raytrain_plus.state.stages import own_tensors, own_tree, whole_tree
+from raytrain_plus.state.stages import Wanted, all_but, everything, own_tensors, own_tree, whole_tree
 from raytrain_plus.state.tree import from_json
 
 Array = npt.NDArray[Any]
@@ -35,15 +35,34 @@ class Snapshot:
     values: bytes
     """The values that are not tensors, as JSON: see `state.holding`."""
     digest: str
-    """The result of `digest`; empty if not computed yet."""
+    """The result of `snapshot_digest`; empty if not computed yet."""
+
+    @property
+    def bytes(self) -> int:
+        """The size of its tensors."""
+        return sum(data.nbytes for _, _, data in self.tensors.values())
 
 
-def take_snapshot(step: int, holding: Holding) -> Snapshot:
-    """Return the state after `step`; on the CPU its tensors share memory with the live ones."""
+def take_snapshot(step: int, holding: Holding, wanted: Wanted = everything) -> Snapshot:
+    """Return the state after `step`, or some layers of it; on the CPU its tensors share memory with the live ones."""
+    return _digested(undigested(step, holding, wanted))
+
+
+def undigested(step: int, holding: Holding, wanted: Wanted) -> Snapshot:
+    """Return the same as `take_snapshot`, without a digest: for a state that stays in this process."""
     tensors, tree = describe_state(holding)
-    packed = {name: _pack(value) for name, value in tensors.items()}
-    values = json.dumps(tree).encode()
-    return Snapshot(step, packed, values, snapshot_digest(step, packed, values))
+    packed = {name: _pack(value) for name, value in own_tensors(tensors, wanted).items()}
+    return Snapshot(step, packed, json.dumps(own_tree(tree, wanted)).encode(), "")
+
+
+def part_of(snapshot: Snapshot, wanted: Wanted) -> Snapshot:
+    """Return the wanted layers of a state."""
+    values = json.dumps(own_tree(json.loads(snapshot.values), wanted)).encode()
+    return _digested(Snapshot(snapshot.step, own_tensors(snapshot.tensors, wanted), values, ""))
+
+
+def _digested(snapshot: Snapshot) -> Snapshot:
+    return replace(snapshot, digest=snapshot_digest(snapshot.step, snapshot.tensors, snapshot.values))
 
 
 def snapshot_digest(step: int, tensors: Mapping[str, Packed], values: bytes) -> str:
@@ -57,7 +76,7 @@ def snapshot_digest(step: int, tensors: Mapping[str, Packed], values: bytes) -> 
 
 
 def restricted(snapshots: Sequence[Snapshot], others: Collection[str]) -> Snapshot:
-    """Return one stage's state, without the layers `others`, from the states of one or of all stages.
+    """Return one stage's state, without the layers `others`, from parts of the state that together have all of it.
 
     The digest is left empty unless nothing is to be changed.
     """
@@ -65,7 +84,8 @@ def restricted(snapshots: Sequence[Snapshot], others: Collection[str]) -> Snapsh
         return snapshots[0]
     tensors = {name: packed for snapshot in snapshots for name, packed in snapshot.tensors.items()}
     tree = whole_tree([json.loads(snapshot.values) for snapshot in snapshots])
-    return Snapshot(snapshots[0].step, own_tensors(tensors, others), json.dumps(own_tree(tree, others)).encode(), "")
+    values = json.dumps(own_tree(tree, all_but(others))).encode()
+    return Snapshot(snapshots[0].step, own_tensors(tensors, all_but(others)), values, "")
 
 
 def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:

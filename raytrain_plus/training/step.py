@@ -26,6 +26,7 @@ from raytrain_plus.parallel.data import BUCKET_BYTES
 from raytrain_plus.state import transfer
 from raytrain_plus.state.finite import not_finite
 from raytrain_plus.state.holding import SKIPPED, Holding, model_state
+from raytrain_plus.state.stages import Wanted, everything
 from raytrain_plus.task import Task
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
@@ -329,10 +330,13 @@ class Stepper:
         else:
             self.last_applied, self._ended = self._ended, None
 
-    def snapshot(self) -> transfer.Snapshot:
-        """Return the committed state for a worker that lacks it. Must not be called while a step is applied."""
+    def snapshot(self, wanted: Wanted = everything) -> transfer.Snapshot:
+        """Return the committed state, or some layers of it, for a worker that lacks it.
+
+        Must not be called while a step is applied.
+        """
         assert self.last_applied is not None, "a partially applied state is never given away"
-        return transfer.take_snapshot(self.last_applied, self.holding())
+        return transfer.take_snapshot(self.last_applied, self.holding(), wanted)
 
     def adopt(self, snapshot: transfer.Snapshot) -> None:
         """Replace the state by another worker's."""

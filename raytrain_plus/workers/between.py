@@ -14,7 +14,7 @@ from raytrain_plus.state.finite import as_tensors, not_finite
 from raytrain_plus.state.holding import class_differences, model_state
 from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
 from raytrain_plus.state.named import dtype_name
-from raytrain_plus.state.stages import own_tensors, own_tree
+from raytrain_plus.state.stages import all_but, own_tensors, own_tree
 from raytrain_plus.state.transfer import Snapshot
 from raytrain_plus.storage.retry import retry
 from raytrain_plus.training.thread_control import Control
@@ -59,7 +59,7 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers) -> None:
     Raises `DamagedError` if it is not what was written, and `CheckpointError` if it belongs to another model.
     """
     stepper, run = prepared.own.part(layers), prepared.run_folder()
-    stored = own_tensors(manifest.tensors, layers.others)
+    stored = own_tensors(manifest.tensors, all_but(layers.others))
     built = {
         name: (dtype_name(value.dtype), tuple(value.shape)) for name, value in model_state(stepper.holding()).items()
     }
@@ -79,7 +79,7 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers) -> None:
     if bad:
         # Older versions wrote such checkpoints.
         raise DamagedError(f"'{bad[0]}' holds NaN or infinity", where=f"{run.where}/{FOLDER}/{manifest.name}.json")
-    tree = own_tree(manifest.tree, layers.others)
+    tree = own_tree(manifest.tree, all_but(layers.others))
     stepper.adopt(Snapshot(manifest.step, tensors, json.dumps(tree).encode(), ""))
 
 

@@ -14,6 +14,8 @@ from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import World
 from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
 from raytrain_plus.job.task_loader import fault_of
+from raytrain_plus.state.stages import all_but
+from raytrain_plus.state.transfer import restricted, undigested
 from raytrain_plus.training.loop import Feed, StepTimeouts, train
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.step import Stepper
@@ -84,8 +86,9 @@ class Generation:
             stack.enter_context(self._reporter)
             stepper = self._take_place()
             world, form_s = self._join(stepper, stack)
+            moved = self._take_state(stepper)
             self._joined = True
-            self._controller.joined.remote(self._worker, assignment.generation, form_s)
+            self._controller.joined.remote(self._worker, assignment.generation, form_s, moved)
             why = self._train(stepper, feed, world)
             if why == "finished":
                 control.set_limit(FIRST_STEP_S)
@@ -122,7 +125,7 @@ class Generation:
         return stepper
 
     def _join(self, stepper: Stepper, stack: ExitStack) -> tuple[World, float]:
-        """Form its worlds, which `stack` leaves, and take the state if there is one to take.
+        """Form its worlds, which `stack` leaves.
 
         Return the world of its ring, and how many seconds the forming took.
         """
@@ -154,11 +157,22 @@ class Generation:
             )
             stepper.passes = kind(stage)
         form_s = time.monotonic() - start
-        if assignment.lacks in ("newer", "stage"):
-            stepper.adopt(
-                self._received.take(assignment.generation, assignment.first_step - 1, assignment.layers.others)
-            )
         return world, form_s
+
+    def _take_state(self, stepper: Stepper) -> int:
+        """Take the state that this member lacks; return how many bytes came from others."""
+        assignment, layers = self._assignment, self._assignment.layers
+        if assignment.lacks not in ("newer", "stage"):
+            return 0
+        step = assignment.first_step - 1
+        parts = self._received.take(assignment.generation, step)
+        moved = sum(part.bytes for part in parts)
+        if assignment.lacks == "stage":
+            before = self._prepared.own.before
+            assert before is not None, "it holds another stage of the state"
+            parts.insert(0, undigested(step, before.stepper.holding(), all_but(layers.others)))
+        stepper.adopt(restricted(parts, layers.others))
+        return moved
 
     def _form(self, invitation: Invitation) -> World:
         if invitation.size == 1:

@@ -27,7 +27,6 @@ class OwnState:
         self._build = build
         self._now: StageState | None = None
         self._before: StageState | None = None
-        """The stage held before the current generation gave this worker another one, until its first step."""
 
     @property
     def now(self) -> StageState | None:
@@ -44,6 +43,11 @@ class OwnState:
         """The stepper of the held part; there must be one."""
         assert self._now is not None, "only a worker that holds a part of the model steps, saves or applies"
         return self._now.stepper
+
+    @property
+    def before(self) -> StageState | None:
+        """The stage held before the current generation gave this worker another one, until its first step."""
+        return self._before
 
     def holding(self) -> Holding:
         """Return references to all parts of the state."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain_plus.errors import Interrupted
-from raytrain_plus.state.transfer import Snapshot, restricted, snapshot_digest
+from raytrain_plus.state.transfer import Snapshot, snapshot_digest
 from raytrain_plus.training.thread_control import Control
 
 LOOK_S = 0.02
@@ -37,10 +37,10 @@ class ReceivedStates:
         except BaseException as error:
             fetched.set_exception(error)
 
-    def take(self, generation: int, step: int, others: Collection[str]) -> Snapshot:
-        """Wait for the state after `step`, and return it without the layers `others`.
+    def take(self, generation: int, step: int) -> list[Snapshot]:
+        """Wait for the parts of the state after `step`, and return them.
 
-        Raises `Interrupted` if it does not arrive, or if this worker must leave meanwhile.
+        Raises `Interrupted` if one does not arrive, or if this worker must leave meanwhile.
         """
         try:
             fetched = self._fetched.setdefault(generation, Future())
@@ -54,7 +54,7 @@ class ReceivedStates:
         for snapshot in snapshots:
             if snapshot.step != step:
                 raise Interrupted(f"the donor's state is of step {snapshot.step}, not {step}")
-        return restricted(snapshots, others)
+        return snapshots
 
     def _received(self, generation: int, reference: Any) -> Snapshot:
         """Return the donor's undamaged state. Raises `Interrupted` if it does not arrive."""

@@ -19,7 +19,8 @@ from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.finite import check_finite
 from raytrain_plus.state.holding import saved_model
 from raytrain_plus.state.named import bytes_of, entry_of, optimizer_state, state_sha256
-from raytrain_plus.state.transfer import Array, Snapshot, hashed
+from raytrain_plus.state.stages import everything
+from raytrain_plus.state.transfer import Array, Snapshot, hashed, part_of
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.own_state import OwnState
@@ -39,15 +40,20 @@ class StateSource:
         self._copied: tuple[tuple[int, Stage], Mapping[str, torch.Tensor]] | None = None
         """The tensors of the copy that is being read, by step and stage."""
 
-    def snapshot(self, generation: int, step: int, stage: Stage) -> Snapshot:
+    def snapshot(self, generation: int, step: int, stage: Stage, layers: Collection[str] | None = None) -> Snapshot:
         """Return that stage's state after `step`, held or copied here, for a member that begins a generation with it.
 
-        This worker is between two steps, and stays so until the other has copied the state.
+        `layers`: those of its layers that are wanted (`state.stages.REST` for what belongs to none); None for all. This
+        worker is between two steps, and stays so until the other has copied the state.
         """
-        own = self._own.at(step, stage)
-        snapshot = self._copier.find(step, stage) if own is None else own.snapshot()
-        if snapshot is None:
-            raise RunError(f"{self._worker} has neither {stage} of step {step} nor a copy of it")
+        own, wanted = self._own.at(step, stage), everything if layers is None else layers.__contains__
+        if own is not None:
+            snapshot = own.snapshot(wanted)
+        else:
+            copy = self._copier.find(step, stage)
+            if copy is None:
+                raise RunError(f"{self._worker} has neither {stage} of step {step} nor a copy of it")
+            snapshot = copy if layers is None else part_of(copy, wanted)
         with self._giving:
             self._given[generation] += 1
         return snapshot

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -106,7 +106,7 @@ class Worker:
         return self._thread.submit(part.run).result()
 
     def take(self, generation: int, sources: tuple[Any, ...]) -> None:
-        """Fetch the donors' states, given as Ray references, while the training thread joins that generation."""
+        """Fetch parts of donors' states, given as Ray references, while the training thread joins that generation."""
         if not self._stale(generation, "a copy of the state"):
             self._received.fetch(generation, sources)
 
@@ -142,12 +142,9 @@ class Worker:
             log.warning("a copy could not be loaded", exc_info=True)
             return replace(prepared.outcome("interrupted"), holds=None, ready=None, fault=str(error))
 
-    def snapshot(self, generation: int, step: int, stage: Stage) -> Snapshot:
-        """Return that stage's state after `step`, held or copied here, for a member that begins a generation with it.
-
-        This worker is between two steps, and stays so until the other has copied the state.
-        """
-        return self._prepared.source.snapshot(generation, step, stage)
+    def snapshot(self, generation: int, step: int, stage: Stage, layers: Collection[str] | None = None) -> Snapshot:
+        """Return that stage's state after `step`, or some layers of it: see `StateSource.snapshot`."""
+        return self._prepared.source.snapshot(generation, step, stage, layers)
 
     def has_copy(self, step: int, stage: Stage) -> bool:
         """Whether it holds that stage's state after `step`, or has an undamaged copy of it."""

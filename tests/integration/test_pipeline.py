@@ -389,6 +389,10 @@ def test_a_model_is_repartitioned_into_fewer_stages_and_back(tmp_path: Path, clu
     assert [member["stage"] for member in run.until_size(2)] == [0, 1]
     result = check(run, alone)
     assert result.recoveries == 0
+    first, *others = [event["moved_bytes"] for event in run.events("view_formed")]
+    # One worker took the first stage, and then another one the second: weights and AdamW's averages in four bytes each,
+    # five step counts, and the buffers of BatchNorm.
+    assert (first, sum(others)) == (0, 3 * 4 * whole["params"] + 5 * 4 + 2 * 4 * 16 + 8)
 
 
 @SLOW

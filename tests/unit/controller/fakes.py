@@ -266,7 +266,7 @@ class Run:
     def join(self, *names: str) -> None:
         """Have these members report that they are in their world."""
         for name in names:
-            self.put(Formed(name, self.generation, 0.25))
+            self.put(Formed(name, self.generation, 0.25, 0))
 
     def report(self, name: str, *steps: int) -> None:
         """Have a member report that it has applied these steps."""

@@ -149,7 +149,7 @@ def _write_events(run: LocalFolder, job: Job) -> None:
     member = {**who, "replica": 0, "stage": 0, "params": 7, "shards": [0, 1, 2, 3]}
     tell("run_started", 0, job=job.to_yaml(), versions={"ray": "2"}, address="10.0.0.1:6379")
     tell("waiting", 0.5, **{"for": "workers"})
-    tell("view_formed", 1, members=[member], spares=[], collective="none (one worker)")
+    tell("view_formed", 1, members=[member], spares=[], collective="none (one worker)", moved_bytes=0)
     tell("evaluated", 1.5, step=-1, metrics={"loss": 2.0})
     for step in range(8):
         tell("step_committed", 2 + step, step=step, epoch=step // 4, samples=32, loss=1.0, grad_norm=0.5, seconds=0.5)

@@ -198,7 +198,7 @@ def test_a_size_that_makes_no_step_faster_is_smaller_with_kills(
         place = {"replica": 0, "stage": 0, "params": 1, "shards": [0]}
         members = [{"worker": f"w{number}", **place} for number in range(to_form)]
         for count in (1, to_form, 2):
-            view = {"members": members[:count], "spares": [], "collective": "horovod"}
+            view = {"members": members[:count], "spares": [], "collective": "horovod", "moved_bytes": 0}
             log.write("view_formed", generation=count, fields=view)
         log.close()
         return Result(name=job.name, status="finished", exit_code=0, path=path, steps=0, samples=0, state_sha256="a")

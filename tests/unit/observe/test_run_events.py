@@ -217,7 +217,8 @@ def test_optional_fields_of_a_step_and_those_older_versions_lack(tmp_path: Path)
 def test_a_member_of_an_older_version_is_read_with_its_replica(local: Folder) -> None:
     member = {"worker": "w", "replica": 1, "stage": 0, "params": 7, "shards": [0]}
     log = EventLog(local)
-    log.write("view_formed", generation=0, fields={"members": [member], "spares": [], "collective": "solo"})
+    view = {"members": [member], "spares": [], "collective": "solo", "moved_bytes": 0}
+    log.write("view_formed", generation=0, fields=view)
     log.close()
     path = local.path_of("events.ndjson")
     assert path is not None

@@ -32,7 +32,7 @@ def going_on(tmp_path: Path) -> LocalFolder:
     run.write("dataset.json", [b'{"rows": 16}'])
     Lease(run, "here:1").renew()
     log = EventLog(run, clock=lambda: 0.0)
-    fields = {"members": MEMBERS, "spares": [], "collective": "solo"}
+    fields = {"members": MEMBERS, "spares": [], "collective": "solo", "moved_bytes": 0}
     log.write("view_formed", generation=0, fields=fields)
     for step in range(2):
         write_step(log, step)

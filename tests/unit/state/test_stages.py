@@ -14,7 +14,7 @@ from raytrain_plus.errors import TaskError
 from raytrain_plus.state import stages
 from raytrain_plus.state.holding import class_differences, describe_state
 from raytrain_plus.state.named import state_sha256
-from raytrain_plus.state.stages import own_tensors, own_tree, whole_tree
+from raytrain_plus.state.stages import all_but, own_tensors, own_tree, whole_tree
 from raytrain_plus.state.transfer import Snapshot, hashed, load_snapshot, restricted, take_snapshot
 from tests.unit.state.test_transfer import OPTIMIZERS, Holder
 
@@ -23,8 +23,8 @@ LAYERS = {"0", "1", "2", "hidden"}
 
 def part(snapshot: Snapshot, own: set[str]) -> Snapshot:
     """Return the state that a worker of these layers sends, including the values of no layer."""
-    tree = own_tree(json.loads(snapshot.values), LAYERS - own)
-    tensors = own_tensors(snapshot.tensors, LAYERS - own)
+    tree = own_tree(json.loads(snapshot.values), all_but(LAYERS - own))
+    tensors = own_tensors(snapshot.tensors, all_but(LAYERS - own))
     return Snapshot(snapshot.step, tensors, json.dumps(tree).encode(), "")
 
 

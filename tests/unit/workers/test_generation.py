@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from raytrain_plus.errors import DataChanged, InputError, Interrupted, RaytrainError, TrainingError, WaitExpired
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.state.stages import REST
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers import reporter
 from raytrain_plus.workers.generation import Generation
@@ -137,6 +139,30 @@ def test_a_member_that_lacks_the_newest_state_takes_it(tmp_path: Path) -> None:
     part.received.fetch(0, ["a reference"])
     outcome = part.run()
     assert (outcome.why, outcome.holds) == ("finished", 1)
+
+
+def test_a_member_that_gets_another_stage_keeps_the_layers_that_it_has(tmp_path: Path) -> None:
+    prepared = member(tmp_path, steps=5)
+    before = prepared.own.build(HALF)
+    before.last_applied = 4
+    with torch.no_grad():
+        for _, value in before.named:
+            value.add_(1)
+    kept = {name: value.detach().clone() for name, value in before.named}
+    donor = stepper()
+    donor.last_applied = 4
+    given = donor.snapshot({"first", REST}.__contains__)
+    store = SimpleNamespace(wait=lambda references, timeout: (references, []), get=lambda reference: given)
+    part = Part(prepared, assigned(lacks="stage", first_step=5), store)
+    part.received.fetch(0, ["a reference"])
+    assert part.run().why == "finished"
+    now = dict(prepared.own.stepper.named)
+    assert now.keys() == kept.keys()
+    for name, value in donor.named:
+        assert torch.equal(now[name], value if name.startswith("first.") else kept[name]), name
+    # What came from others, and no more.
+    [moved] = [call[-1] for call in part.controller.calls if call[0] == "joined"]
+    assert moved == given.bytes == sum(value.nbytes for name, value in donor.named if name.startswith("first."))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def taken(sent: Any, step: int = 4, tries: int = 1) -> Snapshot:
     control.begin(0)
     received = ReceivedStates(control, Store(sent, tries))
     received.fetch(0, ["a reference"])
-    return received.take(0, step, frozenset())
+    [found] = received.take(0, step)
+    return found
 
 
 def test_a_whole_copy_is_taken() -> None:
@@ -75,9 +76,9 @@ def test_nobody_waits_for_a_copy_once_the_generation_is_over() -> None:
     received.fetch(0, ["a reference"])
     control.begin(1)
     with pytest.raises(Interrupted, match="the group changes"):
-        received.take(0, 4, frozenset())
+        received.take(0, 4)
     # Another copy for it is not even looked at.
     ReceivedStates(control, None).fetch(0, ["a reference"])
     control.interrupt(1)
     with pytest.raises(Interrupted, match="the group is changing"):
-        received.take(1, 4, frozenset())
+        received.take(1, 4)

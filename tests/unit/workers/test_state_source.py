@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from raytrain_plus.errors import Interrupted, RunError, TrainingError
+from raytrain_plus.state.stages import REST, layer_of
 from raytrain_plus.state.transfer import snapshot_digest
 from raytrain_plus.workers.messages import WHOLE, Sent
 from raytrain_plus.workers.prepared import Prepared
@@ -63,6 +64,19 @@ def test_a_copy_is_given_like_the_state_itself_once_the_worker_has_gone_on(tmp_p
     assert source.inventory(-1, STAGE) == entries
     assert [bytes(data) for data in source.tensors(-1, STAGE, names)] == bytes_before
     assert one.snapshot().digest != given.digest
+
+
+def test_some_layers_of_a_state_or_of_a_copy_are_given(tmp_path: Path) -> None:
+    prepared = member(tmp_path)
+    one, source = prepared.own.stepper, prepared.source
+    layers = ("first", REST)
+    given = source.snapshot(3, -1, STAGE, layers)
+    assert {layer_of(name) for name in given.tensors} == {"first"}
+    assert given.digest == snapshot_digest(-1, given.tensors, given.values)
+    copied(prepared, -1)
+    one.last_applied = 0
+    again = source.snapshot(3, -1, STAGE, layers)
+    assert (again.digest, again.values) == (given.digest, given.values)
 
 
 def test_a_worker_that_must_discard_its_state_waits_until_others_have_copied_it(tmp_path: Path) -> None:

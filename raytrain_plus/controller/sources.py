@@ -1,0 +1,46 @@
+"""Decide which worker gives which part of the state to which member of a new generation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.state.pieces import Pieces, transfers
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A part of the state that a worker gives."""
+
+    worker: str
+    stage: Stage
+    """The stage that it holds, or of which it keeps a copy."""
+    layers: tuple[str, ...] | None
+    """Those of its layers that are wanted, and `state.stages.REST`; None for the whole stage."""
+
+
+def sources_of(
+    takers: Mapping[str, Stage],
+    holding: Mapping[str, Stage],
+    providers: Sequence[tuple[str, Stage]],
+    pieces: Callable[[Stage], Pieces],
+    layer_bytes: Mapping[str, int],
+) -> dict[str, tuple[Source, ...]]:
+    """Return from whom each member takes the parts of its stage that it lacks; empty if it lacks none.
+
+    `takers`: the stage that each is to hold. `holding`: the stage of the same state that some of them hold already.
+    `providers`: who gives which stage of it; together all of it. `pieces`: what a stage consists of.
+    """
+    held = {provider: pieces(provider[1]) for provider in providers}
+    wanted = {
+        name: pieces(stage) - (pieces(holding[name]) if name in holding else Pieces()) for name, stage in takers.items()
+    }
+    moves = transfers(wanted, held, layer_bytes)
+    return {
+        name: tuple(
+            Source(worker, stage, None if given == held[worker, stage] else given.names)
+            for (worker, stage), given in moves.get(name, {}).items()
+        )
+        for name in takers
+    }

@@ -1,0 +1,71 @@
+"""Members of a new generation take what they lack from those who have it, and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from raytrain_plus.controller.sources import Source, sources_of
+from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
+from raytrain_plus.state.pieces import Piece, Pieces
+from raytrain_plus.state.stages import REST
+
+LAYERS = [f"block{number}" for number in range(12)]
+BYTES = {name: 100 + number for number, name in enumerate(LAYERS)} | {REST: 0}
+
+
+def pieces(stage: Stage) -> Pieces:
+    """Return the layers of a stage of an even partition."""
+    spans = balanced_spans([Layer(name, 1.0, 1, 1) for name in LAYERS], stage.of)
+    assert spans is not None
+    first, last = spans[stage.number]
+    return Pieces.of(Piece(name) for name in (*LAYERS[first:last], REST))
+
+
+def sources(
+    takers: Mapping[str, Stage], holding: Mapping[str, Stage], providers: Sequence[tuple[str, Stage]]
+) -> dict[str, tuple[Source, ...]]:
+    return sources_of(takers, holding, providers, pieces, BYTES)
+
+
+def test_a_newcomer_takes_its_whole_stage_from_its_holder() -> None:
+    given = [("a", Stage(0, 2)), ("b", Stage(1, 2))]
+    assert sources({"x": Stage(1, 2)}, {}, given) == {"x": (Source("b", Stage(1, 2), None),)}
+    whole = [("a", Stage())]
+    assert sources({"x": Stage()}, {}, whole) == {"x": (Source("a", Stage(), None),)}
+
+
+def test_newcomers_that_lack_the_same_share_one_part() -> None:
+    found = sources({"x": Stage(), "y": Stage()}, {}, [("a", Stage())])
+    assert found["x"] == found["y"]
+
+
+def test_a_member_that_has_its_layers_takes_nothing() -> None:
+    """With more stages than before, it holds less."""
+    half, quarter = Stage(0, 2), Stage(1, 4)
+    assert sources({"a": quarter}, {"a": half}, [("a", half), ("b", Stage(1, 2))]) == {"a": ()}
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (4, 2), (4, 1), (3, 2), (2, 3), (6, 4)])
+def test_a_repartition_moves_exactly_the_missing_layers(before: int, after: int) -> None:
+    """The last workers are lost; the first one keeps a copy of what they had."""
+    old = [Stage(number, before) for number in range(before)]
+    survivors = [f"w{number}" for number in range(min(before, after))]
+    newcomers = [f"new{number}" for number in range(after - len(survivors))]
+    providers = [(survivors[number] if number < len(survivors) else "w0", stage) for number, stage in enumerate(old)]
+    takers = {name: Stage(number, after) for number, name in enumerate([*survivors, *newcomers])}
+    holding = dict(zip(survivors, old, strict=False))
+    moved = 0
+    for name, parts in sources(takers, holding, providers).items():
+        taken = Counter(layer for part in parts for layer in part.layers or pieces(part.stage).names)
+        lacking = pieces(takers[name]) - (pieces(holding[name]) if name in holding else Pieces())
+        assert taken == Counter(lacking.names)
+        assert all(set(part.layers or ()) <= set(pieces(part.stage).names) for part in parts)
+        moved += sum(BYTES[layer] for layer in taken)
+    all_bytes, kept = sum(BYTES.values()), 0
+    for name, stage in holding.items():
+        kept += (pieces(stage) & pieces(takers[name])).size(BYTES)
+    assert moved == all_bytes - kept
