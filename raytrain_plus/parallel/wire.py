@@ -1,0 +1,130 @@
+"""How a bucket of gradients travels: the vector that is summed over the world, and how its sums become gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from raytrain_plus.collective.exact import ExactSum
+
+Named = Sequence[tuple[str, nn.Parameter]]
+Rider = Callable[[torch.dtype], int]
+"""Returns how many numbers of a floating-point type are summed with a bucket."""
+
+
+class Wire(Protocol):
+    """The gradients of some parameters, to which every shard's backward passes add, and their sums over the world."""
+
+    @property
+    def views(self) -> Sequence[torch.Tensor]:
+        """The gradient of each parameter."""
+
+    @property
+    def vector(self) -> torch.Tensor:
+        """What is summed over the world, in place, once all shards are in it."""
+
+    @property
+    def rider(self) -> torch.Tensor:
+        """The end of the vector: written before the last backward pass, read when the vector is summed; or empty."""
+
+    @property
+    def exact(self) -> ExactSum | None:
+        """The sum that must settle before its means are taken; None if any sum will do."""
+
+    def begin(self, scales: Mapping[str, int]) -> None:
+        """Clear everything. `scales`: the exponents of the quanta of an exact sum."""
+
+    def end_shard(self) -> None:
+        """Put a shard's complete gradients into the vector, before the next shard begins."""
+
+    def end_last_shard(self) -> None:
+        """Put the last shard's complete gradients into the vector."""
+
+    def take_means(self, weight: float) -> None:
+        """Turn the sums into gradients: divide them by the weight of all shards."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient, and the rider, which has been read by then."""
+
+
+class Plain:
+    """The gradients themselves are summed: every shard's backward passes add to the vector."""
+
+    exact: ExactSum | None = None
+
+    def __init__(self, named: Named, rider: Rider) -> None:
+        """Allocate the bucket, and make its views the gradients of the parameters."""
+        self.vector, self.views = _bucket(named, rider)
+        self.rider = self.vector[sum(view.numel() for view in self.views) :]
+
+    def begin(self, scales: Mapping[str, int]) -> None:
+        """See `Wire`."""
+        self.vector.zero_()
+
+    def end_shard(self) -> None:
+        """See `Wire`: they are in it."""
+
+    def end_last_shard(self) -> None:
+        """See `Wire`: they are in it."""
+
+    def take_means(self, weight: float) -> None:
+        """See `Wire`."""
+        self.scale(1.0 / weight)
+
+    def scale(self, factor: float) -> None:
+        """See `Wire`."""
+        self.vector.mul_(factor)
+
+
+class Exact:
+    """The sums are the same bits in any order: a float64 vector beside the bucket gets each shard's rounded gradients.
+
+    See `collective.exact`.
+    """
+
+    def __init__(self, named: Named, rider: Rider, shards: int) -> None:
+        """Allocate bucket and vector, and make the bucket's views the gradients; `shards`: the job's number of them."""
+        self._bucket, self.views = _bucket(named, lambda dtype: 0)
+        sizes = {name: parameter.numel() for name, parameter in named}
+        self.exact = ExactSum(sizes, shards, self._bucket.device, rider(torch.float64))
+        self.vector, self.rider = self.exact.wire, self.exact.rider
+
+    def begin(self, scales: Mapping[str, int]) -> None:
+        """See `Wire`."""
+        self._bucket.zero_()
+        self.exact.begin(scales)
+
+    def end_shard(self) -> None:
+        """See `Wire`."""
+        self.end_last_shard()
+        self._bucket.zero_()
+
+    def end_last_shard(self) -> None:
+        """See `Wire`."""
+        self.exact.add(self.views)
+
+    def take_means(self, weight: float) -> None:
+        """See `Wire`."""
+        for view, total in zip(self.views, self.exact.sums, strict=True):
+            # A sum can exceed the range of the gradient's dtype although its mean does not; only this copy rounds
+            # to that dtype.
+            view.copy_(total.div_(weight).view_as(view))
+
+    def scale(self, factor: float) -> None:
+        """See `Wire`."""
+        self._bucket.mul_(factor)
+
+
+def _bucket(named: Named, rider: Rider) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a flat bucket that ends with a rider, and its views, which become the gradients of the parameters."""
+    like = named[0][1] if named else torch.zeros(0)
+    sizes = [parameter.numel() for _, parameter in named]
+    flat = torch.zeros(sum(sizes) + rider(like.dtype), dtype=like.dtype, device=like.device)
+    views: list[torch.Tensor] = []
+    for (_, parameter), part in zip(named, flat.split([*sizes, len(flat) - sum(sizes)]), strict=False):
+        parameter.grad = view = part.view_as(parameter)
+        views.append(view)
+    return flat, views
