@@ -59,6 +59,7 @@ def test_machines_join_and_the_others_stop_only_briefly(tmp_path: Path, cluster:
     run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=2, max=4)))
     before = born(run.until_size(2))
     run.until_step(10)
+    added = time.time()
     for _ in range(2):
         cluster.add_node(num_cpus=1)
     members = run.until_size(4)
@@ -74,7 +75,8 @@ def test_machines_join_and_the_others_stop_only_briefly(tmp_path: Path, cluster:
     assert [event["to"] for event in run.events("rescaled")] == [len(change["members"]) for change in changes]
     for change in changes:
         gap, step = longest_gap(run, change["time"])
-        assert gap <= 2 * step + 0.3, (gap, step)
+        # A share of the time in which the new machines start, because both are as fast as this machine is today.
+        assert gap - step <= (change["time"] - added) / 25, (gap, step, change["time"] - added)
 
 
 @pytest.mark.slow
