@@ -302,15 +302,9 @@ class Journal:
         return (step + 1) * self._batch_size
 
     def formed(
-        self,
-        now: float,
-        view: View,
-        params: Mapping[str, int],
-        spares: Sequence[str],
-        collective: str,
-        form_s: float,
+        self, now: float, view: View, params: Mapping[str, int], spares: Sequence[str], collective: str, form_s: float,
         moved_bytes: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Record that all members of a new generation are in their worlds and have the state.
 
         `params`: how many parameters each member trains. `moved_bytes`: of the state, what came from other workers.

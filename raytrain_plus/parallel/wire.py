@@ -24,7 +24,7 @@ class Wire(Protocol):
 
     @property
     def vector(self) -> torch.Tensor:
-        """What is summed over the world, in place, once all shards are in it."""
+        """The tensor that is summed over the world in place, once every shard is in it."""
 
     @property
     def rider(self) -> torch.Tensor:

@@ -172,7 +172,7 @@ class ReplicaStage:
 
 
 class StagePasses:
-    """What the passes over stages have in common, whether steps overlap or not: see `passes.ReplicaPasses`."""
+    """The common part of all passes over stages, whether steps overlap or not: see `passes.ReplicaPasses`."""
 
     def __init__(self, stage: ReplicaStage) -> None:
         self.stage = stage

@@ -160,7 +160,7 @@ def test_a_member_that_gets_another_stage_keeps_the_layers_that_it_has(tmp_path:
     assert now.keys() == kept.keys()
     for name, value in donor.named:
         assert torch.equal(now[name], value if name.startswith("first.") else kept[name]), name
-    # What came from others, and no more.
+    # Only these bytes came from other workers.
     [moved] = [call[-1] for call in part.controller.calls if call[0] == "joined"]
     assert moved == given.bytes == sum(value.nbytes for name, value in donor.named if name.startswith("first."))
 
