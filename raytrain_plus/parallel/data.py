@@ -7,7 +7,8 @@ of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -79,13 +80,12 @@ class Gradients:
         for wire in self._wires:
             wire.end_shard()
 
-    def reduce_during(
-        self, backward: Callable[[], None], world: World, check: Callable[[], None] = lambda: None
-    ) -> list[Work]:
-        """Run the step's last backward and submit each bucket once it is complete; return the work under way.
+    @contextmanager
+    def reducing(self, world: World, check: Callable[[], None] = lambda: None) -> Iterator[list[Work]]:
+        """Open for the step's last backward pass: submit each bucket once it is complete, the rest at the end.
 
-        `check` is called with every gradient; an error that it raises ends the backward. Raises `TrainingError` if the
-        task replaced a gradient by another tensor.
+        Yields the list of the work under way. `check` is called with every gradient; an error that it raises ends the
+        backward pass. Raises `TrainingError` if the task replaced a gradient by another tensor.
         """
         works: list[Work] = []
         self._waiting = [len(wire.views) for wire in self._wires]
@@ -100,7 +100,7 @@ class Gradients:
 
         self._submit = submit
         try:
-            backward()
+            yield works
             # Parameters without a part in this backward have not reported; their zeros, or the sums of earlier
             # microbatches, are complete.
             while self._next < len(self._wires):
@@ -113,7 +113,6 @@ class Gradients:
                 "the task replaced a parameter's .grad (perhaps by zero_grad); the platform owns gradients: do not "
                 "assign or clear them"
             )
-        return works
 
     def take_means(self, weight: float) -> None:
         """Turn the sums into gradients: divide them by the weight of all shards."""

@@ -22,8 +22,8 @@ from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.task import Task
+from raytrain_plus.training.loss import weighted_loss
 from raytrain_plus.training.model import Built, build_chunks, layer_names, to_device
-from raytrain_plus.training.passes import weighted_loss
 from raytrain_plus.training.randomness import random_key, set_random_key
 
 TIMES = 3

@@ -173,7 +173,7 @@ class _WindowWork:
     def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
         """See `chunk.PassWork`."""
         step, shard, _ = self.places[number]
-        return self._stage.loss(model, given, self.rows(number), shard, self._reports.setdefault(step, {}))
+        return self._stage.loss(model, given, self.rows(number), step, shard, self._reports.setdefault(step, {}))
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:

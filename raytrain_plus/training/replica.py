@@ -13,21 +13,23 @@ import torch
 from torch import nn
 
 from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.errors import TrainingError
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk
+from raytrain_plus.parallel.pipeline.in_turn import InTurn, Runner
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
-from raytrain_plus.parallel.pipeline.schedule import Pipeline
 from raytrain_plus.parallel.pipeline.timeline import Bar, Kind
-from raytrain_plus.parallel.pipeline.transport import Handovers, Peers
+from raytrain_plus.parallel.pipeline.transport import Alone, Handovers, Peers
+from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import Flags, ShardReport
+from raytrain_plus.training.loss import on_device, weighted_loss
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.part import ModelPart
-from raytrain_plus.training.passes import on_device, put_header, weighted_loss
 from raytrain_plus.training.verdict import SumStatus, from_plain, merged
 
 AT_ONCE = 16
@@ -36,7 +38,7 @@ AT_ONCE = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStage:
-    """A stage in one generation: `Staged` and `PipeDream` run its passes."""
+    """A stage in one generation: `Synchronous` and `PipeDream` run its passes."""
 
     task: Task
     number: int
@@ -46,15 +48,20 @@ class ReplicaStage:
     """The stage that holds the last chunk, and so knows the losses."""
     parts: Mapping[int, ModelPart]
     """The chunks that this stage holds, in order, by their index in the model."""
-    pipeline: Pipeline
+    pipeline: Runner
     handovers: Handovers
     device: torch.device
     shards: int
     """The job's number of shards."""
     tied: Mapping[int, Collection[str]]
     """For each stage, its parameters that are tied to parameters of other stages."""
-    both_ends: bool
-    """Whether the task's loss begins and ends on the same stage, with the same batch."""
+    last_chunk: int
+    """The number of the model's last chunk."""
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The index in the model of each chunk that this stage holds."""
+        return tuple(self.parts)
 
     @property
     def first_part(self) -> ModelPart:
@@ -94,7 +101,9 @@ class ReplicaStage:
     def take_header(self, step: int) -> None:
         """Put the header of that step, as numbered in `share_header`, into the first part's rider."""
         encoded = self.handovers.take_note("header", step * self.stages + self.number, self.last)
-        put_header(self.first_part.gradients, encoded)
+        # It is summed with the gradients.
+        rider = self.first_part.gradients.rider
+        rider.copy_(torch.from_numpy(header.to_digits(encoded, dtype_name(rider.dtype))))
 
     def pass_on_batches(self, batches: list[Any]) -> list[Any]:
         """Pass the batches from the stage that reads the data to the stage that computes the loss.
@@ -106,14 +115,20 @@ class ReplicaStage:
         return self.handovers.take_note("batch", 0, 0) if self.is_last else batches
 
     def loss(
-        self, model: nn.Module, given: Any, rows: int, shard: int, reports: MutableMapping[int, ShardReport]
+        self, model: nn.Module, given: Any, rows: int, step: int, shard: int, reports: MutableMapping[int, ShardReport]
     ) -> torch.Tensor:
         """Return the weighted loss of a microbatch, and add it to the report of its shard.
 
-        `given`: its batch, with the start position and the row ids for the ledger.
+        `given`: its batch, with the start position and the row ids for the ledger. Raises `TrainingError` if the loss
+        depends on no trained parameter.
         """
         batch, start, ids = given
         loss, weight = weighted_loss(self.task, model, on_device(batch, self.device), rows)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise TrainingError(
+                f"the loss of shard {shard} in step {step} depends on no trained parameter: Task.loss must return a "
+                "tensor that it computed from the model's output, without detach(), item() or torch.no_grad()"
+            )
         before = reports.get(shard) or ShardReport(start)
         reports[shard] = before.plus(rows, ids, weight, float(loss.detach()))
         return loss * weight
@@ -125,7 +140,7 @@ class ReplicaStage:
             found.begin(shard)
             numbered = enumerate(batches(shard))
             control.enter("data")
-            while some := list(itertools.islice(numbered, AT_ONCE)):
+            while some := list(itertools.islice(numbered, AT_ONCE if self.stages > 1 else 1)):
                 control.enter("collective")
                 work = _HeldOut(self, shard, some, context)
                 work.batches = self.pass_on_batches(work.batches)
@@ -163,6 +178,9 @@ class ReplicaStage:
         One number goes around each stage's ring once its sums are complete, and then through the model replica. A stage
         that has heard from all stages of its replica knows that every member of every ring holds its sums.
         """
+        if self.stages == 1:
+            # Other replicas can copy a step that one replica has applied.
+            return status
         context.reduce(torch.zeros(1), "summed", f"the other replicas' gradient sums of step {step}")
         for stage in range(self.stages):
             self.handovers.send_note("agreed", self.number, status.plain(), stage)
@@ -176,7 +194,7 @@ class StagePasses:
 
     def __init__(self, stage: ReplicaStage) -> None:
         self.stage = stage
-        self.chunks = tuple(stage.parts)
+        self.chunks = stage.chunks
         self.bars: Sequence[Bar] = ()
         self.metric_sums = stage.metric_sums
         self.exchange_tied = stage.exchange_tied
@@ -204,6 +222,9 @@ def replica_stage(
     own = [chunk for chunk, stage in enumerate(where) if stage == peers.rank]
     held = dict(zip(own, parts, strict=True))
     chunks = [Chunk(part.module, chunk, where, handovers, splits(schedule)) for chunk, part in held.items()]
+    # torch's schedules take a second to load; a whole model does without them.
+    from raytrain_plus.parallel.pipeline.schedule import Pipeline
+
     return ReplicaStage(
         task=task,
         number=peers.rank,
@@ -215,7 +236,25 @@ def replica_stage(
         device=device,
         shards=shards,
         tied=tied,
-        both_ends=where[0] == where[-1],
+        last_chunk=len(where) - 1,
+    )
+
+
+def whole_replica(task: Task, part: ModelPart, *, device: torch.device, shards: int) -> ReplicaStage:
+    """Return the only stage of a replica that holds the whole model."""
+    handovers = Handovers(Alone(), device)
+    return ReplicaStage(
+        task=task,
+        number=0,
+        stages=1,
+        last=0,
+        parts={0: part},
+        pipeline=InTurn(Chunk(part.module, 0, (0,), handovers)),
+        handovers=handovers,
+        device=device,
+        shards=shards,
+        tied={},
+        last_chunk=0,
     )
 
 
@@ -241,7 +280,9 @@ class _HeldOut:
 
     def loss(self, number: int, model: nn.Module, given: Any) -> Any:
         """See `chunk.PassWork`."""
-        batch = to_device(given, self._stage.device, copy=self._stage.both_ends)
+        # The task's loss begins and ends on the same stage, with the same batch, if it has both of several chunks.
+        copy = {0, self._stage.last_chunk} == set(self._stage.chunks) != {0}
+        batch = to_device(given, self._stage.device, copy=copy)
         return self._stage.task.evaluate(model, batch)
 
     @contextmanager

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from raytrain_plus.collective.world import Work
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.data import BUCKET_BYTES
 from raytrain_plus.state import transfer
@@ -33,8 +34,10 @@ from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import Flags, StepTotals
 from raytrain_plus.training.model import Built
 from raytrain_plus.training.part import make_parts
-from raytrain_plus.training.passes import Overlapping, Passes, Shards, Whole, no_backward
+from raytrain_plus.training.passes import Overlapping, Passes, Shards
+from raytrain_plus.training.replica import whole_replica
 from raytrain_plus.training.step_sums import StepSums
+from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.verdict import (
     LOSS,
     SKIPPED_IN_A_ROW,
@@ -128,7 +131,9 @@ class Stepper:
         self.optimizer = task.optimizer(self.named) if self.named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else task.scheduler(self.optimizer)
-        self.passes: Passes | Overlapping = Whole(task, self.parts[0], device, shards)
+        self.passes: Passes | Overlapping = Synchronous(
+            whole_replica(task, self.parts[0], device=device, shards=shards)
+        )
         """Replaced in each generation if the model has stages."""
         self.last_applied: int | None = -1
         """The last applied step; None while the state is partially applied, also after an incomplete change."""
@@ -292,11 +297,11 @@ class Stepper:
         Raises `TrainingError` if it cannot be applied.
         """
         control, sums = context.control, self._sums
-        works = [
-            work
-            for part in self.parts
-            for work in part.gradients.reduce_during(no_backward, context.world, control.check)
-        ]
+        works = list[Work]()
+        for part in self.parts:
+            with part.gradients.reducing(context.world, control.check) as started:
+                pass
+            works += started
         control.enter("collective")
         start = time.monotonic()
         totals = sums.wait(works, step, context)

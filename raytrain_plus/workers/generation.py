@@ -17,8 +17,11 @@ from raytrain_plus.job.task_loader import fault_of
 from raytrain_plus.state.stages import all_but
 from raytrain_plus.state.transfer import restricted, undigested
 from raytrain_plus.training.loop import Feed, StepTimeouts, train
+from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.records import Evaluated, StepRecord
+from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers.data_check import check_data
 from raytrain_plus.workers.messages import Assignment, Outcome, Sent, Written
@@ -135,15 +138,10 @@ class Generation:
         # Registered last, left first: others wait until this world is left, not for the rest.
         stack.callback(self._leave, world)
         if assignment.replica is not None:
-            # torch's schedules take a while to load: they are loaded here, when needed.
-            from raytrain_plus.training.pipedream import PipeDream
-            from raytrain_plus.training.replica import replica_stage
-            from raytrain_plus.training.staged import Staged
-
             job = prepared.plan.job
             replica = TorchWorld(assignment.replica)
             stack.callback(self._leave, replica)
-            kind = PipeDream if job.parallel.overlaps else Staged
+            kind = PipeDream if job.parallel.overlaps else Synchronous
             stage = replica_stage(
                 stepper.task,
                 stepper.parts,

@@ -184,9 +184,9 @@ def _size_of(stepper: Stepper) -> PreparedReport:
 
 def _measured(task: Task, job: Job, device: torch.device, batch: Microbatch) -> PreparedReport:
     """Measure the cost of each layer, which also warms up what a first step needs."""
-    # Also loads torch's schedules before the first world forms.
+    # Loads torch's schedules before the first world forms.
+    from raytrain_plus.parallel.pipeline import schedule  # noqa: F401
     from raytrain_plus.training.measure import measure_layers, total_memory
-    from raytrain_plus.training.staged import Staged  # noqa: F401
 
     found = measure_layers(task, job.seed, device, batch, overlaps=job.parallel.overlaps)
     return PreparedReport(

@@ -46,8 +46,8 @@ from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.replica import replica_stage
-from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
 from tests.benchmarks.loop import credentials_for, own_credentials
 
@@ -119,7 +119,7 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
             credentials=own_credentials(),
         )
     )
-    kind = PipeDream if schedule == "pipedream" else Staged
+    kind = PipeDream if schedule == "pipedream" else Synchronous
     one.passes = kind(replica_stage(task, one.parts, world, schedule=schedule, stages=stages, device=CPU, shards=1))
     control = Control()
     control.begin(0)

@@ -28,7 +28,8 @@ from raytrain_plus.collective.horovod_world import HorovodWorld
 from raytrain_plus.data.reader import PREFETCH_STEPS
 from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.ray_compat import drain_this_node
-from raytrain_plus.training import staged
+from raytrain_plus.training import synchronous
+from raytrain_plus.training.replica import ReplicaStage
 from raytrain_plus.workers.notices import listen
 
 
@@ -281,7 +282,7 @@ class Encodes(Faulty):
 
 
 class FaultyStage(Faulty):
-    """A task with faults in one of two stages, also at the places of a staged step.
+    """A task with faults in one of two stages, also at the places of a step in stages.
 
     F0 to F15 and B0 to B15: the passes of its microbatches; summed: the worker has its sums; agreed: all of its ring
     have; exchanged: all of its replica have.
@@ -294,7 +295,7 @@ class FaultyStage(Faulty):
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         named = list(parameters)
         self.mine = int(not any(name.startswith("first.") for name, _ in named))
-        computing, agree, send = staged._ReplicaStep.computing, staged.Staged.agree, Handovers.send_note
+        computing, agree, send = synchronous._ReplicaStep.computing, ReplicaStage.agree, Handovers.send_note
         task = self
 
         @contextmanager
@@ -314,8 +315,8 @@ class FaultyStage(Faulty):
                 task.reach("agreed")
             send(handovers, kind, *arguments)
 
-        staged._ReplicaStep.computing = noted  # type: ignore[method-assign,assignment]
-        staged.Staged.agree = summed  # type: ignore[method-assign]
+        synchronous._ReplicaStep.computing = noted  # type: ignore[method-assign,assignment]
+        ReplicaStage.agree = summed  # type: ignore[method-assign]
         Handovers.send_note = sends  # type: ignore[method-assign]
         return super().optimizer(named)
 

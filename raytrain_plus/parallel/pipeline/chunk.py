@@ -1,8 +1,9 @@
 """A chunk: consecutive layers at one position of a pipeline, as driven by torch's schedules.
 
-The schedule decides when; a chunk computes and hands its result on. The task's loss runs on the first chunk up to its
-call of the model. It runs again, completely, on the last chunk, where the model returns the output of all layers. So
-everything that a loss does before and after the model is done as in one process.
+The schedule decides when; a chunk computes and hands its result on. A whole model is one chunk. With several, the
+task's loss runs on the first chunk up to its call of the model. It runs again, completely, on the last chunk, where the
+model returns the output of all layers. So everything that a loss does before and after the model is done as in one
+process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.pipeline.timeline import Kind
@@ -144,6 +144,8 @@ class Chunk:
                 output = work.loss(microbatch, model, batch)
             elif given is not None:
                 output = self.submod(given.whole())
+            elif self.is_last:
+                output = work.loss(microbatch, self.submod, batch)
             else:
                 output = self._up_to_the_end(work, microbatch, batch)
         if self.is_last:
@@ -185,6 +187,9 @@ class Chunk:
             if now.groups is None:
                 torch.autograd.backward(now.outputs, now.gradients)
             else:
+                # Loaded already by torch's schedules, which alone come here; a whole model need not load them.
+                from torch.distributed.pipelining._backward import stage_backward_weight
+
                 stage_backward_weight(self.submod.parameters(), now.groups)
 
     def set_local_fwd_input(self, given: Tensors, microbatch: int) -> None:
@@ -233,6 +238,9 @@ class Chunk:
         rest = [pair for pair, follows in zip(pairs, self._follows, strict=True) if follows]
         given = None if now.gradients is None else [gradient for _, gradient in rest]
         outputs = [output for output, _ in rest]
+        # As for the weights.
+        from torch.distributed.pipelining._backward import stage_backward_input
+
         _, now.groups = stage_backward_input(outputs, given, now.inputs, self.submod.parameters())
 
     def _up_to_the_end(self, work: PassWork, microbatch: int, batch: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline import timeline
 from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
+from raytrain_plus.parallel.pipeline.in_turn import forward_only, forward_then_backward
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, schedule_fault
 from raytrain_plus.parallel.pipeline.timeline import Action, Orders
 from raytrain_plus.torch_compat import run_schedule
@@ -53,7 +54,7 @@ def orders(schedule: Schedule, stages: int, microbatches: int) -> Orders:
 
 
 class Pipeline:
-    """One stage's chunks, and the schedule that runs them with the model replica's other stages."""
+    """The `in_turn.Runner` of one stage's chunks, by a schedule, with the model replica's other stages."""
 
     def __init__(self, schedule: Schedule, chunks: Sequence[Chunk]) -> None:
         self._schedule = schedule
@@ -62,14 +63,11 @@ class Pipeline:
         """Torch's schedules by the number of microbatches."""
 
     def run(self, work: PassWork, microbatches: int) -> None:
-        """Run the forward and backward passes of a step.
-
-        Raises the errors of the task's code, and `Interrupted` if the replica's world breaks.
-        """
+        """See `in_turn.Runner`."""
         for chunk in self._chunks:
             chunk.begin(work, microbatches)
         if schedule_fault(self._schedule, self._chunks[0].group_size, microbatches):
-            self._in_turn(microbatches)
+            forward_then_backward(self._chunks, microbatches)
             return
         running = self._built.pop(microbatches, None) or self._build(microbatches)
         with _silent():
@@ -78,43 +76,8 @@ class Pipeline:
         self._built[microbatches] = running
 
     def forward(self, work: PassWork, microbatches: int) -> list[Any]:
-        """Run only forward passes, without gradients; return the loss function's results on the stage of the last
-        chunk.
-        """
-        for chunk in self._chunks:
-            chunk.begin(work, microbatches)
-        with torch.no_grad():
-            return self._forwards(microbatches)
-
-    def _in_turn(self, microbatches: int) -> None:
-        """Run all forward passes, then all backward passes, chunk by chunk.
-
-        For a number of microbatches that the schedule does not support, as in the last step of a job.
-        """
-        self._forwards(microbatches)
-        for chunk in reversed(self._chunks):
-            after = self._own(chunk.stage_index + 1)
-            for microbatch in range(microbatches):
-                if after is not None:
-                    chunk.set_local_bwd_input(after.get_local_bwd_output(microbatch), microbatch)
-                chunk.backward_one_chunk(microbatch)
-
-    def _forwards(self, microbatches: int) -> list[Any]:
-        """Run all forward passes, chunk by chunk; return the last chunk's outputs if this stage has it."""
-        found = []
-        for chunk in self._chunks:
-            after = self._own(chunk.stage_index + 1)
-            for microbatch in range(microbatches):
-                output = chunk.forward_one_chunk(microbatch)
-                if chunk.is_last:
-                    found.append(output)
-                elif after is not None:
-                    after.set_local_fwd_input(output, microbatch)
-        return found
-
-    def _own(self, index: int) -> Chunk | None:
-        """Return the chunk with that number if this stage has it."""
-        return next((chunk for chunk in self._chunks if chunk.stage_index == index), None)
+        """See `in_turn.Runner`."""
+        return forward_only(self._chunks, work, microbatches)
 
     def _build(self, microbatches: int) -> Any:
         made = _CLASSES[self._schedule](

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 
@@ -49,13 +49,29 @@ _KINDS: tuple[MessageKind, ...] = ("forward", "backward", "batch", "flags", "hea
 class Peers(Protocol):
     """The world of a model replica: its members are the stages, in order."""
 
-    rank: int
+    @property
+    def rank(self) -> int:
+        """The number of this stage."""
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
         """Start to send a tensor, which must not change until it is sent."""
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
         """Start to receive into a tensor."""
+
+
+class Alone:
+    """The peers of a whole model: the replica's only stage has nobody to send anything to."""
+
+    rank = 0
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> NoReturn:
+        """See `Peers`."""
+        raise AssertionError("a replica's only stage sends nothing")
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> NoReturn:
+        """See `Peers`."""
+        raise AssertionError("a replica's only stage receives nothing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +189,8 @@ class Handovers:
         A boundary has the number of the chunk before it.
         """
         self._coming: dict[tuple[MessageKind, int, int], tuple[list[torch.Tensor], list[Transfer]]] = {}
-        self._kept: dict[tuple[MessageKind, int], bytearray] = {}
+        self._kept: dict[tuple[MessageKind, int], Any] = {}
+        """The notes to itself."""
         self._heads: dict[tuple[MessageKind, int, int], tuple[torch.Tensor, Transfer]] = {}
         self._going: dict[tuple[MessageKind, int, int], list[tuple[torch.Tensor, Transfer, str]]] = {}
 
@@ -205,11 +222,10 @@ class Handovers:
 
         Raises `TaskError` if the task's batch contains values that no message can carry.
         """
-        data = to_bytes(value, self._classes, kind)
         if to == self._peers.rank:
-            self._kept[kind, number] = data
+            self._kept[kind, number] = value
         else:
-            self._send_bytes(kind, 0, number, data, to)
+            self._send_bytes(kind, 0, number, to_bytes(value, self._classes, kind), to)
 
     def expect(self, kind: Pass, boundary: int, microbatch: int, rows: int, giver: int) -> None:
         """Start to receive if the form is known."""
@@ -253,8 +269,9 @@ class Handovers:
 
     def take_note(self, kind: Note, number: int, giver: int) -> Any:
         """Return a note from another stage, or from this one."""
-        kept = self._kept.pop((kind, number), None)
-        return from_bytes(self._receive_bytes(kind, 0, number, giver) if kept is None else kept, self._classes)
+        if giver == self._peers.rank:
+            return self._kept.pop((kind, number))
+        return from_bytes(self._receive_bytes(kind, 0, number, giver), self._classes)
 
     def finish(self) -> None:
         """Wait until everything sent has arrived. Raises `Interrupted` if the world breaks."""

@@ -37,7 +37,8 @@ def test_gradients_are_complete_when_submitted_and_in_order() -> None:
     gradients = Gradients(named([first, second, unused]), bucket_bytes=8)
     world = Recording()
     (first.sum() + 2 * second.sum()).backward()
-    gradients.reduce_during(lambda: (first.sum() * 3 + second.sum()).backward(), world)
+    with gradients.reducing(world):
+        (first.sum() * 3 + second.sum()).backward()
     assert [name for name, _ in world.submitted] == ["gradients.0", "gradients.1", "gradients.2"]
     assert [value.tolist() for _, value in world.submitted] == [[0.0] * 5, [3.0] * 2, [4.0] * 3]
     gradients.scale(0.5)
@@ -53,8 +54,9 @@ def test_the_rider_is_summed_with_the_first_bucket(kinds: list[torch.dtype]) -> 
     gradients = Gradients(named(values), rider=lambda dtype: 3 if dtype == torch.float32 else 0)
     world = Recording()
     gradients.rider.copy_(torch.tensor([1.0, 2.0, 3.0]))
-    backward = (lambda: sum(value.abs().sum() for value in values).backward()) if values else (lambda: None)  # type: ignore[union-attr]
-    gradients.reduce_during(backward, world)
+    with gradients.reducing(world):
+        if values:
+            torch.stack([value.abs().sum() for value in values]).sum().backward()
     name, first = world.submitted[0]
     assert (name, first[-3:].tolist()) == ("gradients.0", [1.0, 2.0, 3.0])
     gradients.begin({})
@@ -71,7 +73,8 @@ def exact_means(shards: torch.Tensor, weight: float) -> list[float]:
         for shard in shards[:-1]:
             (value * shard).sum().backward()
             gradients.end_shard()
-        gradients.reduce_during((value * shards[-1]).sum().backward, SoloWorld())
+        with gradients.reducing(SoloWorld()):
+            (value * shards[-1]).sum().backward()
         scales = gradients.exact[0].scales_from(gradients.exact[0].largest())
     assert gradients.exact[0].read().settled
     gradients.take_means(weight)
@@ -97,7 +100,8 @@ def test_a_sum_beyond_the_gradients_type_gives_a_mean_within_it() -> None:
 def test_without_exact_sums_the_summed_buckets_are_scaled() -> None:
     (value,) = parameters(2)
     gradients = Gradients(named([value]))
-    gradients.reduce_during((3 * value).sum().backward, SoloWorld())
+    with gradients.reducing(SoloWorld()):
+        (3 * value).sum().backward()
     gradients.take_means(2.0)
     assert value.grad is not None
     assert value.grad.tolist() == [1.5] * 2
@@ -108,8 +112,9 @@ def test_a_replaced_gradient_is_an_error() -> None:
     gradients = Gradients(named([value]))
 
     def backward() -> None:
-        value.grad = None
-        value.sum().backward()
+        with gradients.reducing(SoloWorld()):
+            value.grad = None
+            value.sum().backward()
 
     with pytest.raises(TrainingError, match="replaced"):
-        gradients.reduce_during(backward, SoloWorld())
+        backward()

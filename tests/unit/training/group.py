@@ -23,8 +23,8 @@ from raytrain_plus.task import Task
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.replica import replica_stage
-from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
 from tests.unit.parallel.pipeline.replicas import Threads
 
@@ -40,8 +40,8 @@ def context(world: World, control: Control | None = None, wait_s: float = 5.0) -
 
 
 def split_in_stages(
-    one: Stepper, kind: type[Staged] | type[PipeDream], task: Task, peers: Threads, schedule: Schedule, stages: int,
-    shards: int, tied: Mapping[int, Collection[str]] = MappingProxyType({}),
+    one: Stepper, kind: type[Synchronous] | type[PipeDream], task: Task, peers: Threads, schedule: Schedule,
+    stages: int, shards: int, tied: Mapping[int, Collection[str]] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     """Have a worker run its steps as one of the stages of a replica."""
     one.passes = kind(

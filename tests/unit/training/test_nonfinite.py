@@ -29,13 +29,13 @@ from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.task import BufferRule, Task
 from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.pipedream import PipeDream
-from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.verdict import SKIPPED_IN_A_ROW
 from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
 from tests.unit.training.group import context, split_in_stages
-from tests.unit.training.test_staged import Ring, RingWorld, one_computes_at_a_time
+from tests.unit.training.test_synchronous import Ring, RingWorld, one_computes_at_a_time
 
 __all__ = ["one_computes_at_a_time"]
 CPU = torch.device("cpu")
@@ -312,7 +312,7 @@ def together(
         chunks = [NAMES[n * each : (n + 1) * each] for n, holder in enumerate(where) if holder == stage]
         built = build_chunks(task, 1, CPU, chunks)
         one = Stepper(task, built, seed=1, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300, **settings)
-        kind = PipeDream if schedule == "pipedream" else Staged
+        kind = PipeDream if schedule == "pipedream" else Synchronous
         split_in_stages(one, kind, task, Threads(stage, mails[replica]), schedule, shape.stages, SHARDS)
         return act(one, RingWorld(replica, rings[stage]), hosted[replica], stage == 0)
 

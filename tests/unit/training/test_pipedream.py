@@ -29,7 +29,7 @@ from raytrain_plus.training.step import Applied, Stepper
 from tests.unit.parallel.pipeline import replicas
 from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
 from tests.unit.training.group import split_in_stages
-from tests.unit.training.test_staged import CPU, Ring, RingWorld, control
+from tests.unit.training.test_synchronous import CPU, Ring, RingWorld, control
 
 SHARDS, MICROBATCHES, ROWS, SEED = 2, 3, 4, 5
 NAMES = ("a", "b", "c", "d")

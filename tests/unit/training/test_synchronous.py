@@ -32,14 +32,14 @@ from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.state.holding import saved_model
 from raytrain_plus.state.named import optimizer_state, state_sha256
 from raytrain_plus.training import replica as replica_module
-from raytrain_plus.training import staged as staged_module
+from raytrain_plus.training import synchronous
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks, build_model, layer_names
 from raytrain_plus.training.replica import AT_ONCE
-from raytrain_plus.training.staged import Staged
 from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers.messages import Layers
 from tests.unit.parallel.pipeline import replicas
@@ -164,14 +164,14 @@ class _Summed:
 @pytest.fixture(autouse=True)
 def one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random generators belong to the process, and its threads stand in for processes."""
-    computing = staged_module._ReplicaStep.computing
+    computing = synchronous._ReplicaStep.computing
 
     @contextmanager
     def alone(self: Any, kind: Kind, chunk: int, number: int) -> Iterator[None]:
         with COMPUTES, computing(self, kind, chunk, number):
             yield
 
-    monkeypatch.setattr(staged_module._ReplicaStep, "computing", alone)
+    monkeypatch.setattr(synchronous._ReplicaStep, "computing", alone)
     evaluating = replica_module._HeldOut.computing
 
     @contextmanager
@@ -241,7 +241,7 @@ def together(
         with COMPUTES:
             one = stepper(made, build_chunks(made, SEED, CPU, chunks), exact)
         tied = Layers(Stage(stage, shape.stages), (), where_is).apart(one.tied)
-        split_in_stages(one, Staged, made, Threads(stage, mails[replica]), schedule, shape.stages, SHARDS, tied)
+        split_in_stages(one, Synchronous, made, Threads(stage, mails[replica]), schedule, shape.stages, SHARDS, tied)
         world = RingWorld(replica, rings[stage])
         if act is not None:
             return act(one, world, hosted[replica], stage == 0)
@@ -291,6 +291,34 @@ def test_the_bits_are_those_of_one_worker(shape: Shape, schedule: Schedule, of_o
         assert whole.keys() == state.keys()
         assert [name for name in state if not torch.equal(state[name], whole[name])] == []
         assert state_sha256(whole) == state_sha256(state)
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_the_sums_of_every_chunk_start_in_its_last_backward_pass(schedule: Schedule) -> None:
+    def started(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> dict[str, list[bool]]:
+        """Return, for each chunk, whether each bucket was submitted in a backward pass."""
+        found: dict[str, list[bool]] = {}
+
+        class Watched:
+            rank, size = world.rank, world.size
+
+            def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Any:
+                if name.startswith("gradients."):
+                    found.setdefault(name.rpartition(".")[0], []).append(
+                        torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
+                    )
+                return world.reduce(tensor, name, operation)
+
+        one.run(0, batches(0, hosted, data), context(Watched()))
+        return found
+
+    members = together(Shape(2, 2), schedule, exact=False, act=started)
+    assert [list(found) for found in members] == [
+        [f"gradients.{n}" for n in reversed(range(len(found)))] for found in members
+    ]
+    early = [chunk[0] for found in members for chunk in found.values()]
+    # In a divided backward pass, only the weights of the model's first layers report when their gradients are complete.
+    assert all(early) if schedule != "zero-bubble" else any(early)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])

@@ -1,15 +1,16 @@
-"""The passes of a step on a worker that holds one stage: the model replica runs them together, by a schedule.
+"""The passes of one step after the other: all stages of a model replica hold a step, or none does.
 
-A replica computes all microbatches of its shards, in shard order, in one run of the schedule. The stage with the last
+A replica computes all microbatches of its shards, in shard order, and sums their gradients before anything is sent
+(gradient accumulation). Each chunk's sum over the replicas starts in its last backward pass. The stage with the last
 chunk knows the shards' losses after the last forward pass. It then sends the header to the replica's other stages, so
-that each stage's ring sums it with the stage's gradients.
+that each stage's ring sums it with the stage's gradients. A whole model is one chunk on one stage.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,39 +22,32 @@ from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import ShardReport
-from raytrain_plus.training.passes import Shards, no_backward
+from raytrain_plus.training.part import ModelPart
+from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.randomness import MicrobatchKeys
 from raytrain_plus.training.replica import ReplicaStage, StagePasses
 
 
-class Staged(StagePasses):
+class Synchronous(StagePasses):
     """See `passes.Passes`. Lives for one generation, as its model replica's world does."""
 
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
         """See `passes.Passes`. Only the first stage gets the microbatches' batches and
         ids; all stages know the rows.
         """
-        stage, control = self.stage, context.control
+        stage = self.stage
         # Until the first activations arrive, this stage waits for others.
-        control.enter("collective")
-        flags = context.flags()
+        context.control.enter("collective")
         work = _ReplicaStep(stage, step, shards, context, search)
-        self.bars = work.bars
+        if stage.stages > 1:
+            self.bars = work.bars
         stage.expect_notes()
         stage.handovers.expect_note("header", stage.number, stage.last)
-        stage.send_flags(flags)
         work.batches = stage.pass_on_batches(work.batches)
         stage.pipeline.run(work, len(work.places))
-        if stage.is_last:
-            stage.share_header(0, work.reports, stage.take_flags())
-        stage.take_header(0)
-        works = [
-            one
-            for part in stage.parts.values()
-            for one in part.gradients.reduce_during(no_backward, context.world, control.check)
-        ]
+        work.reduce_rest()
         stage.handovers.finish()
-        return works
+        return work.works
 
 
 class _ReplicaStep:
@@ -66,6 +60,7 @@ class _ReplicaStep:
         self._stage = stage
         self._step = step
         self._shards = shards
+        self._context = context
         self._control = context.control
         self._search = search
         microbatches = (self._microbatch(number) for number in range(len(self.places)))
@@ -73,8 +68,13 @@ class _ReplicaStep:
         self._before = {chunk: part.writes() for chunk, part in stage.parts.items()}
         self._keyed: dict[tuple[int, int], MicrobatchKeys] = {}
         self._seen: dict[tuple[int, int], list[torch.Tensor | None]] = {}
-        self.reports: dict[int, ShardReport] = {}
+        self._reports: dict[int, ShardReport] = {}
         """The shards' reports; known on the stage of the last chunk."""
+        self._backward_left = dict.fromkeys(stage.parts, len(self.places))
+        self._unreduced = list(stage.parts)
+        """The chunks whose sums are to start, the last one first: every replica must submit in one order."""
+        self.works: list[Work] = []
+        """The sums under way."""
         self.bars: list[Bar] = []
 
     def rows(self, number: int) -> int:
@@ -88,13 +88,14 @@ class _ReplicaStep:
     def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
         """See `chunk.PassWork`."""
         shard, _ = self.places[number]
-        return self._stage.loss(model, given, self.rows(number), shard, self.reports)
+        return self._stage.loss(model, given, self.rows(number), self._step, shard, self._reports)
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
         """See `chunk.PassWork`."""
         part, (shard, index) = self._stage.parts[chunk], self.places[number]
         last_of_shard = index + 1 == len(self._shards[shard])
+        reducing = self._reducing(kind, chunk)
         self._control.check()
         self._control.enter("computing")
         start, timed = time.time(), time.perf_counter()
@@ -109,7 +110,7 @@ class _ReplicaStep:
         else:
             keyed = self._keyed[chunk, number]
             keyed.backward()
-            with keyed.open(), part.buffers.swapped(self._seen[chunk, number]):
+            with keyed.open(), part.buffers.swapped(self._seen[chunk, number]), reducing:
                 yield
             if kind in ("B", "W"):
                 del self._keyed[chunk, number], self._seen[chunk, number]
@@ -120,6 +121,47 @@ class _ReplicaStep:
         taken = time.perf_counter() - timed
         self.bars.append(Bar(self._stage.number, Action(kind, chunk, number), start, start + taken))
         self._control.enter("collective")
+        if kind == "F" and number + 1 == len(self.places):
+            self._forward_ended(chunk)
+
+    def reduce_rest(self) -> None:
+        """Start the sums that no backward pass has started."""
+        while self._unreduced:
+            with self._reduced(self._unreduced[-1]):
+                pass
+
+    def _forward_ended(self, chunk: int) -> None:
+        """Send what is known once the last forward pass of a chunk has run."""
+        stage = self._stage
+        if chunk == stage.chunks[-1]:
+            # As late as possible: a request made during this step is seen at its end.
+            stage.send_flags(self._context.flags())
+        if chunk == stage.last_chunk:
+            stage.share_header(0, self._reports, stage.take_flags())
+
+    def _reducing(self, kind: Kind, chunk: int) -> AbstractContextManager[None]:
+        """Return a context for a pass: that of the sums if it is the chunk's last backward pass and its turn."""
+        if kind not in ("B", "W"):
+            return nullcontext()
+        self._backward_left[chunk] -= 1
+        # Gradients cannot be searched after they are submitted.
+        if self._backward_left[chunk] or self._search is not None or self._unreduced[-1] != chunk:
+            return nullcontext()
+        return self._reduced(chunk)
+
+    def _reduced(self, chunk: int) -> AbstractContextManager[None]:
+        """Return a context in which the gradients of a chunk are submitted as they become complete."""
+        self._unreduced.remove(chunk)
+        part = self._stage.parts[chunk]
+        if part is self._stage.first_part:
+            self._stage.take_header(0)
+        return self._collecting(part)
+
+    @contextmanager
+    def _collecting(self, part: ModelPart) -> Iterator[None]:
+        with part.gradients.reducing(self._context.world, self._control.check) as works:
+            yield
+        self.works += works
 
     def _microbatch(self, number: int) -> Microbatch:
         shard, index = self.places[number]
