@@ -97,14 +97,12 @@ class Formation:
         self.members.begin(view)
         shape = view.shape
         rings = [
-            self._invitations(worlds.rings, f"stage{stage}-g{view.generation}", [names[at] for at in shape.ring(stage)])
-            for stage in range(shape.stages)
+            self._invitations(worlds.rings, f"stage{number}-g{view.generation}", [names[seat] for seat in line])
+            for number, line in enumerate(shape.lines("replica"))
         ]
         replicas = [
-            self._invitations(
-                worlds.replicas, f"replica{number}-g{view.generation}", [names[at] for at in shape.replica(number)]
-            )
-            for number in range(shape.replicas)
+            self._invitations(worlds.replicas, f"replica{number}-g{view.generation}", [names[seat] for seat in line])
+            for number, line in enumerate(shape.lines("stage"))
         ]
         sources = self._sources(command)
         given = self._snapshots((one for taken in sources.values() for one in taken), command.first_step - 1)

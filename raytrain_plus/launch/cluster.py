@@ -28,8 +28,7 @@ from raytrain_plus.launch.machine_check import check_machine, check_seen, needs_
 from raytrain_plus.launch.ray_address import authentication_failed, check_cluster, is_join
 from raytrain_plus.launch.reaper import reaper
 from raytrain_plus.membership.group import Limits
-from raytrain_plus.membership.mesh import useful_shape
-from raytrain_plus.membership.sizes import room_for
+from raytrain_plus.membership.sizes import room_for, size_table
 from raytrain_plus.parallel.sizing import most_workers
 from raytrain_plus.ray_compat import (
     check_let_in,
@@ -376,7 +375,7 @@ def limits_of(job: Job, steps: int, cuts: tuple[int, ...]) -> Limits:
             expected=f"room for {wanted}, now or after autoscaling; its {len(nodes)} nodes have: {has}",
             remedy="lower workers.min, workers.spares or the resources of a worker, or add nodes",
         )
-    shape = useful_shape(max(room - spares, minimum), minimum, maximum, shards, cuts)
+    shape = size_table(minimum, maximum, shards, cuts).shape(max(room - spares, minimum))
     return Limits(
         minimum=minimum,
         maximum=maximum,

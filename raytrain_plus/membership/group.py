@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from raytrain_plus.membership.mesh import Shape, Stage, useful_shape
+from raytrain_plus.membership.mesh import Shape, Stage
+from raytrain_plus.membership.sizes import SizeTable, size_table
 
 
 class Phase(Enum):
@@ -37,11 +38,16 @@ class Limits:
     them."""
     cuts: tuple[int, ...] = (1,)
     """The numbers of stages that the model can be partitioned into, the requested one first."""
+    sizes: SizeTable = field(init=False, compare=False, repr=False)
+    """Which group to form out of how many workers."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", size_table(self.minimum, self.maximum, self.shards, self.cuts))
 
     @property
     def useful(self) -> int:
         """The largest number of members that is ever formed."""
-        shape = useful_shape(self.maximum, self.minimum, self.maximum, self.shards, self.cuts)
+        shape = self.sizes.largest
         return self.minimum if shape is None else max(self.minimum, shape.size)
 
 
@@ -230,7 +236,7 @@ def shape_for(group: Group, count: int) -> Shape | None:
     limits = group.limits
     keep = min(count, max(limits.minimum, len(group.seats)))
     most = max(count - limits.spares, keep)
-    return useful_shape(most, limits.minimum, limits.maximum, limits.shards, limits.cuts)
+    return limits.sizes.shape(most)
 
 
 def suspects(group: Group) -> list[str]:

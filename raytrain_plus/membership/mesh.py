@@ -1,7 +1,7 @@
-"""Assign workers to seats of model replicas and stages, and derive who communicates with whom. Pure.
+"""Assign workers to places in the group, and derive who communicates with whom. Pure.
 
-A seat is a number: first the seats of replica 0, by stage, then those of replica 1. A replica holds one whole copy of
-the model.
+A group has named axes. A place is the coordinates along them; a seat is its number: first the seats of replica 0, by
+stage, then those of replica 1. A replica holds one whole copy of the model.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product, starmap
 from types import MappingProxyType
-
-from raytrain_plus.membership.sizes import useful_size
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,29 +22,50 @@ class Stage:
     of: int = 1
 
 
+class Place(NamedTuple):
+    """A worker's coordinates in the shape of its group."""
+
+    replica: int
+    stage: int = 0
+    tensor_rank: int = 0
+
+
+Axis = Literal["replica", "stage", "tensor_rank"]
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`replicas` model replicas, each of `stages` stages."""
+    """The size of a group along each axis: model replicas, stages of each, workers that share the tensors of each."""
 
     replicas: int
     stages: int = 1
+    tensor_ranks: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes in the order of a place's coordinates."""
+        return (self.replicas, self.stages, self.tensor_ranks)
 
     @property
     def size(self) -> int:
         """The number of seats."""
-        return self.replicas * self.stages
+        return math.prod(self.sizes)
 
-    def seat(self, replica: int, stage: int) -> int:
-        """Return the number of a seat."""
-        return replica * self.stages + stage
+    def places(self) -> list[Place]:
+        """Return the place of every seat, in order: the last coordinate changes first.
 
-    def place(self, seat: int) -> tuple[int, int]:
-        """Return a seat's replica and stage.
-
-        >>> Shape(2, 3).place(4)
-        (1, 1)
+        >>> Shape(2, 3).places()[4]
+        Place(replica=1, stage=1, tensor_rank=0)
         """
-        return divmod(seat, self.stages)
+        return list(starmap(Place, product(*map(range, self.sizes))))
+
+    def place(self, seat: int) -> Place:
+        """Return the place of a seat."""
+        return self.places()[seat]
+
+    def seat(self, place: Place) -> int:
+        """Return the number of the seat at a place."""
+        return self.places().index(place)
 
     def stage(self, seat: int) -> Stage:
         """Return the stage that a seat holds.
@@ -52,45 +73,25 @@ class Shape:
         >>> Shape(2, 3).stage(4)
         Stage(number=1, of=3)
         """
-        return Stage(seat % self.stages, self.stages)
+        return Stage(self.place(seat).stage, self.stages)
 
-    def ring(self, stage: int) -> tuple[int, ...]:
-        """Return the seats that sum their gradients: those that hold the same layers.
+    def lines(self, axis: Axis) -> list[tuple[int, ...]]:
+        """Return the groups of seats that differ along one axis only, each in the order of that axis.
 
-        >>> Shape(3, 2).ring(1)
-        (1, 3, 5)
+        The members of a line along the replicas hold the same state and sum their gradients; those of a line along the
+        stages pass activations to one another.
+
+        >>> Shape(3, 2).lines("replica"), Shape(3, 2).lines("stage")
+        ([(0, 2, 4), (1, 3, 5)], [(0, 1), (2, 3), (4, 5)])
         """
-        return tuple(self.seat(replica, stage) for replica in range(self.replicas))
+        found: dict[Place, list[int]] = {}
+        for seat, place in enumerate(self.places()):
+            found.setdefault(place._replace(**{axis: 0}), []).append(seat)
+        return list(map(tuple, found.values()))
 
-    def replica(self, replica: int) -> tuple[int, ...]:
-        """Return the seats of one model replica, by stage; they pass activations to one another.
-
-        >>> Shape(3, 2).replica(1)
-        (2, 3)
-        """
-        return tuple(self.seat(replica, stage) for stage in range(self.stages))
-
-
-def useful_shape(available: int, minimum: int, maximum: int, shards: int, cuts: Sequence[int]) -> Shape | None:
-    """Return the shape to form out of `available` workers; None if `minimum` or a single replica cannot be formed.
-
-    `cuts`: the numbers of stages that the model can be partitioned into, the requested one first; a later one is used
-    only if not even one replica of those before it can be formed. The shape has the fewest replicas that keep the
-    shards per replica as low as the largest number would: a further replica would make no step faster. `minimum` is
-    formed even without a gain.
-
-    >>> [useful_shape(n, 1, 8, 12, (1,)).replicas for n in (1, 2, 5, 6, 8)]
-    [1, 2, 4, 6, 6]
-    >>> [useful_shape(n, 1, 8, 12, (4, 2, 1)) for n in (8, 7, 3, 1)]
-    [Shape(replicas=2, stages=4), Shape(replicas=1, stages=4), Shape(replicas=1, stages=2), Shape(replicas=1, stages=1)]
-    """
-    if available < minimum:
-        return None
-    for stages in cuts:
-        most = min(min(available, maximum) // stages, shards)
-        if most:
-            return Shape(useful_size(most, min(most, math.ceil(minimum / stages)), most, shards), stages)
-    return None
+    def line(self, axis: Axis, seat: int) -> tuple[int, ...]:
+        """Return the line along an axis that a seat is in."""
+        return next(line for line in self.lines(axis) if seat in line)
 
 
 def seated(
@@ -121,11 +122,11 @@ def _at_home(seats: Sequence[str], shape: Shape, holding: Mapping[str, int]) -> 
     """Swap workers that hold the stage of each other's seat."""
     found = list(seats)
     for seat in range(shape.size):
-        stage = shape.place(seat)[1]
+        stage = shape.place(seat).stage
         if holding.get(found[seat]) == stage:
             continue
         for other in range(shape.size):
-            if holding.get(found[other]) == stage != shape.place(other)[1]:
+            if holding.get(found[other]) == stage != shape.place(other).stage:
                 found[seat], found[other] = found[other], found[seat]
                 break
     return tuple(found)
@@ -135,12 +136,9 @@ def _seated(before: Sequence[str], old: Shape, available: Collection[str], new: 
     members = [worker for worker in before if worker in available]
     fresh = [worker for worker in available if worker not in members]
     if not members or old.stages != new.stages:
-        by_stage = sorted(members, key=lambda worker: old.place(before.index(worker))[1]) + fresh
+        by_stage = sorted(members, key=lambda worker: old.place(before.index(worker)).stage) + fresh
         return tuple(by_stage[seat % new.stages * new.replicas + seat // new.stages] for seat in range(new.size))
-    rows = [
-        [before[seat] if before[seat] in available else None for seat in old.replica(replica)]
-        for replica in range(old.replicas)
-    ]
+    rows = [[before[seat] if before[seat] in available else None for seat in line] for line in old.lines("stage")]
     fullest = sorted(range(old.replicas), key=lambda replica: (rows[replica].count(None), replica))
     kept = [rows[replica] for replica in sorted(fullest[: new.replicas])]
     kept += [[None] * new.stages for _ in range(new.replicas - len(kept))]

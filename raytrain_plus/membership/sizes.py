@@ -1,9 +1,15 @@
-"""Compute how many workers to form and how long to wait before replacing lost ones. Pure."""
+"""Compute which group to form out of how many workers, and how long to wait before replacing lost ones. Pure.
+
+The group for each number of workers is computed once, in a `SizeTable`, and looked up wherever a size is judged.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raytrain_plus.membership.mesh import Shape
 
 VERY_MANY = 1_000_000
 FRUITLESS = 10
@@ -24,6 +30,49 @@ def useful_size(available: int, minimum: int, maximum: int, shards: int) -> int:
     largest = min(available, maximum, shards)
     per_replica = math.ceil(shards / max(largest, 1))
     return max(minimum, math.ceil(shards / per_replica))
+
+
+@dataclass(frozen=True, slots=True)
+class SizeTable:
+    """The shape of the group for each number of available workers."""
+
+    shapes: tuple[Shape | None, ...]
+    """By the number of workers, from 0 to the largest useful one; None if no group can be formed."""
+
+    def shape(self, available: int) -> Shape | None:
+        """Return the shape to form out of `available` workers; None if they are too few."""
+        return self.shapes[min(available, len(self.shapes) - 1)]
+
+    @property
+    def largest(self) -> Shape | None:
+        """The shape for any larger number of workers; None if no group can be formed at all."""
+        return self.shapes[-1]
+
+
+def size_table(minimum: int, maximum: int, shards: int, cuts: Sequence[int]) -> SizeTable:
+    """Return the table of a job.
+
+    `cuts`: the numbers of stages that the model can be partitioned into, the requested one first; a later one is used
+    only if not even one replica of those before it can be formed. A shape has the fewest replicas that keep the shards
+    per replica as low as the largest number would: a further replica would make no step faster. `minimum` is formed
+    even without a gain.
+
+    >>> table = size_table(1, 8, 12, (4, 2, 1))
+    >>> [table.shape(n).sizes for n in (99, 8, 7, 3, 1)]
+    [(2, 4, 1), (2, 4, 1), (1, 4, 1), (1, 2, 1), (1, 1, 1)]
+    """
+    most = max(minimum, min(maximum, shards * max(cuts)))
+    return SizeTable(tuple(_shape(available, minimum, maximum, shards, cuts) for available in range(most + 1)))
+
+
+def _shape(available: int, minimum: int, maximum: int, shards: int, cuts: Sequence[int]) -> Shape | None:
+    if available < minimum:
+        return None
+    for stages in cuts:
+        most = min(min(available, maximum) // stages, shards)
+        if most:
+            return Shape(useful_size(most, min(most, math.ceil(minimum / stages)), most, shards), stages)
+    return None
 
 
 def backoff_s(fruitless: int) -> float:

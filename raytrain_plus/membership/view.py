@@ -45,12 +45,11 @@ def host_shards(shards: int, replicas: int) -> tuple[tuple[int, ...], ...]:
 def form_view(generation: int, seats: Sequence[str], shape: Shape, shards: int) -> View:
     """Return a view of that shape with worker `seats[i]` in seat i. All stages of a replica work on its shards."""
     hosted = host_shards(shards, shape.replicas)
-    places = [shape.place(seat) for seat in range(shape.size)]
     return View(
         generation=generation,
         shape=shape,
         members=tuple(
-            Member(worker=worker, replica=replica, stage=stage, shards=hosted[replica])
-            for worker, (replica, stage) in zip(seats, places, strict=True)
+            Member(worker=worker, replica=place.replica, stage=place.stage, shards=hosted[place.replica])
+            for worker, place in zip(seats, shape.places(), strict=True)
         ),
     )

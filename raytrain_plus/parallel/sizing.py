@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
-from raytrain_plus.membership.mesh import Shape, useful_shape
+from raytrain_plus.membership.mesh import Shape
+from raytrain_plus.membership.sizes import SizeTable, size_table
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, schedule_fault
 
 
@@ -40,12 +41,8 @@ def most_workers(job: Job) -> int:
 
 def shapes_of(job: Job, counts: Sequence[int]) -> dict[int, Shape]:
     """Return the shape of the group for each number of workers from `workers.min` on."""
-    shapes = {}
-    for workers in range(job.workers.min, max(job.workers.min, most_workers(job)) + 1):
-        shape = useful_shape(workers, job.workers.min, workers, job.data.shards, counts)
-        if shape is not None:
-            shapes[workers] = shape
-    return shapes
+    shapes = enumerate(_table(job, counts).shapes)
+    return {workers: shape for workers, shape in shapes if shape is not None}
 
 
 def unused_workers(job: Job, counts: Sequence[int]) -> str:
@@ -55,7 +52,7 @@ def unused_workers(job: Job, counts: Sequence[int]) -> str:
         return (
             f"workers.min is treated as {counts[-1]}: with fewer workers, no partition of the model fits the schedule"
         )
-    shape = useful_shape(maximum, job.workers.min, maximum, job.data.shards, counts)
+    shape = _table(job, counts).largest
     if shape is None or shape.size == maximum:
         return ""
     if shape.stages > 1:
@@ -65,6 +62,10 @@ def unused_workers(job: Job, counts: Sequence[int]) -> str:
     else:
         why = f"with data.shards = {job.data.shards} one more would make no step faster"
     return f"at most {shape.size} of workers.max = {maximum} are used: {why}"
+
+
+def _table(job: Job, counts: Sequence[int]) -> SizeTable:
+    return size_table(job.workers.min, job.workers.max or job.workers.min, job.data.shards, counts)
 
 
 def _fault(job: Job, stages: int, most: int, layers: Sequence[str] | None) -> InputError | None:

@@ -6,48 +6,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.membership.mesh import Shape, seated, useful_shape
-from raytrain_plus.membership.sizes import useful_size
+from raytrain_plus.membership.mesh import Axis, Shape, seated
+
+SHAPES = st.builds(Shape, st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
+AXES: tuple[Axis, ...] = ("replica", "stage", "tensor_rank")
 
 
-@given(replicas=st.integers(1, 6), stages=st.integers(1, 6))
-def test_rings_and_replicas_cross_in_one_seat_each(replicas: int, stages: int) -> None:
-    shape = Shape(replicas, stages)
-    assert sorted(seat for stage in range(stages) for seat in shape.ring(stage)) == list(range(shape.size))
-    assert sorted(seat for replica in range(replicas) for seat in shape.replica(replica)) == list(range(shape.size))
-    for replica in range(replicas):
-        for stage in range(stages):
-            [shared] = set(shape.ring(stage)) & set(shape.replica(replica))
-            assert shape.place(shared) == (replica, stage)
+@given(SHAPES)
+def test_a_seat_is_the_number_of_a_place(shape: Shape) -> None:
+    places = shape.places()
+    assert len(set(places)) == len(places) == shape.size
+    assert [shape.seat(place) for place in places] == list(range(shape.size))
+    assert places == sorted(places)
 
 
-@given(available=st.integers(0, 12), minimum=st.integers(1, 6), more=st.integers(0, 8), shards=st.integers(1, 16))
-def test_with_one_stage_a_shape_has_the_useful_size(available: int, minimum: int, more: int, shards: int) -> None:
-    if minimum > shards:
-        return
-    shape = useful_shape(available, minimum, minimum + more, shards, (1,))
-    assert (shape.size if shape else 0) == useful_size(available, minimum, minimum + more, shards)
+@given(SHAPES, st.sampled_from(AXES))
+def test_a_line_holds_every_place_along_its_axis_and_each_seat_is_in_one(shape: Shape, axis: Axis) -> None:
+    lines = shape.lines(axis)
+    assert sorted(seat for line in lines for seat in line) == list(range(shape.size))
+    length = dict(zip(AXES, shape.sizes, strict=True))[axis]
+    for line in lines:
+        places = [shape.place(seat) for seat in line]
+        assert [getattr(place, axis) for place in places] == list(range(length))
+        assert len({place._replace(**{axis: 0}) for place in places}) == 1
+        assert all(shape.line(axis, seat) == line for seat in line)
 
 
-@given(
-    available=st.integers(1, 24),
-    minimum=st.integers(1, 4),
-    maximum=st.integers(4, 24),
-    shards=st.integers(1, 16),
-    wished=st.sampled_from([(1,), (2, 1), (4, 2, 1), (3, 2), (4,)]),
-)
-def test_a_shape_fits_and_leaves_the_requested_partition_only_without_a_replica_of_it(
-    available: int, minimum: int, maximum: int, shards: int, wished: tuple[int, ...]
-) -> None:
-    shape = useful_shape(available, minimum, maximum, shards, wished)
-    able = [stages for stages in wished if stages <= min(available, maximum)]
-    if available < minimum or not able:
-        assert shape is None
-        return
-    assert shape is not None
-    assert shape.stages == able[0]
-    assert shape.size <= min(available, maximum)
-    assert shape.replicas <= shards
+@given(SHAPES)
+def test_lines_along_two_axes_share_one_seat_or_none(shape: Shape) -> None:
+    for ring in shape.lines("replica"):
+        for stages in shape.lines("stage"):
+            assert len(set(ring) & set(stages)) <= 1
 
 
 @given(
@@ -71,8 +60,8 @@ def test_no_worker_changes_its_stage_without_need(
     after = seated(before, old, available, new)
     assert len(after) == len(set(after)) == new.size
     assert set(after) <= set(available)
-    stage_before = {worker: old.place(number)[1] for number, worker in enumerate(before)}
-    stage_after = {worker: new.place(number)[1] for number, worker in enumerate(after)}
+    stage_before = {worker: old.place(number).stage for number, worker in enumerate(before)}
+    stage_after = {worker: new.place(number).stage for number, worker in enumerate(after)}
     for stage in range(stages):
         here = [worker for worker in after if stage_after[worker] == stage]
         had = [worker for worker in available if stage_before.get(worker) == stage]
@@ -129,7 +118,7 @@ def test_no_worker_is_moved_from_the_stage_that_it_holds(replicas: int, stages: 
     assert sorted(after) == sorted(plain)
 
     def at_home(seats: tuple[str, ...]) -> set[str]:
-        return {worker for seat, worker in enumerate(seats) if holding.get(worker) == shape.place(seat)[1]}
+        return {worker for seat, worker in enumerate(seats) if holding.get(worker) == shape.place(seat).stage}
 
     assert at_home(plain) <= at_home(after)
     for stage in range(stages):

@@ -308,7 +308,7 @@ def together(
     task: Task = Flat() if schedule == "pipedream" else Risky()
 
     def worker(seat: int) -> Any:
-        replica, stage = shape.place(seat)
+        replica, stage, _ = shape.place(seat)
         chunks = [NAMES[n * each : (n + 1) * each] for n, holder in enumerate(where) if holder == stage]
         built = build_chunks(task, 1, CPU, chunks)
         one = Stepper(task, built, seed=1, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300, **settings)

@@ -89,7 +89,7 @@ def together(
     hosted = host_shards(SHARDS, shape.replicas)
     workers = []
     for seat in range(shape.size):
-        replica, stage = shape.place(seat)
+        replica, stage, _ = shape.place(seat)
         made = task()
         built = build_chunks(made, SEED, CPU, [chunks_of(shape.stages)[stage]])
         one = Stepper(made, built, seed=SEED, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300)
@@ -98,7 +98,7 @@ def together(
         workers.append(one)
 
     def worker(seat: int) -> Any:
-        replica, stage = shape.place(seat)
+        replica, stage, _ = shape.place(seat)
         one, world = workers[seat], RingWorld(replica, rings[stage])
         applied = [
             told

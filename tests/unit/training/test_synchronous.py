@@ -235,7 +235,7 @@ def together(
     hosted = host_shards(SHARDS, shape.replicas)
 
     def worker(seat: int) -> Any:
-        replica, stage = shape.place(seat)
+        replica, stage, _ = shape.place(seat)
         made = task()
         chunks = [names[first:last] for (first, last), holder in zip(spans, where, strict=True) if holder == stage]
         with COMPUTES:
@@ -261,7 +261,7 @@ def together(
 def state_of(told: list[Told], shape: Shape, replica: int) -> dict[str, torch.Tensor]:
     """Return the whole state, collected from a replica's stages."""
     whole: dict[str, torch.Tensor] = {}
-    for seat in shape.replica(replica):
+    for seat in shape.lines("stage")[replica]:
         whole |= told[seat][1]
     return whole
 
@@ -610,7 +610,7 @@ def test_a_request_of_any_stage_reaches_all_at_the_same_step() -> None:
     wishes = {(0, 1): 1, (1, 0): 2}
 
     def wished(seat: int, step: int) -> Flags:
-        return Flags(pause=wishes.get(Shape(2, 2).place(seat)) == step)
+        return Flags(pause=wishes.get(Shape(2, 2).place(seat)[:2]) == step)
 
     told = together(Shape(2, 2), "1f1b", exact=True, wished=wished)
     for found, _ in told:
