@@ -91,6 +91,24 @@ class HorovodWorld:
         except Exception as error:
             raise Interrupted(f"cannot start the all-reduce of {name}: {error}") from error
 
+    def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """See `World`. Raises `Interrupted` if it cannot start."""
+        return self._start("allgather", _bytes(tensor), _bytes(into), name)
+
+    def exchange(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """See `World`. Raises `Interrupted` if it cannot start."""
+        return self._start("alltoall", _bytes(tensor), _bytes(into), name)
+
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """See `World`. Raises `Interrupted` if it cannot start."""
+        return self._start("reducescatter", tensor.view(-1), into.view(-1), name, op=self._hvd.Sum)
+
+    def _start(self, what: str, tensor: torch.Tensor, into: torch.Tensor, name: str, **options: Any) -> Work:
+        try:
+            return _HorovodWork(self._hvd, getattr(self._hvd, f"{what}_async")(tensor, name=name, **options), into)
+        except Exception as error:
+            raise Interrupted(f"cannot start the {what} of {name}: {error}") from error
+
     def close(self) -> None:
         """Shut Horovod down in this process; it can be initialised again."""
         # Horovod discards operations that were never synchronised at its next `init`.
@@ -98,9 +116,11 @@ class HorovodWorld:
 
 
 class _HorovodWork:
-    def __init__(self, hvd: Any, handle: int) -> None:
+    def __init__(self, hvd: Any, handle: int, into: torch.Tensor | None = None) -> None:
+        """`into`: where a result is copied that Horovod allocates."""
         self._hvd = hvd
         self._handle = handle
+        self._into = into
 
     def done(self) -> bool:
         try:
@@ -111,9 +131,17 @@ class _HorovodWork:
 
     def finish(self) -> None:
         try:
-            self._hvd.synchronize(self._handle)
+            found = self._hvd.synchronize(self._handle)
         except Exception as error:
-            raise Interrupted(f"an all-reduce failed: {error}") from error
+            raise Interrupted(f"a collective failed: {error}") from error
+        if self._into is not None:
+            # Horovod's alltoall also returns the number of rows from each member.
+            self._into.copy_(found[0] if isinstance(found, tuple) else found)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the tensor's bytes, which Horovod moves whatever they mean."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _environment(formation: Invitation) -> dict[str, str]:

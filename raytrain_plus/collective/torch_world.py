@@ -24,6 +24,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.member_credentials import link_proof
@@ -103,6 +104,30 @@ class TorchWorld:
         except Exception as error:
             raise Interrupted(f"cannot start the all-reduce of {name}: {error}") from error
 
+    def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """See `World`; as `reduce`."""
+        options = AllgatherOptions()
+        options.timeout = self._timeout
+        try:
+            parts = list(_bytes(into).chunk(self.size))
+            return _TorchWork(self._group.allgather([parts], [_bytes(tensor)], options), name)
+        except Exception as error:
+            raise Interrupted(f"cannot start to gather {name}: {error}") from error
+
+    def exchange(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """See `World`; as `reduce`."""
+        options = AllToAllOptions()
+        options.timeout = self._timeout
+        try:
+            return _TorchWork(self._group.alltoall_base(_bytes(into), _bytes(tensor), [], [], options), name)
+        except Exception as error:
+            raise Interrupted(f"cannot start to exchange {name}: {error}") from error
+
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """See `World`; as `reduce`. Gloo's own (torch 2.13) can be waited for, but not polled."""
+        received = torch.empty_like(tensor)
+        return _Summing(self.exchange(tensor, received, name), received.view(self.size, -1), into)
+
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
         """Start to send a contiguous tensor to another member; it must not change until it is sent."""
         try:
@@ -129,6 +154,11 @@ class TorchWorld:
         thread = threading.Thread(target=_drop, args=(last, self._stores), name="leaving a world", daemon=True)
         thread.start()
         thread.join(CLOSE_S)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the tensor's bytes, which Gloo moves whatever they mean."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _drop(last: list[dist.ProcessGroupGloo], stores: list[_Store]) -> None:
@@ -205,7 +235,23 @@ class _TorchWork:
         try:
             self._work.wait()
         except Exception as error:
-            raise Interrupted(f"the all-reduce of {self._name} failed: {error}") from error
+            raise Interrupted(f"the collective of {self._name} failed: {error}") from error
+
+
+class _Summing:
+    """An exchange of parts under way that are then summed."""
+
+    def __init__(self, exchange: Work, parts: torch.Tensor, into: torch.Tensor) -> None:
+        self._exchange = exchange
+        self._parts = parts
+        self._into = into
+
+    def done(self) -> bool:
+        return self._exchange.done()
+
+    def finish(self) -> None:
+        self._exchange.finish()
+        torch.sum(self._parts, 0, out=self._into.view(-1))
 
 
 class _TorchTransfer:

@@ -38,6 +38,21 @@ class World(Protocol):
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
         """Start to replace `tensor` (contiguous; float32, float64 or int64) by its sum or maximum over the members."""
 
+    def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """Start to fill `into` with every member's `tensor`, by rank. Both are contiguous, of any dtype."""
+
+    def exchange(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """Start to send each member its part of `tensor`, by rank, and to fill `into` with the parts for this one.
+
+        `tensor` and `into` consist of `size` equal parts; both are contiguous, of any dtype.
+        """
+
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """Start to fill `into` with this member's part of the sum of every member's `tensor`.
+
+        `tensor` consists of `size` parts like `into`; both are contiguous, and float32 or float64.
+        """
+
     def close(self) -> None:
         """Leave the world and free its resources. Safe to call after an error."""
 

@@ -237,6 +237,11 @@ class Job:
     of workers. `exact`: gradients are first rounded to a common grid, so the result has the same bits on any number of
     workers and after any failure; it sends twice the bytes."""
 
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    """Format in which gradients travel between workers. `none` (the default): their own. `fp16`, `bf16`: 16 bits a
+    number, half the bytes of float32; they are added in float32, but each gradient is rounded twice on its way. `bf16`
+    has the range of float32; `fp16` has more digits, and a mean gradient above 65504 ends the run as not finite."""
+
     clip_norm: float | None = None
     """Maximum global norm of the gradient; larger gradients are scaled down to it. Default None: no clipping."""
 
@@ -284,7 +289,8 @@ class Job:
     def same_as(self, resolved: str) -> list[str]:
         """Return the result-relevant keys in which this job differs from `resolved`, the text of a `job.yaml`."""
         mine, theirs = yaml.safe_load(self.to_yaml()), yaml.safe_load(resolved)
-        return [key for key in _SAME if _at(mine, key) != _at(theirs, key)]
+        before = {key: _BEFORE.get(key) if (value := _at(theirs, key)) is None else value for key in _SAME}
+        return [key for key in _SAME if _at(mine, key) != before[key]]
 
 
 _SAME = (
@@ -297,9 +303,12 @@ _SAME = (
     "workers.threads",
     "parallel.microbatches",
     "reduction",
+    "compression",
     "clip_norm",
 )
 """Keys that must agree for two jobs to be the same: everything that the result depends on."""
+_BEFORE = {"compression": "none"}
+"""Those of them that older versions did not write, and what these versions did."""
 
 
 @functools.cache

@@ -163,6 +163,13 @@ def _exact(reduction: str, shards: int) -> _Problem:
     return f"data.shards = {shards} is too many for an exact sum", f"at most {EXACT_SHARDS} shards", ""
 
 
+def _compression(compression: str, reduction: str) -> _Problem:
+    if compression == "none" or reduction != "exact":
+        return None
+    what = f"compression: {compression} rounds the gradients on their way, so that reduction: exact cannot hold"
+    return what, "compression: none, or reduction: ring", ""
+
+
 def _gpus(gpus: float) -> _Problem:
     return None if gpus in (0, 1) else (f"{gpus:g} is not allowed", "0 or 1: a worker trains on one device", "")
 
@@ -235,6 +242,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     ),
     (("parallel.microbatches", "data.batch_size", "data.shards"), _microbatches),
     (("reduction", "data.shards"), _exact),
+    (("compression", "reduction"), _compression),
     (("clip_norm",), _above_zero),
     (("elastic.hang_timeout_s",), _seconds),
     (("elastic.max_failures",), _at_least(0)),

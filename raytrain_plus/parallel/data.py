@@ -16,7 +16,7 @@ from torch import nn
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.parallel.wire import Exact, Named, Plain, Rider, Wire
+from raytrain_plus.parallel.wire import MakeWire, Named, Plain, Rider, Wire, nothing
 
 BUCKET_BYTES = 4 << 20
 """Size in bytes at which a bucket is closed: large enough for the ring's bandwidth, small enough to overlap."""
@@ -30,14 +30,13 @@ class Gradients:
         named: Named,
         bucket_bytes: int = BUCKET_BYTES,
         rider: Rider | None = None,
-        exact_shards: int | None = None,
+        make_wire: MakeWire = Plain,
         label: str = "",
     ) -> None:
         """Allocate the buckets and make their views the gradients of the parameters.
 
-        `rider` returns how many numbers of a floating-point type are summed with the first bucket. With `exact_shards`,
-        the job's number of shards, sums are exact: the same bits in any order. `label` separates these sums from those
-        of other parts of the model.
+        `rider` returns how many numbers of a floating-point type are summed with the first bucket. `make_wire`: how the
+        buckets travel. `label` separates these sums from those of other parts of the model.
         """
         self._label = label
         self._waiting: list[int] = []
@@ -53,8 +52,8 @@ class Gradients:
             planned.insert(0, [])
         for index, members in enumerate(planned):
             own = [(names[id(parameter)], parameter) for parameter in members]
-            riding = rider if rider is not None and index == 0 else _nothing
-            wire = Plain(own, riding) if exact_shards is None else Exact(own, riding, exact_shards)
+            riding = rider if rider is not None and index == 0 else nothing
+            wire = make_wire(own, riding)
             self._wires.append(wire)
             self._views += zip(members, wire.views, strict=True)
             for parameter in members:
@@ -94,9 +93,7 @@ class Gradients:
         self._check = check
 
         def submit(index: int) -> None:
-            wire = self._wires[index]
-            wire.end_last_shard()
-            works.append(world.reduce(wire.vector, f"gradients{self._label}.{index}"))
+            works.extend(self._wires[index].submit(world, f"gradients{self._label}.{index}"))
 
         self._submit = submit
         try:
@@ -141,11 +138,6 @@ class Gradients:
                 self._next += 1
 
         return ready
-
-
-def _nothing(_: torch.dtype) -> int:
-    """Have nothing summed with a bucket."""
-    return 0
 
 
 def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""How a bucket of gradients travels: the vector that is summed over the world, and how its sums become gradients."""
+"""How a bucket of gradients travels: what is summed over the world, and how the sums become gradients."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.collective.exact import ExactSum
+from raytrain_plus.collective.world import Work, World
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Rider = Callable[[torch.dtype], int]
@@ -23,12 +24,8 @@ class Wire(Protocol):
         """The gradient of each parameter."""
 
     @property
-    def vector(self) -> torch.Tensor:
-        """The tensor that is summed over the world in place, once every shard is in it."""
-
-    @property
     def rider(self) -> torch.Tensor:
-        """The end of the vector: written before the last backward pass, read when the vector is summed; or empty."""
+        """Numbers summed with the gradients: written before the last backward pass, read after the sum; or none."""
 
     @property
     def exact(self) -> ExactSum | None:
@@ -38,10 +35,13 @@ class Wire(Protocol):
         """Clear everything. `scales`: the exponents of the quanta of an exact sum."""
 
     def end_shard(self) -> None:
-        """Put a shard's complete gradients into the vector, before the next shard begins."""
+        """End a shard whose gradients are complete, before the next one begins."""
 
-    def end_last_shard(self) -> None:
-        """Put the last shard's complete gradients into the vector."""
+    def submit(self, world: World, name: str) -> Sequence[Work]:
+        """Start to sum the gradients of all shards, the last of which is complete, over a world.
+
+        `name` distinguishes this sum from others that are under way.
+        """
 
     def take_means(self, weight: float) -> None:
         """Turn the sums into gradients: divide them by the weight of all shards."""
@@ -51,24 +51,25 @@ class Wire(Protocol):
 
 
 class Plain:
-    """The gradients themselves are summed: every shard's backward passes add to the vector."""
+    """The gradients themselves are summed."""
 
     exact: ExactSum | None = None
 
     def __init__(self, named: Named, rider: Rider) -> None:
         """Allocate the bucket, and make its views the gradients of the parameters."""
-        self.vector, self.views = _bucket(named, rider)
-        self.rider = self.vector[sum(view.numel() for view in self.views) :]
+        self._bucket, self.views = allocate_bucket(named, rider)
+        self.rider = self._bucket[sum(view.numel() for view in self.views) :]
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """See `Wire`."""
-        self.vector.zero_()
+        self._bucket.zero_()
 
     def end_shard(self) -> None:
-        """See `Wire`: they are in it."""
+        """See `Wire`: every shard adds to the bucket."""
 
-    def end_last_shard(self) -> None:
-        """See `Wire`: they are in it."""
+    def submit(self, world: World, name: str) -> Sequence[Work]:
+        """See `Wire`."""
+        return [world.reduce(self._bucket, name)]
 
     def take_means(self, weight: float) -> None:
         """See `Wire`."""
@@ -76,7 +77,7 @@ class Plain:
 
     def scale(self, factor: float) -> None:
         """See `Wire`."""
-        self.vector.mul_(factor)
+        self._bucket.mul_(factor)
 
 
 class Exact:
@@ -87,10 +88,10 @@ class Exact:
 
     def __init__(self, named: Named, rider: Rider, shards: int) -> None:
         """Allocate bucket and vector, and make the bucket's views the gradients; `shards`: the job's number of them."""
-        self._bucket, self.views = _bucket(named, lambda dtype: 0)
+        self._bucket, self.views = allocate_bucket(named, nothing)
         sizes = {name: parameter.numel() for name, parameter in named}
         self.exact = ExactSum(sizes, shards, self._bucket.device, rider(torch.float64))
-        self.vector, self.rider = self.exact.wire, self.exact.rider
+        self.rider = self.exact.rider
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """See `Wire`."""
@@ -99,12 +100,13 @@ class Exact:
 
     def end_shard(self) -> None:
         """See `Wire`."""
-        self.end_last_shard()
+        self.exact.add(self.views)
         self._bucket.zero_()
 
-    def end_last_shard(self) -> None:
+    def submit(self, world: World, name: str) -> Sequence[Work]:
         """See `Wire`."""
         self.exact.add(self.views)
+        return [world.reduce(self.exact.wire, name)]
 
     def take_means(self, weight: float) -> None:
         """See `Wire`."""
@@ -118,7 +120,12 @@ class Exact:
         self._bucket.mul_(factor)
 
 
-def _bucket(named: Named, rider: Rider) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def nothing(_: torch.dtype) -> int:
+    """Have nothing summed with a bucket."""
+    return 0
+
+
+def allocate_bucket(named: Named, rider: Rider) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return a flat bucket that ends with a rider, and its views, which become the gradients of the parameters."""
     like = named[0][1] if named else torch.zeros(0)
     sizes = [parameter.numel() for _, parameter in named]
@@ -128,3 +135,7 @@ def _bucket(named: Named, rider: Rider) -> tuple[torch.Tensor, list[torch.Tensor
         parameter.grad = view = part.view_as(parameter)
         views.append(view)
     return flat, views
+
+
+MakeWire = Callable[[Named, Rider], Wire]
+"""Allocates what the gradients of some parameters need to travel."""

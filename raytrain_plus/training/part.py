@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.parallel.data import Gradients
+from raytrain_plus.parallel.wire import Exact, MakeWire, Plain
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import write_count
@@ -45,12 +47,19 @@ class ModelPart:
 
 
 def make_parts(
-    task: Task, built: Sequence[Built], *, seed: int, shards: int, exact: bool, bucket_bytes: int
+    task: Task,
+    built: Sequence[Built],
+    *,
+    seed: int,
+    shards: int,
+    exact: bool,
+    make_wire: MakeWire = Plain,
+    bucket_bytes: int,
 ) -> tuple[ModelPart, ...]:
     """Allocate gradients and buffers for what was built; the first part carries the header of `shards` shards.
 
-    `exact`: sums over shards are the same bits in any order. Raises `TaskError` for parameters that cannot be summed
-    exactly.
+    `exact`: sums over shards are the same bits in any order. `make_wire`: how gradients travel if they need not be.
+    Raises `TaskError` for parameters that cannot be summed exactly.
     """
     return tuple(
         _make_part(
@@ -58,6 +67,7 @@ def make_parts(
             one,
             seed=seed,
             exact_shards=shards if exact else None,
+            make_wire=make_wire,
             header_shards=None if number else shards,
             bucket_bytes=bucket_bytes,
             label=f".{number}",
@@ -72,6 +82,7 @@ def _make_part(
     *,
     seed: int,
     exact_shards: int | None,
+    make_wire: MakeWire,
     header_shards: int | None,
     bucket_bytes: int,
     label: str,
@@ -86,7 +97,7 @@ def _make_part(
             [(name, value) for name, value in named if value.requires_grad],
             bucket_bytes,
             rider=None if header_shards is None else lambda dtype: header.digits(header_shards, dtype_name(dtype)),
-            exact_shards=exact_shards,
+            make_wire=make_wire if exact_shards is None else partial(Exact, shards=exact_shards),
             label=label,
         ),
         Buffers(built.module, task, exact_shards, label),

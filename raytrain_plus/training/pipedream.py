@@ -196,7 +196,7 @@ class _WindowWork:
             self._stage.handovers.finish_one("backward", chunk - 1, number - 2)
             keyed = self._keyed.pop(number)
             keyed.backward()
-            with keyed.open(), self._weights.backward(number):
+            with part.keys.opened(keyed), self._weights.backward(number):
                 yield
             if index + 1 == len(self._counted[step][shard]):
                 # A step cannot be recomputed here because the weights have changed since; so each step is searched at

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,43 +52,51 @@ class LayerKeys:
     Models that do not declare their layers get one key per microbatch, with an empty layer name.
     """
 
-    def __init__(self, model: nn.Module, layers: tuple[str, ...], seed: int) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, layers: Sequence[str], seed: int) -> None:
         self._layers = layers
         self._seed = seed
+        self._open: MicrobatchKeys | None = None
+        """The microbatch whose layers are called now, if any."""
+        for name in layers:
+            model.get_submodule(name).register_forward_pre_hook(self._hook(name))
 
     @contextlib.contextmanager
     def microbatch(self, step: int | str, shard: int, microbatch: int) -> Iterator[MicrobatchKeys]:
         """Key all numbers drawn in the context by (seed, step, shard, microbatch, layer, use)."""
         prefix = (self._seed, step, shard, microbatch)
         set_random_key(random_key(*prefix, "", 0))
-        keyed = MicrobatchKeys({name: self._model.get_submodule(name) for name in self._layers}, prefix)
-        with keyed.open():
+        keyed = MicrobatchKeys(self._layers, prefix)
+        with self.opened(keyed):
             yield keyed
+
+    @contextlib.contextmanager
+    def opened(self, keyed: MicrobatchKeys) -> Iterator[None]:
+        """Make each layer called while the context is open draw by its own key of that microbatch."""
+        before, self._open = self._open, keyed
+        try:
+            yield
+        finally:
+            self._open = before
 
     def apply(self, step: int) -> None:
         """Key the numbers that an optimizer draws in that step by (seed, step, 'apply')."""
         set_random_key(random_key(self._seed, step, "apply"))
 
+    def _hook(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def key(module: nn.Module, inputs: Any) -> None:
+            if self._open is not None:
+                self._open.set_key(name)
+
+        return key
+
 
 class MicrobatchKeys:
     """The keys of one microbatch."""
 
-    def __init__(self, layers: Mapping[str, nn.Module], prefix: tuple[int | str, ...]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[str], prefix: tuple[int | str, ...]) -> None:
         self._prefix = prefix
         self._uses = dict.fromkeys(layers, 0)
         self._again = False
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Make each layer called while the context is open draw by its own key."""
-        handles = [layer.register_forward_pre_hook(self._hook(name)) for name, layer in self._layers.items()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def backward(self) -> None:
         """Begin the backward pass: layers called from now on are recomputed (activation checkpointing).
@@ -98,11 +106,9 @@ class MicrobatchKeys:
         """
         self._again = True
 
-    def _hook(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def key(module: nn.Module, inputs: Any) -> None:
-            # A backward pass visits the uses from the last to the first.
-            self._uses[name] -= self._again
-            set_random_key(random_key(*self._prefix, name, self._uses[name]))
-            self._uses[name] += not self._again
-
-        return key
+    def set_key(self, layer: str) -> None:
+        """Set the key of the next use of a layer."""
+        # A backward pass visits the uses from the last to the first.
+        self._uses[layer] -= self._again
+        set_random_key(random_key(*self._prefix, layer, self._uses[layer]))
+        self._uses[layer] += not self._again

@@ -24,6 +24,7 @@ from torch import nn
 from raytrain_plus.collective.world import Work
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.data import BUCKET_BYTES
+from raytrain_plus.parallel.wire import MakeWire, Plain
 from raytrain_plus.state import transfer
 from raytrain_plus.state.finite import not_finite
 from raytrain_plus.state.holding import SKIPPED, Holding, model_state
@@ -115,6 +116,7 @@ class Stepper:
         clip_norm: float | None,
         device: torch.device,
         exact: bool = False,
+        make_wire: MakeWire = Plain,
         skip_nonfinite: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
@@ -125,7 +127,9 @@ class Stepper:
         `TaskError` for parameters that cannot be summed exactly.
         """
         self.task = task
-        self.parts = make_parts(task, built, seed=seed, shards=shards, exact=exact, bucket_bytes=bucket_bytes)
+        self.parts = make_parts(
+            task, built, seed=seed, shards=shards, exact=exact, make_wire=make_wire, bucket_bytes=bucket_bytes
+        )
         named = [pair for part in self.parts for pair in part.parameters]
         self.named = [(name, value) for name, value in named if value.requires_grad]
         self.optimizer = task.optimizer(self.named) if self.named else None

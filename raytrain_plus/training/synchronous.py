@@ -110,7 +110,7 @@ class _ReplicaStep:
         else:
             keyed = self._keyed[chunk, number]
             keyed.backward()
-            with keyed.open(), part.buffers.swapped(self._seen[chunk, number]), reducing:
+            with part.keys.opened(keyed), part.buffers.swapped(self._seen[chunk, number]), reducing:
                 yield
             if kind in ("B", "W"):
                 del self._keyed[chunk, number], self._seen[chunk, number]

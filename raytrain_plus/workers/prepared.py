@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
@@ -18,7 +19,9 @@ from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, build_task, load_function, load_task
 from raytrain_plus.membership.events import Why
+from raytrain_plus.parallel.half import Half
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
+from raytrain_plus.parallel.wire import MakeWire, Plain
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
@@ -138,10 +141,19 @@ def build_part(plan: Plan, task: Task, device: torch.device, layers: Layers) -> 
             clip_norm=job.clip_norm,
             device=device,
             exact=job.reduction == "exact",
+            make_wire=_wire(job),
             skip_nonfinite=job.elastic.on_nonfinite == "skip",
         )
     check_storable(stepper.holding())
     return stepper
+
+
+def _wire(job: Job) -> MakeWire:
+    """Return how gradients travel if their sums need not be exact."""
+    if job.compression == "none":
+        return Plain
+    dtype = torch.float16 if job.compression == "fp16" else torch.bfloat16
+    return partial(Half, dtype=dtype, weight=job.data.batch_size)
 
 
 def _check_storage(plan: Plan) -> None:

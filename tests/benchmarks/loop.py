@@ -2,7 +2,8 @@
 
 python -m tests.benchmarks.loop horovod|ddp|own JOB.yaml RANK SIZE PORT WARM_UP -> seconds per measured step, as JSON
 
-`own` is the platform's own loop without Ray and controller.
+The plain loops accumulate the gradients of the shards that the rank would host, one pass each, and reduce once. `own`
+is the platform's own loop without Ray and controller.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,7 +55,8 @@ def main(kind: str, file: str, rank: int, size: int, port: int, warm_up: int) ->
     if kind == "own":
         print(json.dumps(own(job, task, rank, size, port, warm_up)))
         return
-    batches = prepared(job, rank, task.collate)
+    steps = prepared(job, host_shards(job.data.shards, size)[rank], task.collate)
+    passes = len(steps[0])
     torch.manual_seed(job.seed)
     layers = task.layers()
     model = torch.nn.Sequential(*(build() for build in layers.values())) if layers else task.model()
@@ -65,23 +69,28 @@ def main(kind: str, file: str, rank: int, size: int, port: int, warm_up: int) ->
         hvd.init()
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer: Any = hvd.DistributedOptimizer(
-            task.optimizer(list(model.named_parameters())), named_parameters=model.named_parameters()
+            task.optimizer(list(model.named_parameters())),
+            named_parameters=model.named_parameters(),
+            backward_passes_per_step=passes,
         )
     else:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
         call = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = task.optimizer(list(model.named_parameters()))
     start = 0.0
-    for step, batch in enumerate(batches):
+    for step, batches in enumerate(steps):
         if step == warm_up:
             start = time.perf_counter()
         optimizer.zero_grad()
-        loss = task.loss(call, batch)
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        loss.backward()
+        total = 0.0
+        for number, batch in enumerate(batches, 1):
+            with nullcontext() if kind == "horovod" or number == passes else call.no_sync():
+                loss = task.loss(call, batch)
+                loss = loss[0] if isinstance(loss, tuple) else loss
+                (loss / passes).backward()
+            total += loss.item()  # Every loop reads its loss, as the platform does.
         optimizer.step()
-        loss.item()  # Every loop reads its loss, as the platform does.
-    print(json.dumps((time.perf_counter() - start) / (len(batches) - warm_up)))
+    print(json.dumps((time.perf_counter() - start) / (len(steps) - warm_up)))
 
 
 def formation(rank: int, size: int, port: int) -> Invitation:
@@ -154,13 +163,16 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
     return float((told[-1].time - told[warm_up - 1].time) / (len(told) - warm_up))
 
 
-def prepared(job: Any, rank: int, collate: Any) -> list[Any]:
-    """Return the batches of shard `rank`, collated beforehand: the rows that the platform gives to that worker."""
+def prepared(job: Any, shards: Sequence[int], collate: Any) -> list[list[Any]]:
+    """Return the batches of each step, one per shard, collated beforehand: the rows that the platform gives it."""
     seen = index(job.data.path)
     line = sample_order_of(job, seen)
     rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=None, block_rows=1024)
     return [
-        collate(pa.concat_tables([without_ids(rows.read(piece)) for piece in line.pieces(rank, step)]))
+        [
+            collate(pa.concat_tables([without_ids(rows.read(piece)) for piece in line.pieces(shard, step)]))
+            for shard in shards
+        ]
         for step in range(line.steps)
     ]
 

@@ -1,6 +1,7 @@
 """Steps per second: a bare Horovod loop, torch DDP, and this platform; interleaved, two workers, one thread each.
 
-The platform's own loop without Ray and controller stands beside them: what these cost while nothing fails.
+With the same passes: the plain loops accumulate over as many shards. The platform's own loop without Ray and controller
+stands beside them: what these cost while nothing fails.
 
 python -m tests.benchmarks.steps [--rounds 5] [--models byte_gpt mlp ...]
 """
@@ -32,20 +33,24 @@ REPOSITORY = Path(__file__).parents[2]
 LOOP_S = 300.0
 
 SIZES = {
-    "byte_gpt": ("tests.benchmarks.tasks:ByteGPT", 8, 160, 80),
-    "mlp": ("tests.benchmarks.tasks:Mlp", 32, 3000, 1500),
-    "mlp_20ms": ("tests.benchmarks.tasks:Mlp", 256, 900, 450),
-    "paced_20ms": ("tests.benchmarks.tasks:Paced", 64, 900, 450),
+    "byte_gpt": ("tests.benchmarks.tasks:ByteGPT", 16, 160, 80, 8),
+    "mlp": ("tests.benchmarks.tasks:Mlp", 64, 3000, 1500, 8),
+    "digits": ("examples.digits:Digits", 96, 3000, 1500, 12),
+    "mlp_20ms": ("tests.benchmarks.tasks:Mlp", 512, 900, 450, 2),
+    "paced_20ms": ("tests.benchmarks.tasks:Paced", 128, 900, 450, 2),
 }
-"""task, rows per shard, steps, of them warm-up"""
+"""task, rows of a step, steps, of them warm-up, and the larger of two numbers of shards; the smaller is 2"""
+PREPARE = {"digits": "examples.digits:prepare"}
 COST = ("mlp_20ms", "paced_20ms")
 """Steps of about 20 ms, on which the cost of Ray and controller is measured: while two workers keep both cores busy, so
 that whatever else runs takes from them; and while they wait for a device, as workers with GPUs do."""
+BARE = "bare Horovod loop"
 OWN = "raytrain_plus' loop, no Ray, no controller"
+ALONE = "raytrain_plus, one worker, half the batch"
 
 
 def job(folder: Path, model: str, name: str, *, shards: int, rows: int, workers: int, cache_mb: int = 1024) -> Job:
-    task, _, steps, _ = SIZES[model]
+    task, _, steps, *_ = SIZES[model]
     return Job(
         name=name,
         task=task,
@@ -104,50 +109,63 @@ def main() -> None:
 
 def measure(folder: Path, rounds: int, models: Sequence[str]) -> None:
     for model in models:
-        prepare("tests.benchmarks.tasks:prepare", folder / model, [REPOSITORY])
+        prepare(PREPARE.get(model, "tests.benchmarks.tasks:prepare"), folder / model, [REPOSITORY])
     seconds: dict[str, dict[str, list[float]]] = {model: defaultdict(list) for model in models}
     waits: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         for model in models:
-            _, rows, _, warm_up = SIZES[model]
-            base = job(folder, model, model, shards=2, rows=2 * rows, workers=2)
-            file = folder / f"{model}.yaml"
-            file.write_text(base.to_yaml())
+            _, rows, _, warm_up, many = SIZES[model]
             took = seconds[model]
-            took["bare Horovod loop"].append(loop("horovod", file, warm_up))
-            took["raytrain_plus"].append(platform(base, warm_up)[0])
-            took[OWN].append(loop("own", file, warm_up))
+            for shards in sorted({2, many}):
+                asked = job(folder, model, f"{model}-{shards}", shards=shards, rows=rows, workers=2)
+                file = folder / f"{model}.yaml"
+                file.write_text(asked.to_yaml())
+                took[f"{BARE}, {shards} shards"].append(loop("horovod", file, warm_up))
+                took[f"raytrain_plus, {shards} shards"].append(platform(asked, warm_up)[0])
+                took[f"{OWN}, {shards} shards"].append(loop("own", file, warm_up))
+                if model not in COST:
+                    took[f"torch DDP, {shards} shards"].append(loop("ddp", file, warm_up))
             if model in COST:
                 continue
-            took["torch DDP"].append(loop("ddp", file, warm_up))
-            eight = job(folder, model, f"{model}-8", shards=8, rows=2 * rows, workers=2)
-            took["raytrain_plus, 8 shards"].append(platform(eight, warm_up)[0])
-            streamed = job(folder, model, f"{model}-streamed", shards=2, rows=2 * rows, workers=2, cache_mb=0)
+            streamed = job(folder, model, f"{model}-streamed", shards=2, rows=rows, workers=2, cache_mb=0)
             each, wait = platform(streamed, warm_up)
-            took["raytrain_plus, streamed from Parquet"].append(each)
+            took["raytrain_plus, streamed from Parquet, 2 shards"].append(each)
             waits[model].append(wait)
-            alone = job(folder, model, f"{model}-alone", shards=1, rows=rows, workers=1)
-            took["raytrain_plus, one worker, half the batch"].append(platform(alone, warm_up)[0])
+            alone = job(folder, model, f"{model}-alone", shards=1, rows=rows // 2, workers=1)
+            took[ALONE].append(platform(alone, warm_up)[0])
     for model in models:
         report(model, seconds[model], waits[model])
 
 
 def report(model: str, seconds: dict[str, list[float]], waits: list[float]) -> None:
     """Print medians over rounds; ratios are taken round by round, because the machine's speed drifts."""
-    bare = seconds["bare Horovod loop"]
-    print(f"\n{model}: two workers, one thread each, medians of {len(bare)} interleaved rounds")
-    print(f"  {'':44}{'steps/s':>9}{'of bare Horovod':>17}{'  (range)'}")
+    rounds = len(next(iter(seconds.values())))
+    print(f"\n{model}: two workers, one thread each, medians of {rounds} interleaved rounds")
+    print(f"  {'':52}{'steps/s':>9}{'of bare Horovod':>17}{'  (range)'}")
     for name, values in seconds.items():
+        bare = seconds.get(f"{BARE}, {name.rpartition(', ')[2]}", seconds[f"{BARE}, 2 shards"])
         ratios = [b / v for b, v in zip(bare, values, strict=True)]
         spread = f"  ({min(ratios):.3f} to {max(ratios):.3f})"
-        print(f"  {name:44}{1 / statistics.median(values):9.1f}{statistics.median(ratios):17.3f}{spread}")
-    both = seconds["raytrain_plus"]
+        print(f"  {name:52}{1 / statistics.median(values):9.1f}{statistics.median(ratios):17.3f}{spread}")
+    both = seconds["raytrain_plus, 2 shards"]
     if model in COST:
-        cost: Any = statistics.median(b / a - 1 for a, b in zip(seconds[OWN], both, strict=True))
+        cost: Any = statistics.median(b / a - 1 for a, b in zip(seconds[f"{OWN}, 2 shards"], both, strict=True))
         print(f"  Ray and controller cost {100 * cost:.1f} % of a step")
         return
-    alone = seconds["raytrain_plus, one worker, half the batch"]
-    weak: Any = statistics.median(a / b for a, b in zip(alone, both, strict=True))
+    many = SIZES[model][-1]
+    # Beyond the cost of the same passes in a bare loop.
+    shard: Any = statistics.median(
+        (ours - ours_2 - (bare - bare_2)) / (many - 2) * 2
+        for ours, ours_2, bare, bare_2 in zip(
+            seconds[f"raytrain_plus, {many} shards"],
+            both,
+            seconds[f"{BARE}, {many} shards"],
+            seconds[f"{BARE}, 2 shards"],
+            strict=True,
+        )
+    )
+    print(f"  each further shard on a worker costs {1000 * shard:.2f} ms beyond its passes in a bare loop")
+    weak: Any = statistics.median(a / b for a, b in zip(seconds[ALONE], both, strict=True))
     print(f"  weak scaling from 1 to 2 workers: {weak:.3f} of ideal")
     print(f"  streamed: {100 * statistics.median(waits):.2f} % of step time waiting for data")
 

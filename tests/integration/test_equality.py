@@ -126,6 +126,16 @@ def test_losses_are_those_of_a_plain_loop_for_any_number_of_workers(
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=f"{workers} workers")
 
 
+@pytest.mark.parametrize(("compression", "collective"), [("bf16", "horovod"), ("fp16", "torch")])
+def test_gradients_in_16_bits_train_as_well(tmp_path: Path, compression: Any, collective: Any) -> None:
+    write_data(tmp_path / "data")
+    settings: dict[str, Any] = {"workers": Workers(min=3), "collective": collective}
+    full = losses(job(tmp_path, **settings))
+    half = losses(job(tmp_path, compression=compression, **settings))
+    assert half != full
+    assert half == pytest.approx(full, rel=0.02)
+
+
 def test_torch_collective_short_last_step_and_augmentation(tmp_path: Path) -> None:
     write_data(tmp_path / "data", rows=517)
     data = Data(path=str(tmp_path / "data"), batch_size=48, shards=8, transform="tasks:noisy", granule=7, cache_mb=0)

@@ -133,6 +133,25 @@ def test_contract(kind: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_gather_exchange_and_reduce_scatter(kind: str, size: int) -> None:
+    sent = [[number + 20 * rank for number in range(3 * size)] for rank in range(size)]
+    with members(size, kind) as group, server(size) as (_, door):
+        form(group, door)
+        for member in group:
+            member.tell(do="move")
+        for rank, found in enumerate(member.hear() for member in group):
+            own = slice(3 * rank, 3 * rank + 3)
+            for dtype in ("float32", "bfloat16", "float16", "int16", "uint8"):
+                gathered, exchanged = found[f"torch.{dtype}"]
+                assert gathered == [number for numbers in sent for number in numbers]
+                assert exchanged == [number for numbers in sent for number in numbers[own]]
+            for dtype in ("float32", "float64"):
+                expected = [sum(number + other for other in range(size)) for number in range(3 * size)][own]
+                assert found[f"sum torch.{dtype}"] == expected
+
+
+@pytest.mark.parametrize("kind", ["horovod", "torch"])
 def test_int64_sums_keep_every_bit(kind: str) -> None:
     with members(2, kind) as group, server(2) as (_, door):
         form(group, door)

@@ -55,6 +55,25 @@ class Member:
         assert (tensor == tensor[0]).all()
         return {"value": tensor[0].item()}
 
+    def move(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Gather, exchange and sum numbers that tell who sent them, of several dtypes."""
+        world, size, rank = self.world, self.world.size, self.world.rank
+        found = {}
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.uint8):
+            mine = torch.arange(3 * size).to(dtype) + 20 * rank
+            into = torch.empty(3 * size * size, dtype=dtype)
+            wait(world.gather(mine, into, f"{dtype}.gather"), "a test", 20)
+            parts = torch.empty_like(mine)
+            wait(world.exchange(mine, parts, f"{dtype}.exchange"), "a test", 20)
+            found[str(dtype)] = [into.tolist(), parts.tolist()]
+        for dtype in (torch.float32, torch.float64):
+            part = torch.empty(3, dtype=dtype)
+            wait(
+                world.reduce_scatter(torch.arange(3.0 * size).to(dtype) + rank, part, f"{dtype}.scatter"), "a test", 20
+            )
+            found[f"sum {dtype}"] = part.tolist()
+        return found
+
     def bits(self, order: dict[str, Any]) -> dict[str, Any]:
         written = np.array(
             [2**62 + 1, np.float64(0.1).view(np.int64), np.float64("nan").view(np.int64)], dtype=np.int64

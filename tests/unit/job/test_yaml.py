@@ -77,6 +77,7 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD + PIPEDREAM, ["reduction=exact"], "pipedream does not support reduction: exact"),
         (GOOD + PIPEDREAM, ["clip_norm=1"], "clip_norm, which needs the gradients of all stages at the same step"),
         (GOOD + PIPEDREAM, ["elastic.on_nonfinite=skip"], "pipedream does not support on_nonfinite: skip"),
+        (GOOD, ["reduction=exact", "compression=bf16"], "compression: bf16 rounds the gradients on their way"),
         (GOOD + "elastic: {on_nonfinite: ignore}\n", [], "elastic.on_nonfinite: 'ignore' is not allowed"),
         (GOOD + PIPEDREAM, ["workers.min=1"], "lets the run repartition the model"),
         (GOOD + "parallel: {commit_every: 0}\n", [], "parallel.commit_every: 0"),
@@ -185,6 +186,7 @@ KEPT = {
     "workers.threads": "2",
     "parallel.microbatches": "4",
     "reduction": "exact",
+    "compression": "bf16",
     "clip_norm": "1.5",
 }
 """Settings that a run keeps for life: a job with other values is a different job."""
@@ -224,6 +226,14 @@ def test_which_settings_make_a_different_job(tmp_path: Path, key: str) -> None:
     before, after = load(tmp_path, text), load(tmp_path, text, f"{key}={(KEPT | FREE)[key]}")
     assert before != after
     assert after.same_as(before.to_yaml()) == ([key] if key in KEPT else [])
+
+
+def test_a_run_from_before_a_setting_existed_is_still_the_same_job(tmp_path: Path) -> None:
+    job = load(tmp_path, GOOD)
+    older = "".join(line for line in job.to_yaml().splitlines(True) if not line.startswith("compression:"))
+    assert older != job.to_yaml()
+    assert job.same_as(older) == []
+    assert load(tmp_path, GOOD, "compression=fp16").same_as(older) == ["compression"]
 
 
 def test_every_setting_is_either_kept_or_free(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Buckets are filled last parameter first, submitted in order, and complete even if a parameter took no part."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.data import Gradients, plan_buckets
+from raytrain_plus.parallel.wire import Exact
 
 
 class Recording(SoloWorld):
@@ -66,7 +69,7 @@ def test_the_rider_is_summed_with_the_first_bucket(kinds: list[torch.dtype]) -> 
 def exact_means(shards: torch.Tensor, weight: float) -> list[float]:
     """Return the gradient for one worker whose shards have the rows of `shards` as gradients, on a grid that fits."""
     value = nn.Parameter(torch.zeros(shards.shape[1], dtype=shards.dtype))
-    gradients = Gradients(named([value]), exact_shards=len(shards))
+    gradients = Gradients(named([value]), make_wire=partial(Exact, shards=len(shards)))
     scales: dict[str, int] = {}
     for _ in range(2):
         gradients.begin(scales)
