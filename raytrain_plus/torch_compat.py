@@ -43,6 +43,11 @@ def float64_norms(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether calling the module also calls something that was registered with it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def buffer_of(module: nn.Module, name: str) -> torch.Tensor | None:
     """Return the module's own buffer `name`; the module's attribute access may be overridden."""
     return module._buffers[name]

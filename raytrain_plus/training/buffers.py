@@ -40,11 +40,15 @@ class Buffers:
         """The first place of each buffer."""
         self._rules = {name: _rule(task, name, buffer) for name, buffer in self._named.items()}
         self.committed = {name: buffer.detach().clone() for name, buffer in self._named.items()}
-        means = self._sizes("mean")
+        means, greatest = self._sizes("mean"), self._sizes("max")
+        self._averaged, self._greatest = tuple(means), tuple(greatest)
+        # A step that would make a value infinite or NaN is refused, so what is finite now stays so.
+        self._all_finite = all(bool(self._named[name].isfinite().all()) for name in means)
+        self._others = tuple(name for name in self._named if name not in means and name not in greatest)
         firsts = {name: size for name, size in self._sizes("first").items() if self._named[name].is_floating_point()}
         # An integer buffer that only one shard writes also uses the maximum: the other shards contribute the smallest
         # number.
-        largest = self._sizes("max") | {name: size for name, size in self._sizes("first").items() if name not in firsts}
+        largest = greatest | {name: size for name, size in self._sizes("first").items() if name not in firsts}
         device = next((buffer.device for buffer in self._named.values()), torch.device("cpu"))
         self.exact = ExactSum(means, exact_shards, device, sum(firsts.values())) if exact_shards and means else None
         if self.exact is None:
@@ -55,6 +59,8 @@ class Buffers:
             parts = [*self.exact.sums, *self.exact.rider.split(list(firsts.values()))]
         self._means = self._flat[: sum(means.values()) if self.exact is None else 0]
         """The sums that become means. Exact sums report themselves whether they are finite."""
+        self._before = self._means
+        """The committed values of the buffers that are averaged."""
         self._firsts = tuple(firsts)
         self._maxima = torch.zeros(sum(largest.values()), dtype=torch.int64, device=device)
         self._sums = dict(zip((*means, *firsts), parts, strict=True))
@@ -69,6 +75,8 @@ class Buffers:
         self._maxima.fill_(torch.iinfo(torch.int64).min)
         if self.exact is not None:
             self.exact.begin(scales)
+        if self._averaged:
+            self._before = _joined([self.committed[name] for name in self._averaged], torch.float64)
 
     def restore(self) -> None:
         """Put the committed values into the model."""
@@ -108,32 +116,37 @@ class Buffers:
 
     def end_shard(self, shard: int, rows: int) -> None:
         """Add the values that the shard's forward passes left in the buffers."""
-        means: list[torch.Tensor] = []
+        now: dict[str, torch.Tensor] = {}
+        for name, (owner, attribute) in self._owners.items():
+            buffer = buffer_of(owner, attribute)
+            if buffer is None or buffer.shape != self.committed[name].shape:
+                raise TrainingError(f"the buffer '{name}' was removed or reshaped in a forward pass")
+            now[name] = buffer
         with torch.no_grad():
-            for name, rule in self._rules.items():
-                owner, attribute = self._owners[name]
-                buffer = buffer_of(owner, attribute)
-                if buffer is None or buffer.shape != self.committed[name].shape:
-                    raise TrainingError(f"the buffer '{name}' was removed or reshaped in a forward pass")
-                if rule == "mean":
-                    # Average the change: a value that stays the same (for example a mask with infinities) is not
-                    # touched.
-                    before = self.committed[name]
-                    same = (buffer == before) | (buffer.isnan() & before.isnan())
-                    change = torch.where(same, 0.0, buffer.to(torch.float64) - before)
-                    means.append(change.reshape(-1).mul_(rows))
-                    if self.exact is None:
-                        self._sums[name].add_(means[-1])
-                elif rule == "first":
-                    if shard == 0:
-                        # Other shards add zeros, which turn -0.0 into 0.0; a single shard must give the same.
-                        self._sums[name].copy_(buffer.reshape(-1)).add_(0)
-                elif rule == "max":
-                    torch.maximum(self._sums[name], buffer.reshape(-1).to(torch.int64), out=self._sums[name])
-                elif rule == "refuse" and not _equal(buffer, self.committed[name]):
-                    raise TrainingError(f"the buffer '{name}' changed in a forward pass, but its rule is 'refuse'")
-            if self.exact is not None:
-                self.exact.add(means)
+            # Each operation handles all buffers of a rule: a model can have a hundred small ones.
+            if self._averaged:
+                after, before = _joined([now[name] for name in self._averaged], torch.float64), self._before
+                if self._all_finite:
+                    change = after.sub_(before).mul_(rows)
+                else:
+                    # A value that stays the same (for example in a mask with infinities) is not touched.
+                    same = (after == before) | (after.isnan() & before.isnan())
+                    change = torch.where(same, 0.0, after.sub_(before)).mul_(rows)
+                if self.exact is None:
+                    self._means.add_(change)
+                else:
+                    self.exact.add(change.split([now[name].numel() for name in self._averaged]))
+            if self._greatest:
+                greatest = self._maxima[: sum(now[name].numel() for name in self._greatest)]
+                joined = _joined([now[name] for name in self._greatest], torch.int64)
+                torch.maximum(greatest, joined, out=greatest)
+            for name in self._others:
+                if self._rules[name] == "refuse":
+                    if not _equal(now[name], self.committed[name]):
+                        raise TrainingError(f"the buffer '{name}' changed in a forward pass, but its rule is 'refuse'")
+                elif shard == 0:
+                    # Other shards add zeros, which turn -0.0 into 0.0; a single shard must give the same.
+                    self._sums[name].copy_(now[name].reshape(-1)).add_(0)
 
     def check_unchanged(self) -> None:
         """Raise `TrainingError` if a buffer has changed, in steps that must leave all of them unchanged."""
@@ -178,6 +191,11 @@ class Buffers:
                         value = value / rows + self.committed[name]
                     self.committed[name].copy_(value)
         self.restore()
+
+
+def _joined(values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return all numbers in one new vector."""
+    return torch.cat([value.reshape(-1) for value in values]).to(dtype)
 
 
 def _copied(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

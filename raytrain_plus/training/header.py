@@ -14,7 +14,8 @@ bits, so the header is sent as digits that do.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,7 @@ _SLOTS = NOTE.itemsize // 8
 _DIGIT_BITS = {"float64": 32, "float32": 16, "float16": 8, "bfloat16": 8}
 
 
-@dataclass(frozen=True, slots=True)
-class ShardReport:
+class ShardReport(NamedTuple):
     """One shard's report on its part of a step, as in `data.ledger.NOTE`."""
 
     start: int
@@ -42,8 +42,7 @@ class ShardReport:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Flags:
+class Flags(NamedTuple):
     """Flags that any worker may raise; all workers see them at the same step."""
 
     pause: bool = False
@@ -57,13 +56,12 @@ class Flags:
     """
 
 
-_FLAGS = len(fields(Flags))
+_FLAGS = len(Flags._fields)
 
 
 def either(flags: Iterable[Flags]) -> Flags:
     """Return the flags that at least one worker raises."""
-    raised = [astuple(one) for one in flags]
-    return Flags(*map(any, zip(*raised, strict=True)))
+    return Flags(*map(any, zip(*flags, strict=True)))
 
 
 def size(shards: int) -> int:
@@ -92,8 +90,8 @@ def encode(reports: dict[int, ShardReport], shards: int, flags: Flags) -> npt.ND
     header = np.zeros(size(shards), dtype=np.int64)
     notes = header[:-_FLAGS].view(NOTE)
     for shard, report in reports.items():
-        notes[shard] = astuple(report)
-    header[-_FLAGS:] = astuple(flags)
+        notes[shard] = tuple(report)
+    header[-_FLAGS:] = flags
     return header
 
 

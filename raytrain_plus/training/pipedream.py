@@ -185,7 +185,8 @@ class _WindowWork:
         start, timed = time.time(), time.perf_counter()
         if kind == "F":
             self._weights.forward(number)
-            with part.keys.microbatch(step, shard, index) as self._keyed[number]:
+            self._keyed[number] = keyed = part.keys.begin(step, shard, index)
+            with part.keys.opened(keyed):
                 yield
             part.check_unchanged(self._before)
             if number + 1 == len(self.places):

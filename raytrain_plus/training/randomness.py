@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from raytrain_plus.torch_compat import has_hooks
+
 
 def random_key(*parts: int | str) -> int:
     """Return the first eight bytes, little-endian, of BLAKE2b over the parts joined by '/': 0 to 2^64 - 1."""
@@ -45,6 +47,19 @@ def make_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+_DRAW_NOTHING = (
+    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.Flatten, nn.Unflatten, nn.Identity, nn.Sequential),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm),
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softmax, nn.LogSoftmax),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d),
+)
+
+
+def draws_nothing(layer: nn.Module) -> bool:
+    """Return whether a layer certainly draws no random numbers: it consists of torch's own modules that draw none."""
+    return all(type(module) in _DRAW_NOTHING and not has_hooks(module) for module in layer.modules())
+
+
 class LayerKeys:
     """Set a layer's own key before each of its forward passes, so that a partition between layers changes no random
     number.
@@ -53,21 +68,22 @@ class LayerKeys:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str], seed: int) -> None:
-        self._layers = layers
+        # The key of a layer that draws nothing is of no effect if another layer, with a key of its own, follows it.
+        self._keyed = [name for name in layers if name == layers[-1] or not draws_nothing(model.get_submodule(name))]
         self._seed = seed
         self._open: MicrobatchKeys | None = None
         """The microbatch whose layers are called now, if any."""
-        for name in layers:
+        for name in self._keyed:
             model.get_submodule(name).register_forward_pre_hook(self._hook(name))
 
-    @contextlib.contextmanager
-    def microbatch(self, step: int | str, shard: int, microbatch: int) -> Iterator[MicrobatchKeys]:
-        """Key all numbers drawn in the context by (seed, step, shard, microbatch, layer, use)."""
+    def begin(self, step: int | str, shard: int, microbatch: int) -> MicrobatchKeys:
+        """Begin a forward pass: key the numbers drawn by (seed, step, shard, microbatch, layer, use).
+
+        Those of the layers only in the context `opened`.
+        """
         prefix = (self._seed, step, shard, microbatch)
         set_random_key(random_key(*prefix, "", 0))
-        keyed = MicrobatchKeys(self._layers, prefix)
-        with self.opened(keyed):
-            yield keyed
+        return MicrobatchKeys(self._keyed, prefix)
 
     @contextlib.contextmanager
     def opened(self, keyed: MicrobatchKeys) -> Iterator[None]:

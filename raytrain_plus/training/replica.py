@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -82,7 +82,7 @@ class ReplicaStage:
 
     def send_flags(self, flags: Flags) -> None:
         """Send the flags that this stage raises to the stage of the last chunk."""
-        self.handovers.send_note("flags", self.number, astuple(flags), self.last)
+        self.handovers.send_note("flags", self.number, tuple(flags), self.last)
 
     def take_flags(self) -> Flags:
         """Return the flags that any stage raises; called on the stage of the last chunk."""
@@ -293,6 +293,6 @@ class _HeldOut:
         self._control.enter("computing")
         if self._some[number][0] == 0:
             part.buffers.restore()
-        with part.keys.microbatch("evaluate", self._shard, self._some[number][0]):
+        with part.keys.opened(part.keys.begin("evaluate", self._shard, self._some[number][0])):
             yield
         self._control.enter("collective")

@@ -39,8 +39,7 @@ class Synchronous(StagePasses):
         # Until the first activations arrive, this stage waits for others.
         context.control.enter("collective")
         work = _ReplicaStep(stage, step, shards, context, search)
-        if stage.stages > 1:
-            self.bars = work.bars
+        self.bars = work.bars
         stage.expect_notes()
         stage.handovers.expect_note("header", stage.number, stage.last)
         work.batches = stage.pass_on_batches(work.batches)
@@ -76,6 +75,7 @@ class _ReplicaStep:
         self.works: list[Work] = []
         """The sums under way."""
         self.bars: list[Bar] = []
+        """Its passes, if there are other stages."""
 
     def rows(self, number: int) -> int:
         """See `chunk.PassWork`."""
@@ -98,10 +98,11 @@ class _ReplicaStep:
         reducing = self._reducing(kind, chunk)
         self._control.check()
         self._control.enter("computing")
-        start, timed = time.time(), time.perf_counter()
+        start = time.perf_counter()
         if kind == "F":
             part.buffers.renew(committed=index == 0)
-            with part.keys.microbatch(self._step, shard, index) as self._keyed[chunk, number]:
+            self._keyed[chunk, number] = keyed = part.keys.begin(self._step, shard, index)
+            with part.keys.opened(keyed):
                 yield
             part.check_unchanged(self._before[chunk])
             self._seen[chunk, number] = part.buffers.seen()
@@ -118,8 +119,9 @@ class _ReplicaStep:
                     self._search.shard_ended(shard, chunk, part.parameters)
                 if last_of_shard and number + 1 < len(self.places):
                     part.gradients.end_shard()
-        taken = time.perf_counter() - timed
-        self.bars.append(Bar(self._stage.number, Action(kind, chunk, number), start, start + taken))
+        if self._stage.stages > 1:
+            end, taken = time.time(), time.perf_counter() - start
+            self.bars.append(Bar(self._stage.number, Action(kind, chunk, number), end - taken, end))
         self._control.enter("collective")
         if kind == "F" and number + 1 == len(self.places):
             self._forward_ended(chunk)
