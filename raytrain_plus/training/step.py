@@ -139,6 +139,8 @@ class Stepper:
             whole_replica(task, self.parts[0], device=device, shards=shards)
         )
         """Replaced in each generation if the model has stages."""
+        self.begun = -1
+        """The step that was begun last; of overlapping steps, the first."""
         self.last_applied: int | None = -1
         """The last applied step; None while the state is partially applied, also after an incomplete change."""
         self.scales: dict[str, int] = {}
@@ -183,6 +185,7 @@ class Stepper:
         Raises `TrainingError` if loss or sums are not finite (before anything changed), unless such steps are skipped.
         Raises `Interrupted` or `WaitExpired` (after `wait_s` in one collective) if the world breaks.
         """
+        self.begun = step
         for part in self.parts:
             part.module.train()
         computed = self._settle(step, shards, context)
@@ -273,6 +276,7 @@ class Stepper:
         """
         passes, window = self.passes, _WindowSums()
         assert isinstance(passes, Overlapping)
+        self.begun = steps[0]
         for part in self.parts:
             part.module.train()
             part.gradients.begin({})

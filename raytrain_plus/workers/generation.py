@@ -71,8 +71,10 @@ class Generation:
             outcome = self._trained()
         # SystemExit would end the process, as if it had been lost.
         except (Exception, SystemExit) as error:
+            in_step = self._control.activity().doing in ("computing", "applying")
+            step = prepared.own.stepper.begun if in_step else None
             prepared.own.go_back()
-            outcome = self._ended_by(error)
+            outcome = self._ended_by(error, step)
         prepared.copier.end()
         prepared.source.forget_given()
         self._control.enter("idle")
@@ -101,8 +103,8 @@ class Generation:
         outcome = prepared.outcome(why)
         return replace(outcome, state_sha256=sha256_of(prepared.own.stepper)) if why == "finished" else outcome
 
-    def _ended_by(self, error: BaseException) -> Outcome:
-        """Return the outcome of a generation that `error` has ended here."""
+    def _ended_by(self, error: BaseException, step: int | None) -> Outcome:
+        """Return the outcome of a generation that `error` has ended here, in a step or outside of any."""
         if isinstance(error, (Interrupted, WaitExpired)):
             # The loss of a peer is reported by others, in more detail.
             known = self._control.interrupted() or (self._joined and isinstance(error, Interrupted))
@@ -111,7 +113,7 @@ class Generation:
         if isinstance(error, RaytrainError):
             final = isinstance(error, (TrainingError, TaskError, DataChanged))
             return replace(failed, error=error, fault=f"{type(error).__name__}: {error}", final=final)
-        return replace(failed, error=as_training_error(error), fault=fault_of(error))
+        return replace(failed, error=as_training_error(error, step), fault=fault_of(error))
 
     def _take_place(self) -> Stepper:
         """Return the stepper of what this member is to hold, built if it holds something else or must start over."""

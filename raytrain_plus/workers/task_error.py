@@ -8,10 +8,15 @@ from raytrain_plus.errors import TrainingError
 from raytrain_plus.job.task_loader import trim_traceback
 
 
-def as_training_error(error: BaseException) -> TrainingError:
-    """Return the `TrainingError` that reports `error`, with the user's part of its traceback."""
+def as_training_error(error: BaseException, step: int | None = None) -> TrainingError:
+    """Return the `TrainingError` that reports `error`, with the user's part of its traceback.
+
+    `step`: the step that was computed or applied, if any; it does not count.
+    """
     kind = type(error).__name__
     what = f"the task raised {kind}: {error}"
+    if step is not None:
+        what += f" (in step {step}, which was not applied)"
     # What torch's CPU allocator raises has no type of its own.
     no_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     if no_memory or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
