@@ -157,6 +157,7 @@ WALKS = {
                 instead={"--kills 10": "--kills 1"},
             ),
             Step("python -m tests.benchmarks.pipeline", r"zero-bubble"),
+            Step("python -m tests.benchmarks.overlap", r"of the reduction is hidden"),
         ),
     ),
 }
