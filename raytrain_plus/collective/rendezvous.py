@@ -7,13 +7,13 @@ Members of a torch world use it, too, in their own scope (`torch`).
     DELETE /scope/key   a member is connected
 
 Each world and generation has one server, on one address of this node. It answers only members: processes on the group's
-nodes whose requests carry a token of this world (`Authorization: Bearer`, see `credentials`). Any other request gets
-403.
+nodes whose requests carry a token of this world (`Authorization: Bearer`, see `member_credentials`). Any other request
+gets 403.
 
 Keys are bound to members. In the scopes `torch` and `global*`, a member writes the keys of its own rank, each once, and
 reads all. (Horovod forms a second mesh for its global process set, in a scope with a suffix.) The scopes `local_*` and
-`cross_*` have one member each, because of the settings in `horovod`, so a member finds there only its own values.
-Values are bytes and stay bytes. Their size and the number per member are bounded.
+`cross_*` have one member each, because of the settings in `horovod_world`, so a member finds there only its own
+values. Values are bytes and stay bytes. Their size and the number per member are bounded.
 """
 
 from __future__ import annotations

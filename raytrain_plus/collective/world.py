@@ -1,7 +1,8 @@
 """A world: a set of workers that can sum tensors together, for one generation. Never patched, never reused.
 
-Implementations: `solo` (one worker), `horovod` (its ring), `torch` (torch.distributed with Gloo). All pass one contract
-test. Operations are asynchronous, in place, and matched by name, so every member must submit the same names.
+Implementations: `solo` (one worker), `horovod_world` (its ring), `torch_world` (torch.distributed with Gloo). All pass
+one contract test. Operations are asynchronous, in place, and matched by name, so every member must submit the same
+names.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class LastWrites:
             self._gave_up = True
             kept = f"the checkpoint after step {newest + 1} is" if newest >= 0 else "no checkpoint is"
             raise RunError(
-                f"the end of the run cannot be written: {outages[0]}, tried for {sum(LAST_PAUSES_S):.0f} s. In "
-                f"{self._run.where} {kept} kept; when there is room: "
+                f"the result cannot be written: {outages[0]} (retried for {sum(LAST_PAUSES_S):.0f} s). In "
+                f"{self._run.where} {kept} kept. When the storage works again: "
                 f"{resume_command(self._run)}"
             ) from failure
         self._outages.worked("end")

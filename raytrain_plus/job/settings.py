@@ -230,7 +230,8 @@ class Job:
     """How a step is divided into pipeline stages and microbatches."""
 
     collective: Literal["auto", "horovod", "torch"] = "auto"
-    """Library that sums gradients. `auto` (the default): Horovod if it is really built, otherwise torch.distributed."""
+    """Library that sums gradients. `auto` (the default): Horovod if it is built (for GPU jobs: with NCCL), otherwise
+    `torch`, which is torch.distributed with Gloo, also on GPUs."""
 
     reduction: Literal["ring", "exact"] = "ring"
     """How gradients are summed. `ring` (the default): a ring all-reduce; results differ by rounding with the number

@@ -51,7 +51,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Step `step`, and all before it, will never be undone."""
+    """Step `step` and all before it are committed: undone only if no living worker holds the state or a copy."""
 
     generation: int
     step: int

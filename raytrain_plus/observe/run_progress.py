@@ -192,8 +192,15 @@ def event_text(event: RunEvent) -> str | None:
     if kind == "storage_recovered":
         return f"can write to {event['place']} again after {event['seconds']:.0f} s ({event['error']})"
     if kind == "resumed":
-        return f"resumed after step {event['step'] + 1} from {event['checkpoint']}"
+        return _resumed(event["step"], event["checkpoint"])
     return None
+
+
+def _resumed(step: int, checkpoint: str | None) -> str:
+    if checkpoint is not None:
+        return f"resumed {after_step(step)} from {checkpoint}"
+    # No checkpoint was read: workers still held the state, or it was built again.
+    return "restarted from the initial state" if step < 0 else f"returned to the state {after_step(step)}"
 
 
 def _ready(event: RunEvent) -> str:

@@ -153,7 +153,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_one_sentence(tmp_path: Path) -
         assert process.returncode == 1, output
         assert "Traceback" not in output
         last = output.rstrip().splitlines()[-1]
-        assert "the end of the run cannot be written" in last
+        assert "the result cannot be written" in last
         assert words in last
         assert f"raytrain resume {folder}" in last
         assert not (folder / "result.json").exists()

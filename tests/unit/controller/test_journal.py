@@ -126,7 +126,7 @@ def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monk
     journal.report("a", [step(0)])
     run.fails = True
     export = Export(show=None, state_sha256="ab")
-    with pytest.raises(RunError, match="the end of the run cannot be written"):
+    with pytest.raises(RunError, match="the result cannot be written"):
         journal.finish("x", "finished", None, export, 0.0)
     assert Result.load(run) is None
     run.fails = False
@@ -241,7 +241,7 @@ def test_no_storage_delays_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run.free.set()
     with pytest.raises(OSError, match="no answer"):
         journal.settle()
-    with pytest.raises(RunError, match="the end of the run cannot be written"):
+    with pytest.raises(RunError, match="the result cannot be written"):
         journal.finish("x", "finished", None, None, 0.0)
     run.fails = False
     result = journal.finish("x", "finished", None, None, 0.0)
@@ -359,10 +359,11 @@ def test_a_full_disk_at_the_end_is_waited_for_once_and_reported(
     run.full = True
     with pytest.raises(RunError) as told:
         journal.finish("x", "finished", None, None, 0.0)
-    assert "the end of the run cannot be written: " in str(told.value)
+    assert "the result cannot be written: " in str(told.value)
     assert "No space left on device (" in str(told.value)
-    assert ", tried for 0 s. In " in str(told.value)
-    assert f"no checkpoint is kept; when there is room: raytrain resume {tmp_path / 'run'}" in str(told.value)
+    assert " (retried for 0 s). In " in str(told.value)
+    assert f"When the storage works again: raytrain resume {tmp_path / 'run'}" in str(told.value)
+    assert "no checkpoint is kept. " in str(told.value)
     # A second end does not wait again, and nothing is reported twice.
     monkeypatch.setattr(last_writes, "LAST_PAUSES_S", (60.0,))
     with pytest.raises(RunError, match="cannot be written"):
