@@ -152,7 +152,7 @@ WALKS = {
             Step("make bench-recovery", r"raytrain_plus, shrinking"),
             Step("python -m tests.benchmarks.drift", r"exact, float32"),
             Step(
-                "python -m tests.benchmarks.recovery --only stages,stages_spare,recut,recut_two --kills 10",
+                "python -m tests.benchmarks.recovery --only stages,stages_spare,repartition,repartition_two --kills 10",
                 r"4 stages to 2",
                 instead={"--kills 10": "--kills 1"},
             ),

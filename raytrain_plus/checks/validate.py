@@ -128,7 +128,7 @@ class Report:
         if self.left_out:
             said.append(f"  warning: {self.left_out}")
         if self.cut is not None:
-            said += _cut_lines(self.cut)
+            said += _partition_lines(self.cut)
         elif self.rows is None and self.most_stages > 1:
             said.append("  the partition into stages needs the data: layers are timed on its rows")
         return said + [
@@ -147,11 +147,11 @@ class Report:
         ]
 
 
-def sizes_of(job: Job, cuts: Sequence[int] = (1,)) -> tuple[Size, ...]:
+def sizes_of(job: Job, counts: Sequence[int] = (1,)) -> tuple[Size, ...]:
     """Return the size at each number of workers from min to max, except those with more workers than can be used."""
     shards = job.data.shards
     found = []
-    for workers, shape in shapes_of(job, cuts).items():
+    for workers, shape in shapes_of(job, counts).items():
         # With one stage all workers form replicas; a replica that makes no step faster is left out only above the
         # minimum.
         replicas = workers if shape.stages == 1 else shape.replicas
@@ -220,8 +220,8 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     check_preparable(job, search)
     choose_collective(job.collective, job.workers.gpus)
     check_installed(job.trackers)
-    cuts = stage_counts(job, layers_of(job, code.task))
-    sizes, unformed = sizes_of(job, cuts), unused_workers(job, cuts)
+    counts = stage_counts(job, layers_of(job, code.task))
+    sizes, unformed = sizes_of(job, counts), unused_workers(job, counts)
     if job.data.prepare is not None and not data_exists(Path(job.data.path)):
         return Report(job.name, sizes, None, None, None, None, unformed)
     seen = index(job.data.path)
@@ -235,8 +235,8 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     looked_at = files[:LOOKED_AT]
     sample_order = sample_order_of(job, seen)
     units = len(seen.unit_rows)
-    cut, misfits = (
-        _forecast(job, task, code.transform, sizes[-1], cuts, seen) if job.parallel.pipeline > 1 else (None, ())
+    partition, misfits = (
+        _forecast(job, task, code.transform, sizes[-1], counts, seen) if job.parallel.pipeline > 1 else (None, ())
     )
     return Report(
         job.name,
@@ -246,7 +246,7 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
         sample_order.steps,
         read_factor(sample_order, units),
         unformed,
-        cut,
+        partition,
         misfits,
         files=len(looked_at),
         files_in_all=len(files),
@@ -255,11 +255,11 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
 
 
 def _forecast(
-    job: Job, task: Task, transform: Callable[..., Any] | None, size: Size, cuts: Sequence[int], seen: Index
+    job: Job, task: Task, transform: Callable[..., Any] | None, size: Size, counts: Sequence[int], seen: Index
 ) -> tuple[Forecast, tuple[str, ...]]:
     """Run each layer of the model once on this machine and partition the model into the job's stages.
 
-    Also return for which numbers of stages in `cuts` the model would not fit here. Raises `TaskError` if a layer fails.
+    Also return with which numbers of stages in `counts` it does not fit here. Raises `TaskError` if a layer fails.
     """
     # Imported here because these modules load torch.
     from raytrain_plus.parallel.pipeline.forecast import forecast
@@ -278,21 +278,21 @@ def _forecast(
     schedule = job.parallel.schedule
     # A GPU's memory is known only on a machine with one.
     room = total_memory() if not job.workers.gpus else None
-    tried = [
+    partitions = [
         partition_within_memory(layers, schedule, stages, most_shards(job, stages) * job.parallel.microbatches, room)
-        for stages in cuts
+        for stages in counts
         if room is not None
     ]
-    misfits = tuple(str(found) for found in tried if isinstance(found, Misfit))
+    misfits = tuple(str(found) for found in partitions if isinstance(found, Misfit))
     return forecast(layers, schedule, job.parallel.pipeline, microbatches), misfits
 
 
-def _cut_lines(cut: Forecast) -> list[str]:
+def _partition_lines(partition: Forecast) -> list[str]:
     said = [
-        f"  partitioned into {len(cut.stages)} stages, by the time of each layer on this machine; {cut.schedule} with "
-        f"{cut.microbatches} microbatches in the fullest replica:"
+        f"  partitioned into {len(partition.stages)} stages, by the time of each layer on this machine; "
+        f"{partition.schedule} with {partition.microbatches} microbatches in the fullest replica:"
     ]
-    for number, stage in enumerate(cut.stages):
+    for number, stage in enumerate(partition.stages):
         chunks = " and ".join(
             chunk[0] if len(chunk) == 1 else f"{chunk[0]} to {chunk[-1]} ({len(chunk)} layers)"
             for chunk in stage.layers
@@ -302,9 +302,9 @@ def _cut_lines(cut: Forecast) -> list[str]:
             f"{1000 * stage.seconds:.1f} ms a microbatch"
         )
     # At most two copies of its own state and two of another worker's.
-    copied = 4 * max(stage.state_bytes for stage in cut.stages)
+    copied = 4 * max(stage.state_bytes for stage in partition.stages)
     return [
         *said,
-        f"    expected bubble: {100 * cut.bubble:.0f} %",
+        f"    expected bubble: {100 * partition.bubble:.0f} %",
         f"    with a single replica, copies in memory: up to {copied / 1e6:,.1f} MB more on each worker",
     ]

@@ -16,7 +16,7 @@ class Order:
     """The driver's request to the controller."""
 
     plan: Plan
-    cuts: tuple[int, ...]
+    stage_counts: tuple[int, ...]
     """The numbers of stages that the model can be partitioned into, the largest first."""
     fresh: bool
     """Whether the folder of an earlier run is moved aside."""

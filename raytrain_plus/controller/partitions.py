@@ -29,19 +29,19 @@ class Partitions:
     def __init__(self, job: Job, roster: Roster) -> None:
         self._job = job
         self._roster = roster
-        self._cuts: dict[int, tuple[Chunks, ...]] = {}
+        self._partitions: dict[int, tuple[Chunks, ...]] = {}
         """For each number of stages, the layers of each stage."""
 
-    def fit(self, cuts: Sequence[int], living: Collection[str]) -> tuple[int, ...]:
-        """Return the numbers of stages, out of `cuts`, with which no stage is too large for the `living` workers.
+    def fit(self, stage_counts: Sequence[int], living: Collection[str]) -> tuple[int, ...]:
+        """Return the `stage_counts`, numbers of stages, with which no stage is too large for the `living` workers.
 
         Raises `InputError` if the requested number is not one of them.
         """
-        self._cuts = {}
-        for stages in cuts:
+        self._partitions = {}
+        for stages in stage_counts:
             found = self._laid(stages, living)
             if not isinstance(found, Misfit):
-                self._cuts[stages] = found
+                self._partitions[stages] = found
             elif stages == self._job.parallel.pipeline:
                 raise InputError(
                     f"the model does not fit: {found}",
@@ -49,16 +49,16 @@ class Partitions:
                     remedy="use more stages, smaller layers, more microbatches, or larger machines",
                 )
             else:
-                log.warning("fewer than %d workers cannot hold the model: %s", min(self._cuts), found)
-        return tuple(self._cuts)
+                log.warning("fewer than %d workers cannot hold the model: %s", min(self._partitions), found)
+        return tuple(self._partitions)
 
     def layers(self, stage: Stage) -> Layers:
         """Return the layers that belong to a stage."""
         if stage.of == 1:
             return WHOLE
-        cut = self._cuts[stage.of]
-        stages = {name: number for number, chunks in enumerate(cut) for chunk in chunks for name in chunk}
-        return Layers(stage, cut[stage.number], stages)
+        partition = self._partitions[stage.of]
+        stages = {name: number for number, chunks in enumerate(partition) for chunk in chunks for name in chunk}
+        return Layers(stage, partition[stage.number], stages)
 
     def pieces(self, stage: Stage) -> Pieces:
         """Return what a stage has of the state: its layers, and if it trains anything, what belongs to no layer."""

@@ -23,7 +23,7 @@ def requested(job: Job, now: Limits, minimum: int | None, maximum: int | None, s
         spares=now.spares if spares is None else spares,
     )
     stage_counts(replace(job, workers=workers))
-    fewest = max(job.workers.min, now.cuts[-1])
+    fewest = max(job.workers.min, now.stage_counts[-1])
     if job.parallel.pipeline > 1 and workers.min < fewest:
         # The check whether the partitions fit the workers' memory assumed so many workers.
         raise InputError(

@@ -251,7 +251,7 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
     itself. Raises `InputError` if the cluster cannot provide what the job asks for, or already has a run of this name.
     """
     job = order.plan.job
-    limits = limits_of(job, order.plan.steps, order.cuts)
+    limits = limits_of(job, order.plan.steps, order.stage_counts)
     for other in controllers_of(job.name):
         with contextlib.suppress(GetTimeoutError, RayError):
             folder = ray.get(other.folder.remote(), timeout=ANSWER_S)
@@ -350,7 +350,7 @@ def _knock(address: str) -> None:
         check_let_in(address)
 
 
-def limits_of(job: Job, steps: int, cuts: tuple[int, ...]) -> Limits:
+def limits_of(job: Job, steps: int, stage_counts: tuple[int, ...]) -> Limits:
     """Return the limits that the group's state machine applies.
 
     Raises `InputError` if the cluster can never have room for `workers.min` and `workers.spares`.
@@ -359,7 +359,8 @@ def limits_of(job: Job, steps: int, cuts: tuple[int, ...]) -> Limits:
     shards = job.data.shards
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = room_for(nodes, need)
-    minimum, maximum, spares = max(job.workers.min, cuts[-1]), job.workers.max or job.workers.min, job.workers.spares
+    minimum, maximum = max(job.workers.min, stage_counts[-1]), job.workers.max or job.workers.min
+    spares = job.workers.spares
     most = most_there_can_be()
     wanted = minimum + spares
     if most is None:
@@ -375,7 +376,7 @@ def limits_of(job: Job, steps: int, cuts: tuple[int, ...]) -> Limits:
             expected=f"room for {wanted}, now or after autoscaling; its {len(nodes)} nodes have: {has}",
             remedy="lower workers.min, workers.spares or the resources of a worker, or add nodes",
         )
-    shape = size_table(minimum, maximum, shards, cuts).shape(max(room - spares, minimum))
+    shape = size_table(minimum, maximum, shards, stage_counts).shape(max(room - spares, minimum))
     return Limits(
         minimum=minimum,
         maximum=maximum,
@@ -384,5 +385,5 @@ def limits_of(job: Job, steps: int, cuts: tuple[int, ...]) -> Limits:
         steps=steps,
         max_failures=job.elastic.max_failures,
         expected=min(max(room, minimum), spares + (minimum if shape is None else shape.size)),
-        cuts=cuts,
+        stage_counts=stage_counts,
     )

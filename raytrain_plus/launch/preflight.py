@@ -80,8 +80,8 @@ def order_of(
     source = None if pickled is not None else source_sha256(code.task)
     if past is not None:
         _warn_of_another_task(past, source)
-    cuts = stage_counts(job, layers_of(job, code.task))
-    unformed = unused_workers(job, cuts)
+    counts = stage_counts(job, layers_of(job, code.task))
+    unformed = unused_workers(job, counts)
     if unformed:
         print(f"warning: {unformed}", file=sys.stderr)
     return Order(
@@ -97,7 +97,7 @@ def order_of(
         ),
         past=past,
         task_sha256=source,
-        cuts=cuts,
+        stage_counts=counts,
         fresh=fresh,
         job_yaml=job.to_yaml(),
         versions=_versions(),

@@ -157,7 +157,7 @@ class Copied:
 class Fitted:
     """The layers were measured before any world: only these partitions have no stage too large for a worker."""
 
-    cuts: tuple[int, ...]
+    stage_counts: tuple[int, ...]
     """Numbers of stages, the requested one first: at least one, of those in the limits."""
 
 

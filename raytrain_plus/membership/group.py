@@ -36,13 +36,13 @@ class Limits:
     expected: int
     """The number of workers, including spares, that the cluster seemed to have room for: the first world waits for
     them."""
-    cuts: tuple[int, ...] = (1,)
+    stage_counts: tuple[int, ...] = (1,)
     """The numbers of stages that the model can be partitioned into, the requested one first."""
     sizes: SizeTable = field(init=False, compare=False, repr=False)
     """Which group to form out of how many workers."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", size_table(self.minimum, self.maximum, self.shards, self.cuts))
+        object.__setattr__(self, "sizes", size_table(self.minimum, self.maximum, self.shards, self.stage_counts))
 
     @property
     def useful(self) -> int:

@@ -148,7 +148,7 @@ def _restore(group: Group) -> Outcome:
     """Have every stage read from the newest checkpoint that is neither held nor being read."""
     busy = sum(worker.state == "restoring" and not worker.leaving for worker in group.workers.values())
     shape = shape_for(group, len(free(group)) + busy)
-    of = group.limits.cuts[0] if shape is None else shape.stages
+    of = group.limits.stage_counts[0] if shape is None else shape.stages
     have: dict[int, str] = {}
     for name, worker in group.workers.items():
         held = worker.state == "restoring" or (worker.state == "idle" and worker.holds == group.durable)
@@ -403,7 +403,7 @@ def _copied(group: Group, event: e.Copied) -> Outcome:
 def _fitted(group: Group, event: e.Fitted) -> Outcome:
     limits = group.limits
     # Fewer workers than the smallest partition has stages cannot hold the model.
-    limits = replace(limits, cuts=event.cuts, minimum=max(limits.minimum, event.cuts[-1]))
+    limits = replace(limits, stage_counts=event.stage_counts, minimum=max(limits.minimum, event.stage_counts[-1]))
     return replace(group, limits=limits), []
 
 

@@ -49,26 +49,26 @@ class SizeTable:
         return self.shapes[-1]
 
 
-def size_table(minimum: int, maximum: int, shards: int, cuts: Sequence[int]) -> SizeTable:
+def size_table(minimum: int, maximum: int, shards: int, stage_counts: Sequence[int]) -> SizeTable:
     """Return the table of a job.
 
-    `cuts`: the numbers of stages that the model can be partitioned into, the requested one first; a later one is used
-    only if not even one replica of those before it can be formed. A shape has the fewest replicas that keep the shards
-    per replica as low as the largest number would: a further replica would make no step faster. `minimum` is formed
-    even without a gain.
+    `stage_counts`: the numbers of stages that the model can be partitioned into, the requested one first; a later one
+    is used only if not even one replica of those before it can be formed. A shape has the fewest replicas that keep the
+    shards per replica as low as the largest number would: a further replica would make no step faster. `minimum` is
+    formed even without a gain.
 
     >>> table = size_table(1, 8, 12, (4, 2, 1))
     >>> [table.shape(n).sizes for n in (99, 8, 7, 3, 1)]
     [(2, 4, 1), (2, 4, 1), (1, 4, 1), (1, 2, 1), (1, 1, 1)]
     """
-    most = max(minimum, min(maximum, shards * max(cuts)))
-    return SizeTable(tuple(_shape(available, minimum, maximum, shards, cuts) for available in range(most + 1)))
+    most = max(minimum, min(maximum, shards * max(stage_counts)))
+    return SizeTable(tuple(_shape(available, minimum, maximum, shards, stage_counts) for available in range(most + 1)))
 
 
-def _shape(available: int, minimum: int, maximum: int, shards: int, cuts: Sequence[int]) -> Shape | None:
+def _shape(available: int, minimum: int, maximum: int, shards: int, stage_counts: Sequence[int]) -> Shape | None:
     if available < minimum:
         return None
-    for stages in cuts:
+    for stages in stage_counts:
         most = min(min(available, maximum) // stages, shards)
         if most:
             return Shape(useful_size(most, min(most, math.ceil(minimum / stages)), most, shards), stages)

@@ -29,8 +29,8 @@ CONTESTANTS: dict[str, tuple[str, Measure, float]] = {
     "spare": ("raytrain_plus, with a spare", partial(ours.measure, spares=1), 1.0),
     "stages": ("raytrain_plus, 2 x 2 stages", partial(ours.measure, pipeline=2), 1.0),
     "stages_spare": ("raytrain_plus, 2 x 2, a spare", partial(ours.measure, pipeline=2, spares=1), 1.0),
-    "recut": ("raytrain_plus, 4 stages to 3", partial(ours.measure, pipeline=4), 1.0),
-    "recut_two": ("raytrain_plus, 4 stages to 2", partial(ours.measure, pipeline=4, two=True), 1.0),
+    "repartition": ("raytrain_plus, 4 stages to 3", partial(ours.measure, pipeline=4), 1.0),
+    "repartition_two": ("raytrain_plus, 4 stages to 2", partial(ours.measure, pipeline=4, two=True), 1.0),
     "torchft": ("torchft 0.2.0", torchft.measure, 1.0),
     "torchrun": ("torchrun, restarts", torchrun.measure, 1.0),
     "ray_train": ("Ray Train V2", ray_train.measure, 1.0),
@@ -63,13 +63,13 @@ LONGEST_S = {
     "spare": {"p50": 0.6},
     "stages": {"p50": 0.6},
     "stages_spare": {"p50": 0.6},
-    "recut": {"p50": 1.5},
-    "recut_two": {"p50": 1.5},
+    "repartition": {"p50": 1.5},
+    "repartition_two": {"p50": 1.5},
 }
 """Limits of the stalls, in seconds."""
 KEPT = 97.0
 """Minimum percentage of the kills after which every survivor continues in its process."""
-SOME_STAND_BY = ("stages", "recut", "recut_two")
+SOME_STAND_BY = ("stages", "repartition", "repartition_two")
 """Cases in which the dead worker's replica dissolves until another worker has come."""
 FASTER = {"torchft": 3, "ray_train": 30}
 """Minimum factors by which these stall longer than this platform, shrinking; by their p50."""

@@ -45,13 +45,13 @@ def forecast(layers: Sequence[Layer], schedule: Schedule, stages: int, microbatc
     take no time.
     """
     by_name = {layer.name: layer for layer in layers}
-    cut = partition_layers(layers, schedule, stages)
-    assert cut is not None, "there is no memory limit"
+    partition = partition_layers(layers, schedule, stages)
+    assert partition is not None, "there is no memory limit"
     order = orders(schedule, stages, microbatches)
     found = []
     costs: dict[int, Cost] = {}
     where = chunk_stages(schedule, stages)
-    for stage, chunks in enumerate(cut):
+    for stage, chunks in enumerate(partition):
         own = [by_name[name] for chunk in chunks for name in chunk]
         open_at_once = most_open_passes(order[stage]) / len(chunks)
         found.append(

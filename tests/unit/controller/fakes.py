@@ -196,7 +196,13 @@ def order_of(job: Job, folder: Path) -> Order:
         folder=str(folder),
     )
     return Order(
-        plan=plan, cuts=stage_counts(job), fresh=False, past=None, task_sha256=None, job_yaml="name: x\n", versions={}
+        plan=plan,
+        stage_counts=stage_counts(job),
+        fresh=False,
+        past=None,
+        task_sha256=None,
+        job_yaml="name: x\n",
+        versions={},
     )
 
 
@@ -207,14 +213,14 @@ class Run:
         """`changes`: other limits than those of the job."""
         order, workers = order_of(job, folder), job.workers
         limits = {
-            "minimum": max(workers.min, order.cuts[-1]),
+            "minimum": max(workers.min, order.stage_counts[-1]),
             "maximum": workers.max or workers.min,
             "spares": workers.spares,
             "shards": job.data.shards,
             "steps": order.plan.steps,
             "max_failures": job.elastic.max_failures,
             "expected": (workers.max or workers.min) + workers.spares,
-            "cuts": order.cuts,
+            "stage_counts": order.stage_counts,
         }
         self.workers, self.nodes, self.time = FakeWorkers(), FakeNodes(), FakeTime()
         metrics: Any = FakeMetrics()

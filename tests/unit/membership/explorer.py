@@ -281,7 +281,7 @@ def _key(world: World) -> Any:
         world.stopped,
         (world.deaths, world.arrivals, world.drains, world.doubles, world.losses, world.faults, world.lates),
         (world.stops, world.saves, world.damages, world.copies, world.misfits, world.wishes),
-        (group.limits.cuts, group.limits.minimum),
+        (group.limits.stage_counts, group.limits.minimum),
     )
 
 
@@ -333,9 +333,9 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         if world.losses and isinstance(message, (e.Joined, e.Committed, e.Saved)):
             took("lost")
             yield world._replace(mail=rest, losses=world.losses - 1)
-    if world.misfits and world.group.generation < 0 and len(world.group.limits.cuts) > 1:
+    if world.misfits and world.group.generation < 0 and len(world.group.limits.stage_counts) > 1:
         took("misfit")
-        fitted = e.Fitted(world.group.limits.cuts[:-1])
+        fitted = e.Fitted(world.group.limits.stage_counts[:-1])
         yield from _deliver(world._replace(misfits=world.misfits - 1), fitted)
     if world.wishes:
         took("rescale")
@@ -733,7 +733,7 @@ def _join(world: World, command: e.Join) -> World:
             raise Violation("not every shard has one host")
     if len(set(names)) != len(names) or not limits.minimum <= len(names) <= limits.maximum:
         raise Violation(f"a view of {names}")
-    if view.shape.stages not in limits.cuts or view.shape.size != len(names):
+    if view.shape.stages not in limits.stage_counts or view.shape.size != len(names):
         raise Violation(f"a view of {names} in {view.shape}")
     if world.stopped:
         raise Violation(f"{names} form a view after a stop")

@@ -68,7 +68,7 @@ def event_of(kind: type[Any], generation: int, **changes: Any) -> e.Event:
         "minimum": 1,
         "maximum": 1,
         "spares": 0,
-        "cuts": (2,),
+        "stage_counts": (2,),
         **changes,
     }
     names = [name for name in kind.__dataclass_fields__ if name in about]
@@ -109,7 +109,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (G, e.Notice): (G, ["Start", "Wait"], {"named": 3, "a.leaving": True, "worker-2": "coming"}),
     (G, e.Rescale): (G, ["Dismiss", "Wait"], {**FEWER, "b": None}),
     (G, e.Stop): (E, ["End"], {"stopping": True}),
-    (G, e.Fitted): (G, [], {"limits": replace(LIMITS, minimum=2, cuts=(2,))}),
+    (G, e.Fitted): (G, [], {"limits": replace(LIMITS, minimum=2, stage_counts=(2,))}),
     (G, e.Late): (E, ["End"], {"failure": "only 0 of at least 1 workers were available within elastic.wait_s"}),
     (J, e.Joined): (T, [], {"a.joined": True, "a.proved": True, "b.proved": True}),
     (J, e.Committed): (T, [], {"committed": 2, "a.proved": True, "b.proved": True}),
@@ -357,9 +357,16 @@ def test_unmet_requests_stop_nobody_and_end_when_fewer_are_wanted() -> None:
 
 def test_workers_are_requested_in_numbers_that_can_be_formed() -> None:
     # 4 shards take as long on 3 replicas as on 2; and 7 workers do not make a second replica of 4 stages.
-    for maximum, cuts, spares, asked in ((3, (1,), 0, 2), (4, (1,), 0, 4), (7, (4,), 0, 4), (8, (4,), 1, 9)):
+    for maximum, counts, spares, asked in ((3, (1,), 0, 2), (4, (1,), 0, 4), (7, (4,), 0, 4), (8, (4,), 1, 9)):
         limits = Limits(
-            minimum=1, maximum=maximum, spares=spares, shards=4, steps=4, max_failures=None, expected=1, cuts=cuts
+            minimum=1,
+            maximum=maximum,
+            spares=spares,
+            shards=4,
+            steps=4,
+            max_failures=None,
+            expected=1,
+            stage_counts=counts,
         )
         _, [start] = begin(limits)
         assert isinstance(start, e.Start)
@@ -583,11 +590,11 @@ STAGED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int]]] = {
     "repartition from a checkpoint": (1, 2, (2, 1), {"capacity": 2, "deaths": 1, "saves": 1}),
     "no repartition if one stage is too large": (1, 2, (2, 1), {"capacity": 2, "misfits": 1, "deaths": 1}),
 }
-"""(minimum, maximum, cuts) and what may happen."""
+"""(minimum, maximum, numbers of stages) and what may happen."""
 
 
 def staged(
-    minimum: int, maximum: int, cuts: tuple[int, ...], happening: dict[str, Any], steps: int = 2, spares: int = 0
+    minimum: int, maximum: int, counts: tuple[int, ...], happening: dict[str, Any], steps: int = 2, spares: int = 0
 ) -> Any:
     limits = Limits(
         minimum=minimum,
@@ -597,7 +604,7 @@ def staged(
         steps=steps,
         max_failures=None,
         expected=happening["capacity"],
-        cuts=cuts,
+        stage_counts=counts,
     )
     return first_world(limits, **happening)
 
@@ -618,13 +625,13 @@ COPIED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int], int]] = {
     "one replica, a fault, a stop": (2, 2, (2,), {"capacity": 2, "faults": 1, "stops": 1}, 0),
     "one worker and a spare": (1, 1, (1,), {"capacity": 2, "deaths": 1}, 1),
 }
-"""(minimum, maximum, cuts), what may happen, and spares; each state has one copy."""
+"""(minimum, maximum, numbers of stages), what may happen, and spares; each state has one copy."""
 COPIED_AND_SHORT = {"one replica, a death", "one worker and a spare"}
 
 
 def copied(name: str) -> Any:
-    minimum, maximum, cuts, happening, spares = COPIED[name]
-    return staged(minimum, maximum, cuts, {**happening, "copies": 1}, steps=3, spares=spares)
+    minimum, maximum, counts, happening, spares = COPIED[name]
+    return staged(minimum, maximum, counts, {**happening, "copies": 1}, steps=3, spares=spares)
 
 
 @pytest.mark.parametrize("name", but_the_long_ones(COPIED, set(COPIED) - COPIED_AND_SHORT))
@@ -669,7 +676,7 @@ def test_every_order_of_events_in_two_replicas_of_two_stages() -> None:
 
 
 def test_held_states_of_recomputed_steps_no_longer_count() -> None:
-    limits = Limits(minimum=2, maximum=6, spares=0, shards=6, steps=9, max_failures=None, expected=2, cuts=(2,))
+    limits = Limits(minimum=2, maximum=6, spares=0, shards=6, steps=9, max_failures=None, expected=2, stage_counts=(2,))
     front = WorkerStatus("idle", holds=3, stage=Stage(0, 2))
     group = Group(
         limits=limits,
@@ -695,7 +702,7 @@ def test_held_states_of_recomputed_steps_no_longer_count() -> None:
 
 
 def test_a_copy_of_an_undone_step_no_longer_counts() -> None:
-    limits = Limits(minimum=3, maximum=3, spares=0, shards=3, steps=9, max_failures=None, expected=3, cuts=(3,))
+    limits = Limits(minimum=3, maximum=3, spares=0, shards=3, steps=9, max_failures=None, expected=3, stage_counts=(3,))
     old = frozenset({(5, Stage(0, 3)), (5, Stage(1, 3)), (2, Stage(0, 3))})
     workers = {"a": WorkerStatus("idle", holds=5, stage=Stage(0, 3), copies=old), "b": WorkerStatus("in", holds=5)}
     group = Group(limits=limits, phase=L, generation=1, seats=("a", "b", "c"), workers=workers, committed=5, durable=3)
@@ -719,7 +726,9 @@ def test_copies_older_than_a_checkpoint_are_not_used() -> None:
 
 
 def test_a_run_that_stops_within_overlapping_steps_loads_its_copies_to_save_them() -> None:
-    limits = Limits(minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, cuts=(2,))
+    limits = Limits(
+        minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, stage_counts=(2,)
+    )
     stages = {"a": Stage(0, 2), "b": Stage(1, 2)}
     workers = {
         name: WorkerStatus("in", holds=7, stage=stage, copies=frozenset({(7, stage)})) for name, stage in stages.items()
@@ -740,7 +749,9 @@ def test_a_run_that_stops_within_overlapping_steps_loads_its_copies_to_save_them
 
 
 def test_a_members_own_copy_counts_though_no_buddy_has_it_yet() -> None:
-    limits = Limits(minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, cuts=(2,))
+    limits = Limits(
+        minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, stage_counts=(2,)
+    )
     stages = {"a": Stage(0, 2), "b": Stage(1, 2)}
     workers = {name: WorkerStatus("in", holds=7, stage=stage) for name, stage in stages.items()}
     group = Group(limits=limits, phase=L, generation=1, shape=Shape(1, 2), seats=("a", "b"), workers=workers)
@@ -765,7 +776,9 @@ def test_a_worker_that_has_lost_a_copy_is_not_asked_for_it_twice() -> None:
 
 
 def test_a_worker_that_takes_another_stage_keeps_its_state_only_if_it_counts() -> None:
-    limits = Limits(minimum=2, maximum=2, spares=0, shards=2, steps=9, max_failures=None, expected=2, cuts=(2, 1))
+    limits = Limits(
+        minimum=2, maximum=2, spares=0, shards=2, steps=9, max_failures=None, expected=2, stage_counts=(2, 1)
+    )
     whole = WorkerStatus("idle", holds=3, stage=Stage(0, 1))
     group = Group(limits=limits, phase=G, generation=1, seats=("a",), workers={"a": whole}, committed=3)
     new = {**group.workers, "b": WorkerStatus("up")}

@@ -24,7 +24,7 @@ def job(minimum: int, maximum: int, *, shards: int = 4, **parallel: Any) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("made", "cuts"),
+    ("made", "counts"),
     [
         (job(1, 4), (1,)),
         (job(4, 8, pipeline=4), (4,)),
@@ -36,8 +36,8 @@ def job(minimum: int, maximum: int, *, shards: int = 4, **parallel: Any) -> Job:
         (job(1, 4, pipeline=4, schedule="interleaved"), (4, 2, 1)),
     ],
 )
-def test_fewer_stages_only_with_too_few_workers(made: Job, cuts: tuple[int, ...]) -> None:
-    assert stage_counts(made) == cuts
+def test_fewer_stages_only_with_too_few_workers(made: Job, counts: tuple[int, ...]) -> None:
+    assert stage_counts(made) == counts
 
 
 def test_each_number_of_workers_has_its_shape() -> None:

@@ -299,7 +299,7 @@ ODD: dict[str, Layers] = {
         "2": lambda: nn.Linear(8, 8),
         "3": lambda: nn.Linear(8, 3),
     },
-    "a layer that writes in place behind a cut": behind(lambda: nn.ReLU(inplace=True)),
+    "a layer that writes in place behind a stage boundary": behind(lambda: nn.ReLU(inplace=True)),
     "an output that depends on weights alone": behind(Scale, Scaled),
 }
 
