@@ -19,7 +19,7 @@ from raytrain_plus.controller.publisher import Published, Publisher
 from raytrain_plus.controller.saving import Abandoned, Saving
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Phase, members_in, standing
+from raytrain_plus.membership.group import Phase, members_in, newest_state
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.view import Member
 from raytrain_plus.runs.history import Past
@@ -146,7 +146,7 @@ class Checkpoints:
         group = self._machine.group
         able = [name for name, worker in group.workers.items() if worker.state == "idle" and name in self._loop]
         stages = {name: group.workers[name].stage or Stage() for name in able if group.workers[name].holds == step}
-        best = standing(group)
+        best = newest_state(group)
         if best is None or best.step != step or best.copied or not stages:
             return False
         keepers = [name for name, stage in stages.items() if stage.of == len(best.donors)]

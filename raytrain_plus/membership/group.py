@@ -151,7 +151,7 @@ def holders(group: Group) -> list[list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class NewestState:
     """A complete state, all stages of which workers hold."""
 
     step: int
@@ -161,7 +161,7 @@ class Standing:
     """Whether some stage exists only as a copy."""
 
 
-def standing(group: Group) -> Standing | None:
+def newest_state(group: Group) -> NewestState | None:
     """Return the newest state of which workers hold every stage; else the initial one; None without workers.
 
     A worker whose state is partially applied holds none. Of the workers that have the same stage, one that holds it
@@ -184,8 +184,8 @@ def standing(group: Group) -> Standing | None:
         # The same state exists in two partitions only after a checkpoint was read.
         held, of = max(whole, key=lambda one: (one[0], one[1] == group.shape.stages))
         copied = len(held_ones.get((held, of), ())) < of
-        return Standing(held, tuple(found[held, of][number] for number in range(of)), copied)
-    return Standing(-1, ()) if idle else None
+        return NewestState(held, tuple(found[held, of][number] for number in range(of)), copied)
+    return NewestState(-1, ()) if idle else None
 
 
 def unfinished(group: Group) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ def unfinished(group: Group) -> tuple[str, ...]:
     )
 
 
-def recallable(group: Group, best: Standing) -> tuple[str, ...]:
+def recallable(group: Group, best: NewestState) -> tuple[str, ...]:
     """Return the workers that have a copy of their own stage of that state but not the state itself.
 
     Return nobody unless these workers and those who hold a stage together cover all stages.

@@ -15,16 +15,16 @@ from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import (
     Group,
     Limits,
+    NewestState,
     Phase,
-    Standing,
     WorkerStatus,
     free,
     holds,
     members_in,
+    newest_state,
     preparing,
     recallable,
     shape_for,
-    standing,
     suspects,
     unfinished,
     wants_change,
@@ -83,7 +83,7 @@ def _settle(group: Group) -> Outcome:
         return group, []
     if late := unfinished(group):
         return _finish(group, late)
-    best = standing(group)
+    best = newest_state(group)
     if group.failure:
         return _close(group)
     if group.stopping or _ended(group, best):
@@ -105,7 +105,7 @@ def _wanted_again(group: Group) -> Group:
     return group
 
 
-def _ended(group: Group, best: Standing | None) -> bool:
+def _ended(group: Group, best: NewestState | None) -> bool:
     # A worker that has a copy of a stage, and is the only one, first loads it as a member.
     return group.finished and best is not None and best.step == group.limits.steps - 1 and not best.copied
 
@@ -123,7 +123,7 @@ def _go_back(group: Group) -> Outcome:
     """Fall back to the newest available state: nobody alive holds the one after the last committed step."""
     made = max(group.committed, group.again)
     group = replace(group, committed=group.durable, finished=False)
-    best = standing(group)
+    best = newest_state(group)
     if best is not None and best.step >= group.committed:
         # Copies are older by a few steps, and of the same history: nothing of it is undone.
         return _settle(replace(group, committed=best.step, again=made if best.copied else -1))
@@ -174,7 +174,7 @@ def _gather(group: Group) -> Outcome:
 
 def _keep(group: Group) -> Outcome:
     """Request a checkpoint of the newest state if all who hold one of its stages will leave with their nodes."""
-    best = standing(group)
+    best = newest_state(group)
     if best is None or best.copied or not any(group.workers[name].leaving for name in best.donors):
         return group, []
     if best.step < group.committed or best.step <= max(group.durable, group.kept):
@@ -190,7 +190,7 @@ def _enough(group: Group, patient: bool = True) -> bool:
     return not patient or group.generation >= 0 or (not preparing(group) and count >= group.limits.expected)
 
 
-def _join(group: Group, best: Standing) -> Outcome:
+def _join(group: Group, best: NewestState) -> Outcome:
     limits = group.limits
     group = _forget(group, best.step)
     able = free(group)
@@ -231,7 +231,7 @@ def _join(group: Group, best: Standing) -> Outcome:
 
 
 def _close(group: Group) -> Outcome:
-    best = standing(group)
+    best = newest_state(group)
     if group.generation < 0 or (group.committed < 0 and (best is None or best.step < 0)):
         return _end(group)
     if best is None or best.step < group.committed:
@@ -511,7 +511,7 @@ def _lost_close(group: Group, event: e.Lost) -> Outcome:
     group = without(group, event.worker)
     if event.worker not in group.leads:
         return group, []
-    return _settle(replace(group, finished=_ended(group, standing(group))))
+    return _settle(replace(group, finished=_ended(group, newest_state(group))))
 
 
 def _notice(group: Group, event: e.Notice) -> Outcome:
@@ -596,7 +596,7 @@ def _late_train(group: Group, event: e.Late) -> Outcome:
 
 
 def _late_gather(group: Group, event: e.Late) -> Outcome:
-    best = standing(group)
+    best = newest_state(group)
     if _enough(group, patient=False) and best is not None and best.step >= group.committed:
         return _join(group, best)
     for name, worker in group.workers.items():

@@ -16,7 +16,7 @@ import pytest
 
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership import machine
-from raytrain_plus.membership.group import Group, Limits, Phase, Standing, WorkerStatus, standing
+from raytrain_plus.membership.group import Group, Limits, NewestState, Phase, WorkerStatus, newest_state
 from raytrain_plus.membership.machine import TABLE, Rule, begin, diagram, step
 from raytrain_plus.membership.mesh import Shape, Stage
 from tests.unit.membership.explorer import Violation, World, explore, first_world, mark, wander
@@ -944,24 +944,24 @@ def rules(**changes: Rule) -> dict[str, Any]:
     return {"TABLE": table}
 
 
-def any_holder(group: Group) -> Standing | None:
+def any_holder(group: Group) -> NewestState | None:
     names = [name for name, worker in group.workers.items() if worker.state == "idle"]
-    return Standing(group.workers[names[0]].holds or 0, (names[0],)) if names else None
+    return NewestState(group.workers[names[0]].holds or 0, (names[0],)) if names else None
 
 
-def least_advanced(group: Group) -> Standing | None:
+def least_advanced(group: Group) -> NewestState | None:
     holders = [name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds is not None]
     found = min(holders, key=lambda name: group.workers[name].holds or 0, default=None)
-    return None if found is None else Standing(group.workers[found].holds or 0, (found,))
+    return None if found is None else NewestState(group.workers[found].holds or 0, (found,))
 
 
-def join_without_copies(group: Group, best: Standing) -> Any:
+def join_without_copies(group: Group, best: NewestState) -> Any:
     after, [join] = _join(group, best)
     assert isinstance(join, e.Join)
     return after, [replace(join, lacks={})]
 
 
-def join_in_the_same_generation(group: Group, best: Standing) -> Any:
+def join_in_the_same_generation(group: Group, best: NewestState) -> Any:
     after, [join] = _join(group, best)
     assert isinstance(join, e.Join)
     return replace(after, generation=group.generation), [join]
@@ -980,8 +980,8 @@ def forget(group: Group, event: e.Lost) -> Any:
     return machine.without(group, event.worker), []
 
 
-def nobody_later(group: Group) -> Standing | None:
-    return standing(group) if group.generation < 0 or group.phase is C else None
+def nobody_later(group: Group) -> NewestState | None:
+    return newest_state(group) if group.generation < 0 or group.phase is C else None
 
 
 def go_back_to_nothing(group: Group) -> Any:
@@ -1022,8 +1022,8 @@ def deaf(kind: type[Any]) -> dict[str, Callable[[], dict[str, Any]]]:
 _join, _settle, _left_leave = machine._join, machine._settle, machine._left_leave
 
 MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "a partially applied worker is a donor": lambda: {"standing": any_holder},
-    "the least advanced is the donor": lambda: {"standing": least_advanced},
+    "a partially applied worker is a donor": lambda: {"newest_state": any_holder},
+    "the least advanced is the donor": lambda: {"newest_state": least_advanced},
     "nobody copies": lambda: {"_join": join_without_copies},
     "the generation does not rise": lambda: {"_join": join_in_the_same_generation},
     "the next view forms while some are inside": lambda: {"_settle": settle_while_some_are_inside},
@@ -1037,14 +1037,14 @@ MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
     **deaf(e.Notice),
     **deaf(e.Stop),
     "a lost lead is not replaced": lambda: rules(CLOSE_Lost=Rule(stay, (C,)), CLOSE_Late=Rule(stay, (C,))),
-    "steps are given up though somebody holds them": lambda: {"standing": nobody_later},
+    "steps are given up though somebody holds them": lambda: {"newest_state": nobody_later},
     "the checkpoint is not read": lambda: {"_go_back": go_back_to_nothing},
     "a damaged checkpoint is taken for read": lambda: rules(GATHER_Unreadable=Rule(read_all_the_same, (G, J))),
     "an interrupted formation is waited for": lambda: rules(JOIN_Lost=Rule(forget, (J,)), JOIN_Left=Rule(stay, (J,))),
 }
 
 
-def any_stage_will_do(group: Group, best: Standing) -> Any:
+def any_stage_will_do(group: Group, best: NewestState) -> Any:
     """Members keep a state of that step, whichever stage it is of."""
     after, [join] = _join(group, best)
     assert isinstance(join, e.Join)
@@ -1052,12 +1052,12 @@ def any_stage_will_do(group: Group, best: Standing) -> Any:
     return after, [replace(join, lacks=lacks)]
 
 
-def one_stage_is_enough(group: Group) -> Standing | None:
+def one_stage_is_enough(group: Group) -> NewestState | None:
     """A state counts if a single stage of it is held."""
-    best = standing(group)
+    best = newest_state(group)
     newest = max((worker.holds for worker in group.workers.values() if worker.holds is not None), default=-1)
     names = tuple(name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds == newest)
-    return Standing(newest, names) if newest > -1 and names else best
+    return NewestState(newest, names) if newest > -1 and names else best
 
 
 def hand_over_the_first(group: Group) -> Any:
@@ -1079,7 +1079,7 @@ CATCHING = (
 STAGED_MUTANTS: dict[str, dict[str, Any]] = {
     "a step that others have applied is not finished": {"unfinished": lambda group: ()},
     "a member keeps the state of another stage": {"_join": any_stage_will_do},
-    "one stage stands for all": {"standing": one_stage_is_enough},
+    "one stage stands for all": {"newest_state": one_stage_is_enough},
     "one stage alone is handed over": {"_close": hand_over_the_first},
 }
 
@@ -1089,26 +1089,26 @@ def test_a_table_that_is_broken_for_stages_is_caught(name: str) -> None:
     assert caught([staged(*STAGED[scope]) for scope in CATCHING], STAGED_MUTANTS[name])
 
 
-def without_copies(group: Group) -> Standing | None:
+def without_copies(group: Group) -> NewestState | None:
     bare = {name: replace(worker, copies=frozenset()) for name, worker in group.workers.items()}
-    return standing(replace(group, workers=bare))
+    return newest_state(replace(group, workers=bare))
 
 
-def told_twice(group: Group, best: Standing) -> Any:
+def told_twice(group: Group, best: NewestState) -> Any:
     after, [join] = _join(group, best)
     assert isinstance(join, e.Join)
     return after, [replace(join, again=False)]
 
 
-def a_copy_is_held(group: Group) -> Standing | None:
-    best = standing(group)
+def a_copy_is_held(group: Group) -> NewestState | None:
+    best = newest_state(group)
     return None if best is None else replace(best, copied=False)
 
 
 COPIES_MUTANTS: dict[str, dict[str, Any]] = {
-    "copies are not looked for": {"standing": without_copies},
+    "copies are not looked for": {"newest_state": without_copies},
     "recomputed steps are announced again": {"_join": told_twice},
-    "what has a copy is undone": {"standing": a_copy_is_held},
+    "what has a copy is undone": {"newest_state": a_copy_is_held},
 }
 
 
