@@ -20,7 +20,7 @@ from raytrain_plus.controller.roster import Roster
 from raytrain_plus.job.settings import Elastic
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase, holders, members_in
-from raytrain_plus.membership.hang_detection import Pulses, judge, overdue, silent
+from raytrain_plus.membership.hang_detection import Pulses, judge, overdue, unresponsive
 from raytrain_plus.membership.timeouts import LEAVE_BEFORE_S, PAUSE_BEFORE_S, clock_of, limit_s, stop_limit_s
 from raytrain_plus.training.records import Activity
 
@@ -30,7 +30,7 @@ LEAVE_PULSE_S = 0.1
 """Seconds between two questions to a worker that leaves a world."""
 PAUSED_S = 1.0
 """If the controller itself stood still for longer, no worker is blamed for it."""
-NODE_SILENT_S = 2.0
+NODE_UNRESPONSIVE_S = 2.0
 """Seconds after which a node counts as lost if its worker does not answer and nothing there accepts a connection.
 
 In total that takes 3 to 4 s.
@@ -95,7 +95,7 @@ class Monitor:
         if verdict.stuck and self.machine.group.phase in (Phase.TRAIN, Phase.PAUSE):
             self.journal.broke(self.clock.unix(), "all workers waited for one another")
             self.machine.feed(e.Stuck(generation))
-        owing = silent(self.pulses.all, holders(self.machine.group), NODE_SILENT_S, now)
+        owing = unresponsive(self.pulses.all, holders(self.machine.group), NODE_UNRESPONSIVE_S, now)
         self.nodes.suspect(self.roster.nodes(owing))
         self._look_at_limits(now)
 

@@ -18,7 +18,7 @@ LEAVE_JOINING_S = 6.0
 """The same while it forms its world, when it may wait for a connection (see `collective.torch_world.CONNECT_S`)."""
 LAST_S = 15.0
 """Seconds to wait longer before giving up all who hold the state: without them everything would be lost."""
-LEAVE_SILENT_S = 1.0
+LEAVE_UNRESPONSIVE_S = 1.0
 """Seconds that a worker last seen in a collective may leave an interrupt unanswered."""
 
 _SPELLED = {
@@ -51,7 +51,7 @@ class Pulse:
         """Seconds that its activity had lasted at its last answer: by now it may do something else."""
         return self.heard - self.since
 
-    def silent_s(self, now: float) -> float:
+    def unresponsive_s(self, now: float) -> float:
         """Return the seconds for which it has owed an answer."""
         return 0.0 if self.asked is None else now - self.asked
 
@@ -100,22 +100,24 @@ def _given_up(late_s: Mapping[str, float], holders: Collection[Collection[str]])
     return [name for name, since_s in late_s.items() if name not in last or since_s > LAST_S]
 
 
-def silent(pulses: Mapping[str, Pulse], holders: Collection[Collection[str]], limit_s: float, now: float) -> list[str]:
+def unresponsive(
+    pulses: Mapping[str, Pulse], holders: Collection[Collection[str]], limit_s: float, now: float
+) -> list[str]:
     """Return the workers that have owed an answer for longer than `limit_s`.
 
     If all `holders` of a stage have, our own network may be down: they get `LAST_S` more.
     """
-    late_s = {name: pulse.silent_s(now) - limit_s for name, pulse in pulses.items() if pulse.silent_s(now) > limit_s}
+    late_s = {name: late for name, pulse in pulses.items() if (late := pulse.unresponsive_s(now) - limit_s) > 0}
     return _given_up(late_s, holders)
 
 
 def _wrong(pulse: Pulse, hang_s: float, now: float) -> tuple[float, str] | None:
     """Return by how many seconds a worker exceeds its limit and what is wrong with it; None if nothing is."""
     works = pulse.doing not in WAITING and pulse.doing != "idle"
-    # A worker with a longer limit for its activity (a first step, an import) may stay silent for as long.
-    over_s = pulse.silent_s(now) - (max(hang_s, pulse.limit_s) if works else hang_s)
+    # A worker with a longer limit for its activity (a first step, an import) may owe an answer for as long.
+    over_s = pulse.unresponsive_s(now) - (max(hang_s, pulse.limit_s) if works else hang_s)
     if over_s > 0:
-        return over_s, f"hung: its process has not answered for {pulse.silent_s(now):.0f} s"
+        return over_s, f"hung: its process has not answered for {pulse.unresponsive_s(now):.0f} s"
     if works and pulse.lasted_s > pulse.limit_s:
         what = _SPELLED.get(pulse.doing, pulse.doing)
         return pulse.lasted_s - pulse.limit_s, f"hung: no progress for {pulse.lasted_s:.0f} s while {what}"
@@ -135,7 +137,8 @@ def overdue(pulses: Mapping[str, Pulse], now: float, holders: Collection[Collect
         limit_s = LEAVE_JOINING_S if pulse.doing == "joining" else LEAVE_S
         # A worker that computed until a moment ago has only had that moment.
         began = max(pulse.told, pulse.since)
-        if pulse.heard - began > limit_s or (now - began > max(limit_s, LEAVE_SILENT_S) and pulse.asked is not None):
+        unanswered = pulse.asked is not None and now - began > max(limit_s, LEAVE_UNRESPONSIVE_S)
+        if pulse.heard - began > limit_s or unanswered:
             late[name] = now - began
     return _given_up(late, holders)
 

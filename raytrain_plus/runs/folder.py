@@ -355,7 +355,7 @@ class LostHolder:
     """Its process id and host, in words."""
     lives: bool | None
     """Whether its process lives; None if that cannot be known here."""
-    silent_s: float
+    unresponsive_s: float
     """Seconds since it renewed its lease."""
 
 

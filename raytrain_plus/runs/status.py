@@ -95,8 +95,8 @@ def state_of(run: Folder) -> str:
         return "unfinished"
     if lost.lives is False:
         return f"{DIED}: {lost.process})"
-    silent = f"has not renewed its lease for {lost.silent_s:.0f} s"
-    return f"running ({lost.process}, which {silent})" if lost.lives else f"unfinished ({lost.process} {silent})"
+    expired = f"has not renewed its lease for {lost.unresponsive_s:.0f} s"
+    return f"running ({lost.process}, which {expired})" if lost.lives else f"unfinished ({lost.process} {expired})"
 
 
 def what_is_kept(run: Folder) -> str:

@@ -38,22 +38,22 @@ class Cluster:
         self,
         monkeypatch: pytest.MonkeyPatch,
         draining: Sequence[Any],
-        silent: Sequence[Sequence[str]] = (),
+        suspected: Sequence[Sequence[str]] = (),
         known: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """`draining` and `silent`: the answers by poll; an exception is raised. `known`: as in `ray.nodes`."""
+        """`draining` and `suspected`: the answers by poll; an exception is raised. `known`: as in `ray.nodes`."""
         self.told: list[Any] = []
         self.asked: list[int] = []
         """The polls at which the draining nodes were requested."""
         self._answers = draining
-        self._silent = silent
+        self._suspected = suspected
         self._looks = Looks(len(draining), self._suspect)
         monkeypatch.setattr(nodes, "draining_nodes", self._draining)
         monkeypatch.setattr(ray, "nodes", lambda: list(known))
         self._watched = Nodes(self._looks)
 
     def _suspect(self, number: int) -> None:
-        self._watched.suspect(dict.fromkeys(self._silent[number] if self._silent else ()).keys())
+        self._watched.suspect(dict.fromkeys(self._suspected[number] if self._suspected else ()).keys())
 
     def _draining(self) -> Any:
         self.asked.append(self._looks.number)
@@ -100,20 +100,20 @@ def test_a_drain_that_changes_is_reported_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_ray_that_cannot_report_drains_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(monkeypatch, [{"a": None}, None, {}, {}], silent=[[], [], [], ["b"]])
+    cluster = Cluster(monkeypatch, [{"a": None}, None, {}, {}], suspected=[[], [], [], ["b"]])
     # Unresponsive nodes are looked for all the same.
     assert cluster.watch() == [{"a": None}, "b"]
     assert cluster.asked == [0, 1]
 
 
-def test_a_silent_node_that_answers_is_not_lost(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+def test_a_suspected_node_that_answers_is_not_lost(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
     known = [node("other", closed_port()), node("a", listening)]
-    assert Cluster(monkeypatch, [{}, {}], silent=[["a"], ["a"]], known=known).watch() == []
+    assert Cluster(monkeypatch, [{}, {}], suspected=[["a"], ["a"]], known=known).watch() == []
 
 
-def test_a_silent_node_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+def test_a_suspected_node_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
     known = [node("a", listening), node("b", closed_port()), node("dead", listening, alive=False)]
-    cluster = Cluster(monkeypatch, [{}], silent=[["a", "b", "dead", "unknown"]], known=known)
+    cluster = Cluster(monkeypatch, [{}], suspected=[["a", "b", "dead", "unknown"]], known=known)
     assert cluster.watch() == ["b", "dead", "unknown"]
 
 
@@ -129,7 +129,7 @@ def test_a_node_is_probed_twice_and_not_for_ever(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(socket, "create_connection", once_in_vain)
     known = [node("a", listening)]
-    assert Cluster(monkeypatch, [{}, {}], silent=[["a"], ["a"]], known=known).watch() == ["a"]
+    assert Cluster(monkeypatch, [{}, {}], suspected=[["a"], ["a"]], known=known).watch() == ["a"]
     assert limits == [KNOCK_S] * 4
 
 
@@ -137,7 +137,7 @@ def test_a_briefly_unreachable_head_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks = [{"a": None}, ConnectionError("no head"), {"a": None}, RuntimeError("still none"), {"a": 5.0}]
-    cluster = Cluster(monkeypatch, looks, silent=[[], [], [], [], ["b"]])
+    cluster = Cluster(monkeypatch, looks, suspected=[[], [], [], [], ["b"]])
     assert cluster.watch() == [{"a": None}, {"a": 5.0}, "b"]
     assert [record.getMessage() for record in caplog.records] == ["cannot check the nodes; trying again"] * 2
 

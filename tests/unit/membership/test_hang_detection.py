@@ -10,25 +10,25 @@ from raytrain_plus.membership.hang_detection import (
     LAST_S,
     LEAVE_JOINING_S,
     LEAVE_S,
-    LEAVE_SILENT_S,
+    LEAVE_UNRESPONSIVE_S,
     Pulse,
     Pulses,
     judge,
     overdue,
-    silent,
+    unresponsive,
 )
 
 NOW = 1000.0
 HANG_S = 30.0
 
 
-def pulse(doing: str, for_s: float, limit_s: float = HANG_S, silent_s: float = 0.0) -> Pulse:
+def pulse(doing: str, for_s: float, limit_s: float = HANG_S, unresponsive_s: float = 0.0) -> Pulse:
     return Pulse(
         doing=doing,
-        since=NOW - silent_s - for_s,
+        since=NOW - unresponsive_s - for_s,
         limit_s=limit_s,
-        heard=NOW - silent_s,
-        asked=NOW - silent_s if silent_s else None,
+        heard=NOW - unresponsive_s,
+        asked=NOW - unresponsive_s if unresponsive_s else None,
     )
 
 
@@ -38,8 +38,8 @@ WAITS = pulse("collective", 100.0)
 @pytest.mark.parametrize(
     ("culprit", "word"),
     [
-        (pulse("computing", 1.0, silent_s=30.1), "not answered"),
-        (pulse("collective", 1.0, silent_s=30.1), "not answered"),
+        (pulse("computing", 1.0, unresponsive_s=30.1), "not answered"),
+        (pulse("collective", 1.0, unresponsive_s=30.1), "not answered"),
         (pulse("computing", 30.1), "while it computed"),
         (pulse("applying", 30.1), "while it applied"),
         (pulse("data", 30.1), "while it waited for data"),
@@ -59,8 +59,8 @@ def test_the_worker_that_does_not_wait_has_hung(culprit: Pulse, word: str) -> No
     [
         pulse("computing", 0.8 * HANG_S),
         pulse("computing", 200.0, limit_s=300.0),
-        pulse("computing", 1.0, limit_s=300.0, silent_s=200.0),
-        pulse("preparing", 500.0, limit_s=600.0, silent_s=400.0),
+        pulse("computing", 1.0, limit_s=300.0, unresponsive_s=200.0),
+        pulse("preparing", 500.0, limit_s=600.0, unresponsive_s=400.0),
         pulse("collective", 29.0),
         pulse("idle", 5000.0),
         pulse("joining", 100.0),
@@ -88,18 +88,18 @@ def test_all_holders_of_the_state_hang_only_after_more_time() -> None:
     assert list(judge(long, ["a", "b"], [["a", "b", "c"]], HANG_S, NOW).hung) == ["a", "b"]
     longer = {name: pulse("computing", HANG_S + LAST_S + 1) for name in "ab"}
     assert list(judge(longer, ["a", "b"], [["a", "b"]], HANG_S, NOW).hung) == ["a", "b"]
-    silent = {name: pulse("collective", 1.0, silent_s=HANG_S + 1) for name in "ab"}
-    assert judge(silent, ["a", "b"], [["a", "b"]], HANG_S, NOW).hung == {}
+    quiet = {name: pulse("collective", 1.0, unresponsive_s=HANG_S + 1) for name in "ab"}
+    assert judge(quiet, ["a", "b"], [["a", "b"]], HANG_S, NOW).hung == {}
 
 
 def test_missing_answers_of_all_holders_may_be_our_own_fault() -> None:
-    quiet = {name: pulse("computing", 1.0, silent_s=4.0) for name in "ab"}
-    assert silent(quiet, [["a", "b", "c"]], 3.0, NOW) == ["a", "b"]
-    assert silent(quiet, [[]], 3.0, NOW) == ["a", "b"]
-    assert silent(quiet, [["a", "b"]], 3.0, NOW) == []
-    assert silent(quiet, [["a"]], 4.0, NOW) == []
-    longer = {name: pulse("computing", 1.0, silent_s=3.0 + LAST_S + 0.1) for name in "ab"}
-    assert silent(longer, [["a", "b"]], 3.0, NOW) == ["a", "b"]
+    quiet = {name: pulse("computing", 1.0, unresponsive_s=4.0) for name in "ab"}
+    assert unresponsive(quiet, [["a", "b", "c"]], 3.0, NOW) == ["a", "b"]
+    assert unresponsive(quiet, [[]], 3.0, NOW) == ["a", "b"]
+    assert unresponsive(quiet, [["a", "b"]], 3.0, NOW) == []
+    assert unresponsive(quiet, [["a"]], 4.0, NOW) == []
+    longer = {name: pulse("computing", 1.0, unresponsive_s=3.0 + LAST_S + 0.1) for name in "ab"}
+    assert unresponsive(longer, [["a", "b"]], 3.0, NOW) == ["a", "b"]
 
 
 def test_only_the_duration_at_the_last_answer_counts() -> None:
@@ -114,8 +114,8 @@ def test_an_interrupted_worker_has_time_if_it_computes_and_none_if_it_waits() ->
     assert overdue({"a": replace(inside, heard=told + LEAVE_S / 2)}, NOW, [["a", "b"]]) == []
     assert overdue({"a": replace(inside, doing="computing")}, NOW, [["a", "b"]]) == []
     assert overdue({"a": replace(inside, told=None)}, NOW, [["a", "b"]]) == []
-    silent = Pulse(doing="collective", heard=NOW - 5, asked=NOW - 2, told=NOW - LEAVE_SILENT_S - 0.1)
-    assert overdue({"a": silent}, NOW, [["a", "b"]]) == ["a"]
+    quiet = Pulse(doing="collective", heard=NOW - 5, asked=NOW - 2, told=NOW - LEAVE_UNRESPONSIVE_S - 0.1)
+    assert overdue({"a": quiet}, NOW, [["a", "b"]]) == ["a"]
 
 
 def test_a_worker_that_just_stopped_computing_gets_the_full_time_to_leave() -> None:
@@ -146,7 +146,7 @@ def test_questions_and_answers() -> None:
     assert pulses.due(["a", "b"], 0.5, 10.5) == ["a"]
     pulses.asked("a", 10.5)
     pulses.asked("a", 11.0)
-    assert pulses.all["a"].silent_s(12.0) == 1.5
+    assert pulses.all["a"].unresponsive_s(12.0) == 1.5
     assert pulses.due(["a"], 0.5, 12.0) == []
     pulses.told("a", 12.0)
     pulses.heard("a", "computing", 2.0, 30.0, 12.5)
