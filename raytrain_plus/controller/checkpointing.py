@@ -83,7 +83,8 @@ class Checkpoints:
         self._layout: Sequence[Member] = ()
         self._resumptions = list((order.past or Past()).resumptions)
         self._last = clock.now()
-        self._wished: int | None = None
+        self._requested_in: int | None = None
+        """The generation in which a checkpoint was requested."""
 
     @property
     def newest(self) -> Manifest | None:
@@ -108,10 +109,10 @@ class Checkpoints:
     def request_in_time(self, now: float) -> None:
         """Request a checkpoint, once per generation, if the last one is too old."""
         group = self._machine.group
-        if group.phase is not Phase.TRAIN or self._wished == group.generation or self.busy:
+        if group.phase is not Phase.TRAIN or self._requested_in == group.generation or self.busy:
             return
         if self._every_s is not None and now - self._last > self._every_s:
-            self._wished = group.generation
+            self._requested_in = group.generation
             # The header carries one member's request to all: a second request could arrive after the first is
             # fulfilled.
             self._loop.tell(members_in(group)[0], "save", group.generation)
@@ -217,7 +218,7 @@ class Checkpoints:
 
     def restart_clock(self) -> None:
         """Restart the time until the next checkpoint."""
-        self._last, self._wished = self._clock.now(), None
+        self._last, self._requested_in = self._clock.now(), None
 
     def close(self) -> None:
         """Begin nothing more."""

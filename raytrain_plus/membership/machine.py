@@ -182,12 +182,18 @@ def _keep(group: Group) -> Outcome:
     return replace(group, kept=best.step), [e.Keep(best.step)]
 
 
-def _enough(group: Group, patient: bool = True) -> bool:
+def _enough(group: Group, wait_for_preparing: bool = True) -> bool:
+    """Return whether enough workers are ready for the next view.
+
+    `wait_for_preparing`: whether the first view also waits for workers that are preparing or expected.
+    """
     count = len(free(group))
     if count < group.limits.minimum or shape_for(group, count) is None:
         return False
     # A group that has trained continues with the ready workers; those still preparing join later and stop nobody.
-    return not patient or group.generation >= 0 or (not preparing(group) and count >= group.limits.expected)
+    if not wait_for_preparing or group.generation >= 0:
+        return True
+    return not preparing(group) and count >= group.limits.expected
 
 
 def _join(group: Group, best: NewestState) -> Outcome:
@@ -323,7 +329,7 @@ def _review(group: Group) -> Outcome:
     """Pause a training group that should stop or change."""
     if not members_in(group):
         return _settle(group)
-    if not _enough(group, patient=False):
+    if not _enough(group, wait_for_preparing=False):
         group = _wanted_again(group)
     if group.stopping or wants_change(group):
         return replace(group, phase=Phase.PAUSE), [e.Pause(group.generation)]
@@ -597,7 +603,7 @@ def _late_train(group: Group, event: e.Late) -> Outcome:
 
 def _late_gather(group: Group, event: e.Late) -> Outcome:
     best = newest_state(group)
-    if _enough(group, patient=False) and best is not None and best.step >= group.committed:
+    if _enough(group, wait_for_preparing=False) and best is not None and best.step >= group.committed:
         return _join(group, best)
     for name, worker in group.workers.items():
         if worker.state == "restoring":

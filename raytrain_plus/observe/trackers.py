@@ -45,7 +45,7 @@ LOAD_S = 20.0
 """Maximum seconds for loading a tracker's library."""
 END_S = 5.0
 """Maximum seconds for a tracker to take the remaining metrics after the run has ended."""
-PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+CLIENT_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """Defaults for MLflow, which the user can override. Its own would take minutes, and failures are retried anyway."""
 GOING_S = 2.0
 """Maximum seconds for a tracker's process to exit after that."""
@@ -150,7 +150,7 @@ class Relay:
         `settings`: the resolved job; `environment`: see `settings_for`.
         """
         search = os.pathsep.join(filter(None, sys.path))
-        known = {**PATIENCE, **os.environ, **environment, "PYTHONPATH": search}
+        known = {**CLIENT_TIMEOUTS, **os.environ, **environment, "PYTHONPATH": search}
         # It refers to one of W&B's own processes, on the machine where the run was started.
         known.pop("WANDB_SERVICE", None)
         try:

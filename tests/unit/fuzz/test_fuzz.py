@@ -166,7 +166,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[folders.Base]:
 def run(base: folders.Base) -> Iterator[Path]:
     folder = base.folder.with_name("one")
     shutil.copytree(base.folder, folder)
-    with folders.patient_for_nothing():
+    with folders.expired_at_once():
         yield folder
     shutil.rmtree(folder)
 
