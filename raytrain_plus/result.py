@@ -26,7 +26,7 @@ _SHAPE = has.object_of(
     samples=has.whole(0),
 )
 _IF_THERE = {
-    "metrics": has.table_of(has.figure),
+    "metrics": has.table_of(has.number_or_nonfinite),
     "state_sha256": has.maybe(has.text),
     "recoveries": has.whole(0),
     "stall_s": has.number(0, 1e12),

@@ -244,7 +244,7 @@ class Checkpoints:
             random={"keyed_by": "seed, step, shard, microbatch, layer", "seed": order.plan.job.seed},
             metrics={
                 name: value
-                for name, value in (first.metrics or self._journal.figures(first.step)).items()
+                for name, value in (first.metrics or self._journal.metrics(first.step)).items()
                 if math.isfinite(value)
             },
             stall_s=max(told.stall_s for told in shares),

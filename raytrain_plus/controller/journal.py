@@ -86,7 +86,7 @@ class Journal:
         self._bubble = Bubble()
         self._waited: dict[int, float] = {}
         """For steps not yet committed: the longest that any member waited for data."""
-        self._figures: dict[int, Mapping[str, float]] = dict(past.figures)
+        self._metrics: dict[int, Mapping[str, float]] = dict(past.metrics)
         self._places: dict[str, Place] = {}
         self._offsets: dict[str, float] = {}
         self._members: tuple[str, ...] = ()
@@ -237,7 +237,7 @@ class Journal:
         for told in records:
             if isinstance(told, Evaluated) and told.step > self.evaluated:
                 self.evaluated = told.step
-                self._figures[told.step] = dict(told.metrics)
+                self._metrics[told.step] = dict(told.metrics)
                 self._tell("evaluated", step=told.step, metrics=dict(told.metrics))
 
     def regroup(self, now: float, members: Sequence[str], held: int, generation: int) -> None:
@@ -258,7 +258,7 @@ class Journal:
         self._waited.clear()
         self._totals.back_to(step, self.samples(step), made)
         self.evaluated = evaluated
-        self._figures = {at: figures for at, figures in self._figures.items() if at <= step}
+        self._metrics = {at: metrics for at, metrics in self._metrics.items() if at <= step}
         self._newest = min(self._newest, step)
         self._tell("resumed", step=step, checkpoint=checkpoint, voided_to=made)
         if self._log is not None:
@@ -291,9 +291,9 @@ class Journal:
         self._tell_of_outages()
         self._tell("checkpoint_failed", step=step, error=error)
 
-    def figures(self, step: int) -> Mapping[str, float]:
+    def metrics(self, step: int) -> Mapping[str, float]:
         """Return the evaluation metrics of the state after `step`; empty if it was not evaluated."""
-        return self._figures.get(step, {})
+        return self._metrics.get(step, {})
 
     def samples(self, step: int) -> int:
         """Return the number of rows in all steps up to `step`."""
@@ -374,7 +374,7 @@ class Journal:
             name=name,
             status=status,
             path=self._run.path or self._run.address,
-            metrics=self._figures[max(self._figures)] if self._figures else {},
+            metrics=self._metrics[max(self._metrics)] if self._metrics else {},
             state_sha256=sha,
             error=error,
             show=export.show if export else None,

@@ -36,11 +36,11 @@ class Metrics:
         """Whether it is time to update the gauges."""
         return self._clock() >= self._due
 
-    def show(self, figures: GaugeValues) -> None:
+    def show(self, values: GaugeValues) -> None:
         """Set the run's gauges. If Ray does not take them, that is logged once and no more are set."""
         self._due = self._clock() + PERIOD_S
         try:
-            for (name, tags), value in figures.items():
+            for (name, tags), value in values.items():
                 self._gauge(name).set(value, dict(zip(("worker", "stage"), tags, strict=False)))
         except Exception:
             self._due = math.inf

@@ -22,7 +22,7 @@ class Past:
     """The highest committed step that is not void."""
     evaluated: int = -2
     """The highest step whose evaluation was reported and is not void."""
-    figures: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """Held-out metrics by step."""
     resumptions: tuple[tuple[int, int], ...] = ()
     """(generation, step) pairs: what older generations did after that step is void."""
@@ -62,7 +62,7 @@ def load_history(run: Folder) -> Past:
         generation=generation,
         committed=committed,
         evaluated=evaluated,
-        figures=metrics,
+        metrics=metrics,
         resumptions=tuple(resumptions),
         claims=claims,
         found=found,

@@ -60,7 +60,7 @@ def number(lowest: float = -math.inf, highest: float = math.inf) -> JsonShape:
     return check
 
 
-def figure(value: Any) -> str:
+def number_or_nonfinite(value: Any) -> str:
     """Fit numbers; NaN and infinities are spelled as text, see `json_text`."""
     if isinstance(value, float) or value in ("nan", "inf", "-inf"):
         return ""

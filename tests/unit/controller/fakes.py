@@ -135,11 +135,11 @@ class FakeNodes:
 
 
 class FakeMetrics:
-    """Wants no figures."""
+    """Exports no metrics."""
 
     due = False
 
-    def show(self, figures: GaugeValues) -> None: ...
+    def show(self, values: GaugeValues) -> None: ...
 
 
 class FakeHost:

@@ -85,7 +85,7 @@ class Kept:
             check_fence=lambda: None,
             outages=Outages(),
             samples=lambda step: 8 * (step + 1),
-            figures=lambda step: {"loss": 0.5, "bad": float("nan")},
+            metrics=lambda step: {"loss": 0.5, "bad": float("nan")},
             saved=lambda step, took_s, stall_s: self.told.append(("journal", step)),
             not_saved=lambda step, why: self.told.append((step, why)),
         )

@@ -40,7 +40,7 @@ def test_a_missing_folder_has_an_empty_history(run: Folder) -> None:
 def test_the_history_sums_up_the_events(run: Folder) -> None:
     tell(run, [evaluated(0, -1, 9.0), *committed(0, 0, 1, 2), evaluated(2, 2, 5.0), *committed(2, 3)])
     past = load_history(run)
-    assert (past.generation, past.committed, past.evaluated, past.figures) == (
+    assert (past.generation, past.committed, past.evaluated, past.metrics) == (
         2,
         3,
         2,
@@ -53,7 +53,7 @@ def test_a_resumption_voids_later_steps(run: Folder) -> None:
     # Another controller resumes from an earlier state.
     tell(run, [resumed(1, 0, 2), *committed(1, 1)])
     past = load_history(run)
-    assert (past.generation, past.committed, past.evaluated, past.figures) == (1, 1, -1, {-1: {"loss": 9.0}})
+    assert (past.generation, past.committed, past.evaluated, past.metrics) == (1, 1, -1, {-1: {"loss": 9.0}})
     assert past.resumptions == ((1, 0),)
 
 
@@ -66,4 +66,4 @@ def test_ledger_parts_raise_the_generation(run: Folder) -> None:
 
 def test_metrics_that_are_not_finite_become_floats_again(run: Folder) -> None:
     tell(run, [evaluated(0, -1, math.inf)])
-    assert load_history(run).figures == {-1: {"loss": math.inf}}
+    assert load_history(run).metrics == {-1: {"loss": math.inf}}
