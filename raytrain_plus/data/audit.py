@@ -111,7 +111,7 @@ def audit(where: str | Path) -> Audit:
     Raises `InputError` if the folder holds no run, or its files are too damaged to audit.
     """
     run = open_folder(where)
-    line, then = _described(run)
+    expected, then = _described(run)
     faults = Faults()
     compare(Path(then["path"]), then, faults)
     # Read status and checkpoints before the ledger: the ledger of a live run then covers everything that they mention.
@@ -122,14 +122,14 @@ def audit(where: str | Path) -> Audit:
     void = list(_resumptions(run))
     entries, saved = _without(void, entries), _without(void, saved)
     if status == "finished":
-        due_to = line.steps - 1
-        if made != line.steps:
-            faults.add(f"the run finished with {made:,} steps; the job has {line.steps:,}")
+        due_to = expected.steps - 1
+        if made != expected.steps:
+            faults.add(f"the run finished with {made:,} steps; the job has {expected.steps:,}")
     elif made is not None:
-        due_to = min(made, line.steps) - 1
+        due_to = min(made, expected.steps) - 1
     else:
-        due_to = min(int(np.concatenate([entries["step"], saved["step"], [-1]]).max()), line.steps - 1)
-    if (due_to + 1) * line.shards > max(MOST_DUE, 16 * len(entries)):
+        due_to = min(int(np.concatenate([entries["step"], saved["step"], [-1]]).max()), expected.steps - 1)
+    if (due_to + 1) * expected.shards > max(MOST_DUE, 16 * len(entries)):
         raise InputError(
             f"the run's files disagree: step {due_to:,} is due, but the ledger has only {len(entries):,} entries",
             where=run.where,
@@ -138,15 +138,15 @@ def audit(where: str | Path) -> Audit:
         )
     if due_to >= 0 and not parts:
         faults.add("the ledger is missing")
-    entries = only_due(entries, line, due_to, faults)
-    find_doubled_and_missing(entries, line, due_to, faults)
-    good = line.check(entries, faults)
-    epochs = line.use(entries[good], due_to)
+    entries = only_due(entries, expected, due_to, faults)
+    find_doubled_and_missing(entries, expected, due_to, faults)
+    good = expected.check(entries, faults)
+    epochs = expected.use(entries[good], due_to)
     return Audit(
         run=split(run.address)[1],
-        rows=line.rows,
+        rows=expected.rows,
         files=len(then["files"]),
-        steps=line.steps,
+        steps=expected.steps,
         audited_to=due_to,
         status=status,
         epochs=tuple(epochs),

@@ -47,10 +47,10 @@ def read_entries(run: Folder, names: Iterable[str], faults: Faults) -> npt.NDArr
     return np.concatenate(parts) if parts else np.empty(0, _ENTRY)
 
 
-def only_due(entries: npt.NDArray[Any], line: ExpectedOrder, due_to: int, faults: Faults) -> npt.NDArray[Any]:
+def only_due(entries: npt.NDArray[Any], expected: ExpectedOrder, due_to: int, faults: Faults) -> npt.NDArray[Any]:
     """Return the entries of due steps and existing shards; report the others."""
     fits = (entries["step"] >= 0) & (entries["step"] <= due_to)
-    fits &= (entries["shard"] >= 0) & (entries["shard"] < line.shards)
+    fits &= (entries["shard"] >= 0) & (entries["shard"] < expected.shards)
     strange = entries[~fits]
     strange = strange[np.lexsort((strange["step"], strange["shard"]))]
     runs = _Runs(strange["shard"], strange["step"])
@@ -58,17 +58,17 @@ def only_due(entries: npt.NDArray[Any], line: ExpectedOrder, due_to: int, faults
     return entries[fits]
 
 
-def find_doubled_and_missing(entries: npt.NDArray[Any], line: ExpectedOrder, due_to: int, faults: Faults) -> None:
+def find_doubled_and_missing(entries: npt.NDArray[Any], expected: ExpectedOrder, due_to: int, faults: Faults) -> None:
     keys = entries["shard"] * (due_to + 1) + entries["step"]
     values, counts = np.unique(keys, return_counts=True)
     doubled = values[counts > 1]
-    missing = np.setdiff1d(np.arange((due_to + 1) * line.shards), values, assume_unique=True)
+    missing = np.setdiff1d(np.arange((due_to + 1) * expected.shards), values, assume_unique=True)
     for found, what in ((doubled, "is in the ledger more than once"), (missing, "is missing from the ledger")):
         runs = _Runs(found // (due_to + 1), found % (due_to + 1))
         faults.add_many(
             len(runs),
             (
-                f"{which} {what} ({line.files_of(shard, first * line.per_shard, line.per_shard)})"
+                f"{which} {what} ({expected.files_of(shard, first * expected.per_shard, expected.per_shard)})"
                 for which, shard, first in runs
             ),
         )

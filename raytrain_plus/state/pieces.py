@@ -98,7 +98,7 @@ def union(sets: Iterable[Pieces]) -> Pieces:
 
 
 def transfers(
-    lacking: Mapping[Taker, Pieces], held: Mapping[Giver, Pieces], row_bytes: Mapping[str, int]
+    missing: Mapping[Taker, Pieces], held: Mapping[Giver, Pieces], row_bytes: Mapping[str, int]
 ) -> dict[Taker, dict[Giver, Pieces]]:
     """Return what each worker takes from which holder, so that it gets what it lacks.
 
@@ -113,7 +113,7 @@ def transfers(
     """
     given = dict.fromkeys(held, 0)
     moves: dict[Taker, dict[Giver, Pieces]] = {}
-    for taker, lacks in lacking.items():
+    for taker, lacks in missing.items():
         taken: dict[Giver, list[Piece]] = {}
         # The largest first: they are balanced best so.
         for name, first, last in sorted(lacks, key=lambda one: -(one.last - one.first) * row_bytes[one.name]):

@@ -51,8 +51,8 @@ def plain_losses(job: Job, transform: Any = None) -> list[float]:
     """Train with a plain loop, written from the documented rules alone."""
     task = Net(**job.args)
     seen = index(job.data.path)
-    line = sample_order_of(job, seen)
-    rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=transform, block_rows=job.data.granule)
+    sample_order = sample_order_of(job, seen)
+    rows = Rows(index=seen, sample_order=sample_order, seed=job.seed, transform=transform, block_rows=job.data.granule)
     if task.named:
         model = nn.Sequential()
         for name, build in task.parts().items():
@@ -65,7 +65,7 @@ def plain_losses(job: Job, transform: Any = None) -> list[float]:
     scheduler = task.scheduler(optimizer)
     told = []
     m = job.parallel.microbatches
-    for step in range(line.steps):
+    for step in range(sample_order.steps):
         before = {name: value.clone() for name, value in model.named_buffers()}
         means = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in before.items()}
         counted, total = 0, 0.0
@@ -73,8 +73,8 @@ def plain_losses(job: Job, transform: Any = None) -> list[float]:
         for shard in range(job.data.shards):
             for name, value in model.named_buffers():
                 value.copy_(before[name])
-            table = pa.concat_tables([without_ids(rows.read(piece)) for piece in line.pieces(shard, step)])
-            size = line.per_shard // m
+            table = pa.concat_tables([without_ids(rows.read(piece)) for piece in sample_order.pieces(shard, step)])
+            size = sample_order.per_shard // m
             starts = [start for start in range(0, table.num_rows, size) if start == 0 or table.num_rows - start > 1]
             for number, start in enumerate(starts):
                 end = [*starts, table.num_rows][number + 1]

@@ -231,7 +231,9 @@ def test_a_newcomer_that_is_killed_while_it_joins(tmp_path: Path, undisturbed: l
 
 
 @SLOW
-def test_an_exception_inside_an_apply_makes_a_worker_dirty_not_lost(tmp_path: Path, undisturbed: list[float]) -> None:
+def test_an_exception_inside_an_apply_leaves_a_partially_applied_state(
+    tmp_path: Path, undisturbed: list[float]
+) -> None:
     run, before = started(tmp_path, args={"fault": "applied:raise:40"})
     recovered = run.until_told("recovered")
     assert len(recovered["kept"]) == 4

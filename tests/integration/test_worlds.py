@@ -381,8 +381,8 @@ def kill_in_all_reduce(rounds: int, kind: str, doing: str) -> dict[str, int]:
                 key = "died" if "died" in answer else "out" if took < 0.3 and "interrupted" in answer else "late"
                 counted[key] += 1
             if all(member.process.poll() is None for member in survivors):
-                with server(2) as (_, anew):
-                    answers = form(survivors, anew, generation=1)
+                with server(2) as (_, second):
+                    answers = form(survivors, second, generation=1)
                 counted["formed again"] += (
                     all("rank" in answer for answer in answers) and reduced(survivors) == [{"value": 3}] * 2
                 )

@@ -61,8 +61,8 @@ def test_a_repartition_moves_exactly_the_missing_layers(before: int, after: int)
     moved = 0
     for name, parts in sources(takers, holding, providers).items():
         taken = Counter(layer for part in parts for layer in part.layers or pieces(part.stage).names)
-        lacking = pieces(takers[name]) - (pieces(holding[name]) if name in holding else Pieces())
-        assert taken == Counter(lacking.names)
+        missing = pieces(takers[name]) - (pieces(holding[name]) if name in holding else Pieces())
+        assert taken == Counter(missing.names)
         assert all(set(part.layers or ()) <= set(pieces(part.stage).names) for part in parts)
         moved += sum(BYTES[layer] for layer in taken)
     all_bytes, kept = sum(BYTES.values()), 0

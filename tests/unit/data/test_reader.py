@@ -34,8 +34,8 @@ def augment(table: pa.Table, rng: np.random.Generator) -> pa.Table:
 
 def rows_of(folder: Path, *, transform=None, shards: int = 4, epochs: int = 3, granule: int = 4) -> Rows:  # type: ignore[no-untyped-def]
     seen = index(folder)
-    line = SampleOrder(seen.unit_rows, shards=shards, batch_size=shards * 3, seed=5, epochs=epochs)
-    return Rows(index=seen, sample_order=line, seed=5, transform=transform, block_rows=granule)
+    sample_order = SampleOrder(seen.unit_rows, shards=shards, batch_size=shards * 3, seed=5, epochs=epochs)
+    return Rows(index=seen, sample_order=sample_order, seed=5, transform=transform, block_rows=granule)
 
 
 def to_rows(table: pa.Table) -> list[tuple[object, ...]]:
@@ -203,16 +203,16 @@ def test_a_step_that_never_arrives_names_the_missing_data(folder: Path) -> None:
 
 def test_microbatches_split_a_shards_rows_and_the_last_takes_the_rest(folder: Path) -> None:
     seen = index(folder)
-    line = SampleOrder(seen.unit_rows, shards=2, batch_size=16, seed=0, epochs=1)
-    rows = Rows(index=seen, sample_order=line, seed=0, transform=None, block_rows=8)
+    sample_order = SampleOrder(seen.unit_rows, shards=2, batch_size=16, seed=0, epochs=1)
+    rows = Rows(index=seen, sample_order=sample_order, seed=0, transform=None, block_rows=8)
     feed = Batches(rows, shards=[0, 1], first_step=0, microbatches=4, collate=to_rows, cache_mb=0, make_stream=None)
     with feed:
-        steps = [feed.get(step, 10).shards[0] for step in range(line.steps)]
+        steps = [feed.get(step, 10).shards[0] for step in range(sample_order.steps)]
     sizes = [[mb.rows for mb in made] for made in steps]
     assert [mb.start for mb in steps[1]] == [8, 10, 12, 14]
     assert sum(mb.ids for mb in steps[1]) % 2**64 == noted(rows, 1, 0)
     assert sizes[0] == [2, 2, 2, 2]
-    assert sum(sizes[-1]) == line.rows_in_step(0, line.steps - 1)
+    assert sum(sizes[-1]) == sample_order.rows_in_step(0, sample_order.steps - 1)
     assert all(size == 2 for size in sizes[-1][:-1])
 
 
@@ -233,8 +233,8 @@ def test_from_stream(number: int, delivered: int, ended: bool, expected: bool) -
 
 def test_held_out_rows_are_used_once(folder: Path) -> None:
     seen = index(folder)
-    line = SampleOrder(seen.unit_rows, shards=4, batch_size=4, seed=0, shuffle="none", epochs=1)
-    rows = Rows(index=seen, sample_order=line, seed=0, transform=None, block_rows=8)
+    sample_order = SampleOrder(seen.unit_rows, shards=4, batch_size=4, seed=0, shuffle="none", epochs=1)
+    rows = Rows(index=seen, sample_order=sample_order, seed=0, transform=None, block_rows=8)
     batches = [mb for shard in range(4) for mb in held_out(rows, shard, 5, to_rows)]
     assert [value for mb in batches for (value,) in mb.batch] == [n * 100 + i for n in range(3) for i in range(37)]
     assert max(mb.rows for mb in batches) == 5

@@ -14,7 +14,7 @@ from raytrain_plus.data.sample_order import SampleOrder, mix, order, read_factor
 
 
 @st.composite
-def lines(draw: st.DrawFn) -> SampleOrder:
+def sample_orders(draw: st.DrawFn) -> SampleOrder:
     shards = draw(st.integers(1, 7))
     units = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
     while sum(units) < shards:
@@ -39,7 +39,7 @@ def rows_of(sample_order: SampleOrder, shard: int, step: int) -> list[tuple[int,
     return found
 
 
-@given(lines())
+@given(sample_orders())
 def test_every_row_is_used_once_an_epoch_and_steps_are_alike(sample_order: SampleOrder) -> None:
     used: Counter[tuple[int, int, int]] = Counter()
     for step in range(sample_order.steps):
@@ -60,7 +60,7 @@ def test_every_row_is_used_once_an_epoch_and_steps_are_alike(sample_order: Sampl
     assert used == Counter(dict.fromkeys(wanted, 1))
 
 
-@given(lines(), st.integers(0, 5))
+@given(sample_orders(), st.integers(0, 5))
 def test_spans_are_equal_within_one_row_and_lie_end_to_end(sample_order: SampleOrder, epoch: int) -> None:
     spans = [sample_order.span(shard, epoch) for shard in range(sample_order.shards)]
     at = 0
@@ -122,7 +122,7 @@ def test_seeds_and_epochs_give_other_orders() -> None:
     assert len(orders) == 4
 
 
-@given(lines(), st.data())
+@given(sample_orders(), st.data())
 def test_reads_give_each_shard_its_rows_in_order(sample_order: SampleOrder, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, sample_order.steps - 1))
     shards = data.draw(st.sets(st.integers(0, sample_order.shards - 1), min_size=1))

@@ -79,12 +79,12 @@ def test_checkpoints_are_listed_with_age_size_and_state(tmp_path: Path) -> None:
             commit(run, described(step, 0, written, time=time.time() - 7200))
     (run.path / "checkpoints" / name_of(1, 0) / files[1][1].name).unlink()
     size = sum(file.bytes for file in files[3])
-    none, good, lacking = status(run).checkpoints
+    none, good, incomplete = status(run).checkpoints
     assert (none.step, none.bytes, none.state) == (5, size, "not finished: there is no manifest")
     assert 0 <= none.age_s < 60
     assert (good.step, good.state, round(good.age_s / 3600)) == (3, "complete", 2)
     assert size < good.bytes < size + 20_000
-    assert (lacking.step, lacking.state) == (1, f"{files[1][1].name} is missing")
+    assert (incomplete.step, incomplete.state) == (1, f"{files[1][1].name} is missing")
     lines = status(run).lines()
     assert lines[1].split() == ["checkpoint", "after", "step", "age", "size", "state"]
     assert lines[3].split() == [name_of(3, 0), "4", "2", "h", f"{good.bytes / 1000:.1f}", "kB", "complete"]

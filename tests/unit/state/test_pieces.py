@@ -59,13 +59,13 @@ def check_transfers(held: dict[str, Pieces], wanted: dict[str, Pieces], covered:
     there = union(held.values())
     if covered:
         wanted = {taker: wants & there for taker, wants in wanted.items()}
-    lacking = {taker: wants - held.get(taker, Pieces()) for taker, wants in wanted.items()}
-    if not rows(union(lacking.values())) <= rows(there):
+    missing = {taker: wants - held.get(taker, Pieces()) for taker, wants in wanted.items()}
+    if not rows(union(missing.values())) <= rows(there):
         with pytest.raises(ValueError, match="nobody holds row"):
-            transfers(lacking, held, ROW_BYTES)
+            transfers(missing, held, ROW_BYTES)
         return
-    moves = transfers(lacking, held, ROW_BYTES)
-    assert moves.keys() == {taker for taker, missing in lacking.items() if missing}
+    moves = transfers(missing, held, ROW_BYTES)
+    assert moves.keys() == {taker for taker, pieces in missing.items() if pieces}
     for taker, taken in moves.items():
         assert taker not in taken
         assert all(pieces and rows(pieces) <= rows(held[giver]) for giver, pieces in taken.items())

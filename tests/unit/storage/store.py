@@ -20,7 +20,7 @@ def serving(bucket: str) -> Iterator[tuple[str, int]]:
     moto = pytest.importorskip("moto.moto_server.werkzeug_app")
     serving = pytest.importorskip("werkzeug.serving")
     logging.getLogger("werkzeug").setLevel(logging.WARNING)
-    # Moto's own server finds out anew for each request which of AWS's services is meant, which takes longer than to
+    # Moto's own server finds out for each request again which of AWS's services is meant, which takes longer than to
     # serve it.
     app = moto.create_backend_app("s3")
     server = serving.make_server("127.0.0.1", 0, app, threaded=True, request_handler=moto.MotoRequestHandler)
