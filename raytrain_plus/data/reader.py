@@ -98,7 +98,7 @@ def microbatch_rows(sample_order: SampleOrder, microbatches: int) -> int:
 
 def first_microbatch(rows: Rows, microbatches: int, collate: Collate) -> Microbatch:
     """Return the first microbatch of shard 0 in step 0."""
-    table = pa.concat_tables([rows.read(piece) for piece in rows.sample_order.pieces(0, 0)])
+    table = pa.concat_tables([rows.read(row_range) for row_range in rows.sample_order.row_ranges(0, 0)])
     return cut(table, microbatch_rows(rows.sample_order, microbatches), collate)[0]
 
 
@@ -273,16 +273,16 @@ class Batches:
             self._rows,
             grouped(wanted, self._bytes_of),
             whole_units=self._keep_units,
-            expected_rows=(lambda read: index.unit_rows[read.piece.unit])
+            expected_rows=(lambda read: index.unit_rows[read.row_range.unit])
             if self._keep_units
-            else (lambda read: read.piece.rows),
+            else (lambda read: read.row_range.rows),
         )
         stream.start()
         self._stream = stream
 
     def _read(self, read: Read) -> pa.Table:
         if self._keep_units:
-            return self._rows.cut(self._unit(read), read.piece)
+            return self._rows.cut(self._unit(read), read.row_range)
         stream = self._stream
         if stream is not None and from_stream(read.number, stream.delivered, stream.ended):
             table = stream.take(read.number, STREAM_S)
@@ -292,10 +292,10 @@ class Batches:
         elif stream is not None:
             stream.pass_by(read.number)
         self.direct_reads += 1
-        return self._rows.read(read.piece)
+        return self._rows.read(read.row_range)
 
     def _unit(self, read: Read) -> pa.Table:
-        unit = read.piece.unit
+        unit = read.row_range.unit
         stream = self._stream
         if unit not in self._units and stream is not None:
             for arrived, table in stream.take_units().items():
@@ -312,9 +312,9 @@ class Batches:
         return self._keep_units and len(self._units) == len(self._rows.index.unit_rows)
 
     def _bytes_of(self, read: Read) -> float:
-        index, piece = self._rows.index, read.piece
-        share = 1.0 if self._keep_units else piece.rows / index.unit_rows[piece.unit]
-        return index.unit_bytes[piece.unit] * share
+        index, row_range = self._rows.index, read.row_range
+        share = 1.0 if self._keep_units else row_range.rows / index.unit_rows[row_range.unit]
+        return index.unit_bytes[row_range.unit] * share
 
 
 class _ShardRows:
@@ -386,8 +386,8 @@ def held_out(rows: Rows, shard: int, microbatch_rows: int, collate: Collate) -> 
         return
     pending: list[pa.Table] = []
     have = 0
-    for piece in rows.sample_order.pieces_between(shard, 0, length):
-        table = rows.read(piece)
+    for row_range in rows.sample_order.row_ranges_between(shard, 0, length):
+        table = rows.read(row_range)
         pending.append(table)
         have += table.num_rows
         if have >= microbatch_rows:

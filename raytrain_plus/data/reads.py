@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from raytrain_plus.data.sample_order import Piece, SampleOrder
+from raytrain_plus.data.sample_order import RowRange, SampleOrder
 
 GROUP_BYTES = 32 << 20
 """Maximum decoded bytes of the small reads that share a task."""
@@ -25,7 +25,7 @@ class Read:
     step: int
     """The first step that needs it."""
     shard: int
-    piece: Piece
+    row_range: RowRange
 
 
 def reads(sample_order: SampleOrder, shards: Iterable[int], first_step: int) -> Iterator[Read]:
@@ -48,9 +48,9 @@ def _shard_reads(sample_order: SampleOrder, shard: int, first_step: int) -> Iter
         epoch += 1
         if stop <= start:
             continue
-        for piece in sample_order.pieces_between(shard, start, stop):
-            yield Read(0, min(start // sample_order.per_shard, last), shard, piece)
-            start += piece.rows
+        for row_range in sample_order.row_ranges_between(shard, start, stop):
+            yield Read(0, min(start // sample_order.per_shard, last), shard, row_range)
+            start += row_range.rows
 
 
 def grouped(wanted: Iterable[Read], bytes_of: Callable[[Read], float]) -> Iterator[tuple[Read, ...]]:
@@ -78,10 +78,10 @@ def first_touches(wanted: Iterable[Read], units: Collection[int]) -> Iterator[Re
     touched = None
     for read in wanted:
         if touched is None:
-            touched = read.piece.epoch
-        if not left or read.piece.epoch > touched + IN_VAIN:
+            touched = read.row_range.epoch
+        if not left or read.row_range.epoch > touched + IN_VAIN:
             return
-        if read.piece.unit in left:
-            left.remove(read.piece.unit)
-            touched = read.piece.epoch
+        if read.row_range.unit in left:
+            left.remove(read.row_range.unit)
+            touched = read.row_range.epoch
             yield read

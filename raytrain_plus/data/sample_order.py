@@ -26,7 +26,7 @@ _EPOCHS_KEPT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowRange:
     """Consecutive rows of one unit, counted in the unit's row order of that epoch."""
 
     epoch: int
@@ -114,13 +114,14 @@ class SampleOrder:
             return self.per_shard
         return self.rows_before(shard, self._epochs) - step * self.per_shard
 
-    def pieces(self, shard: int, step: int) -> tuple[Piece, ...]:
+    def row_ranges(self, shard: int, step: int) -> tuple[RowRange, ...]:
         """Return the shard's rows of `step`, in order."""
-        return self.pieces_between(shard, step * self.per_shard, step * self.per_shard + self.rows_in_step(shard, step))
+        start = step * self.per_shard
+        return self.row_ranges_between(shard, start, start + self.rows_in_step(shard, step))
 
-    def pieces_between(self, shard: int, start: int, stop: int) -> tuple[Piece, ...]:
+    def row_ranges_between(self, shard: int, start: int, stop: int) -> tuple[RowRange, ...]:
         """Return the rows [start, stop) of the shard's own sequence."""
-        found: list[Piece] = []
+        found: list[RowRange] = []
         epoch = start * self.shards // self.rows
         while self.rows_before(shard, epoch) > start:
             epoch -= 1
@@ -132,7 +133,7 @@ class SampleOrder:
             offset, _ = self.span(shard, epoch)
             at = offset + start - self.rows_before(shard, epoch)
             count = min(stop, end) - start
-            found.extend(self._cut(epoch, at, count))
+            found.extend(self._of_epoch(epoch, at, count))
             start += count
         return tuple(found)
 
@@ -159,19 +160,20 @@ class SampleOrder:
                 self._tables.popitem(last=False)
         return table
 
-    def _cut(self, epoch: int, at: int, count: int) -> list[Piece]:
+    def _of_epoch(self, epoch: int, at: int, count: int) -> list[RowRange]:
+        """Return `count` rows of an epoch, from position `at` of it on."""
         units, starts = self._table(epoch)
         index = int(np.searchsorted(starts, at, side="right")) - 1
-        pieces = []
+        found = []
         while count:
             inside = at - int(starts[index])
             rows = min(count, int(starts[index + 1]) - at)
             if rows:
-                pieces.append(Piece(epoch, int(units[index]), inside, rows))
+                found.append(RowRange(epoch, int(units[index]), inside, rows))
             at += rows
             count -= rows
             index += 1
-        return pieces
+        return found
 
 
 def steps_of_epochs(rows: int, shards: int, per_shard: int, epochs: int | None) -> int:
@@ -194,5 +196,5 @@ def read_factor(sample_order: SampleOrder, units: int) -> float:
     reads = 0
     for shard in range(sample_order.shards):
         _, length = sample_order.span(shard, 0)
-        reads += len(sample_order.pieces_between(shard, 0, length)) if length else 0
+        reads += len(sample_order.row_ranges_between(shard, 0, length)) if length else 0
     return reads / max(1, units)

@@ -78,7 +78,7 @@ def _numbered(rows: Rows, group: tuple[Read, ...], whole_units: bool) -> Iterato
     """Yield the rows of each read of a group, with its number; reads that fail are left out."""
     for read in group:
         try:
-            table = read_unit(rows.index, read.piece.unit) if whole_units else rows.read(read.piece)
+            table = read_unit(rows.index, read.row_range.unit) if whole_units else rows.read(read.row_range)
         except DataError:
             # The reader does not get these rows, reads them itself, meets the same fault and reports it in one
             # sentence. If it were raised here, Ray Data would print its own traceback on the user's screen.
@@ -240,7 +240,7 @@ class Stream:
             if self._closing:
                 return False
             self.delivered = max(self.delivered, read.number)
-            self._arrived[read.piece.unit if self._whole_units else read.number] = table
+            self._arrived[read.row_range.unit if self._whole_units else read.number] = table
             if not self._whole_units:
                 self._waiting_bytes += table.nbytes
                 self._drop_passed()

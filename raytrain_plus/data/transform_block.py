@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrain_plus.data.ledger import ROW_ID
-from raytrain_plus.data.sample_order import Piece, SampleOrder, mix
+from raytrain_plus.data.sample_order import RowRange, SampleOrder, mix
 from raytrain_plus.data.source import Index, read_unit
 from raytrain_plus.errors import TrainingError
 
@@ -38,40 +38,40 @@ class Rows:
     transform: Transform | None
     block_rows: int
 
-    def read(self, piece: Piece) -> pa.Table:
-        """Return the rows of one piece, with their ids."""
-        return self.cut(read_unit(self.index, piece.unit), piece)
+    def read(self, row_range: RowRange) -> pa.Table:
+        """Return the rows of one range, with their ids."""
+        return self.cut(read_unit(self.index, row_range.unit), row_range)
 
-    def cut(self, unit: pa.Table, piece: Piece) -> pa.Table:
-        """Return the rows of one piece, given its whole unit in the file's order.
+    def cut(self, unit: pa.Table, row_range: RowRange) -> pa.Table:
+        """Return the rows of one range, given its whole unit in the file's order.
 
         Raises `TrainingError` if `transform` does not keep the number of rows.
         """
-        permutation = self.sample_order.permutation(piece.epoch, piece.unit)
+        permutation = self.sample_order.permutation(row_range.epoch, row_range.unit)
         if self.transform is None:
             if permutation is None:
-                return unit.slice(piece.start, piece.rows)
-            return unit.take(permutation[piece.start : piece.start + piece.rows])
-        first = piece.start // self.block_rows
-        last = (piece.start + piece.rows - 1) // self.block_rows
+                return unit.slice(row_range.start, row_range.rows)
+            return unit.take(permutation[row_range.start : row_range.start + row_range.rows])
+        first = row_range.start // self.block_rows
+        last = (row_range.start + row_range.rows - 1) // self.block_rows
         parts = []
         for number in range(first, last + 1):
             begin = number * self.block_rows
             end = min(begin + self.block_rows, unit.num_rows)
             rows = unit.slice(begin, end - begin) if permutation is None else unit.take(permutation[begin:end])
-            made = self._transformed(rows, piece, number)
-            start = max(piece.start, begin)
-            parts.append(made.slice(start - begin, min(piece.start + piece.rows, end) - start))
+            made = self._transformed(rows, row_range, number)
+            start = max(row_range.start, begin)
+            parts.append(made.slice(start - begin, min(row_range.start + row_range.rows, end) - start))
         return pa.concat_tables(parts)
 
-    def _transformed(self, rows: pa.Table, piece: Piece, number: int) -> pa.Table:
+    def _transformed(self, rows: pa.Table, row_range: RowRange, number: int) -> pa.Table:
         assert self.transform is not None
-        rng = np.random.Generator(np.random.PCG64(mix(self.seed, _BLOCKS, piece.epoch, piece.unit, number)))
+        rng = np.random.Generator(np.random.PCG64(mix(self.seed, _BLOCKS, row_range.epoch, row_range.unit, number)))
         made = self.transform(without_ids(rows), rng)
         if not isinstance(made, pa.Table) or made.num_rows != rows.num_rows:
             got = f"{made.num_rows} rows" if isinstance(made, pa.Table) else type(made).__name__
             raise TrainingError(
                 f"data.transform returned {got} for {rows.num_rows} rows (transform block {number} of "
-                f"{self.index.name(piece.unit)}); it must keep the number of rows: filter in data.prepare instead"
+                f"{self.index.name(row_range.unit)}); it must keep the number of rows: filter in data.prepare instead"
             )
         return made.append_column(ROW_ID, rows.column(ROW_ID))

@@ -164,7 +164,7 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path]) -> Manifest:
     rows = Rows(
         index=seen, sample_order=sample_order, seed=job.seed, transform=code.transform, block_rows=job.data.granule
     )
-    batch = task.collate(pa.concat_tables([without_ids(rows.read(piece)) for piece in sample_order.pieces(0, 0)]))
+    batch = task.collate(pa.concat_tables([without_ids(rows.read(one)) for one in sample_order.row_ranges(0, 0)]))
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     hook = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     with torch.no_grad():

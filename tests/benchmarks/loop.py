@@ -131,8 +131,8 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
         exact=job.reduction == "exact",
     )
     seen = index(job.data.path)
-    line = sample_order_of(job, seen)
-    rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=None, block_rows=1024)
+    sample_order = sample_order_of(job, seen)
+    rows = Rows(index=seen, sample_order=sample_order, seed=job.seed, transform=None, block_rows=1024)
     hosted = host_shards(job.data.shards, size)[rank]
     feed = Batches(
         rows, shards=hosted, first_step=0, microbatches=1, collate=task.collate, cache_mb=1024, make_stream=None
@@ -150,7 +150,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
             hosted=hosted,
             shards=job.data.shards,
             first_step=0,
-            steps=line.steps,
+            steps=sample_order.steps,
             window=None,
             evaluation=None,
             evaluated=-2,
@@ -166,14 +166,14 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
 def prepared(job: Any, shards: Sequence[int], collate: Any) -> list[list[Any]]:
     """Return the batches of each step, one per shard, collated beforehand: the rows that the platform gives it."""
     seen = index(job.data.path)
-    line = sample_order_of(job, seen)
-    rows = Rows(index=seen, sample_order=line, seed=job.seed, transform=None, block_rows=1024)
+    sample_order = sample_order_of(job, seen)
+    rows = Rows(index=seen, sample_order=sample_order, seed=job.seed, transform=None, block_rows=1024)
     return [
         [
-            collate(pa.concat_tables([without_ids(rows.read(piece)) for piece in line.pieces(shard, step)]))
+            collate(pa.concat_tables([without_ids(rows.read(one)) for one in sample_order.row_ranges(shard, step)]))
             for shard in shards
         ]
-        for step in range(line.steps)
+        for step in range(sample_order.steps)
     ]
 
 

@@ -139,10 +139,10 @@ def _planned(seen: Index, sample_order: SampleOrder) -> list[np.ndarray]:
     for shard in range(sample_order.shards):
         _, length = sample_order.span(shard, 0)
         parts = []
-        for piece in sample_order.pieces_between(shard, 0, length):
-            order = sample_order.permutation(0, piece.unit)
+        for row_range in sample_order.row_ranges_between(shard, 0, length):
+            order = sample_order.permutation(0, row_range.unit)
             assert order is not None
-            parts.append(ids[piece.unit][order[piece.start : piece.start + piece.rows]])
+            parts.append(ids[row_range.unit][order[row_range.start : row_range.start + row_range.rows]])
         total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.concatenate(parts))])
         start = np.arange(sample_order.steps) * sample_order.per_shard
         rows = np.array([sample_order.rows_in_step(shard, step) for step in range(sample_order.steps)])

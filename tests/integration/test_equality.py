@@ -73,7 +73,7 @@ def plain_losses(job: Job, transform: Any = None) -> list[float]:
         for shard in range(job.data.shards):
             for name, value in model.named_buffers():
                 value.copy_(before[name])
-            table = pa.concat_tables([without_ids(rows.read(piece)) for piece in sample_order.pieces(shard, step)])
+            table = pa.concat_tables([without_ids(rows.read(one)) for one in sample_order.row_ranges(shard, step)])
             size = sample_order.per_shard // m
             starts = [start for start in range(0, table.num_rows, size) if start == 0 or table.num_rows - start > 1]
             for number, start in enumerate(starts):
@@ -179,14 +179,14 @@ def test_evaluation_is_an_exact_mean_over_rows_whatever_the_workers(tmp_path: Pa
         block_rows=8,
     )
     batch = task.collate(
-        pa.concat_tables([without_ids(rows.read(piece)) for piece in rows.sample_order.pieces_between(0, 0, 1)])
+        pa.concat_tables([without_ids(rows.read(one)) for one in rows.sample_order.row_ranges_between(0, 0, 1)])
     )
     assert batch["x"].shape == (1, 6)
     whole = pa.concat_tables(
         [
-            without_ids(rows.read(piece))
+            without_ids(rows.read(one))
             for shard in range(8)
-            for piece in rows.sample_order.pieces_between(shard, 0, rows.sample_order.span(shard, 0)[1])
+            for one in rows.sample_order.row_ranges_between(shard, 0, rows.sample_order.span(shard, 0)[1])
         ]
     )
     with torch.no_grad():

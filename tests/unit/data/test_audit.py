@@ -139,9 +139,9 @@ def test_a_row_that_was_used_twice_is_counted(job: Job) -> None:
     table = pa.concat_tables([pq.read_table(file) for file in sorted((run_of(job, notes) / "ledger").iterdir())])
     seen = index(job.data.path)
     rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=0, transform=None, block_rows=4)
-    [piece, *_] = rows.sample_order.pieces_between(1, 12, 13)
+    [row_range, *_] = rows.sample_order.row_ranges_between(1, 12, 13)
     notes[3][1]["rows"] += 1
-    more = rows.read(piece).column("_raytrain_id").to_pylist()[0]
+    more = rows.read(row_range).column("_raytrain_id").to_pylist()[0]
     notes[3][1]["ids"] = (int(notes[3][1]["ids"]) + more) % 2**64
     found = audit(run_of(replace(job, name="other"), notes))
     assert sum(epoch.more for epoch in found.epochs) == 1

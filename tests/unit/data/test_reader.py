@@ -70,14 +70,14 @@ def gather(rows: Rows, make_stream=None, cache_mb: int = 0, shards: tuple[int, .
 def noted(rows: Rows, step: int, shard: int) -> int:
     """Return the sum of the ids of the shard's rows in that step, modulo 2^64, computed independently of the reader."""
     total = 0
-    for piece in rows.sample_order.pieces(shard, step):
-        unit = piece.unit
+    for row_range in rows.sample_order.row_ranges(shard, step):
+        unit = row_range.unit
         ids = row_ids(
             rows.index.files[rows.index.unit_file[unit]], rows.index.unit_group[unit], rows.index.unit_rows[unit]
         )
-        order = rows.sample_order.permutation(piece.epoch, unit)
+        order = rows.sample_order.permutation(row_range.epoch, unit)
         places = range(len(ids)) if order is None else order.tolist()
-        total += sum(int(ids[place]) for place in places[piece.start : piece.start + piece.rows])
+        total += sum(int(ids[place]) for place in places[row_range.start : row_range.start + row_range.rows])
     return total % 2**64
 
 
@@ -94,8 +94,9 @@ class ThreadStream:
     def start(self) -> None:
         for group in self.groups:
             for read in group:
-                table = read_unit(self.rows.index, read.piece.unit) if self.whole_units else self.rows.read(read.piece)
-                self.tables[read.piece.unit if self.whole_units else read.number] = table
+                unit = read.row_range.unit
+                table = read_unit(self.rows.index, unit) if self.whole_units else self.rows.read(read.row_range)
+                self.tables[unit if self.whole_units else read.number] = table
                 self.delivered = read.number
         self.ended = True
 
@@ -117,7 +118,7 @@ def test_batches_follow_the_sample_order(folder: Path) -> None:
     made, _ = gather(rows)
     for (step, shard), got in made.items():
         expected = [
-            row for piece in rows.sample_order.pieces(shard, step) for row in to_rows(without_ids(rows.read(piece)))
+            row for one in rows.sample_order.row_ranges(shard, step) for row in to_rows(without_ids(rows.read(one)))
         ]
         assert got == expected
     everything = sorted(value for got in made.values() for (value,) in got)
@@ -141,7 +142,7 @@ class WaryStream(ThreadStream):
         for group in self.groups:
             for read in group:
                 with contextlib.suppress(DataChanged):
-                    self.tables[read.number] = self.rows.read(read.piece)
+                    self.tables[read.number] = self.rows.read(read.row_range)
                 self.delivered = read.number
         self.ended = True
 

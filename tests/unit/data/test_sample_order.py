@@ -32,10 +32,10 @@ def sample_orders(draw: st.DrawFn) -> SampleOrder:
 def rows_of(sample_order: SampleOrder, shard: int, step: int) -> list[tuple[int, int, int]]:
     """Return (epoch, unit, row in the file) of each row that the shard contributes to the step."""
     found = []
-    for piece in sample_order.pieces(shard, step):
-        permutation = sample_order.permutation(piece.epoch, piece.unit)
-        for row in range(piece.start, piece.start + piece.rows):
-            found.append((piece.epoch, piece.unit, row if permutation is None else int(permutation[row])))
+    for row_range in sample_order.row_ranges(shard, step):
+        permutation = sample_order.permutation(row_range.epoch, row_range.unit)
+        for row in range(row_range.start, row_range.start + row_range.rows):
+            found.append((row_range.epoch, row_range.unit, row if permutation is None else int(permutation[row])))
     return found
 
 
@@ -93,7 +93,7 @@ def test_the_last_step(rows: int, shards: int, batch: int, epochs: int, steps: i
 def test_a_job_that_counts_steps_has_equal_ones_over_epochs() -> None:
     sample_order = SampleOrder([5, 4], shards=2, batch_size=14, seed=3, steps=5)
     assert [sample_order.rows_in_step(1, step) for step in range(5)] == [7] * 5
-    assert {piece.epoch for piece in sample_order.pieces(0, 0)} == {0, 1}
+    assert {row_range.epoch for row_range in sample_order.row_ranges(0, 0)} == {0, 1}
 
 
 def test_order_follows_its_definition() -> None:
@@ -131,16 +131,16 @@ def test_reads_give_each_shard_its_rows_in_order(sample_order: SampleOrder, data
     assert [read.step for read in wanted] == sorted(read.step for read in wanted)
     for shard in shards:
         from_reads = [
-            (read.piece.epoch, read.piece.unit, row)
+            (read.row_range.epoch, read.row_range.unit, row)
             for read in wanted
             if read.shard == shard
-            for row in range(read.piece.start, read.piece.start + read.piece.rows)
+            for row in range(read.row_range.start, read.row_range.start + read.row_range.rows)
         ]
         from_steps = [
-            (piece.epoch, piece.unit, row)
+            (row_range.epoch, row_range.unit, row)
             for step in range(first, sample_order.steps)
-            for piece in sample_order.pieces(shard, step)
-            for row in range(piece.start, piece.start + piece.rows)
+            for row_range in sample_order.row_ranges(shard, step)
+            for row in range(row_range.start, row_range.start + row_range.rows)
         ]
         assert from_reads == from_steps
 
@@ -160,22 +160,22 @@ def test_a_group_of_tiny_reads_is_soon_full() -> None:
 
 def test_first_touches_ends_when_all_units_were_touched() -> None:
     sample_order = SampleOrder([4, 4, 4], shards=2, batch_size=4, seed=0, steps=10**9)
-    assert sorted(read.piece.unit for read in first_touches(reads(sample_order, [1], 0), {0, 2})) == [0, 2]
+    assert sorted(read.row_range.unit for read in first_touches(reads(sample_order, [1], 0), {0, 2})) == [0, 2]
 
 
 def test_first_touches_ends_if_some_units_are_never_touched() -> None:
     # Without shuffling, the second of two shards only ever sees the second half.
     sample_order = SampleOrder([4, 4, 4, 4], shards=2, batch_size=4, seed=0, shuffle="none", steps=10**9)
-    assert [read.piece.unit for read in first_touches(reads(sample_order, [1], 0), {0, 1, 2, 3})] == [2, 3]
+    assert [read.row_range.unit for read in first_touches(reads(sample_order, [1], 0), {0, 1, 2, 3})] == [2, 3]
 
 
 def test_a_sample_order_is_pickled_without_its_tables() -> None:
     sample_order = SampleOrder([4, 4, 4], shards=2, batch_size=4, seed=0, steps=100)
     fresh = len(pickle.dumps(sample_order))
-    before = [sample_order.pieces(1, step) for step in range(20)]
+    before = [sample_order.row_ranges(1, step) for step in range(20)]
     assert len(pickle.dumps(sample_order)) == fresh
     again = pickle.loads(pickle.dumps(sample_order))
-    assert [again.pieces(1, step) for step in range(20)] == before
+    assert [again.row_ranges(1, step) for step in range(20)] == before
 
 
 def test_read_factor() -> None:
@@ -185,6 +185,5 @@ def test_read_factor() -> None:
 
 def test_a_hundred_thousand_units_are_quick() -> None:
     sample_order = SampleOrder(np.full(100_000, 1000), shards=64, batch_size=64 * 32, seed=0, epochs=2)
-    assert sum(piece.rows for piece in sample_order.pieces(63, sample_order.steps - 1)) == sample_order.rows_in_step(
-        63, sample_order.steps - 1
-    )
+    last = sample_order.steps - 1
+    assert sum(one.rows for one in sample_order.row_ranges(63, last)) == sample_order.rows_in_step(63, last)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pyarrow as pa
 
 from raytrain_plus.data.reads import Read
-from raytrain_plus.data.sample_order import Piece, SampleOrder
+from raytrain_plus.data.sample_order import RowRange, SampleOrder
 from raytrain_plus.data.source import index
 from raytrain_plus.data.stream import Stream, _numbered, _split
 from raytrain_plus.data.transform_block import Rows
@@ -23,7 +23,7 @@ def stream() -> Stream:
 
 
 def arrive(into: Stream, number: int) -> None:
-    assert into._put(Read(number, 0, 0, Piece(0, number, 0, 1)), pa.table({"x": [number]}))
+    assert into._put(Read(number, 0, 0, RowRange(0, number, 0, 1)), pa.table({"x": [number]}))
 
 
 def test_rows_that_cannot_be_read_are_left_to_the_reader(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_rows_that_cannot_be_read_are_left_to_the_reader(tmp_path: Path) -> None
     line = SampleOrder(seen.unit_rows, shards=1, batch_size=4, seed=0, epochs=1, shuffle="none")
     rows = Rows(index=seen, sample_order=line, seed=0, transform=None, block_rows=4)
     os.utime(tmp_path / "a.parquet", (1, 1))
-    group = tuple(Read(unit, 0, unit, Piece(0, unit, 0, 4)) for unit in (0, 1))
+    group = tuple(Read(unit, 0, unit, RowRange(0, unit, 0, 4)) for unit in (0, 1))
     for whole_units in (False, True):
         [table] = _numbered(rows, group, whole_units)
         assert table.column("_raytrain_read").to_pylist() == [1] * 4
