@@ -1,4 +1,4 @@
-"""Start workers, and bring them to where they can take any place."""
+"""Start workers, and prepare them until they can join."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytrain_plus.errors import DataChanged, RaytrainError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.timeouts import PREPARE_S
-from raytrain_plus.workers.messages import Place, Plan, PreparedReport
+from raytrain_plus.workers.messages import Plan, PreparedReport, WorkerLocation
 
 
 @dataclass
@@ -48,20 +48,20 @@ class Arrivals:
         if name not in self.machine.group.workers:
             return
         self.loop.start(name)
-        self.loop.ask(name, "place", then=partial(self._came, name))
+        self.loop.ask(name, "location", then=partial(self._came, name))
 
-    def _came(self, name: str, place: Place) -> None:
+    def _came(self, name: str, location: WorkerLocation) -> None:
         if name not in self.loop:
             return
-        self.roster.came(place)
-        self.journal.came(place)
+        self.roster.came(location)
+        self.journal.came(location)
         # Asked once the process is there, so that the answer is quick.
         self.loop.ask(name, "clock", then=partial(self._clocked, name, self.clock.unix()))
         self.pulses.add(name, self.clock.now())
         self.machine.feed(e.Up(name))
-        if self.monitor.is_draining(place.node):
+        if self.monitor.is_draining(location.node):
             self.machine.feed(e.Notice(name))
-        plan = replace(self.plan, sights=self.roster.sights(place.node))
+        plan = replace(self.plan, sights=self.roster.sights(location.node))
         then, failed = partial(self._prepared, name), partial(self._unprepared, name)
         self.loop.ask(name, "prepare", plan, PREPARE_S, then=then, failed=failed)
 

@@ -33,7 +33,7 @@ from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages, outage_of
 from raytrain_plus.training.records import Evaluated, StepRecord
-from raytrain_plus.workers.messages import Export, Place, Sent
+from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Journal:
         self._waited: dict[int, float] = {}
         """For steps not yet committed: the longest that any member waited for data."""
         self._metrics: dict[int, Mapping[str, float]] = dict(past.metrics)
-        self._places: dict[str, Place] = {}
+        self._locations: dict[str, WorkerLocation] = {}
         self._offsets: dict[str, float] = {}
         self._members: tuple[str, ...] = ()
         self._waiting = ""
@@ -199,10 +199,10 @@ class Journal:
         """Return the events from number `cursor` on; wait up to `timeout_s` for the first of them."""
         return self._followed.follow(cursor, timeout_s)
 
-    def came(self, place: Place) -> None:
+    def came(self, location: WorkerLocation) -> None:
         """Record that a worker's process has started."""
-        self._places[place.worker] = place
-        self._offsets[place.worker] = 0.0
+        self._locations[location.worker] = location
+        self._offsets[location.worker] = 0.0
 
     def clocked(self, worker: str, clock_s: float, asked: float, answered: float) -> None:
         """Record a worker's clock: `clock_s`, read between the times `asked` and `answered`; all in Unix seconds."""
@@ -213,9 +213,9 @@ class Journal:
     def gone(self, worker: str, cause: str) -> None:
         """Record that a worker was lost."""
         self._incidents.gone(worker)
-        place = self._places.get(worker)
-        if place is not None:
-            self._tell("worker_lost", **_who(place), cause=cause)
+        location = self._locations.get(worker)
+        if location is not None:
+            self._tell("worker_lost", **_who(location), cause=cause)
 
     def broke(self, now: float, cause: str) -> None:
         """Record that the group's world broke."""
@@ -316,14 +316,14 @@ class Journal:
         if before:
             for name in self._members:
                 if name not in before:
-                    self._tell("worker_joined", **_who(self._places[name]))
+                    self._tell("worker_joined", **_who(self._locations[name]))
             if len(before) != len(self._members):
                 self._tell("rescaled", **{"from": len(before), "to": len(self._members)})
         self._tell(
             "view_formed",
             members=[
                 {
-                    **_who(self._places[member.worker]),
+                    **_who(self._locations[member.worker]),
                     "replica": member.replica,
                     "stage": member.stage,
                     "params": params[member.worker],
@@ -335,7 +335,7 @@ class Journal:
             collective=collective if len(view.members) > 1 else "none (one worker)",
             moved_bytes=moved_bytes,
         )
-        self._incidents.joined(now, {name: _who(self._places[name]) for name in self._members}, form_s)
+        self._incidents.joined(now, {name: _who(self._locations[name]) for name in self._members}, form_s)
 
     def waits(self, what: str) -> None:
         """Record that the run waits for something."""
@@ -493,5 +493,5 @@ def _on_our_clock(record: StepRecord, offset_s: float) -> StepRecord:
     return replace(record, time=record.time + offset_s) if offset_s else record
 
 
-def _who(place: Place) -> dict[str, Any]:
-    return {"worker": place.worker, "pid": place.pid, "node": place.node}
+def _who(location: WorkerLocation) -> dict[str, Any]:
+    return {"worker": location.worker, "pid": location.pid, "node": location.node}

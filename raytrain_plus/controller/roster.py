@@ -6,21 +6,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from raytrain_plus.data.sight import Sight
-from raytrain_plus.workers.messages import Place, PreparedReport
+from raytrain_plus.workers.messages import PreparedReport, WorkerLocation
 
 
 class Roster:
     """Every worker that ever started in this run, departed ones too."""
 
     def __init__(self) -> None:
-        self._places: dict[str, Place] = {}
+        self._locations: dict[str, WorkerLocation] = {}
         self._ready: dict[str, PreparedReport] = {}
         self._sights: dict[str, Mapping[str, tuple[Sight, ...]]] = {}
         """For each node, what its first worker saw of the data files: its replacements compare their view with it."""
 
-    def came(self, place: Place) -> None:
+    def came(self, location: WorkerLocation) -> None:
         """Record where a worker's process runs."""
-        self._places[place.worker] = place
+        self._locations[location.worker] = location
 
     def prepared(self, name: str, ready: PreparedReport) -> None:
         """Record what a worker reports once its task is built."""
@@ -30,19 +30,19 @@ class Roster:
 
     def node(self, name: str) -> str:
         """Return the node of a worker that has come."""
-        return self._places[name].node
+        return self._locations[name].node
 
     def nodes(self, names: Iterable[str]) -> set[str]:
         """Return the nodes of these workers, as far as they have come."""
-        return {self._places[name].node for name in names if name in self._places}
+        return {self._locations[name].node for name in names if name in self._locations}
 
     def on_node(self, node: str, names: Iterable[str]) -> list[str]:
         """Return which of these workers run on that node."""
-        return [name for name in names if name in self._places and self._places[name].node == node]
+        return [name for name in names if name in self._locations and self._locations[name].node == node]
 
     def address(self, name: str) -> str:
         """Return the address of the node of a worker that has come."""
-        return self._places[name].address
+        return self._locations[name].address
 
     def sights(self, node: str) -> Mapping[str, tuple[Sight, ...]]:
         """Return what the first worker on that node saw of the data; empty if there was none."""

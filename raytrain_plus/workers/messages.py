@@ -50,7 +50,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class WorkerLocation:
     """The process, node and address of a worker."""
 
     worker: str

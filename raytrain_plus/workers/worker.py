@@ -26,7 +26,16 @@ from raytrain_plus.training.records import Activity
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers import between
 from raytrain_plus.workers.generation import Generation
-from raytrain_plus.workers.messages import Assignment, Buddy, Layers, Outcome, Place, Plan, PreparedReport, ShareOf
+from raytrain_plus.workers.messages import (
+    Assignment,
+    Buddy,
+    Layers,
+    Outcome,
+    Plan,
+    PreparedReport,
+    ShareOf,
+    WorkerLocation,
+)
 from raytrain_plus.workers.notices import hear_notices
 from raytrain_plus.workers.prepared import Prepared, prepare_worker
 from raytrain_plus.workers.received import ReceivedStates
@@ -65,9 +74,9 @@ class Worker:
         self._aside = False
         """The training thread may be in a step that is never applied, and this worker only provides its state."""
 
-    def place(self) -> Place:
+    def location(self) -> WorkerLocation:
         """Return the name, process, node and address of this worker."""
-        return Place(
+        return WorkerLocation(
             worker=self._name,
             pid=os.getpid(),
             node=ray.get_runtime_context().get_node_id(),

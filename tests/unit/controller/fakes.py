@@ -24,7 +24,7 @@ from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.observe.gauges import GaugeValues
 from raytrain_plus.parallel.sizing import stage_counts
 from raytrain_plus.training.records import StepRecord
-from raytrain_plus.workers.messages import Assignment, Outcome, Place, Plan, PreparedReport
+from raytrain_plus.workers.messages import Assignment, Outcome, Plan, PreparedReport, WorkerLocation
 
 SHARDS = 2
 NOTES = np.zeros(SHARDS, NOTE).tobytes()
@@ -257,7 +257,7 @@ class Run:
 
     def prepare(self, name: str, node: str = "n", **ready: Any) -> None:
         """Bring a worker that was started to where it can take a place."""
-        self.workers.answer(name, "place", Place(worker=name, pid=1, node=node, address="127.0.0.1"))
+        self.workers.answer(name, "location", WorkerLocation(worker=name, pid=1, node=node, address="127.0.0.1"))
         self.turn()
         self.workers.answer(name, "clock", 1e9 + self.time.now)
         self.workers.answer(name, "prepare", PreparedReport(**{"parameters": 10, "state_bytes": 80, **ready}))

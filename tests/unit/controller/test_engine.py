@@ -28,7 +28,7 @@ from raytrain_plus.job.settings import Checkpoint, Parallel
 from raytrain_plus.membership import events as e
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.manifest import name_of
-from raytrain_plus.workers.messages import Outcome, Place, Sent, Written
+from raytrain_plus.workers.messages import Outcome, Sent, WorkerLocation, Written
 from tests.unit.controller.fakes import Run, job_of
 from tests.unit.state.test_checkpoint import shares, state
 
@@ -61,7 +61,8 @@ def test_every_command_has_a_handler(started: Started) -> None:
 
 def test_workers_that_have_started_form_a_world_and_train(started: Started) -> None:
     run = started(A, B)
-    calls = [*[(name, what) for name in (A, B) for what in ("place", "clock", "prepare")], (A, "serve"), (B, "serve")]
+    asked = ("location", "clock", "prepare")
+    calls = [*[(name, what) for name in (A, B) for what in asked], (A, "serve"), (B, "serve")]
     assert sorted(run.workers.take()) == sorted(calls)
     assert run.phase == "TRAIN"
     assert run.told("view_formed")["members"] == [
@@ -432,7 +433,7 @@ def test_data_that_changed_when_a_newcomer_used_it_stops_the_run_and_fails_it(st
     if heard == "warm_up":
         run.prepare(B)
     else:
-        run.workers.answer(B, "place", Place(worker=B, pid=1, node="n", address="127.0.0.1"))
+        run.workers.answer(B, "location", WorkerLocation(worker=B, pid=1, node="n", address="127.0.0.1"))
         run.turn()
     run.workers.take()
     run.workers.answer(B, heard, CHANGED)
@@ -452,7 +453,7 @@ def test_a_newcomer_that_fails_is_lost(started: Started, heard: str, cause: str)
     if heard == "warm_up":
         run.prepare(B)
     else:
-        run.workers.answer(B, "place", Place(worker=B, pid=1, node="n", address="127.0.0.1"))
+        run.workers.answer(B, "location", WorkerLocation(worker=B, pid=1, node="n", address="127.0.0.1"))
         run.turn()
     run.workers.answer(B, heard, RunError("no"))
     run.turn()
@@ -462,7 +463,7 @@ def test_a_newcomer_that_fails_is_lost(started: Started, heard: str, cause: str)
 
 def test_what_only_a_worker_can_see_ends_a_run_before_it_begins(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", job_of(maximum=1))
-    run.workers.answer(A, "place", Place(worker=A, pid=1, node="n", address="127.0.0.1"))
+    run.workers.answer(A, "location", WorkerLocation(worker=A, pid=1, node="n", address="127.0.0.1"))
     run.turn()
     run.workers.answer(A, "prepare", InputError("no such file", where="args"))
     with pytest.raises(InputError, match="no such file"):

@@ -28,7 +28,7 @@ from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.interface import Buffer, Folder
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.records import StepRecord
-from raytrain_plus.workers.messages import Export, Place, Sent
+from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
 
 NOTES = np.zeros(4, NOTE).tobytes()
 
@@ -64,7 +64,7 @@ def test_a_follower_from_far_back_gets_events_dropped_from_memory(
 
 
 def test_a_workers_clock_is_known_to_the_duration_of_the_call(journal: Journal) -> None:
-    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.clocked("a", clock_s=1000.15, asked=1000.1, answered=1000.3)
     assert journal._offsets["a"] == 0.0
     journal.clocked("a", clock_s=900.0, asked=1000.1, answered=1000.3)
@@ -79,7 +79,7 @@ def test_all_events_are_in_the_folder_in_the_end(run: Folder) -> None:
     journal = journal_of(run)
     journal.waits("a worker")
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
-    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
     journal.report("a", [step(0), step(1)])
     result = journal.finish("x", "finished", None, Export(show=None, state_sha256="ab"), 0.0)
@@ -121,7 +121,7 @@ def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monk
     )
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
-    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
     journal.report("a", [step(0)])
     run.fails = True
@@ -158,7 +158,7 @@ def test_a_resumption_is_durable_before_anything_is_entered_after_it(
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
     monkeypatch.setattr(Journal, "_later", lambda self, act, failing: None)
     monkeypatch.setattr(EventLog, "sync", synced)
-    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.go_back(-1, 1, None, 3, -2)
     assert journal._parts is not None
     journal._parts.add(1, 0, NOTES)
@@ -173,7 +173,7 @@ def test_an_overtaken_controller_enters_nothing_more(tmp_path: Path, monkeypatch
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
     Fence(run, claims_of(run))
-    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
 
     def enter() -> None:
@@ -228,7 +228,7 @@ def test_no_storage_delays_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run = Standing(tmp_path / "run")
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
-    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     run.free.clear()
     run.fails = True
     start = time.monotonic()
@@ -278,7 +278,7 @@ def test_steps_recomputed_from_copies_are_reported_once(run: Folder) -> None:
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
     for name in ("a", "b"):
-        journal.came(Place(worker=name, pid=1, node="n", address="127.0.0.1"))
+        journal.came(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
     journal.report("a", [step(0), step(1), step(2)])
     journal.copied([Sent(worker="a", buddy="b", generation=0, step=0, bytes=8, stall_s=0.25)])
@@ -353,7 +353,7 @@ def test_a_full_disk_at_the_end_is_waited_for_once_and_reported(
     run = Filling(tmp_path / "run")
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
-    journal.came(Place(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
     journal.report("a", [step(0)])
     run.full = True

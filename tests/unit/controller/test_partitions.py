@@ -11,7 +11,7 @@ from raytrain_plus.job.settings import Parallel
 from raytrain_plus.membership.mesh import Shape, Stage
 from raytrain_plus.membership.view import form_view
 from raytrain_plus.parallel.pipeline.partition import Layer
-from raytrain_plus.workers.messages import WHOLE, Place, PreparedReport
+from raytrain_plus.workers.messages import WHOLE, PreparedReport, WorkerLocation
 from tests.unit.controller.fakes import job_of
 
 LAYERS = (Layer("front", 1.0, 60, parameters=6), Layer("back", 1.0, 50, parameters=5))
@@ -22,7 +22,7 @@ def partitions(room: int) -> Partitions:
     roster = Roster()
     # Another worker was lost before anything began.
     for name in ("a", "b", "lost"):
-        roster.came(Place(worker=name, pid=1, node="n", address="h"))
+        roster.came(WorkerLocation(worker=name, pid=1, node="n", address="h"))
         roster.prepared(name, PreparedReport(parameters=11, state_bytes=1, layers=LAYERS, room=room))
     return Partitions(job_of(parallel=Parallel(pipeline=2)), roster)
 
