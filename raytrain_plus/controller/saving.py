@@ -9,7 +9,7 @@ from raytrain_plus.workers.messages import Written
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenCheckpoint:
     names: Sequence[str]
     """Its writers, in order."""
     written: dict[int, Written] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Saving:
     """The checkpoints of a run that are neither complete nor given up."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[int, int], _Open] = {}
+        self._open: dict[tuple[int, int], _OpenCheckpoint] = {}
         self._over: dict[tuple[int, int], bool] = {}
         """Checkpoints no longer in progress -> whether they were given up."""
         self._left: dict[tuple[int, str], int] = {}
@@ -44,7 +44,7 @@ class Saving:
     def begin(self, step: int, generation: int, names: Sequence[str]) -> None:
         """Begin the checkpoint of this step, written by these workers in this order; repeated calls change nothing."""
         if (step, generation) not in self._over:
-            self._open.setdefault((step, generation), _Open(names))
+            self._open.setdefault((step, generation), _OpenCheckpoint(names))
 
     def knows(self, step: int, generation: int) -> bool:
         """Whether that checkpoint is or was in progress."""

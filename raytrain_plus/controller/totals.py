@@ -12,7 +12,7 @@ WARM_UP_S = 1.0
 """Steps of a run's first second do not count in its data wait: files open and streams start then."""
 
 
-class _Record(Protocol):
+class _TotalsRecord(Protocol):
     @property
     def step(self) -> int: ...
     @property
@@ -64,7 +64,7 @@ class Totals:
         self._skipped = {skipped for skipped in self._skipped if skipped <= step}
         self._again_to = max(self._again_to, made)
 
-    def add(self, record: _Record) -> None:
+    def add(self, record: _TotalsRecord) -> None:
         """Count one committed step; steps come in order."""
         self.steps = record.step + 1
         self.samples += record.rows

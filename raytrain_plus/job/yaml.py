@@ -84,7 +84,7 @@ def read_job(text: str, where: str, name: str, overrides: Sequence[str] = ()) ->
     Raises `JobError` with every problem, each with its place.
     """
     root = _parse(text, where)
-    reading = _Reader(where)
+    reading = _YamlReader(where)
     values = reading.mapping(root, "") if root is not None else {}
     in_file = dict(values)
     for override in overrides:
@@ -164,7 +164,7 @@ def _no_yaml(error: yaml.YAMLError, where: str) -> InputError:
     return InputError(f"is not valid YAML: {error.problem or error.context}", where=place)
 
 
-class _Reader:
+class _YamlReader:
     """Turn YAML nodes into plain values; record the place of each key, and the problems found."""
 
     def __init__(self, file: str) -> None:
@@ -257,7 +257,7 @@ class _Reader:
         except yaml.YAMLError:
             mark = yaml.Mark("--set", 0, 0, 0, "", 0)
             node = yaml.ScalarNode(f"{_TAG}str", spelled, mark, mark)
-        inner = _Reader(where)
+        inner = _YamlReader(where)
         value = None if node is None else inner.value(node, key)
         self.problems += inner.problems
         *groups, last = key.split(".")

@@ -61,7 +61,7 @@ class _Totals(Protocol):
     def goodput(self) -> float: ...
 
 
-class _Record(Protocol):
+class _GaugeRecord(Protocol):
     @property
     def seconds(self) -> float: ...
     @property
@@ -108,7 +108,7 @@ class Gauges:
         elif event["kind"] == "checkpoint_failed":
             self._failed += 1
 
-    def worked(self, worker: str, record: _Record) -> None:
+    def worked(self, worker: str, record: _GaugeRecord) -> None:
         """Add a member's record of a step, committed or not: its time is spent in any case."""
         worked = self._members.get(worker)
         if worked is not None:

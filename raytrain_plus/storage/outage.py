@@ -88,7 +88,7 @@ def mount_of(path: Path) -> Path:
 
 
 @dataclass
-class _Open:
+class _OpenOutage:
     outage: Outage
     since: float
     writers: set[str] = field(default_factory=set)
@@ -102,7 +102,7 @@ class Outages:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: dict[tuple[str, int], _Open] = {}
+        self._open: dict[tuple[str, int], _OpenOutage] = {}
         self._untold: list[Outage] = []
 
     def failed(self, writer: str, outage: Outage) -> None:
@@ -110,7 +110,7 @@ class Outages:
         with self._lock:
             key = outage.place, outage.code
             if key not in self._open:
-                self._open[key] = _Open(outage, self._clock())
+                self._open[key] = _OpenOutage(outage, self._clock())
                 self._untold.append(outage)
             self._open[key].writers.add(writer)
 

@@ -119,7 +119,7 @@ def from_bytes(message: bytearray | memoryview, classes: Classes = KNOWN) -> Any
         whole = memoryview(message)
         length = int.from_bytes(whole[:_LENGTH], "little")
         value, blocks = json.loads(bytes(whole[_LENGTH : _LENGTH + length]))
-        reader = _Reader(classes, blocks, whole[_aligned(_LENGTH + length) :])
+        reader = _MessageReader(classes, blocks, whole[_aligned(_LENGTH + length) :])
         return reader.value(value, 0)
     except _DAMAGED as error:
         raise RunError(f"a message from another stage cannot be read: {type(error).__name__}: {error}") from error
@@ -279,7 +279,7 @@ class _Writer:
         )
 
 
-class _Reader:
+class _MessageReader:
     """Decodes one value."""
 
     def __init__(self, classes: Classes, blocks: list[Any], data: memoryview) -> None:
