@@ -117,7 +117,7 @@ class HorovodWorld:
 
 class _HorovodWork:
     def __init__(self, hvd: Any, handle: int, into: torch.Tensor | None = None) -> None:
-        """`into`: where a result is copied that Horovod allocates."""
+        """Follow the operation of this handle; copy its result to `into`, if Horovod allocates the result."""
         self._hvd = hvd
         self._handle = handle
         self._into = into

@@ -48,14 +48,14 @@ class RayHost:
 
 
 class Controller:
-    """The class behind the actor; `cluster.begin` makes it one. Public methods may run at the same time as `run`."""
+    """The controller; `launch.cluster.begin` creates its Ray actor. Public methods may run while `run` does."""
 
     def __init__(self, order: Order, limits: Limits, began: float) -> None:
-        """`began`: Unix seconds at which Ray was available."""
+        """Prepare the run of this order; `began`: Unix seconds at which Ray was available."""
         job = order.plan.job
         self._job = job
         self._over = True
-        """Whether nobody runs the job: not yet, or no longer."""
+        """Whether the job has not started or has ended."""
         self._engine = Engine(
             order,
             limits,

@@ -20,6 +20,8 @@ from raytrain_plus.workers.messages import Plan, PreparedReport, WorkerLocation
 
 @dataclass
 class Arrivals:
+    """Starts workers, has them prepare, and reports them to the machine once they are ready."""
+
     loop: EventLoop
     machine: Machine
     journal: Journal

@@ -15,6 +15,8 @@ from raytrain_plus.membership import events as e
 
 @dataclass
 class Ending:
+    """Determines the status and the error of a run that ends, and writes both."""
+
     journal: Journal
     members: Members
     arrivals: Arrivals

@@ -46,6 +46,8 @@ from raytrain_plus.workers.messages import Sent, Written
 
 
 class Engine:
+    """The controller without Ray: its parts, and the loop that runs them until the run has ended."""
+
     def __init__(
         self,
         order: Order,
@@ -58,7 +60,7 @@ class Engine:
         host: Host,
         clock: Clock,
     ) -> None:
-        """`began`: Unix seconds at which Ray was available."""
+        """Wire the parts for the run of this order; `began`: Unix seconds at which Ray was available."""
         job = order.plan.job
         self._order, self._clock, self._host = order, clock, host
         self._workers, self._nodes, self._metrics = workers, nodes, metrics
@@ -144,7 +146,7 @@ class Engine:
         self._hand_over.look()
 
     def close(self) -> None:
-        """End what is still going on."""
+        """Stop everything that still runs."""
         self._nodes.close()
         self._formation.close()
         self._exporter.close()

@@ -53,7 +53,7 @@ class WorkerGroup(Protocol):
 
 
 class Machine(Protocol):
-    """The group's state machine, as those see it that report to it: nobody else changes the group."""
+    """Interface of the group's state machine; only it changes the group."""
 
     @property
     def group(self) -> Group: ...
@@ -226,7 +226,7 @@ class EventLoop:
 
 
 def stale(group: Group, generation: int, what: str) -> bool:
-    """Whether a message belongs to another generation: then it is refused."""
+    """Return whether a message belongs to another generation; log it as refused then."""
     if generation == group.generation:
         return False
     log.warning("refused: %s in generation %d; the current one is %d", what, generation, group.generation)

@@ -21,10 +21,10 @@ from raytrain_plus.membership.group import Limits, Phase
 
 
 class Executor:
-    """Holds the group: gives the machine events, and its commands to those that carry them out."""
+    """Holds the group: feeds events to the machine, and passes its commands to their handlers."""
 
     def __init__(self, limits: Limits, durable: int) -> None:
-        """`durable`: the step of the newest checkpoint; -1 if there is none."""
+        """Begin the group; `durable`: the step of the newest checkpoint, -1 if there is none."""
         self.group, self._first = machine.begin(limits, durable)
         self.handlers: Mapping[type[Any], Callable[[Any], None]] = {}
 
@@ -41,7 +41,7 @@ class Executor:
         hand_over: ModelHandOver,
         ending: Ending,
     ) -> None:
-        """Set who carries out which command."""
+        """Map each command to its handler."""
         self.handlers = {
             e.Start: arrivals.start,
             e.WarmUp: arrivals.warm_up,

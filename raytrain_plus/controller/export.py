@@ -55,6 +55,8 @@ class Exported:
 
 
 class Exporter:
+    """Writes the model's file on a thread, from the workers that hold its stages; one export at a time."""
+
     def __init__(
         self,
         run: Folder,
@@ -63,11 +65,12 @@ class Exporter:
         done: Callable[[Exported], None],
         outages: Outages | None = None,
     ) -> None:
-        """`begin` starts a worker's method and returns a function that waits for the answer.
+        """Prepare exports into the run's folder.
 
-        That function takes the maximum seconds and raises `WorkerLost`, `Interrupted`, or what the method raised.
-        `ours` raises if another controller owns the run by now. `done` gets the end of each export, on the thread.
-        `outages` records whether the storage takes the model.
+        `begin` starts a worker's method and returns a function that waits for the answer. That function takes the
+        maximum seconds and raises `WorkerLost`, `Interrupted`, or what the method raised. `ours` raises if another
+        controller owns the run by now. `done` gets the end of each export, on the thread. `outages` records whether the
+        storage takes the model.
         """
         self._outages = outages or Outages()
         self._run = run
@@ -90,6 +93,7 @@ class Exporter:
         self._wanted += 1
 
     def close(self) -> None:
+        """Cancel the export in progress, and end the thread without waiting for it."""
         self.stop()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -223,7 +227,7 @@ class ModelHandOver:
             self._handed(leads)
 
     def _provide(self, leads: tuple[str, ...], step: int) -> bool:
-        """Whether these workers still provide the model of that step."""
+        """Return whether these workers still provide the model of that step."""
         group = self.machine.group
         return group.phase is Phase.CLOSE and (group.leads, self._step) == (leads, step)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 KEPT = 250
-"""Minimum number of events kept in memory. Followers further back get them from the folder,"""
+"""Minimum number of events kept in memory. Followers further back get them from the folder."""
 READ_BACK = 10_000
-"""so many at a time."""
+"""Maximum number of events that one call reads from the folder."""
 
 Event = dict[str, Any]
 
@@ -21,7 +21,7 @@ class Followed:
     """Filled by the controller's loop; followed from other threads."""
 
     def __init__(self, failed: Callable[[OSError], None]) -> None:
-        """`failed` gets the storage's error if events cannot be read back; that is retried."""
+        """Begin without events; `failed` gets the storage's error if events cannot be read back, which is retried."""
         self._failed = failed
         self._read: Callable[[], Iterable[Event]] | None = None
         self._news = threading.Condition()

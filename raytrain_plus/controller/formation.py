@@ -63,6 +63,8 @@ class _Worlds:
 
 @dataclass
 class Formation:
+    """Forms one generation after another; holds the rendezvous servers of the current one."""
+
     loop: EventLoop
     machine: Machine
     journal: Journal
@@ -189,7 +191,7 @@ class Formation:
         self.loop.ask(name, "serve", self.host.actor, assignment, then=then)
 
     def _sources(self, command: e.Join) -> dict[str, tuple[Source, ...]]:
-        """Return from whom each member that lacks something of the state takes it."""
+        """Return, for each member that lacks parts of the state, their sources."""
         view, workers = command.view, self.machine.group.workers
         stages = {member.worker: view.shape.stage(seat) for seat, member in enumerate(view.members)}
         takers = {name: stages[name] for name, what in command.lacks.items() if what != "initial"}

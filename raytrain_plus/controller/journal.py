@@ -53,10 +53,10 @@ class Journal:
         past: Past,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`run`: its folder; `batch_size`: rows of a step; `rows`: rows of the data, which determine the epoch.
+        """Prepare the journal of the run in this folder; nothing is written before `open`.
 
-        `end`: if a job is given in epochs, its steps and all their rows. `past`: what the run resumes from.
-        `clock`: Unix seconds.
+        `batch_size`: rows of a step; `rows`: rows of the data, which determine the epoch. `end`: if a job is given in
+        epochs, its steps and all their rows. `past`: what the run resumes from. `clock`: Unix seconds.
         """
         self.base = past.generation + 1
         """The offset added to generations: earlier controllers of the run had some."""
@@ -67,7 +67,7 @@ class Journal:
         self._rows = rows
         self._early: list[dict[str, Any]] = []
         self.outages = Outages()
-        """What the storage does not take; every writer of the run reports here."""
+        """Open storage failures; every writer of the run reports here."""
         self._ownership = Ownership(run, self.outages)
         self._last_writes = LastWrites(run, self.outages, self._still_alive)
         self._followed = Followed(lambda error: self._say_once("events cannot be read back; trying again", error))

@@ -1,4 +1,4 @@
-"""Write the end of a run: the storage is waited for, but not for ever."""
+"""Write the end of a run; wait for the storage with a time limit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from raytrain_plus.storage.retry import LAST_PAUSES_S, retry
 
 
 class LastWrites:
+    """Writes the end of a run; waits for a failing storage once, for a limited time."""
+
     def __init__(self, run: Folder, outages: Outages, waiting: Callable[[], None]) -> None:
-        """`waiting` is called after each failure, before the next attempt."""
+        """Prepare the last writes of a run; `waiting` is called after each failure, before the next attempt."""
         self._run = run
         self._outages = outages
         self._waiting = waiting
         self._gave_up = False
-        """Whether waiting for the storage was in vain."""
+        """Whether that limit has passed."""
 
     def write(self, act: Callable[[], None], newest: int) -> None:
         """Write a part of the end. The storage is waited for once, for half a minute.

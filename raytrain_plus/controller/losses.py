@@ -16,6 +16,8 @@ from raytrain_plus.membership.hang_detection import Pulses
 
 @dataclass
 class Losses:
+    """Removes workers: from the loop, the pulses and the checkpoints in progress, and then from the group."""
+
     loop: EventLoop
     machine: Machine
     journal: Journal
@@ -33,7 +35,7 @@ class Losses:
             if worker.state == "in":
                 self.journal.broke(self.clock.unix(), f"{name} was lost: {cause}")
         self._dismiss(name)
-        # A run whose model is exported and whose last checkpoint it alone held up ends here, whoever it was.
+        # If only this worker's share delayed the end, the run can end now.
         self.hand_over.look()
         self.machine.feed(e.Lost(name, cause))
 

@@ -45,6 +45,8 @@ class _Outcomes:
 
 
 class Members:
+    """Sends requests to a generation's members, and takes their reports and outcomes."""
+
     def __init__(
         self,
         loop: EventLoop,

@@ -25,7 +25,7 @@ class Metrics:
     """Sets gauges from the controller's thread: that costs 2 to 4 us each and never blocks."""
 
     def __init__(self, run: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`run`: its name, a tag of every gauge."""
+        """Prepare the gauges of the run of this name, which is a tag of every gauge."""
         self._run = run
         self._clock = clock
         self._due = -math.inf

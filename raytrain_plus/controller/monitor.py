@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeWatch(Protocol):
-    """What looks after the nodes: see `nodes.Nodes`."""
+    """Interface to the node watcher: see `nodes.Nodes`."""
 
     def start(self, put: Callable[[object], None]) -> None: ...
     def suspect(self, nodes: Set[str]) -> None: ...
@@ -51,6 +51,8 @@ class NodeWatch(Protocol):
 
 @dataclass
 class Monitor:
+    """Finds phases and workers that take too long, and nodes that are draining or unresponsive."""
+
     loop: EventLoop
     machine: Machine
     journal: Journal
@@ -128,7 +130,7 @@ class Monitor:
                 self.machine.feed(e.Notice(name))
 
     def is_draining(self, node: str) -> bool:
-        """Whether that node will leave."""
+        """Return whether that node will leave."""
         return node in self._draining
 
     def wait(self, command: e.Wait) -> None:
@@ -193,7 +195,7 @@ class Monitor:
         self.machine.feed(e.Late(group.generation))
 
     def _late(self, now: float, since: float) -> bool:
-        """Whether the phase has reached its limit, having lasted for `since` seconds."""
+        """Return whether the phase has reached its limit, having lasted for `since` seconds."""
         group = self.machine.group
         limit = limit_s(group, self.elastic.wait_s, self.roster.state_bytes)
         if limit is not None and since > limit:
@@ -207,7 +209,7 @@ class Monitor:
         return group.phase is Phase.TRAIN and self._goes_within(PAUSE_BEFORE_S, untold=True)
 
     def _goes_within(self, seconds: float, untold: bool) -> bool:
-        """Whether a node that hosts a member leaves so soon; `untold` is the answer without a known deadline."""
+        """Return whether a node that hosts a member leaves so soon; `untold` is the answer without a known deadline."""
         nodes = self.roster.nodes(members_in(self.machine.group))
         deadlines = [deadline for node, deadline in self._draining.items() if node in nodes]
         return any(untold if deadline is None else self.clock.unix() > deadline - seconds for deadline in deadlines)

@@ -38,7 +38,7 @@ class Nodes:
     """Reports what it sees from its thread."""
 
     def __init__(self, over: threading.Event | None = None) -> None:
-        """`over`: ends the polling when it is set, and paces it."""
+        """Watch no nodes until `start`; `over` ends the polling when it is set, and paces it."""
         self._suspected: Set[str] = frozenset()
         self._over = over or threading.Event()
 
@@ -76,7 +76,7 @@ class Nodes:
 
 
 def _answers(node: str) -> bool:
-    """Whether the node's Ray accepts a connection."""
+    """Return whether the node's Ray accepts a connection."""
     for entry in ray.nodes():
         if entry["NodeID"] == node:
             if not entry["Alive"]:

@@ -14,6 +14,8 @@ from raytrain_plus.storage.outage import Outages
 
 
 class Ownership:
+    """A controller's hold on a run: renews its lease, and notices when another controller takes the run over."""
+
     def __init__(self, run: Folder, outages: Outages) -> None:
         self._run = run
         self._outages = outages

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class Partitions:
+    """The partitions of the model that fit the workers, one for each possible number of stages."""
+
     def __init__(self, job: Job, roster: Roster) -> None:
         self._job = job
         self._roster = roster
@@ -76,7 +78,7 @@ class Partitions:
         return {layer.name: layer.bytes for layer in self._layers()} | {REST: 0}
 
     def speaks(self, stage: Stage) -> bool:
-        """Whether this stage is the first that trains anything."""
+        """Return whether this stage is the first that trains anything."""
         if stage.of == 1:
             return True
         trains = {layer.name for layer in self._layers() if layer.parameters}

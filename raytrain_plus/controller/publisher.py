@@ -46,11 +46,12 @@ class Publisher:
         damaged: Iterable[str] = (),
         failed: Callable[[OSError, int], None] = lambda error, wanted: None,
     ) -> None:
-        """`settle` makes ledger and events durable; `done` gets each outcome, on the thread.
+        """Publish into the run's folder, which has these `complete` checkpoints.
 
-        `ours` raises if another controller owns the run by now: unlike `settle` it works on a full disk. The `damaged`
-        are not removed during this run: a user with a copy of a file may repair them. `failed` gets each error of the
-        storage and the number of bytes that were to be written.
+        `settle` makes ledger and events durable. `done` gets each outcome, on the thread. `ours` raises if another
+        controller owns the run by now: unlike `settle` it works on a full disk. The `damaged` are not removed during
+        this run: a user with a copy of a file may repair them. `failed` gets each error of the storage and the number
+        of bytes that were to be written.
         """
         self._complete = sorted(complete, key=newness, reverse=True)
         self._resumptions: Sequence[tuple[int, int]] = ()

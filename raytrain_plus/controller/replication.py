@@ -34,8 +34,13 @@ class _Copies:
 
 
 class Replication:
+    """Assigns buddies, and confirms copies once they exist for every stage of a committed step."""
+
     def __init__(self, loop: EventLoop, machine: Machine, roster: Roster, journal: Journal, overlaps: bool) -> None:
-        """`overlaps`: whether a loss while steps overlap takes all members back to where those steps began."""
+        """Begin without copies.
+
+        `overlaps`: whether steps overlap: a loss then takes all members back to where those steps began.
+        """
         self._loop = loop
         self._machine = machine
         self._roster = roster

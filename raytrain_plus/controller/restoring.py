@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 
 class Restoring:
+    """Has idle workers read the newest checkpoint that can be used, and reports where the run continues."""
+
     def __init__(
         self,
         run: Folder,
@@ -34,7 +36,7 @@ class Restoring:
         machine: Machine,
         partitions: Partitions,
     ) -> None:
-        """`past`: what the run resumes from; None for a new run."""
+        """Prepare to read checkpoints; `past`: what the run resumes from, None for a new run."""
         self._run = run
         self._past = past
         self._journal = journal

@@ -38,7 +38,7 @@ class Saving:
         """(generation, worker) -> the last step that it copied before it left."""
 
     def __bool__(self) -> bool:
-        """Whether any checkpoint is in progress."""
+        """Return whether any checkpoint is in progress."""
         return bool(self._open)
 
     def begin(self, step: int, generation: int, names: Sequence[str]) -> None:
@@ -47,11 +47,11 @@ class Saving:
             self._open.setdefault((step, generation), _OpenCheckpoint(names))
 
     def knows(self, step: int, generation: int) -> bool:
-        """Whether that checkpoint is or was in progress."""
+        """Return whether that checkpoint is or was in progress."""
         return (step, generation) in self._open or (step, generation) in self._over
 
     def given_up(self, step: int, generation: int) -> bool:
-        """Whether that checkpoint was given up."""
+        """Return whether that checkpoint was given up."""
         return self._over.get((step, generation), False)
 
     def written(self, told: Written, living: Collection[str]) -> list[Abandoned]:

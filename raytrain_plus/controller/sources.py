@@ -27,10 +27,11 @@ def sources_of(
     pieces: Callable[[Stage], Pieces],
     layer_bytes: Mapping[str, int],
 ) -> dict[str, tuple[Source, ...]]:
-    """Return from whom each member takes the parts of its stage that it lacks; empty if it lacks none.
+    """Return, for each member, the source of each missing part of its stage; empty if nothing is missing.
 
     `takers`: the stage that each is to hold. `holding`: the stage of the same state that some of them hold already.
-    `providers`: who gives which stage of it; together all of it. `pieces`: what a stage consists of.
+    `providers`: the workers that give this state, each with its stage; together all of it. `pieces`: the parts of a
+    stage.
     """
     held = {provider: pieces(provider[1]) for provider in providers}
     wanted = {

@@ -59,6 +59,7 @@ def only_due(entries: npt.NDArray[Any], expected: ExpectedOrder, due_to: int, fa
 
 
 def find_doubled_and_missing(entries: npt.NDArray[Any], expected: ExpectedOrder, due_to: int, faults: Faults) -> None:
+    """Report each shard's steps up to `due_to` that have several entries, or none."""
     keys = entries["shard"] * (due_to + 1) + entries["step"]
     values, counts = np.unique(keys, return_counts=True)
     doubled = values[counts > 1]

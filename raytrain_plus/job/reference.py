@@ -44,7 +44,7 @@ def _lines(of: type, prefix: str) -> Iterator[str]:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; of another type, itself."""
+    """Return the members of a union; of another type, the type itself."""
     origin = get_origin(hint)
     return get_args(hint) if origin in (Union, UnionType) else (hint,)
 

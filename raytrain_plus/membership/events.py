@@ -267,7 +267,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Make a checkpoint of the state after `step`, by all who hold it: they will leave, and nobody else has it."""
+    """Have the holders of the state after `step` write a checkpoint, because all holders of a stage will leave."""
 
     step: int
 

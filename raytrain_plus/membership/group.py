@@ -97,7 +97,7 @@ class Group:
     recalled: bool = False
     """Whether the members of the current generation were asked to load copies."""
     kept: int = -1
-    """The newest step for which a checkpoint was requested because all who hold its state will leave."""
+    """The newest step for which a checkpoint was requested because all its holders will leave."""
     leads: tuple[str, ...] = ()
     """The workers that provide the model for export, by stage."""
     stopping: bool = False
@@ -202,7 +202,7 @@ def unfinished(group: Group) -> tuple[str, ...]:
 def recallable(group: Group, best: NewestState) -> tuple[str, ...]:
     """Return the workers that have a copy of their own stage of that state but not the state itself.
 
-    Return nobody unless these workers and those who hold a stage together cover all stages.
+    Return nobody unless these workers and the holders of stages together cover all stages.
     """
     idle = {name: worker for name, worker in group.workers.items() if worker.state == "idle" and worker.stage}
     held = {worker.stage for worker in idle.values() if worker.holds == best.step}
@@ -216,15 +216,18 @@ def recallable(group: Group, best: NewestState) -> tuple[str, ...]:
 
 
 def holds(group: Group, name: str) -> int:
+    """Return the step whose state a worker holds: -1 for the initial one, -2 for none."""
     step = group.workers[name].holds
     return -2 if step is None else step
 
 
 def with_worker(group: Group, name: str, **changes: Any) -> Group:
+    """Return the group with these fields of one worker's status changed."""
     return replace(group, workers={**group.workers, name: replace(group.workers[name], **changes)})
 
 
 def without(group: Group, name: str) -> Group:
+    """Return the group without this worker."""
     return replace(group, workers={other: worker for other, worker in group.workers.items() if other != name})
 
 
@@ -253,6 +256,7 @@ def suspects(group: Group) -> list[str]:
 
 
 def preparing(group: Group) -> bool:
+    """Return whether a worker that stays is still preparing."""
     return any(worker.state == "up" and not worker.leaving for worker in group.workers.values())
 
 

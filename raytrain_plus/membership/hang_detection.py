@@ -17,7 +17,7 @@ LEAVE_S = 0.3
 LEAVE_JOINING_S = 6.0
 """The same while it forms its world, when it may wait for a connection (see `collective.torch_world.CONNECT_S`)."""
 LAST_S = 15.0
-"""Seconds to wait longer before giving up all who hold the state: without them everything would be lost."""
+"""Additional seconds before all holders of the state are given up: without them everything would be lost."""
 LEAVE_UNRESPONSIVE_S = 1.0
 """Seconds that a worker last seen in a collective may leave an interrupt unanswered."""
 

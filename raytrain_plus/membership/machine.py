@@ -173,7 +173,7 @@ def _gather(group: Group) -> Outcome:
 
 
 def _keep(group: Group) -> Outcome:
-    """Request a checkpoint of the newest state if all who hold one of its stages will leave with their nodes."""
+    """Request a checkpoint of the newest state if all holders of one of its stages will leave with their nodes."""
     best = newest_state(group)
     if best is None or best.copied or not any(group.workers[name].leaving for name in best.donors):
         return group, []

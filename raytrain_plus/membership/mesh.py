@@ -1,4 +1,4 @@
-"""Assign workers to places in the group, and derive who communicates with whom. Pure.
+"""Assign workers to places in the group, and derive which workers communicate. Pure.
 
 A group has named axes. A place is the coordinates along them; a seat is its number: first the seats of replica 0, by
 stage, then those of replica 1. A replica holds one whole copy of the model.

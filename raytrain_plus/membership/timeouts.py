@@ -49,8 +49,8 @@ def limit_s(group: Group, wait_s: float, state_bytes: int) -> float | None:
 def stop_limit_s(group: Group, grace_s: float, aside: bool = False) -> float | None:
     """Return the phase's limit once the run is to stop: seconds since the stop request, out of `grace_s`.
 
-    The group waits for a boundary first; then those who can leave the world. Workers that still compute are then asked
-    to provide their state `aside` of that step, and get a little longer for it.
+    The group waits for a boundary first; then workers that can leave the world do so. Workers that still compute are
+    then asked to provide their state `aside` of that step, and get a little longer for it.
     """
     share = {
         Phase.JOIN: PAUSE_SHARE,

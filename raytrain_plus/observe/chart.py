@@ -95,7 +95,7 @@ class _Along(Generic[_Thing]):
     """Things along an axis, in order. Once there are more than `ROOM`, those closest together are joined."""
 
     def __init__(self, join: Callable[[_Thing, _Thing], _Thing], apart: float) -> None:
-        """`apart`: the initial distance from which things are kept separate."""
+        """Begin an empty axis; `apart`: the initial distance from which things are kept separate."""
         self._join = join
         self._apart = apart
         self._held: dict[int, _Thing] = {}

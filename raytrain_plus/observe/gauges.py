@@ -84,7 +84,7 @@ class Gauges:
     """Follow a run's events and compute the values of its gauges."""
 
     def __init__(self, totals: _Totals) -> None:
-        """`totals`: the run's totals, which the caller keeps up to date."""
+        """Begin before any event; `totals`: the run's totals, which the caller keeps up to date."""
         self._totals = totals
         self._progress = RunProgress(total=0)
         self._generation = self._spares = self._failed = 0

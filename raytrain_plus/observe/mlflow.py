@@ -27,7 +27,7 @@ class Mlflow:
     """A `Tracker` that writes to MLflow."""
 
     def __init__(self, client: MlflowClient, run: str, params: Sequence[Param]) -> None:
-        """`run`: the id of MLflow's run; `params`: the parameters that it does not have yet."""
+        """Continue the MLflow run with the id `run`; `params`: the parameters that it does not have yet."""
         self._client = client
         self._run = run
         self._params = list(params)

@@ -139,7 +139,7 @@ class NotebookView:
     """One output of a cell, updated in place: the chart with lines below it, or lines alone."""
 
     def __init__(self, draw: Callable[[str, str], None], clock: Clock = time.monotonic) -> None:
-        """`draw(text, html)` replaces the output by text and its HTML equivalent."""
+        """Begin an empty view; `draw(text, html)` replaces the output by text and its HTML equivalent."""
         self._draw = draw
         self._clock = clock
         self._page: Page | None = None

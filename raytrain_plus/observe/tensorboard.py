@@ -47,7 +47,7 @@ class Scalars:
     """A `Tracker` that writes TensorBoard's files."""
 
     def __init__(self, folder: Folder, clock: Callable[[], float] = time.time, outages: Outages | None = None) -> None:
-        """`outages` records whether the storage accepts the metrics; they are kept until it does."""
+        """Write into this folder; `outages` records whether it accepts the metrics, which are kept until it does."""
         self._folder = folder
         self._clock = clock
         self._outages = outages or Outages()

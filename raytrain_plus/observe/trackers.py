@@ -96,7 +96,10 @@ class Trackers:
     """All trackers of a run. A failing tracker is reported once and loses metrics; it never fails the run."""
 
     def __init__(self, run: Folder, relays: Sequence[Relay] = (), outages: Outages | None = None) -> None:
-        """`relays`: the started trackers that the job names. `outages` records failed writes of TensorBoard's files."""
+        """Begin with TensorBoard and the `relays`, the started trackers that the job names.
+
+        `outages` records failed writes of TensorBoard's files.
+        """
         self._scalars = Scalars(run.inside("tensorboard"), outages=outages)
         self._relays = relays
         self._metrics = EventMetrics()
@@ -132,7 +135,7 @@ class Relay:
     """A `Tracker` in a separate process. Only `close` waits for that process, for a limited time."""
 
     def __init__(self, name: str, run: Folder) -> None:
-        """`name`: the tracker's package. `run`: the run's folder, which stores the id of the tracker's run."""
+        """Prepare a tracker; `name`: its package. The run's folder `run` stores the id of the tracker's run."""
         self._name = name
         self._run = run
         self._process: subprocess.Popen[bytes] | None = None

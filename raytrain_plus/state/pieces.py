@@ -1,4 +1,4 @@
-"""Divide a training state into pieces, and compute with sets of them: who has what, who lacks what, who gives it. Pure.
+"""Divide a training state into pieces, and compute with sets of them: which worker has, lacks or gives which. Pure.
 
 A piece is a range of rows of something that has a name: a tensor of the model, or a layer with all its tensors (one
 row). The optimizer's state of a parameter belongs to the parameter's piece.

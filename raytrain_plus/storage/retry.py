@@ -1,4 +1,4 @@
-"""Retry what a storage refuses for a while, as a full disk or a busy server does."""
+"""Retry storage operations that fail for a while, as on a full disk or a busy server."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Shards = Mapping[int, Sequence[Microbatch]]
 
 
 class ReplicaPasses(Protocol):
-    """What the passes of a step are to a worker, whether steps overlap or not."""
+    """Interface of a step's passes, whether steps overlap or not."""
 
     @property
     def bars(self) -> Sequence[Bar]:

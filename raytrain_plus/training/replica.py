@@ -134,7 +134,7 @@ class ReplicaStage:
         return loss * weight
 
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
-        """See `passes.ReplicaPasses`. Only the first stage gets the microbatches' batches; all stages know the rows."""
+        """See `passes.ReplicaPasses`. Only the first stage receives batches; all stages know the row counts."""
         found, control = MetricSums(), context.control
         for shard in hosted:
             found.begin(shard)

@@ -32,9 +32,10 @@ class StepSums:
         shards: int,
         device: torch.device,
     ) -> None:
-        """`trained`: the parameters of the parts that are trained, in order.
+        """Prepare the sums of these parts.
 
-        `tied`: parameters of the whole model that are copies -> the parameters they copy.
+        `trained`: the parameters of the parts that are trained, in order. `tied`: parameters of the whole model that
+        are copies -> the parameters they copy.
         """
         self._parts = parts
         self._trained = trained

@@ -32,9 +32,7 @@ class Synchronous(StagePasses):
     """See `passes.Passes`. Lives for one generation, as its model replica's world does."""
 
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
-        """See `passes.Passes`. Only the first stage gets the microbatches' batches and
-        ids; all stages know the rows.
-        """
+        """See `passes.Passes`. Only the first stage receives batches; all stages know the row counts."""
         stage = self.stage
         # Until the first activations arrive, this stage waits for others.
         context.control.enter("collective")

@@ -29,9 +29,9 @@ SEND_S = 60.0
 BYTES_PER_S = 20e6
 """The slowest rate at which a copy may travel."""
 AGAIN_S = 0.05
-"""Seconds between two checks whether a copy has arrived or is still needed; the shortest wait before it is resent,"""
+"""Seconds between two checks whether a copy has arrived or is still needed; the shortest wait before it is resent."""
 LONGEST_AGAIN_S = 5.0
-"""and the longest."""
+"""Maximum seconds to wait before a copy is resent; the wait doubles up to this."""
 
 log = logging.getLogger(__name__)
 
@@ -110,11 +110,11 @@ class Copier:
             self._generation, self._copies, self._open = -1, False, None
 
     def ready(self) -> bool:
-        """Whether a copy can be made: the previous one is in place."""
+        """Return whether a copy can be made: the previous one is in place."""
         return self._copies and self._open is None
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` should be copied, if all can; the same for every member."""
+        """Return whether the state after `step` should be copied, if all can; the same for every member."""
         return step >= max(self._next, 0)
 
     def copy(self, step: int, check: Callable[[], None]) -> None:
@@ -180,7 +180,7 @@ class Copier:
             return max(steps, default=None)
 
     def sound(self, step: int, stage: Stage) -> bool:
-        """Whether that copy is here, and undamaged."""
+        """Return whether that copy is here, and undamaged."""
         found = self.find(step, stage)
         return found is not None and _digest(found) == found.digest
 
@@ -233,7 +233,7 @@ class Copier:
                 time.sleep(AGAIN_S)
 
     def _arrived(self, out: _Out, buddy: Buddy, snapshot: Snapshot) -> bool:
-        """Whether the buddy has it; False if it is no longer needed."""
+        """Send a copy; return whether the buddy has it, or False if it is no longer needed."""
         reference = buddy.actor.call.remote("keep_copy", out.kept.generation, out.stage, snapshot)
         until = time.monotonic() + SEND_S + out.sent.bytes / BYTES_PER_S
         while not ray.wait([reference], timeout=AGAIN_S)[0]:

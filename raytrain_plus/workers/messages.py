@@ -24,7 +24,7 @@ from raytrain_plus.training.records import Evaluated, StepRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What every worker of a run receives."""
+    """The data that every worker receives."""
 
     job: Job
     """With `task` as `module:Class` if it can be imported; otherwise its class is in `pickled_task`."""
@@ -114,11 +114,13 @@ class ShareOf:
     generation: int
     """The generation's number in the names of checkpoints, which rises through all controllers of a run."""
     writer: int
-    """This worker's index among all writers, followed by their number."""
+    """This worker's index among all writers."""
     writers: int
+    """The number of writers."""
     rank: int = 0
-    """This worker's index among those that hold the same stage, followed by their number."""
+    """This worker's index among those that hold the same stage."""
     size: int = 1
+    """The number of workers that hold the same stage."""
     speaks: bool = True
     """Whether it writes what belongs to no layer: the first stage that trains anything does."""
     claim: Claim | None = None

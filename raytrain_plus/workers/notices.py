@@ -86,7 +86,7 @@ def _answer(service: tuple[str, int], request: Request) -> Answer:
 
 
 def _handed_on(cloud: Cloud, goes: float, drain: Callable[[str, float], bool | None]) -> bool:
-    """Whether nothing is left to do."""
+    """Pass a notice on to Ray; return whether nothing is left to do."""
     try:
         taken = drain(f"{cloud} preempts it", goes)
     except Exception:

@@ -23,7 +23,7 @@ class OwnState:
     """The state that this worker holds; only the training thread replaces it."""
 
     def __init__(self, build: Callable[[Layers], Stepper]) -> None:
-        """`build` makes a part of the model, with its initial values."""
+        """Begin without a state; `build` makes a part of the model, with its initial values."""
         self._build = build
         self._now: StageState | None = None
         self._before: StageState | None = None
@@ -86,7 +86,7 @@ class OwnState:
 
 
 def _as_good(now: StageState | None, before: StageState) -> bool:
-    """Whether the state that the worker took is as good as what it held before.
+    """Return whether the state that the worker took is as good as what it held before.
 
     With more stages than before it has less of the model.
     """

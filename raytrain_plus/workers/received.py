@@ -21,7 +21,7 @@ class ReceivedStates:
     """The donors' states, fetched on one thread while the training thread joins the generation, and then takes them."""
 
     def __init__(self, control: Control, store: Any = ray) -> None:
-        """`store` has Ray's `wait` and `get`."""
+        """Begin without states; `store` has Ray's `wait` and `get`."""
         self._control = control
         self._store = store
         self._fetched: dict[int, Future[list[Snapshot]]] = {}

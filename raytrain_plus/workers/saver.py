@@ -41,7 +41,7 @@ class Saver:
     """Implements `training.loop.CheckpointWriter`."""
 
     def __init__(self, run: Folder, holding: Callable[[], Holding], every_steps: int | None, best: bool) -> None:
-        """`best`: whether every evaluated state is saved, so that the best of them is kept."""
+        """Save into this folder; `best`: whether every evaluated state is saved, so that the best one is kept."""
         self._run = run
         self._holding = holding
         self._every_steps = every_steps
@@ -75,7 +75,7 @@ class Saver:
             self._open = None
 
     def busy(self) -> bool:
-        """Whether an earlier checkpoint is in progress.
+        """Return whether an earlier checkpoint is in progress.
 
         Then this worker or another still writes its share, or the manifest is being written. If its end is never
         reported, it counts as in progress no longer than a storage may stall (`STILL_S`).
@@ -95,7 +95,7 @@ class Saver:
             raise self._unfit
 
     def due(self, step: int, evaluated: bool) -> bool:
-        """Whether the state after `step` should be saved; the same for every member."""
+        """Return whether the state after `step` should be saved; the same for every member."""
         by_steps = self._every_steps is not None and (step + 1) % self._every_steps == 0
         return by_steps or (self._best and evaluated)
 

@@ -69,7 +69,7 @@ class StateSource:
         self._given.clear()
 
     def has(self, step: int, stage: Stage) -> bool:
-        """Whether it holds that stage's state after `step`, or has an undamaged copy of it."""
+        """Return whether this worker holds that stage's state after `step`, or has an undamaged copy of it."""
         return self._own.at(step, stage) is not None or self._copier.sound(step, stage)
 
     def inventory(self, step: int, stage: Stage) -> list[Entry]:

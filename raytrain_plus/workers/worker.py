@@ -59,9 +59,10 @@ class Worker:
         listen: Callable[[], None] = hear_notices,
         store: Any = ray,
     ) -> None:
-        """`prepare` makes what all but a few calls need; `listen` begins to hear that the machine is preempted.
+        """Begin unprepared.
 
-        `store` has Ray's `wait` and `get`.
+        `prepare` makes what all but a few calls need. `listen` begins to listen for preemption notices. `store` has
+        Ray's `wait` and `get`.
         """
         self._name = name
         self._prepare = prepare
@@ -156,7 +157,7 @@ class Worker:
         return self._prepared.source.snapshot(generation, step, stage, layers)
 
     def has_copy(self, step: int, stage: Stage) -> bool:
-        """Whether it holds that stage's state after `step`, or has an undamaged copy of it."""
+        """Return whether this worker holds that stage's state after `step`, or has an undamaged copy of it."""
         return self._prepared.source.has(step, stage)
 
     def inventory(self, step: int, stage: Stage) -> list[Entry]:
@@ -245,7 +246,7 @@ class Worker:
         return self._preparation
 
     def _stale(self, generation: int, what: str) -> bool:
-        """Whether a call is for a generation that is over here: then it is refused."""
+        """Return whether a call is for a generation that is over here; log it as refused then."""
         if generation >= self._control.generation:
             return False
         log.warning(

@@ -81,7 +81,7 @@ def training(rounds: int) -> None:
 
 
 def big_state(gigabytes: float) -> Holding:
-    """Parameters in blocks as a transformer's, and AdamW's two figures for each: so many gigabytes."""
+    """Return transformer-like parameters with AdamW state, of this many gigabytes."""
     count = max(1, round(gigabytes * 2**30 / (3 * BLOCK * BLOCK * 4)))
     named = [(f"block.{number}", nn.Parameter(torch.rand(BLOCK, BLOCK))) for number in range(count)]
     optimizer = torch.optim.AdamW([value for _, value in named])

@@ -1,4 +1,4 @@
-"""Which stage has which chunks of a model under each schedule, and the schedules' requirements. Pure."""
+"""Assign a model's chunks to stages under each schedule, and check each schedule's requirements. Pure."""
 
 from __future__ import annotations
 

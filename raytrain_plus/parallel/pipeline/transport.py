@@ -179,7 +179,7 @@ class Handovers:
     """The transfers of one stage in one generation."""
 
     def __init__(self, peers: Peers, device: torch.device, classes: Classes = KNOWN) -> None:
-        """`classes`: the classes of the objects that may be in batches; see `message`."""
+        """Transfer between these peers; `classes`: of the objects that may be in batches, see `message`."""
         self._peers = peers
         self._device = device
         self._classes = classes

@@ -1,4 +1,4 @@
-"""What is wanted of the recoveries, and who counts as a warm spare."""
+"""Limits on the recoveries, and which workers count as ready spares."""
 
 from dataclasses import replace
 

@@ -89,7 +89,7 @@ class FakeWorkers:
         self._alive.clear()
 
     def owes(self, name: str, method: str) -> bool:
-        """Whether a call of this method has no answer yet."""
+        """Return whether a call of this method has no answer yet."""
         return bool(self._asked.get((name, method)))
 
     def answer(self, name: str, method: str, with_: object = None) -> None:
@@ -210,7 +210,7 @@ class Run:
     """A run whose workers do what a test says, and everything that the controller has told."""
 
     def __init__(self, folder: Path, job: Job, **changes: Any) -> None:
-        """`changes`: other limits than those of the job."""
+        """Begin a run of this job; `changes`: other limits than those of the job."""
         order, workers = order_of(job, folder), job.workers
         limits = {
             "minimum": max(workers.min, order.stage_counts[-1]),
@@ -238,7 +238,7 @@ class Run:
         self.turn()
 
     def turn(self, seconds: float = 0.0) -> None:
-        """Let so many seconds pass, and everything be handled that has happened."""
+        """Advance the clock and handle everything due."""
         self.time.now += seconds
         self.engine.turn(0)
 
@@ -256,7 +256,7 @@ class Run:
         self.turn()
 
     def prepare(self, name: str, node: str = "n", **ready: Any) -> None:
-        """Bring a worker that was started to where it can take a place."""
+        """Prepare a started worker until it can join."""
         self.workers.answer(name, "location", WorkerLocation(worker=name, pid=1, node=node, address="127.0.0.1"))
         self.turn()
         self.workers.answer(name, "clock", 1e9 + self.time.now)

@@ -130,7 +130,7 @@ class Kept:
         self.it.wrote(told)
 
     def requested(self, generation: int) -> bool:
-        """Whether a checkpoint is requested when this generation trains."""
+        """Return whether a checkpoint is requested when this generation trains."""
         self.machine.group = replace(group_of("a"), generation=generation)
         self.it.request_in_time(self.time.now)
         requested = ("save", generation) in self.told

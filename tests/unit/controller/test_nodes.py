@@ -41,7 +41,10 @@ class Cluster:
         suspected: Sequence[Sequence[str]] = (),
         known: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """`draining` and `suspected`: the answers by poll; an exception is raised. `known`: as in `ray.nodes`."""
+        """Replace Ray by these answers.
+
+        `draining` and `suspected`: the answers by poll; an exception is raised. `known`: as in `ray.nodes`.
+        """
         self.told: list[Any] = []
         self.asked: list[int] = []
         """The polls at which the draining nodes were requested."""

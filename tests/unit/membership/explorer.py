@@ -585,7 +585,7 @@ def _refuses(group: Group) -> None:
 
 
 def _counts(group: Group, message: e.Event) -> bool:
-    """Whether a message may have an effect, now or later; `_refuses` checks that the others have none."""
+    """Return whether a message may have an effect, now or later; `_refuses` checks that the others have none."""
     worker = getattr(message, "worker", None)
     if worker is not None and worker not in group.workers:
         return False

@@ -1,4 +1,4 @@
-"""What every kind of folder promises."""
+"""Every kind of folder keeps the contract."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Group:
     """Trains by a random schedule: each step runs on another number of workers, and some of them die in it."""
 
     def __init__(self, make: Callable[[], Stepper], batches: Callable[[int, Sequence[int]], dict], shards: int) -> None:  # type: ignore[type-arg]
-        """`make` builds a worker's stepper; `batches(step, hosted)` returns its microbatches."""
+        """Begin with one worker; `make` builds its stepper, `batches(step, hosted)` returns its microbatches."""
         self._make = make
         self._batches = batches
         self._shards = shards
