@@ -288,10 +288,14 @@ class Job:
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
     def same_as(self, resolved: str) -> list[str]:
-        """Return the result-relevant keys in which this job differs from `resolved`, the text of a `job.yaml`."""
+        """Return the keys that make this job another one than `resolved`, the text of a `job.yaml`.
+
+        The keys are those of `_SAME`, and those of `_SAME_WITH_PIPEDREAM` if either job uses that schedule.
+        """
         mine, theirs = yaml.safe_load(self.to_yaml()), yaml.safe_load(resolved)
-        before = {key: _BEFORE.get(key) if (value := _at(theirs, key)) is None else value for key in _SAME}
-        return [key for key in _SAME if _at(mine, key) != before[key]]
+        overlap = any(_kept(job, "parallel.schedule") == "pipedream" for job in (mine, theirs))
+        keys = (*_SAME, *_SAME_WITH_PIPEDREAM) if overlap else _SAME
+        return [key for key in keys if _kept(mine, key) != _kept(theirs, key)]
 
 
 _SAME = (
@@ -307,9 +311,14 @@ _SAME = (
     "compression",
     "clip_norm",
 )
-"""Keys that must agree for two jobs to be the same: everything that the result depends on."""
-_BEFORE = {"compression": "none"}
-"""Those of them that older versions did not write, and what these versions did."""
+"""Keys that must agree for two jobs to be the same, because the result depends on them.
+
+It can also depend on `collective` and `elastic.on_nonfinite`, which may change. Data is compared by its fingerprint.
+"""
+_SAME_WITH_PIPEDREAM = ("parallel.schedule", "parallel.commit_every")
+"""Keys that must agree too if one of two jobs uses pipedream, which computes gradients with older weights."""
+_BEFORE = {"compression": "none", "parallel.schedule": "1f1b", "parallel.commit_every": 16}
+"""Those of all these keys that older versions did not write, and what these versions did."""
 
 
 @functools.cache
@@ -406,6 +415,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     return value
+
+
+def _kept(values: Any, key: str) -> Any:
+    """Return the value of a key of `_SAME` or `_SAME_WITH_PIPEDREAM` in the values of a `job.yaml`."""
+    value = _at(values, key)
+    return _BEFORE.get(key) if value is None else value
 
 
 def _at(values: Any, key: str) -> Any:

@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -234,6 +235,37 @@ def test_a_run_from_before_a_setting_existed_is_still_the_same_job(tmp_path: Pat
     assert older != job.to_yaml()
     assert job.same_as(older) == []
     assert load(tmp_path, GOOD, "compression=fp16").same_as(older) == ["compression"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "differs"),
+    [
+        ("schedule=1f1b", "schedule=pipedream", ["schedule"]),
+        ("schedule=pipedream", "schedule=gpipe", ["schedule"]),
+        ("schedule=pipedream", "commit_every=4", ["schedule", "commit_every"]),
+        ("schedule=pipedream commit_every=4", "schedule=pipedream", ["commit_every"]),
+        ("schedule=pipedream", "schedule=pipedream commit_every=16", []),
+        ("schedule=gpipe", "schedule=interleaved commit_every=4", []),
+    ],
+)
+def test_with_pipedream_the_schedule_belongs_to_the_job(
+    tmp_path: Path, before: str, after: str, differs: list[str]
+) -> None:
+    def made(settings: str) -> Job:
+        overrides = [f"parallel.{setting}" for setting in settings.split()]
+        return load(tmp_path, GOOD + "workers: {min: 2}\nparallel: {pipeline: 2}\n", *overrides)
+
+    assert made(after).same_as(made(before).to_yaml()) == [f"parallel.{key}" for key in differs]
+
+
+def test_a_run_from_before_there_were_stages_had_the_default_schedule(tmp_path: Path) -> None:
+    older = yaml.safe_load(load(tmp_path, GOOD).to_yaml())
+    older["parallel"] = {"microbatches": 1}
+    pipedream = load(tmp_path, GOOD + PIPEDREAM)
+    assert load(tmp_path, GOOD).same_as(yaml.safe_dump(older)) == []
+    assert pipedream.same_as(yaml.safe_dump(older)) == ["parallel.schedule"]
+    older["parallel"] = {"microbatches": 1, "pipeline": 2, "schedule": "pipedream"}
+    assert pipedream.same_as(yaml.safe_dump(older)) == []
 
 
 def test_every_setting_is_either_kept_or_free(tmp_path: Path) -> None:
