@@ -135,9 +135,8 @@ class Stepper:
         self.optimizer = task.optimizer(self.named) if self.named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else task.scheduler(self.optimizer)
-        self.passes: Passes | Overlapping = Synchronous(
-            whole_replica(task, self.parts[0], device=device, shards=shards)
-        )
+        replica = whole_replica(task, self.parts[0], device=device, shards=shards)
+        self.passes: Passes | Overlapping = Synchronous(replica)
         """Replaced in each generation if the model has stages."""
         self.begun = -1
         """The step that was begun last; of overlapping steps, the first."""
