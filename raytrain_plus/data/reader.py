@@ -227,8 +227,9 @@ class Batches:
             upcoming = reads(self._sample_order, self._shards, self._first_step)
             for step in range(self._first_step, self._sample_order.steps):
                 if step == self._first_step + PREFETCH_STEPS + 2:
-                    # Loading and starting Ray Data takes a second, which must not delay the first step's batch.
-                    self._start_stream()
+                    # Loading and starting Ray Data takes a second, which must delay neither the first steps' batches
+                    # nor the `Batches` that replaces this one.
+                    threading.Thread(target=self._start_stream, name="start of the stream", daemon=True).start()
                 while any(source.lacks(step) for source in sources.values()):
                     if self._closing.is_set():
                         return
@@ -246,7 +247,6 @@ class Batches:
         except BaseException as error:
             self._offer(error)
         finally:
-            # Close it again: it may have been started after the reader was closed.
             self._close_stream()
 
     def _offer(self, made: dict[int, list[Microbatch]] | BaseException) -> bool:
@@ -262,13 +262,23 @@ class Batches:
             stream.close()
 
     def _start_stream(self) -> None:
+        try:
+            self._stream = self._started_stream()
+        except BaseException as error:
+            self._ready.put(error)
+        if self._closing.is_set():
+            # Nobody closed what was not started yet.
+            self._close_stream()
+
+    def _started_stream(self) -> Any:
+        """Return the stream, started; None if there is nothing left to stream."""
         if self._make_stream is None or self._has_every_unit() or self._closing.is_set():
-            return
+            return None
         index = self._rows.index
         upcoming = reads(self._sample_order, self._shards, self._first_step)
         wanted: Iterator[Read] = itertools.islice(upcoming, self._next_read, None)
         if self._keep_units:
-            wanted = first_touches(wanted, frozenset(range(len(index.unit_rows))) - self._units.keys())
+            wanted = first_touches(wanted, frozenset(range(len(index.unit_rows))) - set(self._units))
         stream = self._make_stream(
             self._rows,
             grouped(wanted, self._bytes_of),
@@ -278,7 +288,7 @@ class Batches:
             else (lambda read: read.row_range.rows),
         )
         stream.start()
-        self._stream = stream
+        return stream
 
     def _read(self, read: Read) -> pa.Table:
         if self._keep_units:

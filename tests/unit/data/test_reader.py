@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,9 +33,9 @@ def augment(table: pa.Table, rng: np.random.Generator) -> pa.Table:
     return pa.table({"x": table.column("x"), "noise": pa.array(rng.random(table.num_rows))})
 
 
-def rows_of(folder: Path, *, transform=None, shards: int = 4, epochs: int = 3, granule: int = 4) -> Rows:  # type: ignore[no-untyped-def]
+def rows_of(folder: Path, *, transform=None, shards: int = 4, epochs: int = 3, granule: int = 4, each: int = 3) -> Rows:  # type: ignore[no-untyped-def]
     seen = index(folder)
-    sample_order = SampleOrder(seen.unit_rows, shards=shards, batch_size=shards * 3, seed=5, epochs=epochs)
+    sample_order = SampleOrder(seen.unit_rows, shards=shards, batch_size=shards * each, seed=5, epochs=epochs)
     return Rows(index=seen, sample_order=sample_order, seed=5, transform=transform, block_rows=granule)
 
 
@@ -53,7 +54,10 @@ def gather(rows: Rows, make_stream=None, cache_mb: int = 0, shards: tuple[int, .
         make_stream=make_stream,
     )
     with feed:
-        steps = [feed.get(step, 10).shards for step in range(first, rows.sample_order.steps)]
+        steps = []
+        for step in range(first, rows.sample_order.steps):
+            steps.append(feed.get(step, 10).shards)
+            await_stream()
     for step, made in enumerate(steps):
         for shard, (only,) in made.items():
             assert (only.start, only.ids) == (
@@ -65,6 +69,14 @@ def gather(rows: Rows, make_stream=None, cache_mb: int = 0, shards: tuple[int, .
         for step, made in enumerate(steps)
         for shard, mbs in made.items()
     }, feed
+
+
+def await_stream() -> None:
+    """Wait until a stream that a reader starts has started."""
+    until = time.monotonic() + 10
+    while any(thread.name == "start of the stream" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 def noted(rows: Rows, step: int, shard: int) -> int:
@@ -128,11 +140,56 @@ def test_batches_follow_the_sample_order(folder: Path) -> None:
 @pytest.mark.parametrize("cache_mb", [0, 64])
 @pytest.mark.parametrize("transform", [None, augment])
 def test_streamed_and_direct_rows_are_the_same(folder: Path, cache_mb: int, transform: object) -> None:
-    rows = rows_of(folder, transform=transform)
+    # The stream starts after some steps: with one row of each shard in a step, before all units have been read.
+    rows = rows_of(folder, transform=transform, each=1, epochs=4)
     direct, _ = gather(rows)
     streamed, feed = gather(rows, ThreadStream, cache_mb)
     assert streamed == direct
     assert feed.streamed_reads > 0
+
+
+class LateStream(ThreadStream):
+    """Take long to start, as Ray Data does on a busy machine."""
+
+    may_start = threading.Event()
+
+    def start(self) -> None:
+        self.may_start.wait(10)
+
+
+def test_no_batch_and_no_next_reader_waits_for_the_start_of_the_stream(folder: Path) -> None:
+    rows = rows_of(folder)
+    LateStream.may_start.clear()
+
+    def reader(before: Batches | None = None) -> Batches:
+        return Batches(
+            rows,
+            shards=[0],
+            first_step=0,
+            microbatches=1,
+            collate=to_rows,
+            cache_mb=0,
+            make_stream=LateStream,
+            before=before,
+        )
+
+    try:
+        with reader() as first:
+            for step in range(12):
+                first.get(step, 5)
+        with reader(first) as second:
+            assert second.get(0, 2).waited_s < 1
+    finally:
+        LateStream.may_start.set()
+    await_stream()
+
+
+def test_a_stream_that_does_not_start_ends_the_batches(folder: Path) -> None:
+    def broken(*arguments: object, **settings: object) -> object:
+        raise TrainingError("no stream")
+
+    with pytest.raises(TrainingError, match="no stream"):
+        gather(rows_of(folder), broken)
 
 
 class WaryStream(ThreadStream):
