@@ -20,6 +20,7 @@ from raytrain_plus.controller.rescaling import requested
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Limits
 from raytrain_plus.training.records import Evaluated, StepRecord
+from raytrain_plus.workers.imports import imports_of
 from raytrain_plus.workers.messages import Sent, Written
 from raytrain_plus.workers.pool import Pool
 
@@ -60,7 +61,7 @@ class Controller:
             order,
             limits,
             began,
-            workers=Pool(job.workers.cpus, job.workers.gpus),
+            workers=Pool(job.workers.cpus, job.workers.gpus, imports_of(order.plan)),
             nodes=Nodes(),
             metrics=Metrics(job.name),
             host=RayHost(),

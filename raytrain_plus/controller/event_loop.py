@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from raytrain_plus.errors import RaytrainError, WorkerLost
@@ -21,6 +22,8 @@ from raytrain_plus.workers.pool import answer
 
 TICK_S = 0.05
 """Maximum seconds between two looks at the clock."""
+VACANT_S = 5.0
+"""Seconds for which the place of a worker that died is kept for the next one."""
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +46,14 @@ class WorkerGroup(Protocol):
     def __contains__(self, name: str) -> bool: ...
     def __iter__(self) -> Iterator[str]: ...
     def start(self, name: str) -> None: ...
+    def stand_by(self, nodes: Mapping[str, str]) -> None: ...
     def watch(self, name: str, died: Callable[[Future[Any]], None]) -> None: ...
     def actor(self, name: str) -> Any: ...
     def call(self, name: str, method: str, *arguments: Any) -> Any: ...
     def ask(self, name: str, answered: Callable[[Future[Any]], None], method: str, *arguments: Any) -> None: ...
     def begin(self, name: str, method: str, *arguments: Any) -> Callable[[float], Any]: ...
-    def end(self, name: str) -> None: ...
+    def end(self, name: str, *, vacate: bool = False) -> None: ...
+    def release(self, name: str) -> None: ...
     def shutdown(self) -> None: ...
 
 
@@ -167,10 +172,16 @@ class EventLoop:
         self._workers.start(name)
         self._workers.watch(name, lambda future: self.put(_Ended(name, future)))
 
-    def end(self, name: str) -> None:
-        """End a worker, whatever it does."""
+    def stand_by(self, nodes: Mapping[str, str]) -> None:
+        """Keep processes ready to replace these members, given the node of each: see `workers.standby`."""
+        self._workers.stand_by(nodes)
+
+    def end(self, name: str, *, vacate: bool = False) -> None:
+        """End a worker, whatever it does; with `vacate`, keep its place for `VACANT_S` for the next one."""
         if name in self._workers:
-            self._workers.end(name)
+            self._workers.end(name, vacate=vacate)
+            if vacate:
+                self.later(VACANT_S, partial(self._workers.release, name))
 
     def actor(self, name: str) -> Any:
         """Return a worker's actor, for others to call."""

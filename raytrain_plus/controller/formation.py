@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from raytrain_plus.collective.invitation import Invitation
@@ -27,6 +28,9 @@ from raytrain_plus.workers.messages import Assignment
 
 COLLECTIVE_S = 3600.0
 """Maximum seconds of a collective in a worker that hears nothing; otherwise the controller decides, and much sooner."""
+
+STANDBY_S = 3.0
+"""Seconds from a view to the start of its standbys: workers that are about to join come first."""
 
 Addresses = frozenset[tuple[str, int]]
 
@@ -140,10 +144,16 @@ class Formation:
             if name not in names and not worker.leaving and worker.state in ("idle", "warming_up")
         ]
         self.replication.formed()
+        self.loop.later(STANDBY_S, partial(self._stand_by, view))
         counts = self.partitions.parameters(view)
         self.journal.formed(
             self.clock.unix(), view, counts, spares, self.collective, self._now.slowest_s, self._now.moved_bytes
         )
+
+    def _stand_by(self, view: View) -> None:
+        """Keep standbys for the members of a view, if it is still the current one."""
+        if self._now is not None and self._now.view is view:
+            self.loop.stand_by({member.worker: self.roster.node(member.worker) for member in view.members})
 
     def cancel(self) -> None:
         """Tell members that wait for others that these will not come."""

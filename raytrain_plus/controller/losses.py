@@ -12,6 +12,7 @@ from raytrain_plus.controller.nodes import NodeLost
 from raytrain_plus.controller.roster import Roster
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
+from raytrain_plus.workers.pool import NODE_GONE
 
 
 @dataclass
@@ -27,21 +28,24 @@ class Losses:
     hand_over: ModelHandOver
     clock: Clock
 
-    def lost(self, name: str, cause: str) -> None:
-        """Handle a worker that is gone or is considered gone; end its process in the latter case."""
+    def lost(self, name: str, cause: str, *, vacate: bool = False) -> None:
+        """Handle a worker that is gone or is considered gone; end its process in the latter case.
+
+        `vacate`: only its process is gone, so the next worker can take its place.
+        """
         worker = self.machine.group.workers.get(name)
         if worker is not None:
             self.journal.gone(name, cause)
             if worker.state == "in":
                 self.journal.broke(self.clock.unix(), f"{name} was lost: {cause}")
-        self._dismiss(name)
+        self._dismiss(name, vacate=vacate)
         # If only this worker's share delayed the end, the run can end now.
         self.hand_over.look()
         self.machine.feed(e.Lost(name, cause))
 
     def died(self, message: Died) -> None:
         """Handle the death of a worker's process."""
-        self.lost(message.worker, message.cause)
+        self.lost(message.worker, message.cause, vacate=message.cause != NODE_GONE)
 
     def node_lost(self, message: NodeLost) -> None:
         """Handle a node that does not answer: its workers are lost."""
@@ -52,7 +56,7 @@ class Losses:
         """End a worker that the machine no longer counts on."""
         self._dismiss(command.worker)
 
-    def _dismiss(self, name: str) -> None:
+    def _dismiss(self, name: str, *, vacate: bool = False) -> None:
         self.pulses.drop(name)
-        self.loop.end(name)
+        self.loop.end(name, vacate=vacate)
         self.checkpoints.lost(self.machine.group.workers.keys() - {name})

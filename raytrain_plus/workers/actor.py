@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import signal
 import threading
+from concurrent.futures import Future
 from typing import Any
+
+from raytrain_plus.workers.imports import Imports, import_all
 
 
 class WorkerActor:
     """Loads the worker in its own process, and passes calls on to it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str | None = None) -> None:
+        """Load the worker of that name. Without a name this is a standby: it waits for `become`."""
         # Ray's own handler waits for the calls in progress, and `live` never ends. The raylet, which would then end the
         # process, may have left itself: once drained, it leaves as soon as nobody takes room on its node. In a worker
         # that still starts, the handler raises, which ends up as a Ray traceback on the user's screen.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._worker: Future[Any] = Future()
+        if name is not None:
+            self.become(name)
 
+    def become(self, name: str) -> None:
+        """Load the worker of that name."""
         from raytrain_plus.workers.worker import Worker
 
-        self._worker = Worker(name)
+        self._worker.set_result(Worker(name))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call the worker's `method`."""
-        return getattr(self._worker, method)(*arguments)
+        """Call the worker's `method`; in a standby that becomes a worker, once it is one."""
+        return getattr(self._worker.result(), method)(*arguments)
 
     def live(self) -> None:
         """Never answer: the failure of this call is how the controller learns, at once, that the process is gone."""
         threading.Event().wait()
+
+    def load(self, imports: Imports) -> None:
+        """Import all that a worker will need; see `import_all`."""
+        import_all(imports)

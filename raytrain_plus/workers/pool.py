@@ -1,4 +1,7 @@
-"""Manage the workers' Ray side: one placement group and one actor each, started and ended one by one."""
+"""Manage the workers' Ray side: one placement group and one actor each, started and ended one by one.
+
+The place of a worker whose process died is kept for a moment: a standby on its node takes it, see `standby`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +17,18 @@ from typing import Any
 import ray
 from ray.exceptions import ActorPlacementGroupRemoved, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raytrain_plus.errors import Interrupted, RunError, WorkerLost
 from raytrain_plus.workers.actor import WorkerActor
+from raytrain_plus.workers.imports import Imports
+from raytrain_plus.workers.standby import Standbys, nodes_with_standby
 
 CALLS = 32
 """Concurrent calls that a worker answers: those that stay pending, short ones, and copies sent by others."""
+
+NODE_GONE = "its node is gone"
+"""A cause of death: no other process of that node lives either."""
 
 FREE_S = 5.0
 """Maximum seconds for Ray to free the places of the last workers; without its GCS it never does."""
@@ -40,12 +48,18 @@ class Pool:
     A worker that the cluster has no room for yet waits for it; that is also how an autoscaler learns of the demand.
     """
 
-    def __init__(self, cpus: float, gpus: float) -> None:
+    def __init__(self, cpus: float, gpus: float, imports: Imports) -> None:
+        """Start none yet. `cpus`, `gpus`: what each needs; `imports`: what standbys import."""
         self._need = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
         self._handles: dict[str, WorkerHandle] = {}
+        self._nodes: dict[str, str] = {}
+        """The node of each member."""
+        self._vacant: dict[str, WorkerHandle] = {}
+        """The places of workers whose processes died a moment ago."""
         self._freeing: list[threading.Thread] = []
         # Once: Ray keeps each class that is made remote for as long as the process lives.
         self._remote = ray.remote(WorkerActor)
+        self._standbys = Standbys(self._start_standby, _kill, imports)
 
     @property
     def need(self) -> str:
@@ -54,22 +68,49 @@ class Pool:
 
     def start(self, name: str) -> None:
         """Start a worker; it comes up on its own. Raises `RunError` if Ray's GCS does not answer within a minute."""
+        if not self._vacant:
+            self._handles[name] = self._started(self._new_group(name), name)
+            return
+        dead = max(self._vacant, key=lambda one: self._standbys.waits(self._nodes[one]))
+        group, node = self._vacant.pop(dead).group, self._nodes.pop(dead)
+        if self._standbys.waits(node):
+            self._handles[name] = WorkerHandle(self._standbys.take(node), group)
+            self._handles[name].actor.become.remote(name)
+        else:
+            self._handles[name] = self._started(group, name)
+
+    def stand_by(self, nodes: Mapping[str, str]) -> None:
+        """Keep standbys for these members, given the node of each: see `nodes_with_standby`.
+
+        Workers with GPUs get none: Ray shows a GPU only to the process that was started for it.
+        """
+        self._nodes = {**{name: self._nodes[name] for name in self._vacant}, **nodes}
+        if "GPU" not in self._need:
+            self._standbys.keep(nodes_with_standby(nodes))
+
+    def _new_group(self, name: str) -> PlacementGroup:
         try:
-            group = placement_group([self._need or {"CPU": 0.001}], strategy="PACK")
+            group: PlacementGroup = placement_group([self._need or {"CPU": 0.001}], strategy="PACK")
         except GetTimeoutError:
             raise RunError(
                 f"Ray's GCS does not answer, so {name} cannot be started: the head is gone, or busy"
             ) from None
-        actor = self._remote.options(
+        return group
+
+    def _started(self, group: PlacementGroup, name: str) -> WorkerHandle:
+        actor = self._options(
             num_cpus=self._need.get("CPU", 0),
             num_gpus=self._need.get("GPU", 0),
-            max_restarts=0,
-            max_concurrency=CALLS,
-            # Otherwise Ray's head keeps a record of each call, up to 100,000 of them: 5 MB a minute of pulses.
-            enable_task_events=False,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         ).remote(name)
-        self._handles[name] = WorkerHandle(actor, group)
+        return WorkerHandle(actor, group)
+
+    def _start_standby(self, node: str) -> Any:
+        return self._options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+
+    def _options(self, **options: Any) -> Any:
+        # Otherwise Ray's head keeps a record of each call, up to 100,000 of them: 5 MB a minute of pulses.
+        return self._remote.options(max_restarts=0, max_concurrency=CALLS, enable_task_events=False, **options)
 
     def __contains__(self, name: str) -> bool:
         return name in self._handles
@@ -114,22 +155,45 @@ class Pool:
     def _live(self, name: str, answered: Callable[[Future[Any]], None]) -> None:
         self._handles[name].actor.live.remote().future().add_done_callback(answered)
 
-    def end(self, name: str) -> None:
-        """End a worker, whatever it does, and free its place."""
+    def end(self, name: str, *, vacate: bool = False) -> None:
+        """End a worker, whatever it does, and free its place; with `vacate`, keep the place for the next one.
+
+        A place is kept until `release`, and only if a standby waits on its node.
+        """
         handle = self._handles.pop(name)
-        # A worker that is gone already, with its node perhaps, has nothing to end.
-        with contextlib.suppress(RayError):
-            ray.kill(handle.actor)
-        # Without Ray's GCS this takes a minute, during which nobody else may be blocked.
-        self._freeing = [*(thread for thread in self._freeing if thread.is_alive()), _freed(handle.group)]
+        _kill(handle.actor)
+        if vacate and name in self._nodes and self._standbys.waits(self._nodes[name]):
+            self._vacant[name] = handle
+        else:
+            self._nodes.pop(name, None)
+            self._free(handle)
+
+    def release(self, name: str) -> None:
+        """Free the place of a worker that has ended, unless another has taken it."""
+        if name in self._vacant:
+            self._nodes.pop(name)
+            self._free(self._vacant.pop(name))
 
     def shutdown(self) -> None:
         """End every worker, and wait at most `FREE_S` until their places are free."""
+        self._standbys.close()
         for name in self:
             self.end(name)
+        for name in tuple(self._vacant):
+            self.release(name)
         until = time.monotonic() + FREE_S
         for thread in self._freeing:
             thread.join(max(0.0, until - time.monotonic()))
+
+    def _free(self, handle: WorkerHandle) -> None:
+        # Without Ray's GCS this takes a minute, during which nobody else may be blocked.
+        self._freeing = [*(thread for thread in self._freeing if thread.is_alive()), _freed(handle.group)]
+
+
+def _kill(actor: Any) -> None:
+    # A process that is gone already, with its node perhaps, cannot be ended.
+    with contextlib.suppress(RayError):
+        ray.kill(actor)
 
 
 def _freed(group: PlacementGroup) -> threading.Thread:
@@ -179,7 +243,7 @@ def cause_of_death(error: BaseException) -> str:
     if "connection error code 2" in text:
         return "its process was killed or crashed"
     if isinstance(error, ActorUnavailableError) or ("node" in text.lower() and "died" in text.lower()):
-        return "its node is gone"
+        return NODE_GONE
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     causes = [line for line in lines if "cause" in line.lower() or "exit" in line.lower()]
     return (causes or lines or [type(error).__name__])[0]

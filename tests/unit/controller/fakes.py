@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,10 @@ class FakeWorkers:
         """All calls so far, pulses apart."""
         self.exports: Callable[[str, str, tuple[Any, ...]], Any] = lambda worker, method, arguments: []
         """What a call that is waited for returns: of worker, method and arguments."""
+        self.stood_by: dict[str, str] = {}
+        """The node of each member that a standby was asked for."""
+        self.vacant: list[str] = []
+        """The workers whose places are kept."""
         self._taken = 0
         self._alive: dict[str, Callable[[Future[Any]], None]] = {}
         self._asked: dict[tuple[str, str], list[Future[Any]]] = {}
@@ -82,8 +86,16 @@ class FakeWorkers:
     def begin(self, name: str, method: str, *arguments: Any) -> Callable[[float], Any]:
         return lambda limit_s: self.exports(name, method, arguments)
 
-    def end(self, name: str) -> None:
+    def stand_by(self, nodes: Mapping[str, str]) -> None:
+        self.stood_by = dict(nodes)
+
+    def end(self, name: str, *, vacate: bool = False) -> None:
         del self._alive[self._known(name)]
+        if vacate:
+            self.vacant.append(name)
+
+    def release(self, name: str) -> None:
+        self.vacant.remove(name)
 
     def shutdown(self) -> None:
         self._alive.clear()

@@ -10,7 +10,9 @@ from typing import Any, get_args
 
 import pytest
 
+from raytrain_plus.controller.event_loop import VACANT_S
 from raytrain_plus.controller.export import ENDS_KEPT, EXPORT_AGAIN_S, EXPORT_TRIES
+from raytrain_plus.controller.formation import STANDBY_S
 from raytrain_plus.controller.members import Reported
 from raytrain_plus.controller.nodes import Draining, NodeLost
 from raytrain_plus.controller.restoring import RESTORE_AGAIN_S
@@ -29,6 +31,7 @@ from raytrain_plus.membership import events as e
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.manifest import name_of
 from raytrain_plus.workers.messages import Outcome, Sent, WorkerLocation, Written
+from raytrain_plus.workers.pool import NODE_GONE
 from tests.unit.controller.fakes import Run, job_of
 from tests.unit.state.test_checkpoint import shares, state
 
@@ -93,6 +96,21 @@ def test_a_lost_worker_is_replaced_by_the_others_at_once(started: Started) -> No
     told = run.told("recovered")
     assert (told["cause"], told["steps_lost"]) == (f"{B} was lost: its process was killed or crashed", 0)
     assert [who["worker"] for who in told["kept"]] == [A]
+
+
+def test_the_place_of_a_dead_process_is_kept_for_a_moment(started: Started) -> None:
+    run = started(A, B)
+    assert not run.workers.stood_by, "newcomers come first"
+    run.turn(STANDBY_S)
+    assert run.workers.stood_by == {A: "n", B: "n"}
+    run.workers.die(B, "its process was killed or crashed")
+    run.turn()
+    assert run.workers.vacant == [B]
+    run.turn(VACANT_S)
+    assert not run.workers.vacant
+    run.workers.die(A, NODE_GONE)
+    run.turn()
+    assert not run.workers.vacant
 
 
 def test_a_newcomer_joins_at_a_boundary_and_takes_the_state_of_a_donor(started: Started) -> None:

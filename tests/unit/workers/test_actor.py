@@ -38,3 +38,22 @@ def test_an_actor_ended_while_it_loads_its_code_prints_nothing() -> None:
         process.kill()
     assert process.returncode == -signal.SIGTERM
     assert err == ""
+
+
+BECOMING = """
+import threading, time
+from raytrain_plus.workers.actor import WorkerActor
+actor, found = WorkerActor(), []
+caller = threading.Thread(target=lambda: found.append(actor.call("clock")))
+caller.start()
+caller.join(0.2)
+assert not found, "it is no worker yet"
+actor.become("w1")
+caller.join(30)
+assert abs(found[0] - time.time()) < 60
+"""
+
+
+def test_calls_wait_until_a_standby_has_become_a_worker() -> None:
+    told = subprocess.run([sys.executable, "-c", BECOMING], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stderr

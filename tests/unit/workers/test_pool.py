@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from ray.exceptions import ActorPlacementGroupRemoved, ActorUnavailableError, Ge
 
 from raytrain_plus.errors import RunError
 from raytrain_plus.workers import pool
+from raytrain_plus.workers.imports import Imports
 from raytrain_plus.workers.pool import Pool, cause_of_death
 
 
@@ -49,7 +52,7 @@ def test_a_ray_without_its_gcs_delays_no_end(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pool, "remove_placement_group", wait)
     monkeypatch.setattr(pool.ray, "kill", lambda actor: None)
     monkeypatch.setattr(pool, "FREE_S", 0.2)
-    workers = Pool(1, 0)
+    workers = Pool(1, 0, Imports())
     workers._handles = {name: pool.WorkerHandle(None, name) for name in ("a", "b", "c")}  # type: ignore[arg-type]
     began = time.monotonic()
     workers.end("a")
@@ -66,10 +69,99 @@ def test_a_worker_that_cannot_be_started_without_the_gcs_is_reported(monkeypatch
 
     monkeypatch.setattr(pool, "placement_group", late)
     with pytest.raises(RunError, match="Ray's GCS does not answer, so worker-1 cannot be started"):
-        Pool(1, 0).start("worker-1")
+        Pool(1, 0, Imports()).start("worker-1")
 
 
 def test_what_a_worker_needs_is_spelled() -> None:
-    assert Pool(1, 0).need == "1 CPU"
-    assert Pool(0.5, 1).need == "0.5 CPU, 1 GPU"
-    assert Pool(0, 0).need == "nothing"
+    assert Pool(1, 0, Imports()).need == "1 CPU"
+    assert Pool(0.5, 1, Imports()).need == "0.5 CPU, 1 GPU"
+    assert Pool(0, 0, Imports()).need == "nothing"
+
+
+NODE = "ab" * 28
+
+
+class Started:
+    """A remote class whose actors are recorded, with the options that they were started with."""
+
+    def __init__(self) -> None:
+        self.actors: list[Any] = []
+
+    def options(self, **options: Any) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self._start(options, arguments))
+
+    def _start(self, options: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
+        method = SimpleNamespace(remote=lambda *_: SimpleNamespace(future=Future))
+        actor = SimpleNamespace(
+            name=arguments, strategy=options["scheduling_strategy"], live=method, load=method, became=[]
+        )
+        actor.become = SimpleNamespace(remote=actor.became.append)
+        self.actors.append(actor)
+        return actor
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> tuple[Pool, Started, list[Any]]:
+    """Return a pool of workers a and b on one node, with a standby there; its actors; and the groups freed so far."""
+    groups, freed, made = iter("ABCDE"), list[Any](), Started()
+    monkeypatch.setattr(pool, "placement_group", lambda *_, **__: next(groups))
+    monkeypatch.setattr(pool, "PlacementGroupSchedulingStrategy", lambda group, _: group)
+    monkeypatch.setattr(pool, "_freed", lambda group: (freed.append(group), threading.Thread())[1])
+    monkeypatch.setattr(pool.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(pool.ray, "remote", lambda cls: made)
+    workers = Pool(1, 0, Imports())
+    for name in ("a", "b"):
+        workers.start(name)
+    workers.stand_by({"a": NODE, "b": NODE})
+    return workers, made, freed
+
+
+def test_a_standby_takes_the_place_of_a_worker_whose_process_died(started: tuple[Pool, Started, list[Any]]) -> None:
+    workers, made, freed = started
+    workers.end("b", vacate=True)
+    workers.start("c")
+    [_, _, standby] = made.actors
+    assert workers.actor("c") is standby
+    assert (standby.name, standby.became, standby.strategy.node_id) == ((), ["c"], NODE)
+    assert not freed
+    # The place is the new worker's.
+    workers.release("b")
+    assert not freed
+    workers.end("c")
+    assert freed == ["B"]
+
+
+def test_two_workers_that_died_leave_two_places_and_one_standby(started: tuple[Pool, Started, list[Any]]) -> None:
+    workers, made, freed = started
+    for name in ("a", "b"):
+        workers.end(name, vacate=True)
+    for name in ("c", "d"):
+        workers.start(name)
+    assert workers.actor("c") is made.actors[2]
+    assert (made.actors[3].name, made.actors[3].strategy) == (("d",), "B")
+    assert not freed
+
+
+def test_a_place_that_nobody_takes_is_freed(started: tuple[Pool, Started, list[Any]]) -> None:
+    workers, made, freed = started
+    workers.end("b", vacate=True)
+    workers.release("b")
+    assert freed == ["B"]
+    workers.start("c")
+    assert made.actors[3].strategy == "C"
+
+
+def test_the_place_of_a_worker_that_was_dismissed_is_freed_at_once(started: tuple[Pool, Started, list[Any]]) -> None:
+    workers, _, freed = started
+    workers.end("b")
+    assert freed == ["B"]
+
+
+def test_workers_with_gpus_have_no_standby(started: tuple[Pool, Started, list[Any]]) -> None:
+    made = started[1]
+    workers = Pool(1, 1, Imports())
+    workers.start("e")
+    workers.stand_by({"e": NODE})
+    assert len(made.actors) == 4
+    workers.end("e", vacate=True)
+    assert started[2] == ["C"]

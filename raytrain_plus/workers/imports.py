@@ -1,0 +1,49 @@
+"""Import the modules of a worker before it is one. Loads nothing itself, so that any process can import it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raytrain_plus.workers.messages import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Imports:
+    """The modules that a worker of a job loads."""
+
+    modules: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
+    """Folders that are searched first."""
+
+
+def imports_of(plan: Plan) -> Imports:
+    """Return the modules that a worker with that plan loads, in order."""
+    job = plan.job
+    modules = ["raytrain_plus.workers.worker", "raytrain_plus.data.stream"]
+    if plan.collective == "horovod":
+        modules.insert(0, "horovod.torch")
+    if job.parallel.pipeline > 1:
+        modules.append("raytrain_plus.parallel.pipeline.schedule")
+    named = [job.task if plan.pickled_task is None else None, job.data.transform]
+    modules += [name.partition(":")[0] for name in named if isinstance(name, str)]
+    return Imports(tuple(modules), plan.roots)
+
+
+def import_all(imports: Imports) -> None:
+    """Import these modules, so that this process becomes a worker in a moment.
+
+    A module that cannot be imported is left out: the worker that needs it reports that.
+    """
+    sys.path[:0] = [root for root in imports.roots if root not in sys.path]
+    for module in imports.modules:
+        with contextlib.suppress(Exception, SystemExit):
+            importlib.import_module(module)
+    from torch import nn, optim
+
+    # The first optimizer of a process loads most of torch's compiler.
+    optim.SGD(nn.Linear(1, 1).parameters())
