@@ -158,6 +158,7 @@ WALKS = {
             ),
             Step("python -m tests.benchmarks.pipeline", r"zero-bubble"),
             Step("python -m tests.benchmarks.overlap", r"of the reduction is hidden"),
+            Step("python -m tests.benchmarks.replacement", r"of 4: median"),
         ),
     ),
 }
