@@ -110,5 +110,6 @@ def _repeated(before: list[Finished], after: list[Finished], members: set[int]) 
     done: dict[int, set[int]] = {}
     for record in before:
         done.setdefault(record.step, set()).add(record.pid)
-    by_all = {step for step, pids in done.items() if members <= pids}
+    # A worker that replaces another makes step 0 alone, to warm up; no worker is killed that early.
+    by_all = {step for step, pids in done.items() if members <= pids and step}
     return len(by_all & {record.step for record in after})

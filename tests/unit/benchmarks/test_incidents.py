@@ -86,3 +86,8 @@ def test_nothing_before_the_kill() -> None:
 def test_the_frontier_leaves_out_what_was_done_before() -> None:
     records = [Finished(0.0, 0, 0), Finished(0.1, 1, 0), Finished(1.0, 0, 1), Finished(2.0, 2, 0), Finished(3.0, 2, 2)]
     assert [record.step for record in frontier(records)] == [0, 1, 2]
+
+
+def test_a_warm_up_step_is_no_repeated_step() -> None:
+    records = steady(range(10), 0.0) + [Finished(11.0, 9, 0)] + steady(range(10, 15), 12.0, (0, 1, 2))
+    assert incident(records, 9.5, {KILLED}).steps_repeated == 0
