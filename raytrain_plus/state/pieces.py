@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 Taker = TypeVar("Taker", bound=Hashable)
-Giver = TypeVar("Giver", bound=Hashable)
+Holder = TypeVar("Holder", bound=Hashable)
 Range = tuple[int, int]
 """Rows [first, last)."""
 
@@ -97,37 +98,70 @@ def union(sets: Iterable[Pieces]) -> Pieces:
     return Pieces.of(piece for one in sets for piece in one)
 
 
-def transfers(
-    missing: Mapping[Taker, Pieces], held: Mapping[Giver, Pieces], row_bytes: Mapping[str, int]
-) -> dict[Taker, dict[Giver, Pieces]]:
-    """Return what each worker takes from which holder, so that it gets what it lacks.
+def split(pieces: Pieces, row_bytes: Mapping[str, int], most: int) -> Iterator[Piece]:
+    """Yield the pieces of a set, each of at most `most` bytes unless one row is larger."""
+    for name, first, last in pieces:
+        step = max(1, most // row_bytes[name]) if row_bytes[name] else last - first
+        for start in range(first, last, step):
+            yield Piece(name, start, min(last, start + step))
+
+
+def assign(
+    wanted: Pieces,
+    held: Mapping[Holder, Pieces],
+    row_bytes: Mapping[str, int],
+    *,
+    most: int | None = None,
+    before: Mapping[Holder, int] = MappingProxyType({}),
+) -> dict[Holder, Pieces]:
+    """Return which part of `wanted` each holder gives; holders that give nothing are left out.
 
     Each row comes from exactly one holder: of those that have it, the one that gives the fewest bytes so far, the first
-    among equals; what has no bytes comes from one that gives this worker something else, if possible. Workers that lack
-    nothing are left out. Raises `ValueError` if nobody holds what somebody lacks.
+    among equals; what has no bytes comes from one that gives something else, if possible. The largest pieces are
+    assigned first, each of at most `most` bytes unless one row is larger: so holders of the same rows give equally
+    many bytes, within one piece. `before`: the bytes that holders already give. Raises `ValueError` if nobody holds
+    what is wanted.
+
+    >>> a, b = Pieces.of([Piece("a", 0, 4)]), Pieces.of([Piece("b")])
+    >>> given = assign(a | b, {"s": a, "t": a | b}, {"a": 2, "b": 3}, most=4)
+    >>> {holder: list(pieces) for holder, pieces in given.items()}
+    {'s': [Piece(name='a', first=0, last=2)], 't': [Piece(name='a', first=2, last=4), Piece(name='b', first=0, last=1)]}
+    """
+    given: dict[Holder, list[Piece]] = {}
+    loads = {holder: before.get(holder, 0) for holder in held}
+    pieces = wanted if most is None else split(wanted, row_bytes, most)
+    for name, first, last in sorted(pieces, key=lambda one: -(one.last - one.first) * row_bytes[one.name]):
+        while first < last:
+            ends = {holder: end for holder in held if (end := held[holder].end(name, first)) > first}
+            if not ends:
+                raise ValueError(f"nobody holds row {first} of {name}")
+            holder = min(ends, key=lambda one: (not row_bytes[name] and one not in given, loads[one]))
+            end = min(last, ends[holder])
+            given.setdefault(holder, []).append(Piece(name, first, end))
+            loads[holder] += (end - first) * row_bytes[name]
+            first = end
+    return {holder: Pieces.of(pieces) for holder, pieces in given.items()}
+
+
+def transfers(
+    missing: Mapping[Taker, Pieces], held: Mapping[Holder, Pieces], row_bytes: Mapping[str, int]
+) -> dict[Taker, dict[Holder, Pieces]]:
+    """Return what each worker takes from which holder, so that it gets what it lacks: see `assign`.
+
+    What holders give is balanced over all takers. Workers that lack nothing are left out.
 
     >>> a, b = Pieces.of([Piece("a")]), Pieces.of([Piece("b")])
     >>> moves = transfers({"x": a | b, "y": a}, {"s": a, "t": a | b}, {"a": 8, "b": 4})
     >>> {taker: {giver: given.names for giver, given in taken.items()} for taker, taken in moves.items()}
     {'x': {'s': ('a',), 't': ('b',)}, 'y': {'t': ('a',)}}
     """
-    given = dict.fromkeys(held, 0)
-    moves: dict[Taker, dict[Giver, Pieces]] = {}
-    for taker, lacks in missing.items():
-        taken: dict[Giver, list[Piece]] = {}
-        # The largest first: they are balanced best so.
-        for name, first, last in sorted(lacks, key=lambda one: -(one.last - one.first) * row_bytes[one.name]):
-            while first < last:
-                ends = {giver: end for giver in held if (end := held[giver].end(name, first)) > first}
-                if not ends:
-                    raise ValueError(f"nobody holds row {first} of {name}")
-                giver = min(ends, key=lambda one: (not row_bytes[name] and one not in taken, given[one]))
-                piece = Piece(name, first, min(last, ends[giver]))
-                taken.setdefault(giver, []).append(piece)
-                given[giver] += (piece.last - first) * row_bytes[name]
-                first = piece.last
-        if taken:
-            moves[taker] = {giver: Pieces.of(pieces) for giver, pieces in taken.items()}
+    loads = dict.fromkeys(held, 0)
+    moves: dict[Taker, dict[Holder, Pieces]] = {}
+    for taker, wanted in missing.items():
+        if taken := assign(wanted, held, row_bytes, before=loads):
+            moves[taker] = taken
+        for holder, pieces in taken.items():
+            loads[holder] += pieces.size(row_bytes)
     return moves
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import doctest
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytrain_plus.state import pieces as module
-from raytrain_plus.state.pieces import Piece, Pieces, transfers, union
+from raytrain_plus.state.pieces import Piece, Pieces, assign, split, transfers, union
 
 NAMES = "abcd"
 ROWS = 9
-ROW_BYTES = {name: 1 + place for place, name in enumerate(NAMES)}
+ROW_BYTES = {name: place for place, name in enumerate(NAMES)}
+"""Rows of the first have no bytes, as what belongs to no layer."""
 
 Rows = frozenset[tuple[str, int]]
 
@@ -24,6 +26,10 @@ PIECES = st.lists(
 ).map(Pieces.of)
 LAYOUTS = st.dictionaries(st.sampled_from("stuvwxyz"), PIECES, max_size=6)
 """For each worker, its pieces."""
+ALIKE = st.tuples(PIECES, st.integers(2, 4)).map(lambda drawn: dict.fromkeys("stuv"[: drawn[1]], drawn[0]))
+"""Workers with the same pieces."""
+MOST = st.integers(1, 6)
+"""Maximum bytes of a piece."""
 
 
 def rows(pieces: Pieces) -> Rows:
@@ -74,6 +80,36 @@ def check_transfers(held: dict[str, Pieces], wanted: dict[str, Pieces], covered:
         assert moved == Counter(rows(wanted[taker]) - rows(held.get(taker, Pieces())))
 
 
+def check_assignment(wanted: Pieces, held: dict[str, Pieces], most: int | None) -> None:
+    """Check every promise of `assign`, row by row."""
+    given = assign(wanted, held, ROW_BYTES, most=most)
+    assert all(pieces and rows(pieces) <= rows(held[holder]) for holder, pieces in given.items())
+    # Every row from exactly one holder, and no other row.
+    assert Counter(row for pieces in given.values() for row in rows(pieces)) == Counter(rows(wanted))
+    pieces = wanted if most is None else split(wanted, ROW_BYTES, most)
+    largest = max((Pieces.of([piece]).size(ROW_BYTES) for piece in pieces), default=0)
+    loads = {holder: given.get(holder, Pieces()).size(ROW_BYTES) for holder in held}
+    for holder, other in product(given, held):
+        # Another that has all of it gives as much, within one piece.
+        assert not given[holder] <= held[other] or loads[holder] <= loads[other] + largest
+    # However the same sets were made, the result is the same.
+    remade = {holder: Pieces.of(reversed(list(pieces))) for holder, pieces in held.items()}
+    assert assign(Pieces() | wanted, remade, ROW_BYTES, most=most) == given
+
+
+@given(LAYOUTS | ALIKE, st.none() | MOST)
+def test_every_row_is_given_by_one_holder_and_all_give_equally_much(held: dict[str, Pieces], most: int | None) -> None:
+    check_assignment(union(held.values()), held, most)
+
+
+@given(PIECES, MOST)
+def test_pieces_are_split_at_a_number_of_bytes(pieces: Pieces, most: int) -> None:
+    found = list(split(pieces, ROW_BYTES, most))
+    assert Pieces.of(found) == pieces
+    assert Counter(row for piece in found for row in rows(Pieces.of([piece]))) == Counter(rows(pieces))
+    assert all(last - first == 1 or (last - first) * ROW_BYTES[name] <= most for name, first, last in found)
+
+
 @given(LAYOUTS, LAYOUTS, st.booleans())
 def test_a_layout_is_reached_by_moving_what_is_missing_once(
     held: dict[str, Pieces], wanted: dict[str, Pieces], covered: bool
@@ -83,16 +119,18 @@ def test_a_layout_is_reached_by_moving_what_is_missing_once(
 
 @pytest.mark.slow
 @settings(max_examples=10_000, deadline=None)
-@given(LAYOUTS, LAYOUTS)
-def test_ten_thousand_pairs_of_layouts(held: dict[str, Pieces], wanted: dict[str, Pieces]) -> None:
+@given(LAYOUTS | ALIKE, LAYOUTS, st.none() | MOST)
+def test_ten_thousand_pairs_of_layouts(held: dict[str, Pieces], wanted: dict[str, Pieces], most: int | None) -> None:
     check_transfers(held, wanted, covered=True)
+    check_assignment(union(wanted.values()) & union(held.values()), held, most)
 
 
-def test_holders_of_the_same_share_the_work() -> None:
-    whole = Pieces.of(Piece(name) for name in NAMES)
-    moves = transfers({"x": whole, "y": whole}, {"s": whole, "t": whole}, dict.fromkeys(NAMES, 5))
+def test_holders_of_the_same_share_the_work_for_all_takers() -> None:
+    sizes = dict.fromkeys(NAMES[:3], 5)
+    whole = Pieces.of(Piece(name) for name in sizes)
+    moves = transfers({"x": whole, "y": whole}, {"s": whole, "t": whole}, sizes)
     sent = Counter(dict.fromkeys("st", 0))
     for taken in moves.values():
         for giver, pieces in taken.items():
-            sent[giver] += pieces.size(dict.fromkeys(NAMES, 5))
-    assert sent == {"s": 20, "t": 20}
+            sent[giver] += pieces.size(sizes)
+    assert sent == {"s": 15, "t": 15}
