@@ -123,20 +123,13 @@ class Checkpoints:
         if len(self._writers) > GENERATIONS:
             del self._writers[min(self._writers)]
 
-    def share_of(self, stage: Stage, number: int, *, writer: tuple[int, int], alike: tuple[int, int]) -> ShareOf:
-        """Return a worker's part in the checkpoints with that generation number.
-
-        `writer`: its index among all writers, and their number; `alike`: the same among those that hold its stage.
-        """
-        return ShareOf(
-            generation=number,
-            writer=writer[0],
-            writers=writer[1],
-            rank=alike[0],
-            size=alike[1],
-            speaks=self._partitions.speaks(stage),
-            claim=self._run.claim,
-        )
+    def shares(self, number: int, stages: Sequence[Stage]) -> list[ShareOf]:
+        """Return the parts of writers that hold these stages, in the checkpoints with that generation number."""
+        holders, claim = self._partitions.holders(stages), self._run.claim
+        return [
+            ShareOf(generation=number, writer=writer, writers=len(stages), holders=holders, claim=claim)
+            for writer in range(len(stages))
+        ]
 
     def keep_for_drain(self, command: e.Keep) -> None:
         """Request a checkpoint of state whose holders will all leave."""
@@ -155,11 +148,7 @@ class Checkpoints:
         self._journal.base += 1
         number = self._journal.base + group.generation
         self._saving.begin(step, number, keepers)
-        for writer, name in enumerate(keepers):
-            alike = [other for other in keepers if stages[other] == stages[name]]
-            share = self.share_of(
-                stages[name], number, writer=(writer, len(keepers)), alike=(alike.index(name), len(alike))
-            )
+        for name, share in zip(keepers, self.shares(number, [stages[name] for name in keepers]), strict=True):
             failed = partial(self._not_kept, name)
             self._loop.ask(name, "keep", self._host.actor, share, failed=failed)
         return True

@@ -23,8 +23,8 @@ from raytrain_plus.controller.roster import Roster
 from raytrain_plus.controller.sources import Source, sources_of
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
-from raytrain_plus.membership.view import Member, View
-from raytrain_plus.workers.messages import Assignment
+from raytrain_plus.membership.view import View
+from raytrain_plus.workers.messages import Assignment, ShareOf
 
 COLLECTIVE_S = 3600.0
 """Maximum seconds of a collective in a worker that hears nothing; otherwise the controller decides, and much sooner."""
@@ -114,10 +114,12 @@ class Formation:
         given = self._snapshots((one for taken in sources.values() for one in taken), command.first_step - 1)
         gives = Counter(source.worker for source in given)
         self.replication.begin(view)
+        stages = [shape.stage(seat) for seat in range(shape.size)]
+        shares = self.checkpoints.shares(self.journal.base + view.generation, stages)
         for seat, member in enumerate(view.members):
             ring = rings[member.stage][member.replica]
             replica = replicas[member.replica][member.stage] if shape.stages > 1 else None
-            self._assign(command, seat, member, ring, replica, gives[member.worker])
+            self._assign(command, seat, ring, replica, gives[member.worker], shares[seat])
             if member.worker in sources:
                 taken = tuple(given[source] for source in sources[member.worker])
                 # A separate call, which ends: a reference lives as long as the call that received it.
@@ -174,27 +176,22 @@ class Formation:
             self._now.close()
 
     def _assign(
-        self, command: e.Join, seat: int, member: Member, ring: Invitation, replica: Invitation | None, gives: int
+        self, command: e.Join, seat: int, ring: Invitation, replica: Invitation | None, gives: int, share: ShareOf
     ) -> None:
-        view, name, stage = command.view, member.worker, command.view.shape.stage(seat)
+        view, name = command.view, command.view.members[seat].worker
         assignment = Assignment(
             generation=view.generation,
-            layers=self.partitions.layers(stage),
+            layers=self.partitions.layers(view.shape.stage(seat)),
             ring=ring,
             replica=replica,
-            shards=member.shards,
+            shards=view.members[seat].shards,
             first_step=command.first_step,
             lacks=command.lacks.get(name),
             gives=gives,
             buddy=self.replication.buddy(name),
             copies=self.replication.copying,
             evaluated=self.journal.evaluated,
-            share=self.checkpoints.share_of(
-                stage,
-                self.journal.base + view.generation,
-                writer=(seat, view.shape.size),
-                alike=(member.replica, view.shape.replicas),
-            ),
+            share=share,
         )
         self.pulses.left(name, self.clock.now())
         then = self.members.came_out(name, view.generation)

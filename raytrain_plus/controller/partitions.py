@@ -77,13 +77,13 @@ class Partitions:
         """The approximate bytes of the state of each layer; what belongs to no layer counts as nothing."""
         return {layer.name: layer.bytes for layer in self._layers()} | {REST: 0}
 
-    def speaks(self, stage: Stage) -> bool:
-        """Return whether this stage is the first that trains anything."""
-        if stage.of == 1:
-            return True
-        trains = {layer.name for layer in self._layers() if layer.parameters}
-        stages = self.layers(stage).stages
-        return stage.number == min(stages[name] for name in stages if name in trains)
+    def holders(self, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+        """Return, by layer and for `REST`, which of several workers have it that hold these stages."""
+        found: dict[str, tuple[int, ...]] = {}
+        for number, stage in enumerate(stages):
+            for name in self.pieces(stage).names:
+                found[name] = (*found.get(name, ()), number)
+        return found
 
     def parameters(self, view: View) -> dict[str, int]:
         """Return how many parameters each member trains."""

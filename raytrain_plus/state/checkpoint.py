@@ -18,7 +18,7 @@ import xxhash
 
 from raytrain_plus.errors import CheckpointError, DamagedError
 from raytrain_plus.state import manifest as m
-from raytrain_plus.state.shares import StatePiece
+from raytrain_plus.state.pieces import Piece
 from raytrain_plus.state.tensorfile import header
 from raytrain_plus.storage.interface import Folder, Stat
 
@@ -34,7 +34,8 @@ READERS = 4
 class Copy:
     """A piece of a tensor, copied from the live one."""
 
-    piece: StatePiece
+    piece: Piece
+    """Rows of the tensor's first dimension; [0, 1) of a scalar."""
     dtype: str
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
@@ -89,7 +90,7 @@ def write_share(
 
     `moved` is called whenever the storage asks for more bytes. Raises `OSError` if the share cannot be written.
     """
-    head = header([(_label(copy), copy.dtype, _rows(copy), copy.piece.bytes) for copy in copies])
+    head = header([(_label(copy), copy.dtype, _rows(copy), copy.data.nbytes) for copy in copies])
     total = xxhash.xxh3_128()
 
     def chunks() -> Iterator[memoryview]:
@@ -105,18 +106,18 @@ def write_share(
     tensors: dict[str, m.StoredTensor] = {}
     at = len(head)
     for copy in copies:
-        piece = copy.piece
-        stored = m.Stored(0, at, piece.bytes, piece.first, piece.last, xxhash.xxh3_128(copy.data.data).hexdigest())
-        before = tensors[piece.tensor].pieces if piece.tensor in tensors else ()
-        tensors[piece.tensor] = m.StoredTensor(copy.dtype, copy.shape, (*before, stored))
-        at += piece.bytes
+        name, first, last = copy.piece
+        stored = m.Stored(0, at, copy.data.nbytes, first, last, xxhash.xxh3_128(copy.data.data).hexdigest())
+        before = tensors[name].pieces if name in tensors else ()
+        tensors[name] = m.StoredTensor(copy.dtype, copy.shape, (*before, stored))
+        at += copy.data.nbytes
     return m.Share(m.File(file, at, total.hexdigest(), len(head), xxhash.xxh3_128(head).hexdigest()), tensors)
 
 
 def _label(copy: Copy) -> str:
-    piece = copy.piece
-    whole = piece.bytes == copy.data.nbytes and (piece.first, piece.last) == (0, copy.shape[0] if copy.shape else 1)
-    return piece.tensor if whole else f"{piece.tensor}[{piece.first}:{piece.last}]"
+    name, first, last = copy.piece
+    whole = (first, last) == (0, copy.shape[0] if copy.shape else 1)
+    return name if whole else f"{name}[{first}:{last}]"
 
 
 def _rows(copy: Copy) -> tuple[int, ...]:

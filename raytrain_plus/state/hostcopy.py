@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +15,8 @@ from raytrain_plus.state.checkpoint import Copy
 from raytrain_plus.state.dtypes import DTYPES
 from raytrain_plus.state.holding import Holding, describe_state
 from raytrain_plus.state.named import bytes_of, dtype_name
-from raytrain_plus.state.shares import share_out
-from raytrain_plus.state.stages import layer_of
+from raytrain_plus.state.shares import share_of
+from raytrain_plus.state.stages import REST, layer_of
 from raytrain_plus.state.transfer import Array, Snapshot
 from raytrain_plus.state.tree import Json
 
@@ -30,22 +30,17 @@ class HostMemory:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, holding: Holding, rank: int, size: int, speaks: bool = True) -> tuple[list[Copy], Json]:
-        """Copy the pieces that writer `rank` of `size` writes; return them and the tree.
+    def copy(self, holding: Holding, writer: int, holders: Callable[[str], tuple[int, ...]]) -> tuple[list[Copy], Json]:
+        """Copy the pieces that `writer` writes; return them and the tree.
 
-        All `size` writers hold the same state. `speaks`: whether this writer also writes the tensors of no layer, for
-        all stages.
+        `holders` returns the writers that have a layer, or `state.stages.REST`.
         """
         tensors, tree = describe_state(holding)
-        if not speaks:
-            tensors = {name: value for name, value in tensors.items() if layer_of(name) is not None}
-        sizes = {name: (tuple(value.shape), value.nbytes) for name, value in tensors.items()}
-        pieces = share_out(sizes, size)[rank]
-        copied = self._copied(
-            [bytes_of(tensors[piece.tensor])[piece.start : piece.start + piece.bytes] for piece in pieces]
-        )
+        shapes = {name: (tuple(value.shape), value.nbytes) for name, value in tensors.items()}
+        pieces = share_of(writer, shapes, lambda name: holders(layer_of(name) or REST))
+        copied = self._copied([_rows(tensors[name], first, last) for name, first, last in pieces])
         return [
-            Copy(piece, dtype_name(tensors[piece.tensor].dtype), tuple(tensors[piece.tensor].shape), data)
+            Copy(piece, dtype_name(tensors[piece.name].dtype), shapes[piece.name][0], data)
             for piece, data in zip(pieces, copied, strict=True)
         ], tree
 
@@ -84,6 +79,11 @@ class HostMemory:
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         ends = list(itertools.accumulate(sizes))
         return [self._memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _rows(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return the bytes of rows [first, last); a scalar has one row."""
+    return bytes_of(tensor[first:last] if tensor.dim() else tensor)
 
 
 def check_storable(holding: Holding) -> None:

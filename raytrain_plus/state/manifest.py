@@ -174,7 +174,8 @@ def join_shares(shares: Sequence[Share]) -> tuple[tuple[File, ...], dict[str, St
                 for piece in part.pieces
             ]
             before = tensors[name].pieces if name in tensors else ()
-            tensors[name] = StoredTensor(part.dtype, part.shape, (*before, *pieces))
+            in_order = sorted((*before, *pieces), key=lambda piece: piece.first)
+            tensors[name] = StoredTensor(part.dtype, part.shape, tuple(in_order))
     return tuple(share.file for share in shares), tensors
 
 

@@ -16,6 +16,7 @@ from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.parallel.pipeline.layout import Chunks, tied_groups
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.manifest import Share
+from raytrain_plus.state.stages import REST
 from raytrain_plus.storage.claimed import Claim
 from raytrain_plus.storage.outage import Outage
 from raytrain_plus.storage.probe import Probe
@@ -117,15 +118,19 @@ class ShareOf:
     """This worker's index among all writers."""
     writers: int
     """The number of writers."""
-    rank: int = 0
-    """This worker's index among those that hold the same stage."""
-    size: int = 1
-    """The number of workers that hold the same stage."""
-    speaks: bool = True
-    """Whether it writes what belongs to no layer: the first stage that trains anything does."""
+    holders: Mapping[str, tuple[int, ...]]
+    """For each layer of the model, and `state.stages.REST`, the writers that have it."""
     claim: Claim | None = None
     """The controller's claim: without it in the run's folder nothing is written there. None if nobody claims the
     run."""
+
+    def holders_of(self, layer: str) -> tuple[int, ...]:
+        """Return the writers that have a layer; those of a model that is never partitioned belong to `REST`."""
+        return self.holders.get(layer) or self.holders[REST]
+
+    def first_of(self, layer: str) -> bool:
+        """Return whether this worker is the first that has a layer: it writes its values that are not tensors."""
+        return self.holders_of(layer)[0] == self.writer
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from raytrain_plus.state.finite import check_finite, tensor_of
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.state.manifest import Share, name_of
+from raytrain_plus.state.stages import own_tree
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outage, outage_of
@@ -107,7 +108,7 @@ class Saver:
             raise WaitExpired(f"an earlier checkpoint was still being written after {FREE_S:g} s")
         began, start = time.time(), time.monotonic()
         holding = self._holding()
-        copies, tree = self._memory.copy(holding, part.of.rank, part.of.size, part.of.speaks)
+        copies, tree = self._memory.copy(holding, part.of.writer, part.of.holders_of)
         stall_s = time.monotonic() - start
         self._free.clear()
         self._open = step, part.of.generation
@@ -120,7 +121,7 @@ class Saver:
                 writer=part.of.writer,
                 writers=part.of.writers,
                 share=share,
-                tree=tree if part.of.rank == 0 else None,
+                tree=own_tree(tree, part.of.first_of) if any(map(part.of.first_of, part.of.holders)) else None,
                 metrics=dict(metrics),
                 time=began,
                 stall_s=stall_s,
@@ -152,7 +153,7 @@ class Saver:
             outages[:] = [outage_of(error, run, sum(copy.data.nbytes for copy in copies))]
 
         try:
-            check_finite(((copy.piece.tensor, _tensor(copy)) for copy in copies), allowed, step)
+            check_finite(((copy.piece.name, _tensor(copy)) for copy in copies), allowed, step)
             name = name_of(step, part.of.generation)
             share = retry(
                 lambda: write_share(run, name, part.of.writer, part.of.writers, copies, self._moved), failed=failed

@@ -130,7 +130,7 @@ def saving(rounds: int, gigabytes: float, where: Path | None) -> None:
             manifests: list[Manifest] = []
 
             def save_ours(run_folder: LocalFolder = run_folder, manifests: list[Manifest] = manifests) -> None:
-                copies, tree = memory.copy(held, 0, 1)
+                copies, tree = memory.copy(held, 0, lambda layer: (0,))
                 files, tensors = join_shares([write_share(run_folder, name_of(0, 0), 0, 1, copies)])
                 manifests.append(_manifest(files, tensors, tree))
                 commit(run_folder, manifests[0])

@@ -15,7 +15,7 @@ from raytrain_plus.data.audit import audit
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import Copy, commit, read_tensors, write_share
 from raytrain_plus.state.manifest import Manifest, join_shares, name_of
-from raytrain_plus.state.shares import StatePiece
+from raytrain_plus.state.pieces import Piece
 from raytrain_plus.storage.local import LocalFolder
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data
@@ -35,7 +35,7 @@ def spoil(folder: Path) -> Manifest:
     for tensor, (dtype, shape, data) in read_tensors(run, good, dict.fromkeys(good.tensors)).items():
         if tensor.startswith("param/"):
             data.view("float32")[:] = math.nan
-        copies.append(Copy(StatePiece(tensor, 0, shape[0] if shape else 1, 0, data.nbytes), dtype, shape, data))
+        copies.append(Copy(Piece(tensor, 0, shape[0] if shape else 1), dtype, shape, data))
     files, tensors = join_shares([write_share(run, name, 0, 1, copies)])
     bad = replace(good, step=good.step + 1, files=files, tensors=tensors)
     commit(run, bad)

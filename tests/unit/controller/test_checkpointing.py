@@ -28,7 +28,7 @@ from raytrain_plus.state.manifest import FOLDER, name_of
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.storage.outage import Outages
-from raytrain_plus.workers.messages import Written
+from raytrain_plus.workers.messages import PreparedReport, WorkerLocation, Written
 from tests.unit.controller.fakes import FakeHost, FakeTime, FakeWorkers, job_of
 from tests.unit.state.test_checkpoint import shares, state
 
@@ -99,7 +99,10 @@ class Kept:
         publisher = publisher_of(run, order, journal, self.inbox.put)
         loop = EventLoop(Told(self.told), self.time.clock)
         loop.start("a")
-        partitions = Partitions(job_of(), Roster())
+        roster = Roster()
+        roster.came(WorkerLocation(worker="a", pid=1, node="n", address="h"))
+        roster.prepared("a", PreparedReport(parameters=1, state_bytes=1))
+        partitions = Partitions(job_of(), roster)
         self.machine = machine
         self.it = Checkpoints(run, order, journal, publisher, loop, machine, partitions, FakeHost(), self.time.clock)
 

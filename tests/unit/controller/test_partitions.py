@@ -11,6 +11,7 @@ from raytrain_plus.job.settings import Parallel
 from raytrain_plus.membership.mesh import Shape, Stage
 from raytrain_plus.membership.view import form_view
 from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.state.stages import REST
 from raytrain_plus.workers.messages import WHOLE, PreparedReport, WorkerLocation
 from tests.unit.controller.fakes import job_of
 
@@ -34,12 +35,12 @@ def test_partitions_that_do_not_fit_are_dropped_and_the_requested_one_raises() -
         partitions(100).fit((2, 1), ["a", "b"])
 
 
-def test_a_stage_has_its_layers_and_the_first_that_trains_writes_the_rest() -> None:
+def test_a_stage_has_its_layers_and_what_trains_has_the_rest() -> None:
     found = partitions(400)
     found.fit((2, 1), ["a", "b"])
     stages = [Stage(0, 2), Stage(1, 2)]
     assert [found.layers(stage).chunks for stage in stages] == [(("front",),), (("back",),)]
-    assert [found.speaks(stage) for stage in stages] == [True, False]
+    assert found.holders([*stages, stages[0]]) == {REST: (0, 1, 2), "front": (0, 2), "back": (1,)}
     assert found.layers(Stage()) == WHOLE
     assert found.parameters(form_view(0, ["a", "b"], Shape(1, 2), 2)) == {"a": 6, "b": 5}
     assert found.parameters(form_view(0, ["a", "b"], Shape(2), 2)) == {"a": 11, "b": 11}

@@ -17,7 +17,7 @@ import torch
 from raytrain_plus.errors import CheckpointError, DamagedError
 from raytrain_plus.state import manifest as m
 from raytrain_plus.state.checkpoint import Copy, commit, read_tensors, survey, sweep, write_share
-from raytrain_plus.state.shares import share_out
+from raytrain_plus.state.shares import share_of
 from raytrain_plus.state.transfer import unpacked
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import Disk, LocalFolder
@@ -42,11 +42,12 @@ def state(step: int) -> Tensors:
 def shares(run: Folder, tensors: Tensors, name: str, writers: int) -> list[m.Share]:
     sizes = {key: (tuple(value.shape), value.nbytes) for key, value in tensors.items()}
     written = []
-    for writer, pieces in enumerate(share_out(sizes, writers)):
+    for writer in range(writers):
         copies = []
-        for piece in pieces:
-            value = tensors[piece.tensor]
-            data = value.reshape(-1).view(torch.uint8).numpy()[piece.start : piece.start + piece.bytes]
+        for piece in share_of(writer, sizes, lambda tensor: tuple(range(writers))):
+            value = tensors[piece.name]
+            rows = value[piece.first : piece.last] if value.dim() else value
+            data = rows.reshape(-1).view(torch.uint8).numpy()
             copies.append(Copy(piece, str(value.dtype).removeprefix("torch."), tuple(value.shape), data))
         written.append(write_share(run, name, writer, writers, copies))
     return written
@@ -103,7 +104,10 @@ def same(left: Tensors, right: Tensors) -> bool:
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 8])
-def test_a_checkpoint_of_any_number_of_writers_is_read_back(tmp_path: Path, writers: int) -> None:
+def test_a_checkpoint_of_any_number_of_writers_is_read_back(
+    tmp_path: Path, writers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytrain_plus.state.shares.LEAST_BYTES", 50)
     run = LocalFolder(tmp_path)
     save(run, 7, writers=writers)
     step, read = load(run)

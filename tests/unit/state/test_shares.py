@@ -1,49 +1,61 @@
-"""Every byte of a state is written by exactly one writer, and all writers write about equally much."""
+"""Every row of a state is written by exactly one writer that has it, and all writers write about equally much."""
 
 from __future__ import annotations
 
+import doctest
 import math
+from collections.abc import Mapping
+from itertools import pairwise
+from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.state import shares
-from raytrain_plus.state.shares import share_out
+from raytrain_plus.state import shares as module
+from raytrain_plus.state.shares import share_of
 
-SHAPES = st.dictionaries(
-    st.text("abcdef./", min_size=1, max_size=6), st.lists(st.integers(0, 70), max_size=3).map(tuple), max_size=12
-)
+NAMES = st.text("abcdef./", min_size=1, max_size=6)
+SHAPES = st.lists(st.integers(0, 70), max_size=3).map(tuple)
+HOLDERS = st.sets(st.integers(0, 4), min_size=1).map(lambda found: tuple(sorted(found)))
+TENSORS = st.dictionaries(NAMES, st.tuples(SHAPES, HOLDERS), max_size=12)
+"""For each tensor, its shape and the writers that have it."""
 
 
-@given(SHAPES, st.integers(1, 9), st.sampled_from([1, 2, 4, 8]))
-def test_every_byte_is_written_once(shapes: dict[str, tuple[int, ...]], writers: int, item: int) -> None:
-    before, shares.LEAST_BYTES = shares.LEAST_BYTES, 64
-    try:
-        dealt = share_out({name: (shape, math.prod(shape) * item) for name, shape in shapes.items()}, writers)
-    finally:
-        shares.LEAST_BYTES = before
-    assert len(dealt) == writers
-    ends = dict.fromkeys(shapes, 0)
-    rows = dict.fromkeys(shapes, 0)
-    # Pieces are in name order, and in row order within each tensor.
-    names = [piece.tensor for share in dealt for piece in share]
-    assert names == sorted(names)
-    for share in dealt:
-        for piece in share:
-            assert (piece.start, piece.first) == (ends[piece.tensor], rows[piece.tensor])
-            ends[piece.tensor] += piece.bytes
-            rows[piece.tensor] = piece.last
-    for name, shape in shapes.items():
-        assert ends[name] == math.prod(shape) * item
-        assert rows[name] == (shape[0] if shape else 1)
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+@given(TENSORS, st.sampled_from([1, 2, 4, 8]))
+def test_every_row_is_written_by_one_of_its_holders(
+    tensors: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], item: int
+) -> None:
+    rows: dict[str, list[tuple[int, int]]] = {name: [] for name in tensors}
+    for writer in range(5):
+        # A writer knows the tensors that it has, and no others.
+        own = {name: (shape, math.prod(shape) * item) for name, (shape, held) in tensors.items() if writer in held}
+        with patch.object(module, "LEAST_BYTES", 64):
+            share = share_of(writer, own, lambda name: tensors[name][1])
+        assert share == sorted(share)
+        for name, first, last in share:
+            shape, held = tensors[name]
+            assert writer in held
+            assert last - first <= 1 or (last - first) * math.prod(shape[1:]) * item <= 64 << 20
+            rows[name].append((first, last))
+    for name, (shape, _) in tensors.items():
+        found = sorted(rows[name])
+        assert (found[0][0], found[-1][1]) == (0, shape[0] if shape else 1)
+        assert all(end == start for (_, end), (start, _) in pairwise(found))
 
 
 def test_writers_write_about_equally_much() -> None:
     # An embedding and the tensors of a transformer's blocks.
-    sizes: dict[str, tuple[tuple[int, ...], int]] = {"embedding": ((50_257, 768), 50_257 * 768 * 4)}
-    sizes |= {f"block.{number}": ((768, 3072), 768 * 3072 * 4) for number in range(24)}
-    sizes |= {f"norm.{number}": ((768,), 768 * 4) for number in range(48)}
+    tensors: dict[str, tuple[tuple[int, ...], int]] = {"embedding": ((50_257, 768), 50_257 * 768 * 4)}
+    tensors |= {f"block.{number}": ((768, 3072), 768 * 3072 * 4) for number in range(24)}
+    tensors |= {f"norm.{number}": ((768,), 768 * 4) for number in range(48)}
+    row_bytes = {name: size // shape[0] for name, (shape, size) in tensors.items()}
     for writers in (1, 2, 3, 4, 8, 16):
-        weights = [sum(piece.bytes for piece in share) for share in share_out(sizes, writers)]
-        assert max(weights) < 1.3 * sum(weights) / writers
-        assert max(piece.bytes for share in share_out(sizes, writers) for piece in share) <= 64 << 20
+        alike = tuple(range(writers))
+        shares = [share_of(writer, tensors, lambda name: alike) for writer in range(writers)]  # noqa: B023
+        weights = [[(last - first) * row_bytes[name] for name, first, last in share] for share in shares]
+        assert max(map(sum, weights)) < 1.1 * sum(map(sum, weights)) / writers
+        assert max(map(max, weights)) <= 64 << 20

@@ -19,6 +19,7 @@ from raytrain_plus.data.source import index
 from raytrain_plus.job.settings import Data, Job
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.parallel.pipeline.message import KNOWN
+from raytrain_plus.state.stages import REST
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.copier import Copier
@@ -125,7 +126,7 @@ def assigned(**changes: Any) -> Assignment:
         gives=0,
         buddy=None,
         copies=False,
-        share=ShareOf(generation=12, writer=0, writers=1),
+        share=ShareOf(generation=12, writer=0, writers=1, holders={REST: (0,)}),
         evaluated=-2,
     )
     return replace(assignment, **changes)

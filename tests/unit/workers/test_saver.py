@@ -16,8 +16,10 @@ import torch
 
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.checkpoint import read_tensors
-from raytrain_plus.state.holding import Holding
+from raytrain_plus.state.holding import Holding, describe_state
 from raytrain_plus.state.manifest import join_shares, name_of
+from raytrain_plus.state.named import bytes_of
+from raytrain_plus.state.stages import REST, whole_tree
 from raytrain_plus.storage import retry
 from raytrain_plus.storage.interface import Buffer
 from raytrain_plus.storage.local import LocalFolder
@@ -32,7 +34,8 @@ Told = queue.SimpleQueue[Written]
 
 def saver(run: LocalFolder, held: Holding, told: Told, writer: int = 0, writers: int = 1) -> Saver:
     made = Saver(run, lambda: held, 4, best=True)
-    made.begin(Part(ShareOf(generation=2, writer=writer, writers=writers, rank=writer, size=writers), told.put))
+    holders = {REST: tuple(range(writers))}
+    made.begin(Part(ShareOf(generation=2, writer=writer, writers=writers, holders=holders), told.put))
     return made
 
 
@@ -62,6 +65,25 @@ def test_the_written_state_is_the_one_at_the_copy(tmp_path: Path) -> None:
     assert sorted(tensors)[:2] == ["optim/bias/exp_avg", "optim/bias/exp_avg_sq"]
     read = read_tensors(run, made, {"param/weight": None})["param/weight"][2]
     assert read.tobytes() == before["weight"].numpy().tobytes()
+
+
+def test_writers_that_hold_different_layers_write_the_whole_state(tmp_path: Path) -> None:
+    run, held = LocalFolder(tmp_path), holding()
+    told: Told = queue.SimpleQueue()
+    holders = {"weight": (0,), "bias": (0, 1), REST: (1,)}
+    for writer in range(2):
+        made = Saver(run, lambda: held, 4, best=True)
+        made.begin(Part(ShareOf(generation=2, writer=writer, writers=2, holders=holders), told.put))
+        made.copy(7, {})
+    written = sorted((told.get(timeout=10) for _ in range(2)), key=lambda one: one.writer)
+    tensors, tree = describe_state(held)
+    made_of_all = described(7, 2, [one.share for one in written if one.share])
+    read = read_tensors(run, made_of_all, dict.fromkeys(made_of_all.tensors))
+    assert {name: data.tobytes() for name, (_, _, data) in read.items()} == {
+        name: bytes_of(value).numpy().tobytes() for name, value in tensors.items()
+    }
+    assert whole_tree([one.tree for one in written]) == tree
+    assert [list(one.tree["optimizer"]) for one in written] == [list(tree["optimizer"]), []]
 
 
 class Slow(LocalFolder):
@@ -129,7 +151,7 @@ def test_a_stalled_storage_is_reported_while_it_is_waited_for(tmp_path: Path, mo
     made.copy(7, {})
     assert made.copied == 7
     assert told.get(timeout=10).step == 7
-    made.begin(Part(ShareOf(generation=3, writer=0, writers=1), told.put))
+    made.begin(Part(ShareOf(generation=3, writer=0, writers=1, holders={REST: (0,)}), told.put))
     assert made.copied == -1
 
 
