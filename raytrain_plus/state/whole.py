@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.state.entry import Entry
+from raytrain_plus.state.pieces import Piece, Pieces, assign, union
 from raytrain_plus.state.tensorfile import header
 
 BATCH = 64 << 20
@@ -29,7 +30,7 @@ class Digest(Protocol):
 def model_file(inventories: Sequence[Sequence[Entry]], begin: Begin, digest: Digest) -> Iterator[Any]:
     """Yield the pieces of a safetensors file of the model, and update `digest` with the whole state.
 
-    `inventories`: for each holder, the tensors that it has; a tensor that two holders have comes from the first. Raises
+    `inventories`: for each holder, the tensors that it has; a tensor that several have comes from one of them. Raises
     `Interrupted` if a holder delivers other sizes than its inventory lists.
     """
     entries = ordered(inventories)
@@ -49,11 +50,11 @@ def model_file(inventories: Sequence[Sequence[Entry]], begin: Begin, digest: Dig
 
 def ordered(inventories: Sequence[Sequence[Entry]]) -> list[tuple[int, Entry]]:
     """Return every tensor once, by name, with the number of the holder that delivers it."""
-    found: dict[str, tuple[int, Entry]] = {}
-    for holder, entries in enumerate(inventories):
-        for entry in entries:
-            found.setdefault(entry.name, (holder, entry))
-    return [found[name] for name in sorted(found)]
+    entries = {entry.name: entry for inventory in inventories for entry in inventory}
+    held = {holder: Pieces.of(Piece(entry.name) for entry in inventory) for holder, inventory in enumerate(inventories)}
+    given = assign(union(held.values()), held, {name: entry.size for name, entry in entries.items()})
+    holders = {name: holder for holder, pieces in given.items() for name in pieces.names}
+    return [(holders[name], entries[name]) for name in sorted(entries)]
 
 
 def batches(entries: Sequence[tuple[int, Entry]], most: int) -> Iterator[tuple[int, list[Entry]]]:

@@ -65,7 +65,9 @@ def written(stages: Sequence[State], given: Callable[[torch.Tensor], Any] = lamb
 
 
 @pytest.mark.parametrize("most", [1, 30, 1 << 20])
-@pytest.mark.parametrize("stages", [[WHOLE], STAGES, STAGES[::-1]], ids=["one", "two", "reversed"])
+@pytest.mark.parametrize(
+    "stages", [[WHOLE], STAGES, STAGES[::-1], [WHOLE, *STAGES]], ids=["one", "two", "reversed", "overlapping"]
+)
 def test_file_and_hash_are_those_of_the_whole(stages: list[State], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole, "BATCH", most)
     file, sha = written(stages)
