@@ -89,5 +89,5 @@ def test_the_frontier_leaves_out_what_was_done_before() -> None:
 
 
 def test_a_warm_up_step_is_no_repeated_step() -> None:
-    records = steady(range(10), 0.0) + [Finished(11.0, 9, 0)] + steady(range(10, 15), 12.0, (0, 1, 2))
+    records = [*steady(range(10), 0.0), Finished(11.0, 9, 0), *steady(range(10, 15), 12.0, (0, 1, 2))]
     assert incident(records, 9.5, {KILLED}).steps_repeated == 0
