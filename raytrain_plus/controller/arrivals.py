@@ -74,7 +74,8 @@ class Arrivals:
         self.roster.prepared(name, ready)
         group = self.machine.group
         if ready.layers and group.generation < 0:
-            self.machine.feed(e.Fitted(self.partitions.fit(group.limits.stage_counts, group.workers)))
+            fitting = self.partitions.fit(group.limits.stage_counts, group.workers)
+            self.machine.feed(e.Fitted(fitting, self.partitions.parts))
         self.machine.feed(e.Ready(name, -1))
 
     def _unprepared(self, name: str, error: RaytrainError) -> None:

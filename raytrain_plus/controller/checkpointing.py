@@ -143,12 +143,11 @@ class Checkpoints:
         best = newest_state(group)
         if best is None or best.step != step or best.copied or not stages:
             return False
-        keepers = [name for name, stage in stages.items() if stage.of == len(best.donors)]
         # A number that no generation has: the remains of an earlier attempt may exist under the old one.
         self._journal.base += 1
         number = self._journal.base + group.generation
-        self._saving.begin(step, number, keepers)
-        for name, share in zip(keepers, self.shares(number, [stages[name] for name in keepers]), strict=True):
+        self._saving.begin(step, number, list(stages))
+        for name, share in zip(stages, self.shares(number, list(stages.values())), strict=True):
             failed = partial(self._not_kept, name)
             self._loop.ask(name, "keep", self._host.actor, share, failed=failed)
         return True

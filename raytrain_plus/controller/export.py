@@ -24,7 +24,7 @@ from raytrain_plus.controller.restoring import Restoring
 from raytrain_plus.errors import Interrupted, RaytrainError, RunError, StorageError, WorkerLost
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase
-from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.mesh import Donor
 from raytrain_plus.membership.timeouts import EXPORT_S
 from raytrain_plus.runs.folder import MODEL
 from raytrain_plus.state.whole import model_file
@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 class Exported:
     """The end of an export."""
 
-    leads: tuple[str, ...]
-    """The workers that provided the model, by stage."""
+    leads: tuple[Donor, ...]
+    """The workers that provided the model."""
     step: int
     outcome: str | RaytrainError
     """The hash of the whole state, or the error."""
@@ -80,13 +80,13 @@ class Exporter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exporter")
         self._wanted = 0
 
-    def export(self, holders: Sequence[tuple[str, Stage]], step: int) -> None:
+    def export(self, holders: tuple[Donor, ...], step: int) -> None:
         """Export the model after `step`, of which each of the `holders` has that stage; return at once.
 
         An earlier export is cancelled.
         """
         self.stop()
-        self._thread.submit(self._export, self._wanted, tuple(holders), step)
+        self._thread.submit(self._export, self._wanted, holders, step)
 
     def stop(self) -> None:
         """Cancel the export in progress; it ends as interrupted."""
@@ -97,7 +97,7 @@ class Exporter:
         self.stop()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _export(self, number: int, holders: Sequence[tuple[str, Stage]], step: int) -> None:
+    def _export(self, number: int, holders: tuple[Donor, ...], step: int) -> None:
         outcome: str | RaytrainError
         try:
             outcome = retry(lambda: self._written(number, holders, step), LAST_PAUSES_S)
@@ -109,9 +109,9 @@ class Exporter:
             log.exception("the model could not be exported")
             what = f"{type(failure).__name__}: {failure}"
             outcome = RunError(f"the model could not be exported: {what}; please report this")
-        self._done(Exported(tuple(name for name, _ in holders), step, outcome))
+        self._done(Exported(holders, step, outcome))
 
-    def _written(self, number: int, holders: Sequence[tuple[str, Stage]], step: int) -> str:
+    def _written(self, number: int, holders: tuple[Donor, ...], step: int) -> str:
         """Write the file and return the hash of the state. Raises `OSError` if the storage fails."""
         self._ours()
         waiting = [self._begin(worker, "inventory", step, stage) for worker, stage in holders]
@@ -177,7 +177,7 @@ class ModelHandOver:
             # Nobody holds what was committed, and nothing more will be computed.
             self.journal.base += 1
             self.restoring.go_back_to(command.step, self.machine.group.generation)
-        self._export(command.workers, command.step)
+        self._export(command.donors, command.step)
         if self.journal.committed >= command.step and not self.checkpoints.busy:
             # At the same time as the export: a run that is stopped has little time.
             self._keeps_the_end()
@@ -197,7 +197,7 @@ class ModelHandOver:
             self._handed(leads)
         else:
             self.loop.ask(
-                leads[0],
+                leads[0][0],
                 "show",
                 step,
                 then=partial(self._showed, leads, step, outcome),
@@ -211,29 +211,30 @@ class ModelHandOver:
         if not self._keeps_the_end():
             self.machine.feed(e.Handed())
 
-    def _export(self, leads: tuple[str, ...], step: int) -> None:
+    def _export(self, leads: tuple[Donor, ...], step: int) -> None:
         """Export the model, unless other workers provide it by now."""
         if self._provide(leads, step):
-            self.exporter.export(self.replication.providers(leads, step), step)
+            self.replication.check(leads, step)
+            self.exporter.export(leads, step)
 
-    def _showed(self, leads: tuple[str, ...], step: int, sha: str, show: str | None) -> None:
+    def _showed(self, leads: tuple[Donor, ...], step: int, sha: str, show: str | None) -> None:
         if self._provide(leads, step):
             self.export = Export(show=show, state_sha256=sha)
             self._handed(leads)
 
-    def _not_shown(self, leads: tuple[str, ...], step: int, error: RaytrainError) -> None:
+    def _not_shown(self, leads: tuple[Donor, ...], step: int, error: RaytrainError) -> None:
         if self._provide(leads, step):
             self.error = error
             self._handed(leads)
 
-    def _provide(self, leads: tuple[str, ...], step: int) -> bool:
+    def _provide(self, leads: tuple[Donor, ...], step: int) -> bool:
         """Return whether these workers still provide the model of that step."""
         group = self.machine.group
         return group.phase is Phase.CLOSE and (group.leads, self._step) == (leads, step)
 
-    def _handed(self, leads: tuple[str, ...]) -> None:
+    def _handed(self, leads: tuple[Donor, ...]) -> None:
         # The state that these workers alone hold is committed, now that the model is stored.
-        self.journal.regroup(self.clock.unix(), leads[:1], self._step, self.machine.group.generation)
+        self.journal.regroup(self.clock.unix(), [leads[0][0]], self._step, self.machine.group.generation)
 
     def _keeps_the_end(self) -> bool:
         """Request a checkpoint of the state that the run ends with; return whether one is being made."""

@@ -199,14 +199,14 @@ class Formation:
 
     def _sources(self, command: e.Join) -> dict[str, tuple[Source, ...]]:
         """Return, for each member that lacks parts of the state, their sources."""
-        view, workers = command.view, self.machine.group.workers
+        view, workers, limits = command.view, self.machine.group.workers, self.machine.group.limits
         stages = {member.worker: view.shape.stage(seat) for seat, member in enumerate(view.members)}
         takers = {name: stages[name] for name, what in command.lacks.items() if what != "initial"}
         if not takers:
             return {}
         holding = {name: stage for name in takers if command.lacks[name] == "stage" and (stage := workers[name].stage)}
-        providers = self.replication.providers(command.donors, command.first_step - 1)
-        return sources_of(takers, holding, providers, self.partitions.pieces, self.partitions.layer_bytes)
+        self.replication.check(command.donors, command.first_step - 1)
+        return sources_of(takers, holding, command.donors, limits.pieces, self.partitions.layer_bytes)
 
     def _snapshots(self, sources: Iterable[Source], step: int) -> dict[Source, Any]:
         """Return references to these parts of the state after `step`."""

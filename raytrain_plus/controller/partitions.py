@@ -12,13 +12,13 @@ from collections.abc import Collection, Sequence
 from raytrain_plus.controller.roster import Roster
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
-from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.mesh import Stage, stages_of
+from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.view import View
 from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.sizing import most_shards
-from raytrain_plus.state.pieces import Piece, Pieces
 from raytrain_plus.state.stages import REST
 from raytrain_plus.workers.messages import WHOLE, Layers
 
@@ -76,6 +76,11 @@ class Partitions:
     def layer_bytes(self) -> dict[str, int]:
         """The approximate bytes of the state of each layer; what belongs to no layer counts as nothing."""
         return {layer.name: layer.bytes for layer in self._layers()} | {REST: 0}
+
+    @property
+    def parts(self) -> dict[Stage, Pieces]:
+        """What the whole, and each stage of each partition, has of the state."""
+        return {stage: self.pieces(stage) for of in {1, *self._partitions} for stage in stages_of(of)}
 
     def holders(self, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
         """Return, by layer and for `REST`, which of several workers have it that hold these stages."""

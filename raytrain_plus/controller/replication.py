@@ -13,7 +13,7 @@ from raytrain_plus.controller.roster import Roster
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.buddies import buddies
 from raytrain_plus.membership.group import Phase
-from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.mesh import Donor, Stage
 from raytrain_plus.membership.view import View
 from raytrain_plus.workers.messages import Buddy, Sent
 
@@ -112,17 +112,12 @@ class Replication:
             self._journal.copied(told.values())
             self._settle(step, copies)
 
-    def providers(self, donors: Sequence[str], step: int) -> list[tuple[str, Stage]]:
-        """Return which worker provides which stage of the state after `step`.
-
-        Workers that only have a copy of it are asked whether the copy is intact.
-        """
-        stages = [Stage(number, len(donors)) for number in range(len(donors))]
-        for name, stage in zip(donors, stages, strict=True):
+    def check(self, donors: Sequence[Donor], step: int) -> None:
+        """Ask the donors that only have a copy of the state after `step` whether it is intact."""
+        for name, stage in donors:
             worker = self._machine.group.workers[name]
             if (worker.holds, worker.stage) != (step, stage):
                 self._loop.ask(name, "has_copy", step, stage, then=partial(self._has_copy, name))
-        return list(zip(donors, stages, strict=True))
 
     def _assigned(self, now: _Copies) -> dict[str, str]:
         """Return, for each member whose state nobody else holds, the worker that keeps copies of it."""

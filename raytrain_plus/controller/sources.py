@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raytrain_plus.membership.mesh import Stage
-from raytrain_plus.state.pieces import Pieces, transfers
+from raytrain_plus.membership.pieces import Pieces, transfers
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.mesh import Donor, Stage
+from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.membership.view import View
 
 Why = Literal["paused", "finished", "interrupted", "failed"]
@@ -159,6 +160,8 @@ class Fitted:
 
     stage_counts: tuple[int, ...]
     """Numbers of stages, the requested one first: at least one, of those in the limits."""
+    parts: Mapping[Stage, Pieces]
+    """What each stage of these, and the whole, consists of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +204,12 @@ class Start:
 class Join:
     """Form the view's worlds and train from `first_step` on, each member from its stage's state after the step before.
 
-    `donors` have that state, one for each stage of the shape in which it is held; empty if it is the initial state.
+    `donors` together have that state; empty if it is the initial state.
     """
 
     view: View
     first_step: int
-    donors: tuple[str, ...]
+    donors: tuple[Donor, ...]
     lacks: Mapping[str, Lacks]
     """What each member that does not have the state lacks."""
     again: bool = False
@@ -281,9 +284,9 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Make these workers, one for each stage, provide the model after `step` for export."""
+    """Make these workers provide the model after `step` for export."""
 
-    workers: tuple[str, ...]
+    donors: tuple[Donor, ...]
     step: int
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from raytrain_plus.membership.mesh import Shape, Stage
+from raytrain_plus.membership.mesh import Donor, Shape, Stage
+from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.sizes import SizeTable, size_table
 
 
@@ -38,6 +40,8 @@ class Limits:
     them."""
     stage_counts: tuple[int, ...] = (1,)
     """The numbers of stages that the model can be partitioned into, the requested one first."""
+    parts: Mapping[Stage, Pieces] = field(default_factory=dict)
+    """What each stage of these partitions, and the whole, consists of; empty if the layers are not measured."""
     sizes: SizeTable = field(init=False, compare=False, repr=False)
     """Which group to form out of how many workers."""
 
@@ -49,6 +53,11 @@ class Limits:
         """The largest number of members that is ever formed."""
         shape = self.sizes.largest
         return self.minimum if shape is None else max(self.minimum, shape.size)
+
+    def pieces(self, stage: Stage) -> Pieces:
+        """Return what a stage consists of: an equal part of the whole if the layers are not measured."""
+        rows = math.lcm(*self.stage_counts) // stage.of
+        return self.parts.get(stage) or Pieces.of([Piece("", stage.number * rows, (stage.number + 1) * rows)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,8 @@ class WorkerStatus:
     """The step whose state it has: -1 for the initial one; None if partially applied, half copied, or without
     meaning."""
     stage: Stage | None = None
-    """The stage of that state; None for the initial state, which fits any stage, or without a state."""
+    """The stage of that state (`Limits.pieces` has its pieces); None for the initial state, which fits any stage, or
+    without a state."""
     ready: int | None = None
     """The step after `holds`, if it could apply that step too."""
     copies: frozenset[tuple[int, Stage]] = frozenset()
@@ -98,8 +108,8 @@ class Group:
     """Whether the members of the current generation were asked to load copies."""
     kept: int = -1
     """The newest step for which a checkpoint was requested because all its holders will leave."""
-    leads: tuple[str, ...] = ()
-    """The workers that provide the model for export, by stage."""
+    leads: tuple[Donor, ...] = ()
+    """The workers that provide the model for export."""
     stopping: bool = False
     finished: bool = False
     """A member came back from the last step and what follows it."""
@@ -152,17 +162,18 @@ def holders(group: Group) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class NewestState:
-    """A complete state, all stages of which workers hold."""
+    """A complete state, all pieces of which workers hold."""
 
     step: int
-    donors: tuple[str, ...]
-    """For each stage, a worker that has it; empty for the initial state, which any worker can build."""
+    donors: tuple[Donor, ...]
+    """Workers that together have it, in the order of stages; empty for the initial state, which any worker can
+    build."""
     copied: bool = False
-    """Whether some stage exists only as a copy."""
+    """Whether some of it exists only as a copy."""
 
 
 def newest_state(group: Group) -> NewestState | None:
-    """Return the newest state of which workers hold every stage; else the initial one; None without workers.
+    """Return the newest state of which workers hold all pieces; else the initial one; None without workers.
 
     A worker whose state is partially applied holds none. Of the workers that have the same stage, one that holds it
     comes before one that keeps a copy; then come those that stay, in the order of their seats.
@@ -170,22 +181,27 @@ def newest_state(group: Group) -> NewestState | None:
     idle = {name: worker for name, worker in group.workers.items() if worker.state == "idle"}
     order = {name: place for place, name in enumerate(group.seats)}
     ranked = sorted(idle, key=lambda name: (idle[name].leaving, order.get(name, len(order)), name))
-    found: dict[tuple[int, int], dict[int, str]] = {}
-    for name in ranked:
-        held, stage = idle[name].holds, idle[name].stage
-        if held is not None and held >= 0 and stage is not None:
-            found.setdefault((held, stage.of), {}).setdefault(stage.number, name)
-    held_ones = {key: frozenset(donors) for key, donors in found.items()}
-    for name in ranked:
-        for step, stage in idle[name].copies:
-            found.setdefault((step, stage.of), {}).setdefault(stage.number, name)
-    whole = [(held, of) for (held, of), donors in found.items() if len(donors) == of]
-    if whole:
-        # The same state exists in two partitions only after a checkpoint was read.
-        held, of = max(whole, key=lambda one: (one[0], one[1] == group.shape.stages))
-        copied = len(held_ones.get((held, of), ())) < of
-        return NewestState(held, tuple(found[held, of][number] for number in range(of)), copied)
+    held = [(holds(group, name), name, stage) for name in ranked if (stage := idle[name].stage)]
+    copies = [(step, name, stage) for name in ranked for step, stage in idle[name].copies]
+    for newest in sorted({step for step, _, _ in (*held, *copies) if step >= 0}, reverse=True):
+        for offers in (held, [*held, *copies]):
+            donors, missing = cover(group, [(name, stage) for step, name, stage in offers if step == newest])
+            if not missing:
+                return NewestState(newest, donors, offers is not held)
     return NewestState(-1, ()) if idle else None
+
+
+def cover(group: Group, offers: Iterable[Donor]) -> tuple[tuple[Donor, ...], Pieces]:
+    """Return the offers needed to have as much of a state as all together, by stage, and what they all lack.
+
+    Earlier offers come first, except that stages of the group's partition come before those of any other.
+    """
+    found, missing = [], group.limits.pieces(Stage())
+    for name, stage in sorted(offers, key=lambda offer: offer[1].of != group.shape.stages):
+        if group.limits.pieces(stage) & missing:
+            found.append((name, stage))
+            missing -= group.limits.pieces(stage)
+    return tuple(sorted(found, key=lambda donor: donor[1].number)), missing
 
 
 def unfinished(group: Group) -> tuple[str, ...]:
@@ -202,17 +218,16 @@ def unfinished(group: Group) -> tuple[str, ...]:
 def recallable(group: Group, best: NewestState) -> tuple[str, ...]:
     """Return the workers that have a copy of their own stage of that state but not the state itself.
 
-    Return nobody unless these workers and the holders of stages together cover all stages.
+    Return nobody unless these workers and those that hold parts of it have all of it together.
     """
-    idle = {name: worker for name, worker in group.workers.items() if worker.state == "idle" and worker.stage}
-    held = {worker.stage for worker in idle.values() if worker.holds == best.step}
-    able = {
-        name: worker.stage
+    idle = {name: worker for name, worker in group.workers.items() if worker.state == "idle"}
+    held = [(name, stage) for name, worker in idle.items() if worker.holds == best.step and (stage := worker.stage)]
+    able = [
+        (name, stage)
         for name, worker in idle.items()
-        if worker.holds != best.step and (best.step, worker.stage) in worker.copies
-    }
-    wanted = {Stage(number, len(best.donors)) for number in range(len(best.donors))}
-    return tuple(able) if wanted <= held | set(able.values()) else ()
+        if worker.holds != best.step and (stage := worker.stage) and (best.step, stage) in worker.copies
+    ]
+    return () if cover(group, [*held, *able])[1] else tuple(dict(able))
 
 
 def holds(group: Group, name: str) -> int:

@@ -31,7 +31,7 @@ from raytrain_plus.membership.group import (
     with_worker,
     without,
 )
-from raytrain_plus.membership.mesh import Stage, seated
+from raytrain_plus.membership.mesh import seated, stages_of
 from raytrain_plus.membership.sizes import FRUITLESS, backoff_s
 from raytrain_plus.membership.view import form_view
 
@@ -148,17 +148,19 @@ def _restore(group: Group) -> Outcome:
     """Have every stage read from the newest checkpoint that is neither held nor being read."""
     busy = sum(worker.state == "restoring" and not worker.leaving for worker in group.workers.values())
     shape = shape_for(group, len(free(group)) + busy)
-    of = group.limits.stage_counts[0] if shape is None else shape.stages
-    have: dict[int, str] = {}
-    for name, worker in group.workers.items():
-        held = worker.state == "restoring" or (worker.state == "idle" and worker.holds == group.durable)
-        if held and worker.stage is not None and worker.stage.of == of:
-            have.setdefault(worker.stage.number, name)
+    stages = stages_of(group.limits.stage_counts[0] if shape is None else shape.stages)
+    # Those of another partition may read: else nobody might be left to read what is missing.
+    have = {
+        worker.stage: name
+        for name, worker in group.workers.items()
+        if worker.state == "restoring" or (worker.state == "idle" and worker.holds == group.durable)
+        if worker.stage in stages
+    }
     able = [name for name in free(group) if group.workers[name].state == "idle" and name not in have.values()]
     commands: list[e.Command] = []
-    for number in range(of if group.durable >= 0 else 0):
-        if number not in have and able:
-            name, stage = able.pop(0), Stage(number, of)
+    for stage in stages if group.durable >= 0 else ():
+        if stage not in have and able:
+            name = able.pop(0)
             group = with_worker(group, name, state="restoring", holds=None, stage=stage)
             commands.append(e.Restore(name, group.durable, stage))
     return group, commands
@@ -175,7 +177,7 @@ def _gather(group: Group) -> Outcome:
 def _keep(group: Group) -> Outcome:
     """Request a checkpoint of the newest state if all holders of one of its stages will leave with their nodes."""
     best = newest_state(group)
-    if best is None or best.copied or not any(group.workers[name].leaving for name in best.donors):
+    if best is None or best.copied or not any(group.workers[name].leaving for name, _ in best.donors):
         return group, []
     if best.step < group.committed or best.step <= max(group.durable, group.kept):
         return group, []
@@ -409,7 +411,8 @@ def _copied(group: Group, event: e.Copied) -> Outcome:
 def _fitted(group: Group, event: e.Fitted) -> Outcome:
     limits = group.limits
     # Fewer workers than the smallest partition has stages cannot hold the model.
-    limits = replace(limits, stage_counts=event.stage_counts, minimum=max(limits.minimum, event.stage_counts[-1]))
+    minimum = max(limits.minimum, event.stage_counts[-1])
+    limits = replace(limits, stage_counts=event.stage_counts, parts=event.parts, minimum=minimum)
     return replace(group, limits=limits), []
 
 
@@ -515,7 +518,7 @@ def _lost_leave(group: Group, event: e.Lost) -> Outcome:
 
 def _lost_close(group: Group, event: e.Lost) -> Outcome:
     group = without(group, event.worker)
-    if event.worker not in group.leads:
+    if event.worker not in dict(group.leads):
         return group, []
     return _settle(replace(group, finished=_ended(group, newest_state(group))))
 
@@ -632,7 +635,7 @@ def _late_leave(group: Group, event: e.Late) -> Outcome:
 
 
 def _late_close(group: Group, event: e.Late) -> Outcome:
-    return _end(group, f"{' and '.join(group.leads)} did not export the model in time")
+    return _end(group, f"{' and '.join(dict(group.leads))} did not export the model in time")
 
 
 def _handed(group: Group, event: e.Handed) -> Outcome:

@@ -22,6 +22,15 @@ class Stage:
     of: int = 1
 
 
+def stages_of(count: int) -> list[Stage]:
+    """Return the stages of a replica that has so many."""
+    return [Stage(number, count) for number in range(count)]
+
+
+Donor = tuple[str, Stage]
+"""A worker, and a stage that it holds or of which it keeps a copy."""
+
+
 class Place(NamedTuple):
     """A worker's coordinates in the shape of its group."""
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import xxhash
 
 from raytrain_plus.errors import CheckpointError, DamagedError
+from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state import manifest as m
-from raytrain_plus.state.pieces import Piece
 from raytrain_plus.state.tensorfile import header
 from raytrain_plus.storage.interface import Folder, Stat
 

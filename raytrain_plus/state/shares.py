@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from raytrain_plus.state.pieces import Piece, Pieces, assign, split
+from raytrain_plus.membership.pieces import Piece, Pieces, assign, split
 
 MOST_BYTES = 64 << 20
 """Maximum bytes of a piece, unless one row is larger."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from raytrain_plus.errors import Interrupted
+from raytrain_plus.membership.pieces import Piece, Pieces, assign, union
 from raytrain_plus.state.entry import Entry
-from raytrain_plus.state.pieces import Piece, Pieces, assign, union
 from raytrain_plus.state.tensorfile import header
 
 BATCH = 64 << 20

@@ -24,7 +24,7 @@ HELD = {
     ("a", Stage(0, 2)): {"param/x": torch.randn(4), "optim/x/step": torch.tensor(2.0)},
     ("b", Stage(1, 2)): {"param/y": torch.randn(2, 3)},
 }
-HOLDERS = list(HELD)
+HOLDERS = tuple(HELD)
 WHOLE = {name: value for state in HELD.values() for name, value in state.items()}
 
 
@@ -53,7 +53,7 @@ def exported(run: LocalFolder, workers: Workers, ours: Callable[[], None] = lamb
     made.export(HOLDERS, 7)
     try:
         end = told.get(timeout=10)
-        assert (end.leads, end.step) == (("a", "b"), 7)
+        assert (end.leads, end.step) == (HOLDERS, 7)
         return end.outcome
     finally:
         made.close()

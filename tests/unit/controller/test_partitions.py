@@ -37,9 +37,14 @@ def test_partitions_that_do_not_fit_are_dropped_and_the_requested_one_raises() -
 
 def test_a_stage_has_its_layers_and_what_trains_has_the_rest() -> None:
     found = partitions(400)
-    found.fit((2, 1), ["a", "b"])
+    found.fit((2,), ["a", "b"])
     stages = [Stage(0, 2), Stage(1, 2)]
     assert [found.layers(stage).chunks for stage in stages] == [(("front",),), (("back",),)]
+    assert {stage: pieces.names for stage, pieces in found.parts.items()} == {
+        Stage(): (REST, "back", "front"),
+        Stage(0, 2): (REST, "front"),
+        Stage(1, 2): (REST, "back"),
+    }
     assert found.holders([*stages, stages[0]]) == {REST: (0, 1, 2), "front": (0, 2), "back": (1,)}
     assert found.layers(Stage()) == WHOLE
     assert found.parameters(form_view(0, ["a", "b"], Shape(1, 2), 2)) == {"a": 6, "b": 5}

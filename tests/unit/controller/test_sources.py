@@ -9,8 +9,8 @@ import pytest
 
 from raytrain_plus.controller.sources import Source, sources_of
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
-from raytrain_plus.state.pieces import Piece, Pieces
 from raytrain_plus.state.stages import REST
 
 LAYERS = [f"block{number}" for number in range(12)]
@@ -47,6 +47,14 @@ def test_a_member_that_has_its_layers_takes_nothing() -> None:
     """With more stages than before, it holds less."""
     half, quarter = Stage(0, 2), Stage(1, 4)
     assert sources({"a": quarter}, {"a": half}, [("a", half), ("b", Stage(1, 2))]) == {"a": ()}
+
+
+def test_stages_of_two_partitions_give_each_layer_once() -> None:
+    """A state of which some workers hold stages of two, others of three."""
+    held = [("a", Stage(0, 2)), ("b", Stage(1, 3)), ("c", Stage(2, 3))]
+    taken = sources({"c": Stage(1, 2), "x": Stage(0, 2)}, {"c": Stage(2, 3)}, held)
+    assert taken["c"] == (Source("b", Stage(1, 3), ("block6", "block7")),)
+    assert [layer for part in taken["x"] for layer in part.layers or LAYERS[:6]] == LAYERS[:6]
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (4, 2), (4, 1), (3, 2), (2, 3), (6, 4)])

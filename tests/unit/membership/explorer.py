@@ -21,7 +21,8 @@ import numpy as np
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership import machine
 from raytrain_plus.membership.group import Group, Limits, Phase, members_in, shape_for
-from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.mesh import Donor, Stage
+from raytrain_plus.membership.pieces import union
 
 
 class Violation(AssertionError):
@@ -60,8 +61,8 @@ class World(NamedTuple):
     """The current generation's members and the steps they have applied; for dead ones their last."""
     summed: tuple[str, ...] = ()
     """The members, including dead ones, that have all sums of the step after the last one that they applied."""
-    donors: tuple[str, ...] = ()
-    """The workers that provide the state, by stage, to members that lack it; one that is to leave is not a member."""
+    donors: tuple[Donor, ...] = ()
+    """The workers that provide the state to members that lack it; one that is to leave is not a member."""
     begun: int = -1
     """The step whose state the current generation began with."""
     paused: int = -1
@@ -253,9 +254,9 @@ def _key(world: World) -> Any:
             real += _place(proc.stage), proc.summed, going and name in world.summed, proc.line == world.line
             real += ((-3, (-1, 0)) if proc.before is None else (proc.before[0], _place(proc.before[1])),)
             real += (tuple(sorted((step, _place(stage), line == world.line) for step, stage, line in proc.copies)),)
-        lead = phase is Phase.CLOSE and name in group.leads
+        lead = phase is Phase.CLOSE and name in dict(group.leads)
         seat = group.seats.index(name) if name in group.seats and group.shape.stages > 1 else name in group.seats
-        roles = seat, name in world.starting, name in givers, lead
+        roles = seat, name in world.starting, [_place(stage) for giver, stage in givers if giver == name], lead
         applied = _number(members[name]) if name in members else -4
         workers.append((0 if world.alike else place, told, real, said.get(name, []), applied, roles))
     workers.sort()
@@ -335,7 +336,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             yield world._replace(mail=rest, losses=world.losses - 1)
     if world.misfits and world.group.generation < 0 and len(world.group.limits.stage_counts) > 1:
         took("misfit")
-        fitted = e.Fitted(world.group.limits.stage_counts[:-1])
+        fitted = e.Fitted(world.group.limits.stage_counts[:-1], {})
         yield from _deliver(world._replace(misfits=world.misfits - 1), fitted)
     if world.wishes:
         took("rescale")
@@ -375,8 +376,8 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
                 continue
         if proc.copying:
             stage = _stage_of(world, name)
-            same = stage.of == len(world.donors)
-            givers = [world.donors[stage.number]] if same else list(world.donors)
+            pieces = world.group.limits.pieces
+            givers = [giver for giver, given in world.donors if pieces(given) & pieces(stage)]
             if not all(giver in procs for giver in givers) and not peers_gone:
                 took("interrupted")
                 yield _interrupted(world, name)
@@ -603,16 +604,16 @@ def _equals(group: Group, commands: list[e.Command]) -> Iterator[tuple[Group, e.
         isinstance(last, e.Join) and set(last.lacks.values()) & {"newer", "stage"}
     ):
         return
-    [best] = last.donors if isinstance(last, e.Join) else last.workers
+    [(best, stage)] = last.donors
     chosen = group.workers[best]
     for name, worker in group.workers.items():
         able = worker.state in ("idle", "in") and (worker.holds, worker.leaving) == (chosen.holds, chosen.leaving)
         if not able or name == best:
             continue
         if isinstance(last, e.Join):
-            yield group, replace(last, donors=(name,))
+            yield group, replace(last, donors=((name, stage),))
         else:
-            yield replace(group, leads=(name,)), e.HandOver((name,), last.step)
+            yield replace(group, leads=((name, stage),)), e.HandOver(((name, stage),), last.step)
 
 
 def _obey(world: World, commands: list[e.Command]) -> World:
@@ -657,12 +658,12 @@ def _obey(world: World, commands: list[e.Command]) -> World:
             if {w.stage for w in idle} == {w.stage for w in idle if not w.leaving}:
                 raise Violation(f"a checkpoint of step {command.step}, which is held by those who stay")
             world = world._replace(mail=(*world.mail, e.Saved(command.step)))
-        elif isinstance(command, e.HandOver) and all(name in procs for name in command.workers):
-            stages = _stages(len(command.workers))
-            had = [_steps(procs[name], stage) for name, stage in zip(command.workers, stages, strict=True)]
+        elif isinstance(command, e.HandOver) and all(name in procs for name, _ in command.donors):
+            _check_whole(world, command.donors)
+            had = [_steps(procs[name], stage) for name, stage in command.donors]
             held, committed = set.intersection(*had), min(world.announced, world.group.committed)
             if not held or max(held) < committed:
-                raise Violation(f"{command.workers} hand over {had}, though {committed} is committed")
+                raise Violation(f"{command.donors} hand over {had}, though {committed} is committed")
             world = world._replace(mail=(*world.mail, e.Handed()))
     return world
 
@@ -673,8 +674,10 @@ def _steps(proc: Proc, stage: Stage) -> set[int]:
     return held | {step for step, copied, _ in proc.copies if copied == stage}
 
 
-def _stages(of: int) -> list[Stage]:
-    return [Stage(number, of) for number in range(of)]
+def _check_whole(world: World, donors: Sequence[Donor]) -> None:
+    pieces = world.group.limits.pieces
+    if pieces(Stage()) - union(pieces(stage) for _, stage in donors):
+        raise Violation(f"{donors} do not have the whole state")
 
 
 def _held(procs: Sequence[tuple[str, Proc]]) -> int:
@@ -761,8 +764,9 @@ def _join(world: World, command: e.Join) -> World:
             )
             world = _with(world, name, proc._replace(line=world.line if kept[name] else -1, copies=copies))
         procs = dict(world.procs)
-    for number, name in enumerate(command.donors):
-        stage = Stage(number, len(command.donors))
+    if command.donors:
+        _check_whole(world, command.donors)
+    for name, stage in command.donors:
         if name in procs and (command.first_step - 1, stage, world.line) in procs[name].copies:
             continue
         if name in procs and procs[name].line != world.line:

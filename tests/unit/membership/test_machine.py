@@ -18,13 +18,19 @@ from raytrain_plus.membership import events as e
 from raytrain_plus.membership import machine
 from raytrain_plus.membership.group import Group, Limits, NewestState, Phase, WorkerStatus, newest_state
 from raytrain_plus.membership.machine import TABLE, Rule, begin, diagram, step
-from raytrain_plus.membership.mesh import Shape, Stage
+from raytrain_plus.membership.mesh import Donor, Shape, Stage
+from raytrain_plus.membership.pieces import Piece, Pieces
 from tests.unit.membership.explorer import Violation, World, explore, first_world, mark, wander
 
 G, J, T, P, L, C, E = Phase
 WHOLE = Stage()
 left = partial(e.Left, stage=WHOLE)
 LIMITS = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=4, max_failures=None, expected=2)
+
+
+def halves(front: str, back: str) -> tuple[Donor, ...]:
+    """Return two donors that each have a stage of two."""
+    return (front, Stage(0, 2)), (back, Stage(1, 2))
 
 
 def group_in(phase: Phase) -> Group:
@@ -50,7 +56,7 @@ def group_in(phase: Phase) -> Group:
         workers=workers,
         named=2,
         committed=1 if started else -1,
-        leads=("a",) if phase is C else (),
+        leads=(("a", WHOLE),) if phase is C else (),
         finished=phase is C,
     )
 
@@ -69,6 +75,7 @@ def event_of(kind: type[Any], generation: int, **changes: Any) -> e.Event:
         "maximum": 1,
         "spares": 0,
         "stage_counts": (2,),
+        "parts": {},
         **changes,
     }
     names = [name for name in kind.__dataclass_fields__ if name in about]
@@ -145,7 +152,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (C, e.Committed): (C, [], {"committed": 2}),
     (C, e.Rescale): (C, [], FEWER),
     (C, e.Stop): (C, [], {"stopping": True}),
-    (C, e.Lost): (C, ["HandOver"], {"leads": ("b",), "a": None}),
+    (C, e.Lost): (C, ["HandOver"], {"leads": (("b", WHOLE),), "a": None}),
     (C, e.Notice): (C, [], {"a.leaving": True}),
     (C, e.Late): (E, ["End"], {}),
     (C, e.Handed): (E, ["End"], {}),
@@ -254,7 +261,7 @@ def test_a_run_without_incident() -> None:
     assert group.phase is T
     group, _ = step(group, left("worker-0", 0, 3, "finished"))
     group, commands = step(group, left("worker-1", 0, 3, "finished"))
-    assert commands == [e.HandOver(("worker-0",), 3)]
+    assert commands == [e.HandOver((("worker-0", WHOLE),), 3)]
     group, commands = step(group, e.Handed())
     assert commands == [e.End("finished", "")]
 
@@ -274,7 +281,7 @@ def test_the_most_advanced_survivor_is_the_donor_and_a_partially_applied_one_cop
     group, _ = step(group, left("b", 0, None, "interrupted"))
     group, [join] = step(group, left("c", 0, 2, "interrupted"))
     assert isinstance(join, e.Join)
-    assert (join.donors, join.first_step, join.lacks) == (("c",), 3, {"a": "newer", "b": "newer"})
+    assert (join.donors, join.first_step, join.lacks) == ((("c", WHOLE),), 3, {"a": "newer", "b": "newer"})
     assert group.committed == 2
 
 
@@ -285,7 +292,7 @@ def test_the_same_error_at_the_same_step_twice_ends_the_run() -> None:
         group, commands = step(group, left("b", generation, 1, "interrupted"))
         if generation == 0:
             assert [type(command) for command in commands] == [e.Join]
-    assert commands == [e.HandOver(("b",), 1)]
+    assert commands == [e.HandOver((("b", WHOLE),), 1)]
     group, commands = step(group, e.Handed())
     assert commands == [e.End("failed", "ValueError: no")]
 
@@ -303,7 +310,7 @@ def test_failures_are_bounded() -> None:
     group, _ = step(group, e.Lost("a"))
     group, commands = step(group, left("b", 0, 1, "interrupted"))
     assert group.failure == "more failures than elastic.max_failures = 0"
-    assert commands == [e.HandOver(("b",), 1)]
+    assert commands == [e.HandOver((("b", WHOLE),), 1)]
 
 
 def test_a_size_that_makes_no_step_faster_is_not_formed() -> None:
@@ -425,7 +432,7 @@ def test_a_run_that_is_to_stop_does_not_fail_by_its_limits() -> None:
     group, _ = step(group, e.Late(0))
     group, _ = step(group, left("a", 0, 1, "interrupted"))
     group, commands = step(group, left("b", 0, 1, "interrupted"))
-    assert (group.failure, commands) == ("", [e.HandOver(("a",), 1)])
+    assert (group.failure, commands) == ("", [e.HandOver((("a", WHOLE),), 1)])
 
 
 def test_workers_lost_while_others_trained_do_not_count_when_too_few_are_left() -> None:
@@ -445,7 +452,7 @@ def test_workers_that_wait_for_one_another_twice_at_one_step_end_the_run() -> No
             assert [type(command) for command in commands] == [e.Join]
             for name in ("a", "b"):
                 group, _ = step(group, e.Joined(name, 1))
-    assert commands == [e.HandOver(("a",), 1)]
+    assert commands == [e.HandOver((("a", WHOLE),), 1)]
     assert group.failure == "all workers waited for one another in step 2, twice: the collective makes no progress"
 
 
@@ -459,7 +466,7 @@ def test_a_loss_after_the_last_step_does_not_undo_it() -> None:
     assert join.first_step == LIMITS.steps
     group, _ = step(group, e.Joined("b", 1))
     group, commands = step(group, left("b", 1, 3, "finished"))
-    assert commands == [e.HandOver(("b",), 3)]
+    assert commands == [e.HandOver((("b", WHOLE),), 3)]
 
 
 def test_a_stopped_run_ends_as_stopped_even_if_nothing_can_be_saved() -> None:
@@ -589,8 +596,20 @@ STAGED: dict[str, tuple[int, int, tuple[int, ...], dict[str, int]]] = {
     "repartition for one that dies": (1, 2, (2, 1), {"capacity": 1, "arrivals": 1, "deaths": 1}),
     "repartition from a checkpoint": (1, 2, (2, 1), {"capacity": 2, "deaths": 1, "saves": 1}),
     "no repartition if one stage is too large": (1, 2, (2, 1), {"capacity": 2, "misfits": 1, "deaths": 1}),
+    "repartition of three stages into two": (2, 3, (3, 2), {"capacity": 3, "drains": 1, "deaths": 1}),
+    "repartition of three stages, and back": (
+        2,
+        3,
+        (3, 2),
+        {"capacity": 3, "wishes": ((2, 2, 0), (2, 3, 0)), "deaths": 1, "saves": 1},
+    ),
 }
 """(minimum, maximum, numbers of stages) and what may happen."""
+STAGED_AND_LONG = {
+    "repartition on request, and back",
+    "repartition of three stages into two",
+    "repartition of three stages, and back",
+}
 
 
 def staged(
@@ -609,7 +628,7 @@ def staged(
     return first_world(limits, **happening)
 
 
-@pytest.mark.parametrize("name", but_the_long_ones(STAGED, {"repartition on request, and back"}))
+@pytest.mark.parametrize("name", but_the_long_ones(STAGED, STAGED_AND_LONG))
 def test_every_order_of_events_among_stages(name: str) -> None:
     taken = explore(staged(*STAGED[name]))
     assert taken["summed"]
@@ -675,6 +694,50 @@ def test_every_order_of_events_in_two_replicas_of_two_stages() -> None:
     assert explore(staged(2, 4, (2,), {"capacity": 4, "deaths": 1}))["worlds"] > 100_000
 
 
+def test_pieces_of_two_partitions_make_up_a_state() -> None:
+    """A repartition of three stages into two was cut short after one member had its new stage."""
+    limits = Limits(
+        minimum=2, maximum=3, spares=0, shards=1, steps=9, max_failures=None, expected=3, stage_counts=(3, 2)
+    )
+    layers = {1: ["abcd"], 2: ["abc", "d"], 3: ["a", "bc", "d"]}
+    parts = {
+        Stage(number, of): Pieces.of(map(Piece, names))
+        for of, stages in layers.items()
+        for number, names in enumerate(stages)
+    }
+    held = {"x": Stage(0, 2), "y": Stage(2, 3)}
+    workers = {name: WorkerStatus("idle", holds=4, stage=stage) for name, stage in held.items()}
+    group = Group(limits=replace(limits, parts=parts), phase=L, generation=1, workers=workers, committed=4)
+    assert newest_state(group) == NewestState(4, (("x", Stage(0, 2)), ("y", Stage(2, 3))))
+    # If both partitions are complete, that of the group counts.
+    both = {
+        "w": WorkerStatus("idle", holds=4, stage=WHOLE),
+        **workers,
+        "z": WorkerStatus("idle", holds=4, stage=Stage(1, 2)),
+    }
+    for shape, donors in ((Shape(1), (("w", WHOLE),)), (Shape(1, 2), halves("x", "z"))):
+        assert newest_state(replace(group, shape=shape, workers=both)) == NewestState(4, donors)
+    # If layers are not measured, stages are equal parts.
+    assert newest_state(replace(group, limits=limits)) == NewestState(-1, ())
+    _, [join] = step(replace(group, workers={**workers, "z": WorkerStatus("in")}), e.Lost("z"))
+    assert isinstance(join, e.Join)
+    assert (join.first_step, join.view.shape, join.lacks) == (5, Shape(1, 2), {"y": "stage"})
+
+
+def test_parts_of_another_partition_keep_no_worker_from_reading_a_checkpoint() -> None:
+    limits = Limits(
+        minimum=2, maximum=3, spares=0, shards=1, steps=9, max_failures=None, expected=3, stage_counts=(3, 2)
+    )
+    workers = {name: WorkerStatus("idle", holds=4, stage=Stage(number, 3)) for number, name in enumerate("ab")}
+    workers["c"] = WorkerStatus("restoring", stage=Stage(2, 3))
+    group = Group(limits=limits, workers=workers, committed=4, durable=4)
+    group, commands = step(group, e.Lost("c"))
+    assert [command for command in commands if isinstance(command, e.Restore)] == [
+        e.Restore("a", 4, Stage(0, 2)),
+        e.Restore("b", 4, Stage(1, 2)),
+    ]
+
+
 def test_held_states_of_recomputed_steps_no_longer_count() -> None:
     limits = Limits(minimum=2, maximum=6, spares=0, shards=6, steps=9, max_failures=None, expected=2, stage_counts=(2,))
     front = WorkerStatus("idle", holds=3, stage=Stage(0, 2))
@@ -698,7 +761,7 @@ def test_held_states_of_recomputed_steps_no_longer_count() -> None:
     group, _ = step(group, e.Ready("a", 1, Stage(0, 2)))
     group, [join] = step(group, e.Ready("b", 1, Stage(1, 2)))
     assert isinstance(join, e.Join)
-    assert (join.donors, join.view.shape, join.lacks) == (("a", "b"), Shape(1, 2), {})
+    assert (join.donors, join.view.shape, join.lacks) == (halves("a", "b"), Shape(1, 2), {})
 
 
 def test_a_copy_of_an_undone_step_no_longer_counts() -> None:
@@ -718,7 +781,7 @@ def test_copies_older_than_a_checkpoint_are_not_used() -> None:
     group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": WorkerStatus("in"), "s": spare})
     after, commands = step(replace(group, committed=9, durable=5), e.Lost("a"))
     [join] = [command for command in commands if isinstance(command, e.Join)]
-    assert (join.first_step, join.donors, join.lacks, join.again) == (8, ("s",), {"s": "newer"}, True)
+    assert (join.first_step, join.donors, join.lacks, join.again) == (8, (("s", WHOLE),), {"s": "newer"}, True)
     assert (after.committed, after.again) == (7, 9)
     after, commands = step(replace(group, committed=9, durable=8), e.Lost("a"))
     assert after.phase is G
@@ -741,11 +804,17 @@ def test_a_run_that_stops_within_overlapping_steps_loads_its_copies_to_save_them
     taken = group
     for name, stage in stages.items():
         taken, commands = step(taken, e.Left(name, 1, 7, "interrupted", stage=stage))
-    assert (taken.phase, commands) == (C, [e.HandOver(("a", "b"), 7)])
+    assert (taken.phase, commands) == (C, [e.HandOver(halves("a", "b"), 7)])
+    # If the copies of all do not make up the state, nobody loads one.
+    alone = WorkerStatus("in", copies=frozenset((7, stage) for stage in stages.values()))
+    _, commands = step(
+        replace(group, workers={"a": alone}, recalled=False), e.Left("a", 1, None, "interrupted", stage=stages["a"])
+    )
+    assert commands == [e.HandOver(halves("a", "a"), 7)]
     # A worker that cannot load its copy provides it instead.
     group, _ = step(group, e.Left("a", 1, 7, "interrupted", stage=stages["a"]))
     group, commands = step(group, e.Left("b", 1, None, "interrupted", stage=stages["b"]))
-    assert (group.phase, commands) == (C, [e.HandOver(("a", "b"), 7)])
+    assert (group.phase, commands) == (C, [e.HandOver(halves("a", "b"), 7)])
 
 
 def test_a_members_own_copy_counts_though_no_buddy_has_it_yet() -> None:
@@ -759,7 +828,7 @@ def test_a_members_own_copy_counts_though_no_buddy_has_it_yet() -> None:
     group, _ = step(group, e.Left("a", 1, None, "failed", "oops", stage=stages["a"], copy=15))
     group, [join] = step(group, e.Left("b", 1, None, "interrupted", stage=stages["b"], copy=15))
     assert isinstance(join, e.Join)
-    assert (join.first_step, join.donors, join.again) == (16, ("a", "b"), False)
+    assert (join.first_step, join.donors, join.again) == (16, halves("a", "b"), False)
 
 
 def test_a_worker_that_has_lost_a_copy_is_not_asked_for_it_twice() -> None:
@@ -946,13 +1015,13 @@ def rules(**changes: Rule) -> dict[str, Any]:
 
 def any_holder(group: Group) -> NewestState | None:
     names = [name for name, worker in group.workers.items() if worker.state == "idle"]
-    return NewestState(group.workers[names[0]].holds or 0, (names[0],)) if names else None
+    return NewestState(group.workers[names[0]].holds or 0, ((names[0], WHOLE),)) if names else None
 
 
 def least_advanced(group: Group) -> NewestState | None:
     holders = [name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds is not None]
     found = min(holders, key=lambda name: group.workers[name].holds or 0, default=None)
-    return None if found is None else NewestState(group.workers[found].holds or 0, (found,))
+    return None if found is None else NewestState(group.workers[found].holds or 0, ((found, WHOLE),))
 
 
 def join_without_copies(group: Group, best: NewestState) -> Any:
@@ -1056,14 +1125,18 @@ def one_stage_is_enough(group: Group) -> NewestState | None:
     """A state counts if a single stage of it is held."""
     best = newest_state(group)
     newest = max((worker.holds for worker in group.workers.values() if worker.holds is not None), default=-1)
-    names = tuple(name for name, worker in group.workers.items() if worker.state == "idle" and worker.holds == newest)
-    return NewestState(newest, names) if newest > -1 and names else best
+    donors = tuple(
+        (name, worker.stage)
+        for name, worker in group.workers.items()
+        if worker.state == "idle" and worker.holds == newest and worker.stage
+    )
+    return NewestState(newest, donors) if newest > -1 and donors else best
 
 
 def hand_over_the_first(group: Group) -> Any:
     after, commands = _close(group)
     return after, [
-        replace(command, workers=command.workers[:1]) if isinstance(command, e.HandOver) else command
+        replace(command, donors=command.donors[:1]) if isinstance(command, e.HandOver) else command
         for command in commands
     ]
 
