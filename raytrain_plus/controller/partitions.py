@@ -79,7 +79,7 @@ class Partitions:
 
     @property
     def parts(self) -> dict[Stage, Pieces]:
-        """What the whole, and each stage of each partition, has of the state."""
+        """The pieces of the whole state and of each stage of each partition."""
         return {stage: self.pieces(stage) for of in {1, *self._partitions} for stage in stages_of(of)}
 
     def holders(self, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:

@@ -161,7 +161,7 @@ class Fitted:
     stage_counts: tuple[int, ...]
     """Numbers of stages, the requested one first: at least one, of those in the limits."""
     parts: Mapping[Stage, Pieces]
-    """What each stage of these, and the whole, consists of."""
+    """The pieces of each stage of these partitions, and of the whole."""
 
 
 @dataclass(frozen=True, slots=True)

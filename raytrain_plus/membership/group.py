@@ -41,7 +41,7 @@ class Limits:
     stage_counts: tuple[int, ...] = (1,)
     """The numbers of stages that the model can be partitioned into, the requested one first."""
     parts: Mapping[Stage, Pieces] = field(default_factory=dict)
-    """What each stage of these partitions, and the whole, consists of; empty if the layers are not measured."""
+    """The pieces of each stage of these partitions, and of the whole; empty if the layers are not measured."""
     sizes: SizeTable = field(init=False, compare=False, repr=False)
     """Which group to form out of how many workers."""
 

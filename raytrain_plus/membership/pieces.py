@@ -139,7 +139,7 @@ def transfers(
 ) -> dict[Taker, dict[Holder, Pieces]]:
     """Return what each worker takes from which holder, so that it gets what it lacks: see `assign`.
 
-    What holders give is balanced over all takers. Workers that lack nothing are left out.
+    The bytes that holders give are balanced over all takers. Workers that lack nothing are left out.
 
     >>> a, b = Pieces.of([Piece("a")]), Pieces.of([Piece("b")])
     >>> both = union([a, b])

@@ -1,4 +1,4 @@
-"""What a standby imports."""
+"""The modules that a standby imports."""
 
 from __future__ import annotations
 
