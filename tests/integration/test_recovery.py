@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -92,15 +93,27 @@ def check(run: Run, before: dict[int, float], lost: list[int], expected: list[fl
     return result
 
 
+def ended_at(pid: int) -> float:
+    """Return when the kernel has ended a killed process, in Unix seconds.
+
+    Its sockets are open until then. On a busy machine that took 1.2 s, because Ray gives workers a low priority, and
+    the controller heard of the death 5 ms later.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.001)
+    return time.time()
+
+
 @pytest.mark.parametrize("collective", ["horovod", pytest.param("torch", marks=SLOW)])
 def test_a_killed_worker(tmp_path: Path, undisturbed: list[float], collective: str) -> None:
     run, before = started(tmp_path, collective=collective)
     victim = run.members()[1]
-    killed = time.time()
     run.kill(victim)
+    ended = ended_at(victim["pid"])
     recovered = run.until_told("recovered")
     assert [kept["pid"] for kept in recovered["kept"]] == [pid for pid in before if pid != victim["pid"]]
-    assert run.until_told("worker_lost")["time"] - killed < 0.5
+    assert run.until_told("worker_lost")["time"] - ended < 0.5
     assert "was killed" in recovered["cause"]
     [lost] = run.events("worker_lost")
     assert (lost["worker"], lost["pid"]) == (victim["worker"], victim["pid"])
