@@ -12,7 +12,7 @@ from raytrain_plus.controller.nodes import NodeLost
 from raytrain_plus.controller.roster import Roster
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
-from raytrain_plus.workers.pool import NODE_GONE
+from raytrain_plus.workers.pool import PROCESS_ONLY
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Losses:
     def lost(self, name: str, cause: str, *, vacate: bool = False) -> None:
         """Handle a worker that is gone or is considered gone; end its process in the latter case.
 
-        `vacate`: only its process is gone, so the next worker can take its place.
+        `vacate`: only its process is gone, so a standby can take its place.
         """
         worker = self.machine.group.workers.get(name)
         if worker is not None:
@@ -45,7 +45,7 @@ class Losses:
 
     def died(self, message: Died) -> None:
         """Handle the death of a worker's process."""
-        self.lost(message.worker, message.cause, vacate=message.cause != NODE_GONE)
+        self.lost(message.worker, message.cause, vacate=message.cause in PROCESS_ONLY)
 
     def node_lost(self, message: NodeLost) -> None:
         """Handle a node that does not answer: its workers are lost."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import traceback
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,14 +22,18 @@ class WorkerActor:
         # that still starts, the handler raises, which ends up as a Ray traceback on the user's screen.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._worker: Future[Any] = Future()
+        # Two threads that import modules in a cycle can see half of one.
+        self._importing = threading.Lock()
         if name is not None:
-            self.become(name)
+            self._become(name)
 
     def become(self, name: str) -> None:
-        """Load the worker of that name."""
-        from raytrain_plus.workers.worker import Worker
-
-        self._worker.set_result(Worker(name))
+        """Load the worker of that name; if that fails, end the process, so that it counts as lost."""
+        try:
+            self._become(name)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call the worker's `method`; in a standby that becomes a worker, once it is one."""
@@ -39,4 +45,10 @@ class WorkerActor:
 
     def load(self, imports: Imports) -> None:
         """Import all that a worker will need; see `import_all`."""
-        import_all(imports)
+        with self._importing:
+            import_all(imports)
+
+    def _become(self, name: str) -> None:
+        with self._importing:
+            from raytrain_plus.workers.worker import Worker
+        self._worker.set_result(Worker(name))

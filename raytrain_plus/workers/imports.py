@@ -1,4 +1,4 @@
-"""Import the modules of a worker before it is one. Loads nothing itself, so that any process can import it."""
+"""Import a worker's modules in advance. This module itself imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Imports:
 
     modules: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
-    """Folders that are searched first."""
+    """Folders to put in front of `sys.path`, unless they are already in it."""
 
 
 def imports_of(plan: Plan) -> Imports:
@@ -35,7 +35,7 @@ def imports_of(plan: Plan) -> Imports:
 
 
 def import_all(imports: Imports) -> None:
-    """Import these modules, so that this process becomes a worker in a moment.
+    """Import these modules, so that this process can become a worker at once.
 
     A module that cannot be imported is left out: the worker that needs it reports that.
     """

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +28,13 @@ from raytrain_plus.workers.standby import Standbys, nodes_with_standby
 CALLS = 32
 """Concurrent calls that a worker answers: those that stay pending, short ones, and copies sent by others."""
 
-NODE_GONE = "its node is gone"
-"""A cause of death: no other process of that node lives either."""
+KILLED = "its process was killed or crashed"
+OUT_OF_MEMORY = "out of memory: its node ran low, and Ray ended it"
+PROCESS_ONLY = frozenset({KILLED, OUT_OF_MEMORY})
+"""Causes of death that leave the worker's node and placement group as they were."""
 
 FREE_S = 5.0
-"""Maximum seconds for Ray to free the places of the last workers; without its GCS it never does."""
+"""Maximum seconds to wait at the end for Ray to remove placement groups; without its GCS each takes a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Pool:
     """
 
     def __init__(self, cpus: float, gpus: float, imports: Imports) -> None:
-        """Start none yet. `cpus`, `gpus`: what each needs; `imports`: what standbys import."""
+        """Create an empty pool. `cpus`, `gpus`: what each worker needs; `imports`: what standbys import."""
         self._need = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
         self._handles: dict[str, WorkerHandle] = {}
         self._nodes: dict[str, str] = {}
@@ -82,10 +85,11 @@ class Pool:
     def stand_by(self, nodes: Mapping[str, str]) -> None:
         """Keep standbys for these members, given the node of each: see `nodes_with_standby`.
 
-        Workers with GPUs get none: Ray shows a GPU only to the process that was started for it.
+        Workers with a GPU or several CPUs get none. Ray shows a GPU only to the process that was started for it, and
+        gives NumPy as many threads as that process was started with CPUs.
         """
         self._nodes = {**{name: self._nodes[name] for name in self._vacant}, **nodes}
-        if "GPU" not in self._need:
+        if "GPU" not in self._need and self._need.get("CPU", 0) <= 1:
             self._standbys.keep(nodes_with_standby(nodes))
 
     def _new_group(self, name: str) -> PlacementGroup:
@@ -175,7 +179,7 @@ class Pool:
             self._free(self._vacant.pop(name))
 
     def shutdown(self) -> None:
-        """End every worker, and wait at most `FREE_S` until their places are free."""
+        """End all standbys and workers; wait at most `FREE_S` until Ray has removed their placement groups."""
         self._standbys.close()
         for name in self:
             self.end(name)
@@ -225,10 +229,11 @@ def answer(future: Future[Any], worker: str, limit_s: float = 0) -> Any:
     """
     try:
         return future.result(timeout=limit_s)
-    except TimeoutError:
-        raise Interrupted(f"{worker} did not answer within {limit_s:g} s") from None
+    # First: Ray raises a worker's own TimeoutError as an error of both types.
     except RayTaskError as error:
         raise error.cause from None
+    except FutureTimeoutError:
+        raise Interrupted(f"{worker} did not answer within {limit_s:g} s") from None
     except RayError as error:
         raise WorkerLost(f"{worker} died: {cause_of_death(error)}") from None
 
@@ -239,11 +244,11 @@ def cause_of_death(error: BaseException) -> str:
     if isinstance(error, ActorPlacementGroupRemoved):
         return "its placement group was removed"
     if "NODE_OUT_OF_MEMORY" in text or "running low on memory" in text:
-        return "out of memory: its node ran low, and Ray ended it"
+        return OUT_OF_MEMORY
     if "connection error code 2" in text:
-        return "its process was killed or crashed"
+        return KILLED
     if isinstance(error, ActorUnavailableError) or ("node" in text.lower() and "died" in text.lower()):
-        return NODE_GONE
+        return "its node is gone"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     causes = [line for line in lines if "cause" in line.lower() or "exit" in line.lower()]
     return (causes or lines or [type(error).__name__])[0]

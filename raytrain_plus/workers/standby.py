@@ -1,7 +1,6 @@
-"""Keep a process on a node, with all imports done, that becomes the next worker there.
+"""Keep a process on a node that has imported a worker's modules, and replaces a worker whose process died there.
 
-A worker's process takes seconds to start and to import, most of all while the others keep the machine busy. Its
-replacement needs none of that if such a process waits: it takes the place that the dead worker had.
+That saves the seconds in which a process starts and imports, most of all while others keep the machine busy.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ class _Standby:
 
 
 class Standbys:
-    """At most one on each node."""
+    """Hold at most one standby on each node."""
 
     def __init__(self, start: Callable[[str], Any], end: Callable[[Any], None], imports: Imports) -> None:
-        """Keep none yet. `start` starts the actor of one on a node, `end` ends it."""
+        """Begin without standbys. `start` starts the actor of one on a node, `end` ends it."""
         self._start, self._end, self._imports = start, end, imports
         self._on: dict[str, _Standby] = {}
 
     def keep(self, nodes: Collection[str]) -> None:
-        """Have one on each of these nodes, and none on others."""
+        """Keep one standby on each of `nodes`; end all others."""
         for node, standby in list(self._on.items()):
             if node not in nodes or standby.live.done():
                 del self._on[node]
@@ -57,13 +56,13 @@ class Standbys:
                 actor.load.remote(self._imports)
 
     def waits(self, node: str) -> bool:
-        """Return whether one lives on that node, though it may still be importing."""
+        """Return whether a standby lives on that node; it may still be importing."""
         return node in self._on and not self._on[node].live.done()
 
     def take(self, node: str) -> Any:
-        """Return the actor of the one on that node, which is no standby any more."""
+        """Remove the standby of a node and return its actor."""
         return self._on.pop(node).actor
 
     def close(self) -> None:
-        """End all."""
+        """End all standbys."""
         self.keep(())

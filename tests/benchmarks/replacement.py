@@ -1,6 +1,6 @@
-"""How soon a run has its full size again after a worker was killed: the digits, on workers that keep the machine busy.
+"""Measure the seconds from the SIGKILL of a worker to the next `view_formed` of the full size; the digits are trained.
 
-From the SIGKILL to the `view_formed` of the full size. The next kill comes `--pause` seconds after that.
+The next kill comes `--pause` seconds after that.
 
 python -m tests.benchmarks.replacement [--workers 1 2 3 4] [--kills 9] [--pause 10]
 """
@@ -61,8 +61,9 @@ def measure(folder: Path, workers: int, kills: int, pause_s: float) -> list[floa
         )
         try:
             for _ in range(kills):
-                view = awaited(lambda: full(folder, workers, since=0.0), driver)
+                awaited(lambda: full(folder, workers, since=0.0), driver)
                 time.sleep(pause_s)
+                view = awaited(lambda: full(folder, workers, since=0.0), driver)
                 killed_at = time.time()
                 os.kill(chance.choice(view["members"])["pid"], signal.SIGKILL)
                 view = awaited(lambda since=killed_at: full(folder, workers, since), driver)  # type: ignore[misc]

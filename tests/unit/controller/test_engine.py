@@ -31,7 +31,7 @@ from raytrain_plus.membership import events as e
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.manifest import name_of
 from raytrain_plus.workers.messages import Outcome, Sent, WorkerLocation, Written
-from raytrain_plus.workers.pool import NODE_GONE
+from raytrain_plus.workers.pool import KILLED
 from tests.unit.controller.fakes import Run, job_of
 from tests.unit.state.test_checkpoint import shares, state
 
@@ -103,12 +103,12 @@ def test_the_place_of_a_dead_process_is_kept_for_a_moment(started: Started) -> N
     assert not run.workers.stood_by, "newcomers come first"
     run.turn(STANDBY_S)
     assert run.workers.stood_by == {A: "n", B: "n"}
-    run.workers.die(B, "its process was killed or crashed")
+    run.workers.die(B, KILLED)
     run.turn()
     assert run.workers.vacant == [B]
     run.turn(VACANT_S)
     assert not run.workers.vacant
-    run.workers.die(A, NODE_GONE)
+    run.workers.die(A, "its node is gone")
     run.turn()
     assert not run.workers.vacant
 

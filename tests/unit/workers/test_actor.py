@@ -57,3 +57,17 @@ assert abs(found[0] - time.time()) < 60
 def test_calls_wait_until_a_standby_has_become_a_worker() -> None:
     told = subprocess.run([sys.executable, "-c", BECOMING], capture_output=True, text=True, timeout=60)
     assert told.returncode == 0, told.stderr
+
+
+FAILING = """
+import sys
+from raytrain_plus.workers.actor import WorkerActor
+sys.modules["raytrain_plus.workers.worker"] = None
+WorkerActor().become("w1")
+"""
+
+
+def test_a_standby_that_cannot_become_a_worker_ends_so_that_it_counts_as_lost() -> None:
+    told = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 1
+    assert "raytrain_plus.workers.worker" in told.stderr

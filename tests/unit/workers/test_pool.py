@@ -9,12 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorPlacementGroupRemoved, ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayTaskError,
+)
 
-from raytrain_plus.errors import RunError
+from raytrain_plus.errors import Interrupted, RunError
 from raytrain_plus.workers import pool
 from raytrain_plus.workers.imports import Imports
-from raytrain_plus.workers.pool import Pool, cause_of_death
+from raytrain_plus.workers.pool import Pool, answer, cause_of_death
 
 
 @pytest.mark.parametrize(
@@ -39,6 +45,22 @@ from raytrain_plus.workers.pool import Pool, cause_of_death
 )  # fmt: skip
 def test_a_death_has_a_cause(error: Exception, cause: str) -> None:
     assert cause_of_death(error) == cause
+
+
+class TheirTimeoutError(RayTaskError, TimeoutError):  # type: ignore[misc]
+    """A worker's own timeout, as Ray raises it here."""
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+
+def test_a_workers_own_timeout_is_not_taken_for_a_missing_answer() -> None:
+    future: Future[Any] = Future()
+    future.set_exception(TheirTimeoutError(TimeoutError("its storage did not answer")))
+    with pytest.raises(TimeoutError, match="its storage did not answer"):
+        answer(future, "worker-1")
+    with pytest.raises(Interrupted, match=r"worker-1 did not answer within 0\.01 s"):
+        answer(Future(), "worker-1", 0.01)
 
 
 def test_a_ray_without_its_gcs_delays_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +179,12 @@ def test_the_place_of_a_worker_that_was_dismissed_is_freed_at_once(started: tupl
     assert freed == ["B"]
 
 
-def test_workers_with_gpus_have_no_standby(started: tuple[Pool, Started, list[Any]]) -> None:
+@pytest.mark.parametrize(("cpus", "gpus"), [(1, 1), (2, 0)])
+def test_workers_with_a_gpu_or_several_cpus_have_no_standby(
+    started: tuple[Pool, Started, list[Any]], cpus: int, gpus: int
+) -> None:
     made = started[1]
-    workers = Pool(1, 1, Imports())
+    workers = Pool(cpus, gpus, Imports())
     workers.start("e")
     workers.stand_by({"e": NODE})
     assert len(made.actors) == 4
