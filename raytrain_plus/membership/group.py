@@ -282,5 +282,5 @@ def wants_change(group: Group) -> bool:
         return False
     if any(group.workers[name].leaving for name in members_in(group)):
         return True
-    # Workers that start together join together: one change, not one each.
+    # Wait for workers that still prepare, so that all join in one change.
     return shape.size > len(group.seats) and not preparing(group)
