@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +11,34 @@ import pytest
 import ray
 
 TASKS = Path(__file__).parent
+RUN_THREAD = "a run of a test"
+"""The name of each thread in which a test runs a job."""
+
+
+def end_runs() -> list[str]:
+    """End the runs that tests of this process left running, and return the controllers that were ended."""
+    threads = [thread for thread in threading.enumerate() if thread.name == RUN_THREAD]
+    ended = []
+    if any(thread.is_alive() for thread in threads):
+        for process in psutil.Process().children(recursive=True):
+            title = process.cmdline()[:1]
+            if title and title[0].startswith("ray::Controller"):
+                ended.append(title[0])
+                process.kill()
+    for thread in threads:
+        # The run raises in its thread: a driver notices within ten seconds that its controller is gone.
+        thread.join(20)
+        assert not thread.is_alive(), "a run did not end with its controller"
+    return ended
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Check that every process that a test started is gone when the test ends."""
+    """Check that every run and process that a test started has ended when the test ends; end those of a failed one."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     yield
+    runs = end_runs()
+    assert not runs
     if ray.is_initialized():
         return
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]

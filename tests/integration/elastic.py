@@ -19,7 +19,7 @@ from raytrain_plus import Data, Elastic, Job, Result, Workers, run
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.local import LocalFolder
-from tests.integration.conftest import TASKS
+from tests.integration.conftest import RUN_THREAD, TASKS, end_runs
 
 Event = dict[str, Any]
 
@@ -34,6 +34,10 @@ def raylets(count: int, cpus: int = 1, settings: dict[str, Any] | None = None, *
             cluster.add_node(num_cpus=cpus, **node_args)
         ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
         yield cluster
+    except BaseException:
+        # A run that goes on would connect to Ray again while the cluster shuts down.
+        end_runs()
+        raise
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -84,7 +88,7 @@ class Run:
         self._fresh = fresh
         self.folder = Path(job.storage) / job.name
         """The run's folder, if `storage` is a path."""
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=RUN_THREAD, daemon=True)
         self.told: list[Event] = []
         """The events as a view of the run receives them."""
         self.result: Result | None = None

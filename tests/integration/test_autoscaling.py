@@ -25,6 +25,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 
 from raytrain_plus import Data, Workers, attach
 from raytrain_plus.ray_compat import has_autoscaler
+from tests.integration.conftest import end_runs
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data
 
@@ -64,6 +65,9 @@ def autoscaled(head_cpus: int, most: int) -> Iterator[Callable[[int], None]]:
             ray.init(address=address, logging_level="ERROR", log_to_driver=False)
             until(has_autoscaler, "an autoscaler")
             yield allow
+        except BaseException:
+            end_runs()
+            raise
         finally:
             ray.shutdown()
             end(head, folder)

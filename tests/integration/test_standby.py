@@ -25,13 +25,19 @@ def workers_processes() -> set[int]:
     }
 
 
+def waits(process: int) -> bool:
+    """Return whether a standby has imported what it needs: it uses no CPU any more."""
+    return psutil.Process(process).cpu_percent(0.5) < 10
+
+
 def test_a_standby_replaces_a_killed_worker(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     others = workers_processes()
     with raylets(1, cpus=2):
-        run = Run(job(tmp_path, steps=200, args={"pad_s": 0.02}, workers=Workers(min=1, max=2)))
+        run = Run(job(tmp_path, steps=400, args={"pad_s": 0.02}, workers=Workers(min=1, max=2)))
         before = born(run.until_size(2))
         [standby] = run.until(lambda: workers_processes() - others - set(before), "a standby")
+        run.until(lambda: waits(standby), "a standby that waits")
         killed_at = time.time()
         run.kill(victim := run.members()[1])
         view = run.until(lambda: [e for e in run.events("view_formed")[1:] if len(e["members"]) == 2], "two members")[0]
