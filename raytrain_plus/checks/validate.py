@@ -161,7 +161,7 @@ def sizes_of(job: Job, counts: Sequence[int] = (1,)) -> tuple[Size, ...]:
 
 
 def validate_job(job: Job, roots: Sequence[Path]) -> Report:
-    """Check a job: import what it names, build its task but not its model, and read its data's metadata if present.
+    """Check a job: import what it names, build its task and its model without values, and read its data's metadata.
 
     A storage that is an address is asked whether it answers. Raises `InputError` if anything is wrong.
     """
@@ -217,6 +217,7 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     search = [Path.cwd(), *roots]
     code = load_user_code(job, search)
     task = build_task(code.task, job.args)
+    _check_parameters(job, task)
     check_preparable(job, search)
     choose_collective(job.collective, job.workers.gpus)
     check_installed(job.trackers)
@@ -252,6 +253,15 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
         files_in_all=len(files),
         without_checksums=tuple(map(str, without_checksums(looked_at))),
     )
+
+
+def _check_parameters(job: Job, task: Task) -> None:
+    """Raise `TaskError` for a parameter whose gradients cannot be summed as the job requests."""
+    # Imported here because these modules load torch.
+    from raytrain_plus.training.model import parameters_of
+    from raytrain_plus.training.part import check_summable
+
+    check_summable(parameters_of(task), exact=job.reduction == "exact")
 
 
 def _forecast(

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from raytrain_plus.controller.bubble import Bubble, Drawing
+from raytrain_plus.controller.clocks import Clocks
 from raytrain_plus.controller.followed import Followed
 from raytrain_plus.controller.incidents import Incidents, Recovery
 from raytrain_plus.controller.last_writes import LastWrites
@@ -86,9 +87,11 @@ class Journal:
         self._bubble = Bubble()
         self._waited: dict[int, float] = {}
         """For steps not yet committed: the longest that any member waited for data."""
+        self._remarked: set[str] = set()
+        """The keys of the remarks that are reported."""
         self._metrics: dict[int, Mapping[str, float]] = dict(past.metrics)
         self._locations: dict[str, WorkerLocation] = {}
-        self._offsets: dict[str, float] = {}
+        self._clocks = Clocks()
         self._members: tuple[str, ...] = ()
         self._waiting = ""
         self.generation = self.base
@@ -202,13 +205,11 @@ class Journal:
     def came(self, location: WorkerLocation) -> None:
         """Record that a worker's process has started."""
         self._locations[location.worker] = location
-        self._offsets[location.worker] = 0.0
+        self._clocks.came(location.worker)
 
     def clocked(self, worker: str, clock_s: float, asked: float, answered: float) -> None:
-        """Record a worker's clock: `clock_s`, read between the times `asked` and `answered`; all in Unix seconds."""
-        # One machine has one clock; between machines this is accurate to the duration of the call.
-        offset = (asked + answered) / 2 - clock_s
-        self._offsets[worker] = offset if abs(offset) > answered - asked else 0.0
+        """Record a worker's clock: see `Clocks.read`."""
+        self._clocks.read(worker, clock_s, asked, answered)
 
     def gone(self, worker: str, cause: str) -> None:
         """Record that a worker was lost."""
@@ -225,12 +226,16 @@ class Journal:
         """Record what a member of the current generation has applied and evaluated."""
         records = list(records)
         steps = [record for record in records if isinstance(record, StepRecord)]
-        moved = [_on_our_clock(record, self._offsets[worker]) for record in steps]
+        moved = [self._clocks.ours(worker, record) for record in steps]
         for record in steps:
             self.gauges.worked(worker, record)
+            for remark in record.remarks:
+                if remark.key not in self._remarked:
+                    self._remarked.add(remark.key)
+                    self._tell("noted", text=remark.text)
             if record.step > self.committed:
                 self._waited[record.step] = max(record.waited_s, self._waited.get(record.step, 0.0))
-            drawing = self._bubble.report(worker, record, self._offsets[worker])
+            drawing = self._bubble.report(worker, record, self._clocks.offset(worker))
             if drawing is not None:
                 self._draw(record.step, drawing)
         self._commit(self._commits.report(worker, moved))
@@ -486,11 +491,6 @@ class Journal:
             self._trackers.add(event)
         self.gauges.add(event)
         self._followed.add(event)
-
-
-def _on_our_clock(record: StepRecord, offset_s: float) -> StepRecord:
-    """Return the record with its time converted to the controller's clock."""
-    return replace(record, time=record.time + offset_s) if offset_s else record
 
 
 def _who(location: WorkerLocation) -> dict[str, Any]:

@@ -186,6 +186,9 @@ def event_text(event: RunEvent) -> str | None:
         return f"node {event['node'][:12]} will leave"
     if kind == "checkpoint_failed":
         return f"the checkpoint after step {event['step'] + 1} failed: {event['error']}"
+    if kind == "noted":
+        text: str = event["text"]
+        return text
     if kind == "storage_failed":
         text = outage_text(event["place"], event["error"], event["wanted"], event["free"])
         return f"cannot write to {text}; training continues"

@@ -7,7 +7,7 @@ of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,8 @@ from torch import nn
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.parallel.wire import MakeWire, Named, Plain, Rider, Wire, nothing
+from raytrain_plus.parallel.half import ring_wire
+from raytrain_plus.parallel.wire import MakeWire, Named, Rider, Wire, nothing
 
 BUCKET_BYTES = 4 << 20
 """Size in bytes at which a bucket is closed: large enough for the ring's bandwidth, small enough to overlap."""
@@ -30,7 +31,7 @@ class Gradients:
         named: Named,
         bucket_bytes: int = BUCKET_BYTES,
         rider: Rider | None = None,
-        make_wire: MakeWire = Plain,
+        make_wire: MakeWire = ring_wire,
         label: str = "",
     ) -> None:
         """Allocate the buckets and make their views the gradients of the parameters.
@@ -46,18 +47,27 @@ class Gradients:
         self._check: Callable[[], None] = lambda: None
         self._views: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._wires: list[Wire] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        """By the identity of a parameter: its bucket, and its place in that."""
+        self._given: list[list[float]] = []
+        """For each bucket, whether each parameter has got a gradient here: 1 or 0."""
+        self._names: list[str] = []
+        """The parameters' names, in the order of the buckets."""
         names = {id(parameter): name for name, parameter in named}
         planned = plan_buckets([parameter for _, parameter in named], bucket_bytes)
-        if rider is not None and not (planned and planned[0][0].dtype.is_floating_point):
-            planned.insert(0, [])
+        if rider is not None and not planned:
+            planned.append([])
         for index, members in enumerate(planned):
             own = [(names[id(parameter)], parameter) for parameter in members]
             riding = rider if rider is not None and index == 0 else nothing
             wire = make_wire(own, riding)
             self._wires.append(wire)
             self._views += zip(members, wire.views, strict=True)
-            for parameter in members:
-                parameter.register_post_accumulate_grad_hook(self._hook(index))
+            self._given.append([0.0] * len(members))
+            self._names += [name for name, _ in own]
+            for place, parameter in enumerate(members):
+                self._places[id(parameter)] = index, place
+                parameter.register_post_accumulate_grad_hook(self._hook(index, place))
 
     @property
     def rider(self) -> torch.Tensor:
@@ -71,13 +81,55 @@ class Gradients:
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """Clear every gradient and the rider. `scales`: the exponents of the quanta of an exact sum."""
-        for wire in self._wires:
+        for wire, given in zip(self._wires, self._given, strict=True):
             wire.begin(scales)
+            given[:] = [0.0] * len(given)
 
     def end_shard(self) -> None:
         """End a shard whose gradients are complete, before the next shard."""
         for wire in self._wires:
             wire.end_shard()
+
+    def writes(self) -> list[int]:
+        """Return how often the gradients of each bucket have been written."""
+        return [wire.writes() for wire in self._wires]
+
+    def check_unchanged(self, before: Sequence[int]) -> None:
+        """Raise `TrainingError` if a gradient was written or replaced since `writes` returned `before`."""
+        if self.writes() != before:
+            raise _not_owned()
+
+    def received(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Record that these parameters have got gradients that autograd did not accumulate itself."""
+        for parameter in parameters:
+            bucket, place = self._places[id(parameter)]
+            self._given[bucket][place] = 1.0
+
+    def without_gradient(self) -> frozenset[str]:
+        """Return the names of the parameters that no shard of the step gave a gradient; called after the sums."""
+        if all(all(given) for given in self._given):
+            # The others know it, too, because the sum of what all gave is not zero then.
+            return frozenset()
+        given = torch.cat([wire.given.to(torch.float32) for wire in self._wires]).tolist()
+        return frozenset(name for name, count in zip(self._names, given, strict=True) if not count)
+
+    def flushed(self) -> int:
+        """Return how many values of the step's sums, other than zero, were sent as zero by any worker."""
+        return sum(int(wire.flushed) for wire in self._wires if wire.flushed is not None)
+
+    @contextmanager
+    def without(self, names: Collection[str]) -> Iterator[None]:
+        """Have these parameters no gradient while the context is open."""
+        absent = [
+            (parameter, view) for name, (parameter, view) in zip(self._names, self._views, strict=True) if name in names
+        ]
+        for parameter, _ in absent:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, view in absent:
+                parameter.grad = view
 
     @contextmanager
     def reducing(self, world: World, check: Callable[[], None] = lambda: None) -> Iterator[list[Work]]:
@@ -93,6 +145,8 @@ class Gradients:
         self._check = check
 
         def submit(index: int) -> None:
+            given = self._wires[index].given
+            given.copy_(torch.tensor(self._given[index], dtype=given.dtype))
             works.extend(self._wires[index].submit(world, f"gradients{self._label}.{index}"))
 
         self._submit = submit
@@ -106,10 +160,7 @@ class Gradients:
         finally:
             self._submit = None
         if any(parameter.grad is not view for parameter, view in self._views):
-            raise TrainingError(
-                "the task replaced a parameter's .grad (perhaps by zero_grad); the platform owns gradients: do not "
-                "assign or clear them"
-            )
+            raise _not_owned()
 
     def take_means(self, weight: float) -> None:
         """Turn the sums into gradients: divide them by the weight of all shards."""
@@ -117,12 +168,13 @@ class Gradients:
             wire.take_means(weight)
 
     def scale(self, factor: float) -> None:
-        """Multiply every gradient, and the rider, which has been read by then."""
+        """Multiply every gradient."""
         for wire in self._wires:
             wire.scale(factor)
 
-    def _hook(self, bucket: int) -> Callable[[torch.Tensor], None]:
+    def _hook(self, bucket: int, place: int) -> Callable[[torch.Tensor], None]:
         def ready(parameter: torch.Tensor) -> None:
+            self._given[bucket][place] = 1.0
             if self._submit is None:
                 return
             self._check()
@@ -138,6 +190,13 @@ class Gradients:
                 self._next += 1
 
         return ready
+
+
+def _not_owned() -> TrainingError:
+    return TrainingError(
+        "the task replaced a parameter's .grad (perhaps by zero_grad), or changed it in place; the platform owns "
+        "gradients: do not assign, clear or scale them"
+    )
 
 
 def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

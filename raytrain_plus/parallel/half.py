@@ -1,48 +1,92 @@
 """Gradients that travel in two bytes a number.
 
 Libraries that sum numbers of 16 bits round after every addition, and Horovod does not know bfloat16. So the members
-exchange and gather bytes, and add in float32 in between:
+exchange and gather bytes, and add in float32 (float64 if the gradients are) in between:
 
     exchange    each member gets its part of every member's bucket, in 16 bits
-    sum         over the members, in float32, in the order of ranks; rounded to 16 bits
+    sum         over the members, in the order of ranks; rounded to 16 bits
     gather      each member gets every part; all have the same bits, also the member that made them
 
-That is what a ring all-reduce sends, at half the bytes.
+That is what a ring all-reduce sends, at half the bytes. Each part brings its unit along, the power of two that makes
+its largest value nearly 2^15: float16 ends at 65504, and a step's weights and the loss can have any magnitude. The unit
+depends on nothing but the values, so a member that has just joined sends as the others do.
+
+    part    unit | values sent as zero | a byte for each parameter: has it got a gradient? | padding | values
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
-from raytrain_plus.parallel.wire import Named, Rider, allocate_bucket, nothing
+from raytrain_plus.errors import TaskError
+from raytrain_plus.parallel.wire import Named, Plain, Rider, Wire, allocate_bucket, nothing
+from raytrain_plus.torch_compat import write_count
+
+HALVES = (torch.float16, torch.bfloat16)
+_TOP = 2.0**15
+"""The largest value of a part in its unit lies below this and is at least half of it."""
+_SMALLEST = {torch.float32: 2.0**-110, torch.float64: 2.0**-900}
+"""The smallest unit by the dtype in which is added: its inverse must be finite, too."""
+_CARRIED = (*HALVES, torch.float32, torch.float64, torch.complex64, torch.complex128)
+"""The dtypes of gradients that can be summed over workers."""
+
+
+def ring_wire(named: Named, rider: Rider, compressed: torch.dtype | None = None) -> Wire:
+    """Return the wire of a bucket if sums need not be exact; `compressed`: the 16 bits to which numbers are rounded.
+
+    Gradients that have 16 bits travel as they are.
+    """
+    dtype = named[0][1].dtype if named else torch.float32
+    if dtype in HALVES:
+        return Half(named, rider, dtype)
+    if compressed is not None:
+        return Half(named, rider, compressed)
+    return Plain(named, rider)
+
+
+def check_carried(named: Named) -> None:
+    """Raise `TaskError` for a parameter whose gradients cannot be summed over workers."""
+    for name, parameter in named:
+        if parameter.requires_grad and parameter.dtype not in _CARRIED:
+            raise TaskError(
+                f"the parameter '{name}' is {str(parameter.dtype).removeprefix('torch.')}, and gradients of this dtype "
+                "cannot be summed over workers",
+                where="model()",
+                expected=", ".join(str(dtype).removeprefix("torch.") for dtype in _CARRIED),
+                remedy="keep the parameter in float32, or freeze it with requires_grad_(False)",
+            )
 
 
 class Half:
-    """A bucket in float32 or float64 of which a copy travels; see `wire.Wire`."""
+    """A bucket of which a copy travels in 16 bits; see `wire.Wire`."""
 
     exact: ExactSum | None = None
 
-    def __init__(self, named: Named, rider: Rider, dtype: torch.dtype, weight: float) -> None:
+    def __init__(self, named: Named, rider: Rider, dtype: torch.dtype) -> None:
         """Allocate the bucket, and make its views the gradients of the parameters.
 
-        `dtype`: that of the numbers on their way, float16 or bfloat16. `weight`: about the weight of a step, in rows.
-        Gradients are sums over rows until the means are taken: what travels is divided by a power of two near
-        `weight`, because float16 ends at 65504.
+        `dtype`: that of the numbers on their way, float16 or bfloat16.
         """
         self._bucket, self.views = allocate_bucket(named, nothing)
-        self.rider = torch.zeros(rider(torch.float32), device=self._bucket.device)
+        device = self._bucket.device
+        self.rider = torch.zeros(rider(torch.float32), device=device)
+        self.given = torch.zeros(len(named), device=device)
+        self.flushed = torch.zeros((), dtype=torch.int64, device=device)
         self._dtype = dtype
-        self._unit = 2.0 ** math.ceil(math.log2(weight)) if dtype == torch.float16 else 1.0
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """See `Wire`."""
-        self._bucket.zero_()
-        self.rider.zero_()
+        for tensor in (self._bucket, self.rider, self.given, self.flushed):
+            tensor.zero_()
+
+    def writes(self) -> int:
+        """See `Wire`."""
+        return write_count(self._bucket)
 
     def end_shard(self) -> None:
         """See `Wire`: they are in it."""
@@ -51,7 +95,7 @@ class Half:
         """See `Wire`."""
         works = [world.reduce(self.rider, f"{name}.rider")] if len(self.rider) else []
         if len(self._bucket):
-            works.append(_HalfSum(world, self._bucket, self._dtype, self._unit, name))
+            works.append(_HalfSum(world, self._bucket, self.given, self.flushed, self._dtype, name))
         return works
 
     def take_means(self, weight: float) -> None:
@@ -70,17 +114,31 @@ class _HalfSum:
     and nothing to be submitted meanwhile, as the step does.
     """
 
-    def __init__(self, world: World, bucket: torch.Tensor, dtype: torch.dtype, unit: float, name: str) -> None:
+    def __init__(
+        self,
+        world: World,
+        bucket: torch.Tensor,
+        given: torch.Tensor,
+        flushed: torch.Tensor,
+        dtype: torch.dtype,
+        name: str,
+    ) -> None:
         self._world = world
         self._bucket = bucket
-        self._dtype = dtype
-        self._unit = unit
+        self._given = given
+        self._flushed = flushed
         self._name = name
+        # Gradients of 16 bits are added in 32.
+        self._added_in = torch.float64 if bucket.dtype == torch.float64 else torch.float32
         length = -(-len(bucket) // world.size)
-        self._travelling = torch.zeros(world.size, length, dtype=dtype, device=bucket.device)
-        self._travelling.view(-1)[: len(bucket)] = bucket / unit
-        self._received = torch.empty_like(self._travelling)
-        self._exchanged = world.exchange(self._travelling, self._received, f"{name}.exchange")
+        values = torch.zeros(world.size, length, dtype=self._added_in, device=bucket.device)
+        values.view(-1)[: len(bucket)] = bucket
+        self._sent, self._received, self._sums, self._all = (
+            _Parts.allocated(count, len(given), length, dtype, bucket.device)
+            for count in (world.size, world.size, 1, world.size)
+        )
+        self._sent.put(values, given.ne(0), 0)
+        self._exchanged = world.exchange(self._sent.bytes, self._received.bytes, f"{name}.exchange")
         self._gathered: Work | None = None
 
     def done(self) -> bool:
@@ -89,12 +147,64 @@ class _HalfSum:
             if not self._exchanged.done():
                 return False
             self._exchanged.finish()
-            part = self._received.float().sum(0).to(self._dtype)
-            self._gathered = self._world.gather(part, self._travelling, f"{self._name}.gather")
+            total = self._received.values(self._added_in).sum(0, keepdim=True)
+            self._sums.put(total, self._received.given.amax(0), self._received.flushed.sum())
+            self._gathered = self._world.gather(self._sums.bytes, self._all.bytes, f"{self._name}.gather")
         return self._gathered.done()
 
     def finish(self) -> None:
         """See `Work`."""
         assert self._gathered is not None, "it is done"
         self._gathered.finish()
-        self._bucket.copy_(self._travelling.view(-1)[: len(self._bucket)]).mul_(self._unit)
+        self._bucket.copy_(self._all.values(self._added_in).view(-1)[: len(self._bucket)])
+        self._given.copy_(self._all.given.amax(0))
+        self._flushed.copy_(self._all.flushed.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Some parts of a bucket as bytes, one a row, and views of their fields; see the module docstring."""
+
+    bytes: torch.Tensor
+    unit: torch.Tensor
+    flushed: torch.Tensor
+    given: torch.Tensor
+    halves: torch.Tensor
+
+    @classmethod
+    def allocated(cls, count: int, parameters: int, length: int, dtype: torch.dtype, device: torch.device) -> _Parts:
+        """Return `count` parts of `length` values, with a byte for each of `parameters`."""
+        # A view as numbers of eight bytes needs rows that are multiples of eight long.
+        start = -(-(16 + parameters) // 2) * 2
+        size = -(-(start + 2 * length) // 8) * 8
+        rows = torch.zeros(count, size, dtype=torch.uint8, device=device)
+        return cls(
+            bytes=rows,
+            unit=rows[:, :8].view(torch.float64),
+            flushed=rows[:, 8:16].view(torch.int64),
+            given=rows[:, 16 : 16 + parameters],
+            halves=rows[:, start : start + 2 * length].view(dtype),
+        )
+
+    def put(self, values: torch.Tensor, given: torch.Tensor, flushed: torch.Tensor | int) -> None:
+        """Write values, one row a part; `flushed`: how many of their summands were sent as zero."""
+        unit = _unit(values)
+        self.unit.copy_(unit)
+        self.halves.copy_(values / unit)
+        self.given.copy_(given)
+        lost = (self.halves.eq(0) & values.ne(0)).sum(1, keepdim=True)
+        self.flushed.copy_(lost + flushed)
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values, one row a part."""
+        return self.halves.to(dtype).mul_(self.unit.to(dtype))
+
+
+def _unit(values: torch.Tensor) -> torch.Tensor:
+    """Return each row's unit as a column: a power of two; 1 if all is zero, or something is not finite."""
+    if not values.shape[1]:
+        return values.new_ones(len(values), 1)
+    largest = values.abs().amax(1, keepdim=True)
+    mantissa, _ = torch.frexp(largest)
+    unit = (largest / mantissa / _TOP).clamp_(min=_SMALLEST[values.dtype])
+    return torch.where(largest.isfinite() & largest.ne(0), unit, torch.ones_like(unit))

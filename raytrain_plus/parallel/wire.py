@@ -10,6 +10,7 @@ from torch import nn
 
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
+from raytrain_plus.torch_compat import write_count
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Rider = Callable[[torch.dtype], int]
@@ -28,11 +29,25 @@ class Wire(Protocol):
         """Numbers summed with the gradients: written before the last backward pass, read after the sum; or none."""
 
     @property
+    def given(self) -> torch.Tensor:
+        """For each parameter, a number that is not zero if it has got a gradient.
+
+        Written before `submit`; after the sum, of any shard on any worker.
+        """
+
+    @property
     def exact(self) -> ExactSum | None:
         """The sum that must settle before its means are taken; None if any sum will do."""
 
+    @property
+    def flushed(self) -> torch.Tensor | None:
+        """The number of values, other than zero, that were sent as zero; None if all travel as they are."""
+
     def begin(self, scales: Mapping[str, int]) -> None:
         """Clear everything. `scales`: the exponents of the quanta of an exact sum."""
+
+    def writes(self) -> int:
+        """Return how often gradients have been written in place."""
 
     def end_shard(self) -> None:
         """End a shard whose gradients are complete, before the next one begins."""
@@ -47,22 +62,30 @@ class Wire(Protocol):
         """Turn the sums into gradients: divide them by the weight of all shards."""
 
     def scale(self, factor: float) -> None:
-        """Multiply every gradient, and the rider, which has been read by then."""
+        """Multiply every gradient."""
 
 
 class Plain:
     """The gradients themselves are summed."""
 
     exact: ExactSum | None = None
+    flushed: torch.Tensor | None = None
 
     def __init__(self, named: Named, rider: Rider) -> None:
         """Allocate the bucket, and make its views the gradients of the parameters."""
-        self._bucket, self.views = allocate_bucket(named, rider)
-        self.rider = self._bucket[sum(view.numel() for view in self.views) :]
+        self._bucket, self.views = allocate_bucket(named, lambda dtype: len(named) + rider(dtype))
+        own = sum(map(real_numbers, self.views))
+        self._gradients = self._bucket[:own]
+        self.given = self._bucket[own : own + len(named)]
+        self.rider = self._bucket[own + len(named) :]
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """See `Wire`."""
         self._bucket.zero_()
+
+    def writes(self) -> int:
+        """See `Wire`."""
+        return write_count(self._bucket)
 
     def end_shard(self) -> None:
         """See `Wire`: every shard adds to the bucket."""
@@ -77,7 +100,7 @@ class Plain:
 
     def scale(self, factor: float) -> None:
         """See `Wire`."""
-        self._bucket.mul_(factor)
+        self._gradients.mul_(factor)
 
 
 class Exact:
@@ -86,17 +109,23 @@ class Exact:
     See `collective.exact`.
     """
 
+    flushed: torch.Tensor | None = None
+
     def __init__(self, named: Named, rider: Rider, shards: int) -> None:
         """Allocate bucket and vector, and make the bucket's views the gradients; `shards`: the job's number of them."""
         self._bucket, self.views = allocate_bucket(named, nothing)
         sizes = {name: parameter.numel() for name, parameter in named}
-        self.exact = ExactSum(sizes, shards, self._bucket.device, rider(torch.float64))
-        self.rider = self.exact.rider
+        self.exact = ExactSum(sizes, shards, self._bucket.device, len(named) + rider(torch.float64))
+        self.given, self.rider = self.exact.rider[: len(named)], self.exact.rider[len(named) :]
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """See `Wire`."""
         self._bucket.zero_()
         self.exact.begin(scales)
+
+    def writes(self) -> int:
+        """See `Wire`."""
+        return write_count(self._bucket)
 
     def end_shard(self) -> None:
         """See `Wire`."""
@@ -125,13 +154,24 @@ def nothing(_: torch.dtype) -> int:
     return 0
 
 
+def real_numbers(tensor: torch.Tensor) -> int:
+    """Return of how many real numbers a tensor consists."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
 def allocate_bucket(named: Named, rider: Rider) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a flat bucket that ends with a rider, and its views, which become the gradients of the parameters."""
+    """Return a flat bucket that ends with a rider, and its views, which become the gradients of the parameters.
+
+    The bucket holds real numbers: two for each number of a complex parameter.
+    """
     like = named[0][1] if named else torch.zeros(0)
-    sizes = [parameter.numel() for _, parameter in named]
-    flat = torch.zeros(sum(sizes) + rider(like.dtype), dtype=like.dtype, device=like.device)
+    dtype = like.dtype.to_real()
+    sizes = [real_numbers(parameter) for _, parameter in named]
+    flat = torch.zeros(sum(sizes) + rider(dtype), dtype=dtype, device=like.device)
     views: list[torch.Tensor] = []
     for (_, parameter), part in zip(named, flat.split([*sizes, len(flat) - sum(sizes)]), strict=False):
+        if parameter.is_complex():
+            part = torch.view_as_complex(part.view(-1, 2))
         parameter.grad = view = part.view_as(parameter)
         views.append(view)
     return flat, views

@@ -19,6 +19,12 @@ from raytrain_plus.state.tree import Json, from_json, to_json
 SKIPPED = "skipped"
 """A key of `Holding.counts`: the consecutive steps, up to the state's own, skipped because sums were not finite."""
 
+LEFT_ALONE = "left alone"
+"""A key of `Holding.rules`: a parameter without a gradient keeps its value, as in PyTorch.
+
+False in the states of older versions, in which it got a gradient of zeros: their runs end as they began.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:
@@ -41,6 +47,8 @@ class Holding:
     """Counts over steps that belong to the state: see `SKIPPED`."""
     allowed: frozenset[str] = frozenset()
     """Tensors that may hold NaN or infinity, because they did when the run began."""
+    rules: dict[str, bool] = field(default_factory=dict)
+    """Rules of the run's steps that older versions did not have: see `LEFT_ALONE`."""
 
 
 def model_state(holding: Holding) -> dict[str, torch.Tensor]:
@@ -61,6 +69,7 @@ def describe_state(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
     rest = {
         "scales": dict(holding.scales),
         "counts": dict(holding.counts),
+        "rules": dict(holding.rules),
         "persistent": list(holding.persistent),
         "allowed": sorted(holding.allowed),
     }
@@ -150,3 +159,4 @@ def _put_rest(tree: Json, holding: Holding) -> None:
     holding.scales.update(tree["scales"])
     # States of older versions have no counts.
     holding.counts.update({SKIPPED: 0} | tree.get("counts", {}))
+    holding.rules.update({LEFT_ALONE: False} | tree.get("rules", {}))

@@ -87,6 +87,19 @@ def layer_names(task: Task, seed: int) -> tuple[str, ...]:
     return tuple(children)
 
 
+def parameters_of(task: Task) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of the task's model, without values; none if it cannot be built without them."""
+    try:
+        with torch.device("meta"):
+            layers = task.layers()
+            if layers is None:
+                return list(task.model().named_parameters())
+            return [(f"{at}.{name}", value) for at, make in layers.items() for name, value in make().named_parameters()]
+    except Exception:
+        # For example, a model that reads its values from a file. The workers check the model that they build.
+        return []
+
+
 def _raise(error: Exception) -> NoReturn:
     raise error
 

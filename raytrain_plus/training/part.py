@@ -10,7 +10,8 @@ from torch import nn
 
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.parallel.data import Gradients
-from raytrain_plus.parallel.wire import Exact, MakeWire, Plain
+from raytrain_plus.parallel.half import check_carried, ring_wire
+from raytrain_plus.parallel.wire import Exact, MakeWire
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import write_count
@@ -53,13 +54,13 @@ def make_parts(
     seed: int,
     shards: int,
     exact: bool,
-    make_wire: MakeWire = Plain,
+    make_wire: MakeWire = ring_wire,
     bucket_bytes: int,
 ) -> tuple[ModelPart, ...]:
     """Allocate gradients and buffers for what was built; the first part carries the header of `shards` shards.
 
     `exact`: sums over shards are the same bits in any order. `make_wire`: how gradients travel if they need not be.
-    Raises `TaskError` for parameters that cannot be summed exactly.
+    Raises `TaskError` for parameters whose gradients cannot be summed, or not exactly.
     """
     return tuple(
         _make_part(
@@ -88,8 +89,7 @@ def _make_part(
     label: str,
 ) -> ModelPart:
     named = list(built.module.named_parameters())
-    if exact_shards is not None:
-        _check_exact(named)
+    check_summable(named, exact=exact_shards is not None)
     return ModelPart(
         built.module,
         named,
@@ -105,8 +105,10 @@ def _make_part(
     )
 
 
-def _check_exact(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    for name, value in named:
+def check_summable(named: Sequence[tuple[str, nn.Parameter]], *, exact: bool) -> None:
+    """Raise `TaskError` for a parameter whose gradients cannot be summed over workers, or not exactly."""
+    check_carried(named)
+    for name, value in named if exact else ():
         if value.requires_grad and dtype_name(value.dtype) not in ("float32", "float64"):
             raise TaskError(
                 f"the parameter '{name}' is {dtype_name(value.dtype)}, which `reduction: exact` does not support",

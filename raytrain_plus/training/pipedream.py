@@ -186,8 +186,10 @@ class _WindowWork:
         if kind == "F":
             self._weights.forward(number)
             self._keyed[number] = keyed = part.keys.begin(step, shard, index)
+            written = part.gradients.writes()
             with part.keys.opened(keyed):
                 yield
+            part.gradients.check_unchanged(written)
             part.check_unchanged(self._before)
             if number + 1 == len(self.places):
                 # As late as possible: a request made during these steps is seen at their end.

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from raytrain_plus.parallel.pipeline.timeline import Bar
+
+
+class Remark(NamedTuple):
+    """An observation of a step that users should know, reported once in a run."""
+
+    key: str
+    """Remarks with the same key are the same observation."""
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +33,7 @@ class StepRecord:
     """Global norm of the gradient before clipping."""
     skipped: bool = False
     """The step's sums were not finite, and it changed nothing."""
+    remarks: tuple[Remark, ...] = ()
     time: float
     """Unix seconds on this worker's clock."""
     notes: bytes = b""

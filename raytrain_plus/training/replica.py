@@ -221,7 +221,10 @@ def replica_stage(
     where = chunk_stages(schedule, stages)
     own = [chunk for chunk, stage in enumerate(where) if stage == peers.rank]
     held = dict(zip(own, parts, strict=True))
-    chunks = [Chunk(part.module, chunk, where, handovers, splits(schedule)) for chunk, part in held.items()]
+    chunks = [
+        Chunk(part.module, chunk, where, handovers, splits(schedule), part.gradients.received)
+        for chunk, part in held.items()
+    ]
     # torch's schedules take a second to load; a whole model does without them.
     from raytrain_plus.parallel.pipeline.schedule import Pipeline
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,10 +24,11 @@ from torch import nn
 from raytrain_plus.collective.world import Work
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.data import BUCKET_BYTES
-from raytrain_plus.parallel.wire import MakeWire, Plain
+from raytrain_plus.parallel.half import ring_wire
+from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state import transfer
 from raytrain_plus.state.finite import not_finite
-from raytrain_plus.state.holding import SKIPPED, Holding, model_state
+from raytrain_plus.state.holding import LEFT_ALONE, SKIPPED, Holding, model_state
 from raytrain_plus.state.stages import Wanted, everything
 from raytrain_plus.task import Task
 from raytrain_plus.training.context import StepContext
@@ -36,6 +37,7 @@ from raytrain_plus.training.header import Flags, StepTotals
 from raytrain_plus.training.model import Built
 from raytrain_plus.training.part import make_parts
 from raytrain_plus.training.passes import Overlapping, Passes, Shards
+from raytrain_plus.training.records import Remark
 from raytrain_plus.training.replica import whole_replica
 from raytrain_plus.training.step_sums import StepSums
 from raytrain_plus.training.synchronous import Synchronous
@@ -51,6 +53,9 @@ from raytrain_plus.training.verdict import (
 
 TRIES = 3
 """How often a step is computed until its sums are fit or known to stay unfit; a reproducible step needs at most two."""
+
+NAMED = 5
+"""Maximum number of parameters that a remark names."""
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +74,7 @@ class Applied:
     """Global norm of the gradient before clipping; NaN or infinite if the step was skipped for it."""
     skipped: bool = False
     """Sums were not finite: weights, optimizer, scheduler and buffers are unchanged."""
+    remarks: tuple[Remark, ...] = ()
     reduce_s: float = field(compare=False)
     """Seconds of waiting for the sums after this worker's own part; ignored in comparisons of results."""
 
@@ -80,6 +86,8 @@ class _Summed:
     step: int
     totals: StepTotals
     scales: dict[str, int]
+    absent: frozenset[str]
+    """The parameters held here that got no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,7 @@ class _Computed:
     totals: StepTotals
     status: SumStatus
     reduce_s: float
+    remarks: tuple[Remark, ...] = ()
     refused: str = ""
     """Why the step must not be applied; empty if it may be."""
 
@@ -101,6 +110,7 @@ class _WindowSums:
     totals: list[StepTotals] = field(default_factory=list)
     reduce_s: list[float] = field(default_factory=list)
     """For each step, the seconds of waiting for its sums."""
+    remarks: list[tuple[Remark, ...]] = field(default_factory=list)
 
 
 class Stepper:
@@ -116,7 +126,7 @@ class Stepper:
         clip_norm: float | None,
         device: torch.device,
         exact: bool = False,
-        make_wire: MakeWire = Plain,
+        make_wire: MakeWire = ring_wire,
         skip_nonfinite: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
@@ -146,6 +156,8 @@ class Stepper:
         """The grids of the next exact sums, by parameter and buffer."""
         self.counts = {SKIPPED: 0}
         """Part of the committed state: the number of consecutive skipped steps up to this one."""
+        self.rules = {LEFT_ALONE: True}
+        """Part of the committed state."""
         self.tied = built[0].tied
         """For the whole model: parameters that are copies -> the parameters they copy."""
         self._sums = StepSums(self.parts, self.named, self.tied, shards=shards, device=device)
@@ -154,6 +166,7 @@ class Stepper:
             name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
         ]
         self._clip_norm = clip_norm
+        self._told_of_flushed = False
         self._skip_nonfinite = skip_nonfinite
         self.allowed: frozenset[str] = frozenset()
         """Names of values that are not finite from the beginning, such as a mask with infinities."""
@@ -195,7 +208,13 @@ class Stepper:
         context.control.enter("applying")
         squares = computed.status.squares
         self._apply(squares)
-        return _applied(computed.totals, gradient_norm(squares), computed.reduce_s, skipped=bool(computed.refused))
+        return _applied(
+            computed.totals,
+            gradient_norm(squares),
+            computed.reduce_s,
+            computed.remarks,
+            skipped=bool(computed.refused),
+        )
 
     def _settle(self, step: int, shards: Shards, context: StepContext) -> _Computed:
         """Compute a step until its sums may be applied, or must not be."""
@@ -251,7 +270,7 @@ class Stepper:
         reading = sums.read()
         if reading.settled:
             sums.take_means(totals.weight)
-        sums.add_tied(passes.exchange_tied, reading.settled)
+        absent = sums.add_tied(passes.exchange_tied, reading.settled, sums.without_gradient())
         squares = sums.squares() if reading.settled else {}
         if totals.bad_shards:
             squares[LOSS] = math.nan
@@ -261,9 +280,9 @@ class Stepper:
         if fault is not None:
             squares[fault.parameter] = math.nan
         if reading.settled or squares:
-            self._summed = _Summed(step, totals, dict(reading.scales))
+            self._summed = _Summed(step, totals, dict(reading.scales), absent)
         status = passes.agree(step, SumStatus(reading.settled, squares, fault), context)
-        return _Computed(totals, status, time.monotonic() - start)
+        return _Computed(totals, status, time.monotonic() - start, self._remarks(step, absent))
 
     def run_window(
         self, steps: range, counted: Callable[[int], Shards], batches: Callable[[int], Shards], context: StepContext
@@ -292,8 +311,10 @@ class Stepper:
         context.control.check()
         self.finish({})
         return [
-            _applied(totals, gradient_norm(squares_of(step, status.squares)), reduce_s)
-            for step, totals, reduce_s in zip(steps, window.totals, window.reduce_s, strict=True)
+            _applied(totals, gradient_norm(squares_of(step, status.squares)), reduce_s, remarks)
+            for step, totals, reduce_s, remarks in zip(
+                steps, window.totals, window.reduce_s, window.remarks, strict=True
+            )
         ]
 
     def _end_window_step(
@@ -313,6 +334,8 @@ class Stepper:
         start = time.monotonic()
         totals = sums.wait(works, step, context)
         window.reduce_s.append(time.monotonic() - start)
+        absent = sums.without_gradient()
+        window.remarks.append(self._remarks(step, absent))
         sums.take_means(totals.weight)
         status = SumStatus(True, sums.squares())
         if not status.fit:
@@ -325,7 +348,7 @@ class Stepper:
         control.enter("applying")
         self.last_applied = None
         with passes.updating():
-            self._change(step)
+            self._change(step, absent)
         for part in self.parts:
             part.gradients.begin({})
         window.totals.append(totals)
@@ -374,6 +397,7 @@ class Stepper:
             self._persistent,
             self.counts,
             self.allowed,
+            self.rules,
         )
 
     def _apply(self, squares: Mapping[str, float]) -> None:
@@ -390,7 +414,7 @@ class Stepper:
         if self._clip_norm is not None and norm > self._clip_norm:
             self._sums.scale(self._clip_norm / (norm + 1e-6))
         self.last_applied = None
-        self._change(summed.step)
+        self._change(summed.step, summed.absent)
         for part in self.parts:
             part.buffers.commit(summed.totals.rows)
         self.scales = summed.scales
@@ -410,16 +434,47 @@ class Stepper:
             )
         raise TrainingError(refused)
 
-    def _change(self, step: int) -> None:
+    def _remarks(self, step: int, absent: Collection[str]) -> tuple[Remark, ...]:
+        """Return what users should know of a step's sums; `absent`: the parameters held here without a gradient."""
+        found = []
+        if step == 0 and absent and self.rules[LEFT_ALONE]:
+            names = sorted(absent)
+            found.append(Remark(f"absent {names[0]}", _absent_text(names)))
+        flushed = 0 if self._told_of_flushed else self._sums.flushed()
+        if flushed:
+            self._told_of_flushed = True
+            found.append(
+                Remark(
+                    "flushed",
+                    f"{flushed:,} gradient values of step {step + 1} are too small beside others to be sent in 16 bits "
+                    "(compression) and count as zero; later ones are not reported",
+                )
+            )
+        return tuple(found)
+
+    def _change(self, step: int, absent: Collection[str]) -> None:
+        """Change weights, optimizer and scheduler; parameters without a gradient are left alone."""
         # An optimizer can draw random numbers, too.
         self.parts[0].keys.apply(step)
         if self.optimizer is not None:
-            self.optimizer.step()
+            with self._sums.without(absent if self.rules[LEFT_ALONE] else ()):
+                self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
 
 
-def _applied(totals: StepTotals, grad_norm: float, reduce_s: float, skipped: bool = False) -> Applied:
+def _absent_text(names: Sequence[str]) -> str:
+    many = f"{len(names)} parameters" if len(names) > 1 else "the parameter"
+    which = ", ".join(f"'{name}'" for name in names[:NAMED]) + ", ..." * (len(names) > NAMED)
+    return (
+        f"the first step gives {many} {which} no gradient; without one a parameter keeps its value. If no step is to "
+        "train it, freeze it with requires_grad_(False)"
+    )
+
+
+def _applied(
+    totals: StepTotals, grad_norm: float, reduce_s: float, remarks: tuple[Remark, ...], skipped: bool = False
+) -> Applied:
     return Applied(
         rows=totals.rows,
         loss=totals.loss,
@@ -427,5 +482,6 @@ def _applied(totals: StepTotals, grad_norm: float, reduce_s: float, skipped: boo
         notes=totals.notes,
         grad_norm=grad_norm,
         skipped=skipped,
+        remarks=remarks,
         reduce_s=reduce_s,
     )

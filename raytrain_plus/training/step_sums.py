@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -113,23 +114,49 @@ class StepSums:
                 return Fault(shard, chunk_of[name], name)
         return None
 
+    def without_gradient(self) -> frozenset[str]:
+        """Return the names of the parameters held here that no shard of the step gave a gradient."""
+        return frozenset[str]().union(*(part.gradients.without_gradient() for part in self._parts))
+
+    @contextmanager
+    def without(self, names: Collection[str]) -> Iterator[None]:
+        """Have these parameters no gradient while the context is open."""
+        with ExitStack() as stack:
+            for part in self._parts if names else ():
+                stack.enter_context(part.gradients.without(names))
+            yield
+
+    def flushed(self) -> int:
+        """Return how many values of the sums, other than zero, were sent as zero by any worker."""
+        return sum(part.gradients.flushed() for part in self._parts)
+
     def add_tied(
-        self, exchange: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]], settled: bool
-    ) -> None:
+        self,
+        exchange: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+        settled: bool,
+        absent: frozenset[str],
+    ) -> frozenset[str]:
         """Give tied parameters the sum of their gradients, in the order of names, on whichever stage they are.
 
         `exchange` returns the gradients of all tied parameters of the replica, given those held here. Gradients that
-        are not `settled` are exchanged, because the other stages wait for them, and not added.
+        are not `settled` are exchanged, because the other stages wait for them, and not added. `absent`: see
+        `without_gradient`. Returns those that are still without a gradient.
         """
         if not self._tied:
-            return
+            return absent
         own = dict(self._trained)
-        found = exchange({name: _gradient(own[name]) for names in self._tied for name in names if name in own})
+        held = [name for names in self._tied for name in names if name in own]
+        found = exchange({name: _gradient(own[name]) for name in held if name not in absent})
         for names in self._tied if settled else ():
-            total = sum((found[name] for name in names[1:]), found[names[0]])
+            given = [found[name] for name in names if name in found]
+            if not given:
+                continue
+            total = sum(given[1:], given[0])
             for name in names:
                 if name in own:
                     _gradient(own[name]).copy_(total)
+            absent = absent.difference(names)
+        return absent
 
     def squares(self) -> dict[str, float]:
         """Return the squared norm of each parameter's gradient, tied parameters once; NaN for buffers with non-finite

@@ -100,8 +100,10 @@ class _ReplicaStep:
         if kind == "F":
             part.buffers.renew(committed=index == 0)
             self._keyed[chunk, number] = keyed = part.keys.begin(self._step, shard, index)
+            written = part.gradients.writes()
             with part.keys.opened(keyed):
                 yield
+            part.gradients.check_unchanged(written)
             part.check_unchanged(self._before[chunk])
             self._seen[chunk, number] = part.buffers.seen()
             if last_of_shard:

@@ -19,9 +19,9 @@ from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, build_task, load_function, load_task
 from raytrain_plus.membership.events import Why
-from raytrain_plus.parallel.half import Half
+from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
-from raytrain_plus.parallel.wire import MakeWire, Plain
+from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
@@ -151,9 +151,8 @@ def build_part(plan: Plan, task: Task, device: torch.device, layers: Layers) -> 
 def _wire(job: Job) -> MakeWire:
     """Return how gradients travel if their sums need not be exact."""
     if job.compression == "none":
-        return Plain
-    dtype = torch.float16 if job.compression == "fp16" else torch.bfloat16
-    return partial(Half, dtype=dtype, weight=job.data.batch_size)
+        return ring_wire
+    return partial(ring_wire, compressed=torch.float16 if job.compression == "fp16" else torch.bfloat16)
 
 
 def _check_storage(plan: Plan) -> None:

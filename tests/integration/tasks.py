@@ -384,6 +384,31 @@ class _Reached(torch.autograd.Function):
         return gradient, None
 
 
+class Mixed(nn.Module):
+    """A layer of complex numbers between layers of 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(6, 16).bfloat16()
+        self.turn = nn.Parameter(torch.ones(16, dtype=torch.complex64))
+        self.out = nn.Linear(16, 3).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = self.into(x.bfloat16()).float() * self.turn
+        found: torch.Tensor = self.out((turned.real + turned.imag.tanh()).bfloat16())
+        return found.float()
+
+
+class MixedDtypes(Net):
+    """Parameters of several dtypes, and a metric of the imaginary ones, which begin at zero."""
+
+    def parts(self) -> dict[str, Any]:
+        return {"all": Mixed}
+
+    def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {"loss": super().loss(model, batch), "imaginary": model.get_parameter("all.turn").imag.abs().mean()}
+
+
 def noisy(table: pa.Table, rng: np.random.Generator) -> pa.Table:
     """Add random noise to the rows, as an augmentation."""
     x = np.stack(table.column("x").to_numpy(zero_copy_only=False))

@@ -136,6 +136,22 @@ def test_gradients_in_16_bits_train_as_well(tmp_path: Path, compression: Any, co
     assert half == pytest.approx(full, rel=0.02)
 
 
+def test_parameters_of_16_bits_and_complex_ones_train_on_horovods_ring(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    write_data(tmp_path / "held_out", rows=101, files=2, group=9, seed=1)
+    found = []
+    for workers, compression in ((1, "none"), (3, "fp16")):
+        held_out = Evaluate(path=str(tmp_path / "held_out"), every_steps=STEPS)
+        base = job(tmp_path, task="tasks:MixedDtypes", workers=Workers(min=workers), evaluate=held_out)
+        result = run(replace(base, compression=compression), fresh=True, quiet=True, roots=[TASKS])  # type: ignore[arg-type]
+        assert result.status == "finished", result.error
+        found.append(dict(result.metrics))
+    views = [event for event in read_events(LocalFolder(result.path)) if event["kind"] == "view_formed"]
+    assert views[0]["collective"] == "horovod"
+    assert found[1] == pytest.approx(found[0], rel=0.03)
+    assert found[0]["imaginary"] > 0.05
+
+
 def test_torch_collective_short_last_step_and_augmentation(tmp_path: Path) -> None:
     write_data(tmp_path / "data", rows=517)
     data = Data(path=str(tmp_path / "data"), batch_size=48, shards=8, transform="tasks:noisy", granule=7, cache_mb=0)

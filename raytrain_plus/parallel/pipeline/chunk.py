@@ -8,7 +8,7 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -61,11 +61,13 @@ class Chunk:
         holders: Sequence[int],
         handovers: Handovers | None = None,
         splits: bool = False,
+        received: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None,
     ) -> None:
         """Make a chunk of `layers`, the chunk number `index` of the model.
 
         `holders`: for each chunk of the model, the stage that has it. `handovers`: the transfers to and from other
-        stages, if any. `splits`: whether backward passes come in two parts.
+        stages, if any. `splits`: whether backward passes come in two parts. `received`: called with the parameters that
+        get a gradient in the second part, which autograd does not accumulate itself.
         """
         self.submod = layers
         self.stage_index = index
@@ -78,6 +80,7 @@ class Chunk:
         """The most microbatches whose activations were held at once."""
         self._holders = holders
         self._splits = splits
+        self._received = received
         self._handovers = handovers
         self._work: PassWork | None = None
         self._count = 0
@@ -190,6 +193,7 @@ class Chunk:
                 # Loaded already by torch's schedules, which alone come here; a whole model need not load them.
                 from torch.distributed.pipelining._backward import stage_backward_weight
 
+                self._received(_trained_by(now.groups))
                 stage_backward_weight(self.submod.parameters(), now.groups)
 
     def set_local_fwd_input(self, given: Tensors, microbatch: int) -> None:
@@ -288,6 +292,13 @@ class Chunk:
         if torch.is_grad_enabled():
             self._open[microbatch] = opened
             self.most_open = max(self.most_open, len(self._open))
+
+
+def _trained_by(groups: Sequence[dict[str, Any]]) -> Iterator[nn.Parameter]:
+    """Yield the parameters to which `stage_backward_weight` will give a gradient."""
+    for group in groups:
+        if any(gradient is not None for gradients in group["grads"] for gradient in gradients):
+            yield from (node.variable for node in group["params"])
 
 
 def _depends(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:

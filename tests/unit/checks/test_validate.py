@@ -224,3 +224,20 @@ def test_more_stages_than_layers_and_fewer_microbatches_than_the_schedule_needs(
     few = replace(staged(tmp_path / "other", microbatches=1), workers=Workers(min=2, max=8))
     with pytest.raises(InputError, match="1f1b needs at least as many microbatches per replica as stages: 2, not 1"):
         validate_job(few, [])
+
+
+class Coarse(Task):
+    def model(self) -> nn.Module:
+        made = nn.Linear(2, 1)
+        made.weight = nn.Parameter(torch.zeros(1, 2, dtype=torch.float8_e4m3fn))
+        return made
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_a_parameter_whose_gradients_cannot_be_summed_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "data", "x")
+    wished = replace(job(tmp_path), task=Coarse, evaluate=None)
+    with pytest.raises(TaskError, match="the parameter 'weight' is float8_e4m3fn"):
+        validate_job(wished, [])

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.interface import Buffer, Folder
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.training.records import StepRecord
+from raytrain_plus.training.records import Remark, StepRecord
 from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
 
 NOTES = np.zeros(4, NOTE).tobytes()
@@ -66,13 +67,23 @@ def test_a_follower_from_far_back_gets_events_dropped_from_memory(
 def test_a_workers_clock_is_known_to_the_duration_of_the_call(journal: Journal) -> None:
     journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.clocked("a", clock_s=1000.15, asked=1000.1, answered=1000.3)
-    assert journal._offsets["a"] == 0.0
+    assert journal._clocks.offset("a") == 0.0
     journal.clocked("a", clock_s=900.0, asked=1000.1, answered=1000.3)
-    assert journal._offsets["a"] == pytest.approx(100.2)
+    assert journal._clocks.offset("a") == pytest.approx(100.2)
 
 
 def step(number: int) -> StepRecord:
     return StepRecord(step=number, rows=8, loss=1.0, seconds=0.1, waited_s=0.0, time=float(number), notes=NOTES)
+
+
+def test_a_remark_is_reported_once_whoever_makes_it(journal: Journal, run: Folder) -> None:
+    for name in "ab":
+        journal.came(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a", "b"], -1, 0)
+    journal.report("a", [replace(step(0), remarks=(Remark("x", "seen"), Remark("y", "too")))])
+    journal.report("b", [replace(step(0), remarks=(Remark("x", "seen by another"),))])
+    journal.settle()
+    assert [event["text"] for event in read_events(run) if event["kind"] == "noted"] == ["seen", "too"]
 
 
 def test_all_events_are_in_the_folder_in_the_end(run: Folder) -> None:

@@ -43,7 +43,9 @@ def test_gradients_are_complete_when_submitted_and_in_order() -> None:
     with gradients.reducing(world):
         (first.sum() * 3 + second.sum()).backward()
     assert [name for name, _ in world.submitted] == ["gradients.0", "gradients.1", "gradients.2"]
-    assert [value.tolist() for _, value in world.submitted] == [[0.0] * 5, [3.0] * 2, [4.0] * 3]
+    # After the gradients of a bucket: which of its parameters have got one.
+    assert [value.tolist() for _, value in world.submitted] == [[0.0] * 5 + [0], [3.0] * 2 + [1], [4.0] * 3 + [1]]
+    assert gradients.without_gradient() == {"p2"}
     gradients.scale(0.5)
     assert first.grad is not None
     assert first.grad.tolist() == [2.0] * 3
@@ -108,6 +110,64 @@ def test_without_exact_sums_the_summed_buckets_are_scaled() -> None:
     gradients.take_means(2.0)
     assert value.grad is not None
     assert value.grad.tolist() == [1.5] * 2
+
+
+class Others(SoloWorld):
+    """A world whose other members have submitted what `adds` returns."""
+
+    def __init__(self, adds):  # type: ignore[no-untyped-def]
+        self._adds = adds
+
+    def reduce(self, tensor, name, operation="sum"):  # type: ignore[no-untyped-def]
+        tensor += self._adds(tensor)
+        return super().reduce(tensor, name, operation)
+
+
+def test_a_parameter_has_a_gradient_if_any_worker_gave_it_one() -> None:
+    used, unused = parameters(2, 2)
+    gradients = Gradients(named([used, unused]))
+    for given, absent in (([0.0, 1.0], set()), ([1.0, 0.0], {"p1"})):
+        gradients.begin({})
+        others = Others(lambda tensor, given=given: torch.tensor([0.0] * 4 + given[::-1]))
+        with gradients.reducing(others):
+            used.sum().backward()
+        assert gradients.without_gradient() == absent
+
+
+def test_a_gradient_is_missing_only_inside_the_context() -> None:
+    used, unused = parameters(2, 2)
+    gradients = Gradients(named([used, unused]))
+    view = unused.grad
+    with gradients.without({"p1"}):
+        assert (used.grad is None, unused.grad is None) == (False, True)
+    assert unused.grad is view
+
+
+@pytest.mark.parametrize("change", [lambda value: value.zero_(), lambda value: value.mul_(0.5)])
+def test_gradients_that_are_changed_in_place_are_an_error(change) -> None:  # type: ignore[no-untyped-def]
+    first, second = parameters(3, 2)
+    gradients = Gradients(named([first, second]), bucket_bytes=8)
+    before = gradients.writes()
+    first.sum().backward()
+    assert gradients.writes() != before
+    before = gradients.writes()
+    gradients.check_unchanged(before)
+    change(first.grad)
+    with pytest.raises(TrainingError, match="changed it in place"):
+        gradients.check_unchanged(before)
+
+
+def test_a_complex_gradient_travels_as_real_numbers() -> None:
+    value = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    gradients = Gradients(named([value]))
+    world = Recording()
+    with gradients.reducing(world):
+        (value * torch.tensor([1 + 2j, 3 - 4j])).sum().real.backward()
+    [(_, sent)] = world.submitted
+    assert sent.tolist() == [1.0, -2.0, 3.0, 4.0, 1.0]
+    gradients.take_means(2.0)
+    assert value.grad is not None
+    assert value.grad.tolist() == [0.5 - 1j, 1.5 + 2j]
 
 
 def test_a_replaced_gradient_is_an_error() -> None:

@@ -13,7 +13,9 @@ from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
-from raytrain_plus.parallel.half import Half
+from raytrain_plus.errors import TaskError
+from raytrain_plus.parallel.half import Half, check_carried, ring_wire
+from raytrain_plus.parallel.wire import Plain
 
 
 @dataclass
@@ -23,6 +25,8 @@ class Room:
     size: int
     sent: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
     bytes: int = 0
+    flushed: int = 0
+    """The values that were sent as zero, as every member counts them."""
 
 
 @dataclass
@@ -75,9 +79,10 @@ def means(gradients: Sequence[torch.Tensor], dtype: torch.dtype, weight: float) 
     room, members = Room(len(gradients)), []
     for rank, gradient in enumerate(gradients):
         parameter = nn.Parameter(torch.zeros_like(gradient))
-        wire = Half([("p", parameter)], lambda kind: 2 if kind == torch.float32 else 0, dtype, weight)
+        wire = Half([("p", parameter)], lambda kind: 2 if kind == torch.float32 else 0, dtype)
         assert parameter.grad is not None
         parameter.grad.copy_(gradient)
+        wire.given.fill_(rank == 1)
         wire.rider.copy_(torch.tensor([1.0, rank]))
         members.append((wire, wire.submit(Member(rank, room), "gradients.0")))  # type: ignore[arg-type]
     # The first collective is complete: each member begins the second one, and only the last sees all of it.
@@ -88,6 +93,9 @@ def means(gradients: Sequence[torch.Tensor], dtype: torch.dtype, weight: float) 
             work.finish()
         wire.take_means(weight)
         assert wire.rider.tolist() == [len(members), sum(range(len(members)))]
+        assert wire.given.tolist() == [float(len(members) > 1)]
+        assert int(wire.flushed) == int(members[0][0].flushed)
+    room.flushed = int(members[0][0].flushed)
     return [wire.views[0] for wire, _ in members], room
 
 
@@ -109,22 +117,71 @@ def test_every_member_has_the_mean_of_what_was_sent_rounded_twice(
 
 
 def test_half_the_bytes_of_float32_travel_in_all() -> None:
-    gradients = [torch.ones(1000) for _ in range(4)]
+    gradients = [torch.ones(100_000) for _ in range(4)]
     _, room = means(gradients, torch.bfloat16, 1.0)
     rider = 4 * 2 * 4
     # A member submits all of its bucket once and its part of the sum once; of n equal parts, each keeps one.
-    travelled = (room.bytes - rider - 4 * 500) * 3 / 4 + 3 * 4 * 500
-    ring = 4 * 2 * 3 / 4 * 4000
+    travelled = (room.bytes - rider - 4 * 50_000) * 3 / 4 + 3 * 4 * 50_000
+    ring = 4 * 2 * 3 / 4 * 400_000
     assert travelled / ring == pytest.approx(0.5, rel=0.01)
 
 
-def test_a_sum_that_float16_does_not_hold_travels_as_its_mean() -> None:
-    found, _ = means([torch.full((3,), 60000.0 * 512)] * 2, torch.float16, 1024.0)
-    assert found[0].tolist() == [60000.0] * 3
-    found, _ = means([torch.full((3,), 70000.0 * 512)] * 2, torch.float16, 1024.0)
-    assert found[0].tolist() == [float("inf")] * 3
-    found, _ = means([torch.full((3,), 1e30)] * 2, torch.bfloat16, 2.0)
-    assert found[0].tolist() == [float(torch.tensor(1e30, dtype=torch.bfloat16))] * 3
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e-9, 1.0, 65504.0, 1e9, 1e37])
+def test_gradients_of_any_magnitude_travel(magnitude: float, dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0, -0.5, 0.001, 0.0, 1e-4, 0.25, -1.0]) * magnitude
+    found, room = means([values, 2 * values, values], dtype, 2.0)
+    torch.testing.assert_close(found[0], 2 * values, rtol=3 * torch.finfo(dtype).eps, atol=0.0)
+    assert room.flushed == 0
+
+
+def test_values_too_small_beside_others_are_counted_and_become_zero() -> None:
+    # The members' two parts are sent in units of their own.
+    gradients = [torch.tensor([1.0, 1e-13, 1e-3, 1e-13]), torch.tensor([1.0, 0.0, 1e-3, 0.0])]
+    found, room = means(gradients, torch.float16, 1.0)
+    assert room.flushed == 1
+    assert [value == 0 for value in found[1].tolist()] == [False, True, False, False]
+
+
+def test_float64_gradients_keep_their_range() -> None:
+    found, room = means([torch.tensor([1e300, -1e290], dtype=torch.float64)] * 2, torch.bfloat16, 2.0)
+    torch.testing.assert_close(found[0], torch.tensor([1e300, -1e290], dtype=torch.float64), rtol=0.01, atol=0.0)
+    assert room.flushed == 0
+
+
+def test_gradients_of_16_bits_are_added_in_32() -> None:
+    # Added in bfloat16, 256 + 1 is 256.
+    gradients = [torch.tensor([256.0, 1.0]).bfloat16(), *[torch.tensor([1.0, 1.0]).bfloat16()] * 4]
+    found, _ = means(gradients, torch.bfloat16, 1.0)
+    assert found[0].dtype == torch.bfloat16
+    assert found[0].tolist() == [260.0, 5.0]
+
+
+def test_complex_gradients_keep_their_imaginary_parts() -> None:
+    found, _ = means([torch.tensor([1 + 2j, -3 - 4j])] * 2, torch.bfloat16, 2.0)
+    assert found[0].tolist() == [1 + 2j, -3 - 4j]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compressed", "kind"),
+    [
+        (torch.float32, None, Plain),
+        (torch.complex64, None, Plain),
+        (torch.float32, torch.bfloat16, Half),
+        (torch.bfloat16, None, Half),
+        (torch.float16, None, Half),
+    ],
+)
+def test_the_wire_follows_from_the_dtype(dtype: torch.dtype, compressed: torch.dtype | None, kind: type) -> None:
+    wire = ring_wire([("p", nn.Parameter(torch.zeros(2, dtype=dtype)))], lambda kind: 0, compressed)
+    assert type(wire) is kind
+
+
+def test_gradients_that_no_wire_carries_are_refused_by_name() -> None:
+    odd = nn.Parameter(torch.zeros(2, dtype=torch.float8_e4m3fn))
+    check_carried([("a", nn.Parameter(torch.zeros(2))), ("b", nn.Parameter(odd.detach(), requires_grad=False))])
+    with pytest.raises(TaskError, match="'c' is float8_e4m3fn"):
+        check_carried([("c", odd)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -135,7 +192,7 @@ def test_what_is_not_finite_arrives_as_such(dtype: torch.dtype) -> None:
 
 def test_one_worker_rounds_as_several_do() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    wire = Half([("p", parameter)], lambda kind: 0, torch.bfloat16, 1.0)
+    wire = Half([("p", parameter)], lambda kind: 0, torch.bfloat16)
     assert parameter.grad is not None
     parameter.grad.copy_(torch.tensor([1.001, 2.0, 3.0]))
     [work] = wire.submit(SoloWorld(), "gradients.0")

@@ -1,0 +1,193 @@
+"""A parameter that no shard gives a gradient keeps its value and gets no optimizer state, as in PyTorch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from raytrain_plus import Task
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.errors import TrainingError
+from raytrain_plus.job.settings import Schedule
+from raytrain_plus.membership.mesh import Shape
+from raytrain_plus.state.holding import LEFT_ALONE
+from raytrain_plus.state.named import state_sha256
+from raytrain_plus.training.model import build_model
+from raytrain_plus.training.step import Stepper
+from tests.unit.training import test_pipedream, test_synchronous
+from tests.unit.training.group import context
+from tests.unit.training.test_synchronous import CPU, SHARDS, STEPS, Deep, Tied, alone, batches, state_of, together
+
+one_computes_at_a_time = test_synchronous.one_computes_at_a_time
+
+
+class Switch(nn.Module):
+    """Has a weight that is always used, one that about half of the microbatches use, and one that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Parameter(torch.ones(8))
+        self.sometimes = nn.Parameter(torch.ones(8))
+        self.never = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.always + (x * self.sometimes if x[0, 0] > 0 else 0.0)
+
+
+class Switched(Deep):
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        layers = super().layers()
+        first = {name: layers[name] for name in ("in", "norm")}
+        rest = {name: layers[name] for name in ("middle", "act", "out")}
+        return {**first, "one": Switch, **rest, "unused": Unused}
+
+
+class Unused(nn.Module):
+    """The model's last layer, whose only parameter has no part in its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+NEVER = ("one.never", "unused.weight")
+
+
+def stepper(task: Task) -> Stepper:
+    return test_synchronous.stepper(task, [build_model(task, test_synchronous.SEED, CPU)], exact=False)
+
+
+def run(one: Stepper, *steps: int) -> list[Any]:
+    return [one.run(step, batches(step, tuple(range(SHARDS))), context(SoloWorld())) for step in steps]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_only_parameters_with_a_gradient_change(exact: bool) -> None:
+    # The default optimizer, AdamW, decays weights whose gradient is zero.
+    _, state = alone(exact, Switched)
+    for name in NEVER:
+        assert state[f"param/{name}"].eq(1).all()
+        assert not [key for key in state if key.startswith(f"optim/{name}/")]
+    for name in ("one.always", "one.sometimes"):
+        assert state[f"param/{name}"].ne(1).all()
+        assert state[f"optim/{name}/exp_avg"].ne(0).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule"), [(Shape(2, 2), "1f1b"), (Shape(2, 2), "zero-bubble"), (Shape(1, 2), "interleaved")], ids=str
+)
+def test_stages_leave_the_same_parameters_alone(shape: Shape, schedule: Schedule) -> None:
+    applied, state = alone(exact=True, task=Switched)
+    told = together(shape, schedule, exact=True, task=Switched)
+    assert [[replace(one, remarks=()) for one in found] for found, _ in told] == [
+        [replace(one, remarks=()) for one in applied]
+    ] * shape.size
+    for replica in range(shape.replicas):
+        assert state_sha256(state_of(told, shape, replica)) == state_sha256(state)
+
+
+def test_overlapping_steps_leave_the_same_parameters_alone() -> None:
+    class Smooth(test_pipedream.Smooth):
+        def layers(self) -> dict[str, Callable[[], nn.Module]]:
+            return {**super().layers(), "d": lambda: nn.Sequential(nn.Linear(6, 3), Unused())}
+
+        def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW([value for _, value in parameters], lr=0.05)
+
+    for _, weights, one in test_pipedream.together(Shape(2, 2), [range(4)], task=Smooth):
+        if "d.1.weight" in weights:
+            assert weights["d.1.weight"].eq(1).all()
+            assert dict(one.named)["d.1.weight"].grad is not None
+        assert all(one.optimizer.state[value] for name, value in one.named if name != "d.1.weight")  # type: ignore[union-attr]
+
+
+def test_the_first_step_names_them_once() -> None:
+    one = stepper(Switched())
+    [first, second] = run(one, 0, 1)
+    [remark] = first.remarks
+    assert "gives 2 parameters 'one.never', 'unused.weight' no gradient" in remark.text
+    assert second.remarks == ()
+
+
+def test_a_state_without_moments_replaces_one_with_moments() -> None:
+    donor, receiver = stepper(Switched()), stepper(Switched())
+    run(donor, 0, 1)
+    receiver.rules[LEFT_ALONE] = False
+    run(receiver, 0)
+    assert len(receiver.optimizer.state) > len(donor.optimizer.state)  # type: ignore[union-attr]
+    receiver.adopt(donor.snapshot())
+    assert receiver.snapshot().digest == donor.snapshot().digest
+    for one in (donor, receiver):
+        run(one, *range(2, STEPS))
+    assert receiver.snapshot().digest == donor.snapshot().digest
+
+
+def test_a_run_of_an_older_version_keeps_its_rule() -> None:
+    donor, receiver = stepper(Switched()), stepper(Switched())
+    donor.rules[LEFT_ALONE] = False
+    run(donor, 0)
+    state = donor.snapshot()
+    values = json.loads(state.values)
+    # Those versions wrote no rules.
+    del values["rules"]
+    receiver.adopt(replace(state, values=json.dumps(values).encode()))
+    for one in (donor, receiver):
+        told = run(one, 1)
+        assert told[0].remarks == ()
+        assert dict(one.named)["one.never"].lt(1).all()
+    assert receiver.snapshot().digest == donor.snapshot().digest
+
+
+class TiedToUnused(Tied):
+    """The owner of a tied parameter has no part in the loss, but its copy has."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        class Passes(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return F.pad(x, (0, 2))
+
+        return {**super().layers(), "in": lambda: Passes(6, 8, bias=False)}
+
+
+@pytest.mark.parametrize("shape", [None, Shape(2, 2)])
+def test_tied_parameters_train_if_one_of_them_has_a_gradient(shape: Shape | None) -> None:
+    applied, state = alone(exact=True, task=TiedToUnused)
+    assert applied[0].remarks == ()
+    if shape is not None:
+        told = together(shape, "1f1b", exact=True, task=TiedToUnused)
+        assert [found for found, _ in told] == [applied] * shape.size
+        assert state_sha256(state_of(told, shape, 0)) == state_sha256(state)
+    assert torch.equal(state["param/in.weight"], state["param/again.weight"])
+    assert torch.equal(state["optim/in.weight/exp_avg"], state["optim/again.weight/exp_avg"])
+
+
+@pytest.mark.parametrize("how", ["zero", "scale", "replace", "backward"])
+def test_a_loss_that_changes_gradients_is_refused(how: str) -> None:
+    class Clears(Switched):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            found = super().loss(model, batch)
+            if how == "backward":
+                found[0].backward(retain_graph=True)
+            elif how == "scale":
+                for value in model.parameters():
+                    if value.grad is not None:
+                        value.grad.mul_(2)
+            else:
+                model.zero_grad(set_to_none=how == "replace")
+            return found
+
+    one = stepper(Clears())
+    before = state_sha256(test_synchronous.state_of_one(one))
+    with pytest.raises(TrainingError, match="the platform owns gradients"):
+        run(one, 0)
+    assert state_sha256(test_synchronous.state_of_one(one)) == before
