@@ -13,7 +13,7 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import World
 from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
-from raytrain_plus.job.task_loader import fault_of
+from raytrain_plus.job.task_loader import fault_of, is_signal
 from raytrain_plus.state.stages import all_but
 from raytrain_plus.state.transfer import restricted, undigested
 from raytrain_plus.training.loop import Feed, StepTimeouts, train
@@ -69,8 +69,10 @@ class Generation:
         )
         try:
             outcome = self._trained()
-        # SystemExit would end the process, as if it had been lost.
-        except (Exception, SystemExit) as error:
+        # SystemExit would end the process, as if it had been lost, and KeyboardInterrupt means a cancelled call to Ray.
+        except BaseException as error:
+            if is_signal(error):
+                raise
             in_step = self._control.activity().doing in ("computing", "applying")
             step = prepared.own.stepper.begun if in_step else None
             prepared.own.go_back()
