@@ -54,7 +54,6 @@ class Generation:
         self._assignment = assignment
         number = assignment.generation
         self._reporter = Reporter(lambda records: controller.report.remote(worker, number, records))
-        self._joined = False
 
     def run(self) -> Outcome:
         """Join, train, leave, and return how that ended."""
@@ -94,7 +93,6 @@ class Generation:
             stepper = self._take_place()
             world, form_s = self._join(stepper, stack)
             moved = self._take_state(stepper)
-            self._joined = True
             self._controller.joined.remote(self._worker, assignment.generation, form_s, moved)
             why = self._train(stepper, feed, world)
             if why == "finished":
@@ -108,9 +106,9 @@ class Generation:
     def _ended_by(self, error: BaseException, step: int | None) -> Outcome:
         """Return the outcome of a generation that `error` has ended here, in a step or outside of any."""
         if isinstance(error, (Interrupted, WaitExpired)):
-            # The loss of a peer is reported by others, in more detail.
-            known = self._control.interrupted() or (self._joined and isinstance(error, Interrupted))
-            return replace(self._prepared.outcome("interrupted"), fault="" if known else str(error))
+            # If it was told to leave, what made the others leave is the reason.
+            told = self._control.interrupted()
+            return replace(self._prepared.outcome("interrupted"), fault="" if told else str(error))
         failed = self._prepared.outcome("failed")
         if isinstance(error, RaytrainError):
             final = isinstance(error, (TrainingError, TaskError, DataChanged))

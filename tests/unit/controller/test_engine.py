@@ -28,6 +28,7 @@ from raytrain_plus.errors import (
 )
 from raytrain_plus.job.settings import Checkpoint, Parallel
 from raytrain_plus.membership import events as e
+from raytrain_plus.membership.sizes import FRUITLESS
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.manifest import name_of
 from raytrain_plus.workers.messages import Outcome, Sent, WorkerLocation, Written
@@ -428,6 +429,23 @@ def test_members_that_end_with_different_states_fail_the_run(started: Started) -
     run.export(A)
     assert run.engine.closing is not None
     assert "the workers' states differ at the end (worker-0: ab, worker-1: cd)" in str(run.engine.closing.error)
+
+
+def test_what_interrupted_the_members_is_told_with_the_next_view_and_with_the_runs_failure(started: Started) -> None:
+    run = started(A, B)
+    for _ in range(FRUITLESS + 1):
+        assert run.phase == "TRAIN"
+        run.leave(A, -1, "interrupted", fault="cannot start the all-reduce of gradients.0: no")
+        run.leave(B, -1, "interrupted", fault="the connection was closed")
+        if run.phase == "JOIN":
+            run.join(A, B)
+            assert run.told("view_formed")["cause"] == f"{A}: cannot start the all-reduce of gradients.0: no"
+    closing = run.engine.closing
+    assert closing is not None
+    assert run.told("run_finished")["error"] == (
+        f"{FRUITLESS} failures in a row with no step between them; "
+        "the last one: cannot start the all-reduce of gradients.0: no"
+    )
 
 
 def test_an_error_of_the_task_is_the_runs_error_if_it_recurs(started: Started) -> None:

@@ -99,7 +99,7 @@ def raises(error: BaseException, at: int = 1) -> Callable[[int], None]:
 @pytest.mark.parametrize(
     ("error", "why", "final", "fault"),
     [
-        (Interrupted("a peer is gone"), "interrupted", False, ""),
+        (Interrupted("a peer is gone"), "interrupted", False, "a peer is gone"),
         (WaitExpired("a peer is stuck"), "interrupted", False, "a peer is stuck"),
         (TrainingError("the loss is NaN"), "failed", True, "TrainingError: the loss is NaN"),
         (InputError("no such column"), "failed", False, "InputError: no such column"),
@@ -175,6 +175,15 @@ def test_an_interrupt_before_the_world_has_formed_is_no_fault_if_it_was_requeste
     part.control.interrupt(0)
     outcome = part.run()
     assert (outcome.why, outcome.holds, outcome.fault, part.controller.calls) == ("interrupted", -1, "", [])
+
+
+def test_what_interrupts_a_member_that_was_told_to_leave_is_no_reason(tmp_path: Path) -> None:
+    def cut(step: int) -> None:
+        part.control.interrupt(0)
+        raise Interrupted("its connections were closed")
+
+    part = Part(member(tmp_path, feeds=Feeds(cut)), assigned())
+    assert (part.run().why, part.run().fault) == ("interrupted", "")
 
 
 def given_by(held: int) -> SimpleNamespace:
