@@ -114,6 +114,29 @@ def test_the_place_of_a_dead_process_is_kept_for_a_moment(started: Started) -> N
     assert not run.workers.vacant
 
 
+def test_a_worker_that_does_not_come_up_is_started_again_while_the_others_train(started: Started) -> None:
+    run = started(A, B)
+    run.workers.die(B, KILLED)
+    run.turn()
+    run.workers.left_s[C] = 0.5
+    run.leave(A, -1, "interrupted")
+    run.join(A)
+    assert run.workers.owes(C, "location")
+    run.turn(0.4)
+    assert not run.workers.restarted
+    run.workers.left_s[C] = 0.0
+    run.turn(0.2)
+    assert run.workers.restarted == [C]
+    # Its new process comes up, and is not watched any more.
+    run.prepare(C)
+    run.workers.answer(C, "warm_up")
+    run.turn()
+    assert run.phase == "PAUSE"
+    run.workers.left_s[C] = 0.0
+    run.turn(3600.0)
+    assert run.workers.restarted == [C]
+
+
 def test_a_newcomer_joins_at_a_boundary_and_takes_the_state_of_a_donor(started: Started) -> None:
     run = started(A, B)
     run.workers.die(B, "gone")
