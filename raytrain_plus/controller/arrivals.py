@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,6 +17,8 @@ from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.timeouts import PREPARE_S
 from raytrain_plus.workers.messages import Plan, PreparedReport, WorkerLocation
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -50,10 +53,30 @@ class Arrivals:
         if name not in self.machine.group.workers:
             return
         self.loop.start(name)
+        self._expect(name)
+
+    def _expect(self, name: str) -> None:
+        """Wait until a worker's process has come up; a process that takes too long is replaced."""
         self.loop.ask(name, "location", then=partial(self._came, name))
+        self._watch(name)
+
+    def _watch(self, name: str) -> None:
+        if not self._expected(name):
+            return
+        left_s = self.loop.start_left_s(name)
+        if left_s > 0:
+            self.loop.later(left_s, partial(self._watch, name))
+            return
+        log.warning("%s has not come up in time, so another process is started in its place", name)
+        self.loop.restart(name)
+        self._expect(name)
+
+    def _expected(self, name: str) -> bool:
+        worker = self.machine.group.workers.get(name)
+        return name in self.loop and worker is not None and worker.state == "coming"
 
     def _came(self, name: str, location: WorkerLocation) -> None:
-        if name not in self.loop:
+        if not self._expected(name):
             return
         self.roster.came(location)
         self.journal.came(location)

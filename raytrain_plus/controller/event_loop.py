@@ -46,6 +46,8 @@ class WorkerGroup(Protocol):
     def __contains__(self, name: str) -> bool: ...
     def __iter__(self) -> Iterator[str]: ...
     def start(self, name: str) -> None: ...
+    def start_left_s(self, name: str) -> float: ...
+    def restart(self, name: str) -> None: ...
     def stand_by(self, nodes: Mapping[str, str]) -> None: ...
     def watch(self, name: str, died: Callable[[Future[Any]], None]) -> None: ...
     def actor(self, name: str) -> Any: ...
@@ -170,6 +172,18 @@ class EventLoop:
     def start(self, name: str) -> None:
         """Start a worker; the loop hears `Died` if its process ends before `end`."""
         self._workers.start(name)
+        self._watch(name)
+
+    def start_left_s(self, name: str) -> float:
+        """Return for how many seconds the start of a worker may still last; 0 or less if it is to be restarted."""
+        return self._workers.start_left_s(name)
+
+    def restart(self, name: str) -> None:
+        """Start a new process in the place of one that has not come up as a worker, and end that one."""
+        self._workers.restart(name)
+        self._watch(name)
+
+    def _watch(self, name: str) -> None:
         self._workers.watch(name, lambda future: self.put(_Ended(name, future)))
 
     def stand_by(self, nodes: Mapping[str, str]) -> None:

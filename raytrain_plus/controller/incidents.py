@@ -26,6 +26,24 @@ class Recovery:
     phases: Mapping[str, float]
 
 
+class _Causes:
+    """Why one or several worlds broke, each cause once."""
+
+    def __init__(self) -> None:
+        self._causes: list[str] = []
+        self._effect = ""
+
+    def add(self, cause: str, follows: bool) -> None:
+        """Add a cause. One that probably `follows` from another counts only without others, and only the first."""
+        if follows:
+            self._effect = self._effect or cause
+        elif cause and cause not in self._causes:
+            self._causes.append(cause)
+
+    def __str__(self) -> str:
+        return "; ".join(self._causes) or self._effect
+
+
 class Incidents:
     """Tracks the open incident, if there is one. A loss during a recovery is part of it."""
 
@@ -34,25 +52,34 @@ class Incidents:
         self._members: Members = {}
         self._before: Members = {}
         self._open = self._together = False
-        self._causes: list[str] = []
+        self._causes = _Causes()
+        self._last_world = _Causes()
         self._dead: set[str] = set()
         self._recomputed = self._lost = 0
         self._began = self._known = self._out = self._joined = 0.0
         self._form_s = 0.0
 
-    def broke(self, now: float, cause: str) -> None:
-        """Record that a world broke; `cause` is empty if not known yet."""
+    @property
+    def last_world(self) -> str:
+        """Why worlds broke since the last one in which all were together; empty if none did."""
+        return str(self._last_world)
+
+    def broke(self, now: float, cause: str, follows: bool = False) -> None:
+        """Record that a world broke; `cause` is empty if not known yet.
+
+        `follows`: the cause is what a member saw, which probably follows from the loss or the failure of another.
+        """
         if not self._open:
             self._open = True
             self._began = now if self._last_commit is None else self._last_commit
             self._known = now
             self._before = self._members
-            self._causes = []
+            self._causes = _Causes()
             self._recomputed = self._lost = 0
             self._out = now
         self._together = False
-        if cause and cause not in self._causes:
-            self._causes.append(cause)
+        self._causes.add(cause, follows)
+        self._last_world.add(cause, follows)
 
     def gone(self, worker: str) -> None:
         """Record that a worker's process is gone."""
@@ -70,6 +97,7 @@ class Incidents:
     def joined(self, now: float, members: Members, form_s: float) -> None:
         """Record that all members are in their world and have the state; the slowest took `form_s` to form it."""
         self._together = True
+        self._last_world = _Causes()
         self._joined = now
         self._members = members
         self._form_s = form_s
@@ -107,7 +135,7 @@ class Incidents:
             "resume": time - self._joined,
         }
         return Recovery(
-            cause="; ".join(self._causes) or "a collective broke",
+            cause=str(self._causes) or "a collective broke",
             stall_s=time - self._began,
             steps_lost=self._lost,
             steps_recomputed=self._recomputed,

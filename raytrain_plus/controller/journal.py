@@ -218,9 +218,9 @@ class Journal:
         if location is not None:
             self._tell("worker_lost", **_who(location), cause=cause)
 
-    def broke(self, now: float, cause: str) -> None:
-        """Record that the group's world broke."""
-        self._incidents.broke(now, cause)
+    def broke(self, now: float, cause: str, follows: bool = False) -> None:
+        """Record that the group's world broke: see `Incidents.broke`."""
+        self._incidents.broke(now, cause, follows)
 
     def report(self, worker: str, records: Iterable[StepRecord | Evaluated]) -> None:
         """Record what a member of the current generation has applied and evaluated."""
@@ -339,6 +339,7 @@ class Journal:
             spares=list(spares),
             collective=collective if len(view.members) > 1 else "none (one worker)",
             moved_bytes=moved_bytes,
+            **({"cause": cause} if (cause := self._incidents.last_world) else {}),
         )
         self._incidents.joined(now, {name: _who(self._locations[name]) for name in self._members}, form_s)
 

@@ -155,7 +155,8 @@ class Members:
             self.errors[outcome.fault] = outcome.error
             log.info("%s failed in generation %d: %s", name, generation, outcome.fault)
         if outcome.why in ("failed", "interrupted"):
-            self._journal.broke(self._clock.unix(), f"{name}: {outcome.fault}" if outcome.why == "failed" else "")
+            said = f"{name}: {outcome.fault}" if outcome.fault else ""
+            self._journal.broke(self._clock.unix(), said, follows=outcome.why == "interrupted")
         self._machine.feed(
             e.Left(
                 name,

@@ -13,7 +13,7 @@ from raytrain_plus.data.files import data_exists, split_pattern
 from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.errors import DataError, TaskError, WaitExpired
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import is_signal, load_function, trim_traceback
+from raytrain_plus.job.task_loader import load_function, reporting, trim_traceback
 
 LOCK_S = 3600.0
 """Maximum seconds to wait for another process of this node that prepares the same data."""
@@ -70,18 +70,14 @@ def prepare(spec: str | None, path: str | Path, roots: Sequence[Path]) -> None:
 
 
 def _write(function: object, spec: str, target: Path) -> None:
+    def report(error: BaseException) -> TaskError:
+        what, where = f"data.prepare raised {type(error).__name__}: {error}", f"data.prepare: {spec}"
+        return TaskError(what, where=where, user_traceback=trim_traceback(error))
+
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        try:
+        with reporting(report):
             function(folder, target.name)  # type: ignore[operator]
-        except (Exception, SystemExit) as error:
-            if is_signal(error):
-                raise
-            raise TaskError(
-                f"data.prepare raised {type(error).__name__}: {error}",
-                where=f"data.prepare: {spec}",
-                user_traceback=trim_traceback(error),
-            ) from None
         if not any(folder.iterdir()):
             raise DataError("data.prepare wrote nothing", where=f"data.prepare: {spec}", expected="Parquet files")
         folder.chmod(0o755)

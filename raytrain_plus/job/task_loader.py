@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,31 +76,47 @@ def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
     Raises `TaskError` with the user's own frames if the constructor raises, `InputError` if a variable is not set.
     """
     known = resolved(args, os.environ)
-    try:
-        return cls(**known)
-    except (Exception, SystemExit) as error:
-        if is_signal(error):
-            raise
+
+    def report(error: BaseException) -> TaskError:
         given = ", ".join(args) or "none"
-        raise TaskError(
+        return TaskError(
             f"{cls.__name__}(...) raised {type(error).__name__}: {error}",
             where=f"task: {cls.__module__}:{cls.__qualname__}",
             remedy=f"check the job's args (given: {given})" if isinstance(error, TypeError) else "",
             user_traceback=trim_traceback(error),
-        ) from None
+        )
+
+    with reporting(report):
+        return cls(**known)
+
+
+@contextmanager
+def reporting(report: Callable[[BaseException], Exception | None]) -> Iterator[None]:
+    """Turn whatever the task's code raises into the error that `report` returns; None leaves it as it is.
+
+    Exceptions that usually end a process, such as `KeyboardInterrupt` and `SystemExit`, are errors of the task like any
+    other, unless a signal raised them.
+    """
+    try:
+        yield
+    except BaseException as error:
+        reported = None if is_signal(error) else report(error)
+        if reported is None:
+            raise
+        raise reported from None
 
 
 @contextmanager
 def as_task_error(what: str, where: str) -> Iterator[None]:
     """Turn exceptions of the task's code into a `TaskError` that says `what` failed and shows the user's frames."""
-    try:
+
+    def report(error: BaseException) -> TaskError | None:
+        if isinstance(error, RaytrainError):
+            return None
+        return TaskError(f"{what}: {type(error).__name__}: {error}", where=where, user_traceback=trim_traceback(error))
+
+    with reporting(report):
         yield
-    except RaytrainError:
-        raise
-    except Exception as error:
-        raise TaskError(
-            f"{what}: {type(error).__name__}: {error}", where=where, user_traceback=trim_traceback(error)
-        ) from None
 
 
 def trim_traceback(error: BaseException) -> str:
@@ -133,7 +150,14 @@ def fault_of(error: BaseException) -> str:
 
 
 def is_signal(error: BaseException) -> bool:
-    """Return whether a signal handler of this package raised this `SystemExit`, and not a task's `sys.exit`."""
+    """Return whether a signal raised this `KeyboardInterrupt` or `SystemExit`, and not the task's code.
+
+    Python handles signals on the main thread, as Ray does when it cancels a call. Workers run the task on another.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if isinstance(error, KeyboardInterrupt):
+        return True
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, SystemExit) and bool(frames) and frames[-1].filename.startswith(_OURS)
 
@@ -148,22 +172,8 @@ def _load(spec: str, roots: Sequence[Path], what: str) -> Any:
     # First in the search path, and left there, as for the folder of a script.
     sys.path[:0] = [text for root in roots if (text := str(root.absolute())) not in sys.path]
     importlib.invalidate_caches()
-    try:
+    with reporting(lambda error: _not_imported(error, module_name, f"{what}: {spec}", roots)):
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            searched = ", ".join(str(root) for root in roots)
-            raise TaskError(
-                f"module '{error.name}' not found",
-                where=f"{what}: {spec}",
-                expected=f"module:name, importable from {searched}",
-                remedy="run from the folder that contains it, or correct the name",
-            ) from None
-        raise _raised(error, module_name, what, spec) from None
-    except (Exception, SystemExit) as error:
-        if is_signal(error):
-            raise
-        raise _raised(error, module_name, what, spec) from None
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
@@ -177,10 +187,19 @@ def _load(spec: str, roots: Sequence[Path], what: str) -> Any:
     return value
 
 
-def _raised(error: BaseException, module: str, what: str, spec: str) -> TaskError:
+def _not_imported(error: BaseException, module: str, where: str, roots: Sequence[Path]) -> TaskError:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and (module == missing or module.startswith(missing + ".")):
+        searched = ", ".join(str(root) for root in roots)
+        return TaskError(
+            f"module '{missing}' not found",
+            where=where,
+            expected=f"module:name, importable from {searched}",
+            remedy="run from the folder that contains it, or correct the name",
+        )
     return TaskError(
         f"importing '{module}' raised {type(error).__name__}: {error}",
-        where=f"{what}: {spec}",
+        where=where,
         user_traceback=trim_traceback(error),
     )
 

@@ -67,7 +67,8 @@ class Left:
     holds: int | None
     why: Why
     fault: str = ""
-    """Identifies an error of the task, to recognise it if it recurs; empty without an error."""
+    """Identifies an error of the task, to recognise it if it recurs. Of an interrupted member: what interrupted it.
+    Empty without either."""
     final: bool = False
     """The error would recur on every retry."""
     stage: Stage | None = None

@@ -37,6 +37,8 @@ from raytrain_plus.membership.view import form_view
 
 Outcome = tuple[Group, list[e.Command]]
 
+_TOO_LONG = " took too long"
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -451,9 +453,9 @@ def _out(group: Group, event: e.Left) -> Group:
         copies |= {(event.copy, event.stage)}
     group = with_worker(group, event.worker, state="idle", joined=False, copies=copies, **held)
     group = replace(group, finished=group.finished or event.why == "finished")
-    group = replace(group, cause=event.fault or group.cause)
     if event.why != "failed":
         return group
+    group = replace(group, cause=event.fault)
     if event.final:
         return replace(group, failure=group.failure or event.fault)
     return _fault(group, group.committed if event.holds is None else event.holds, event.fault)
@@ -472,7 +474,8 @@ def _left(group: Group, event: e.Left) -> Outcome:
         return group, []
     group = _out(group, event)
     if event.why in ("failed", "interrupted"):
-        return _break(group)
+        # What interrupts others afterwards follows from this, unless a worker was lost.
+        return _break(replace(group, cause=event.fault or group.cause))
     return _settle(group)
 
 
@@ -481,7 +484,11 @@ def _left_leave(group: Group, event: e.Left) -> Outcome:
     # A worker that finishes a step has said before that it could.
     if worker.state != "in" or (worker.ready is not None and event.ready is not None):
         return group, []
-    return _settle(_out(group, event))
+    group = _out(group, event)
+    if event.fault and group.cause.endswith(_TOO_LONG):
+        # This may be why.
+        group = replace(group, cause=event.fault)
+    return _settle(group)
 
 
 def _gone(group: Group, event: e.Lost) -> Group:
@@ -618,12 +625,12 @@ def _late_gather(group: Group, event: e.Late) -> Outcome:
 
 
 def _late(group: Group, event: e.Late) -> Outcome:
-    return _break(replace(group, cause=f"{group.phase.value} took too long"))
+    return _break(replace(group, cause=f"{group.phase.value}{_TOO_LONG}"))
 
 
 def _stuck(group: Group, event: e.Stuck) -> Outcome:
     what = f"all workers waited for one another in step {group.committed + 1}, twice: the collective makes no progress"
-    return _break(_fault(group, group.committed, what))
+    return _break(replace(_fault(group, group.committed, what), cause="all workers waited for one another"))
 
 
 def _late_leave(group: Group, event: e.Late) -> Outcome:

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from raytrain_plus.membership.group import Group, Phase, free, preparing
 
+START_S = 60.0
+"""Seconds after which a process that has not come up as a worker is replaced by another, twice as many each time.
+
+Whether there is room for it is looked up as often: without room there is no process yet.
+"""
+LOAD_S = 30.0
+"""Maximum seconds from the start of a standby until it has imported all; later, a new process is no slower."""
+ANSWER_S = 1.0
+"""Maximum seconds until a standby answers, once it has imported all."""
 PREPARE_S = 600.0
 """Maximum seconds to import the task, make the data if a node lacks it, and build the model."""
 SETTLE_S = 5.0

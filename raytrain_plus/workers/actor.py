@@ -43,6 +43,9 @@ class WorkerActor:
         """Never answer: the failure of this call is how the controller learns, at once, that the process is gone."""
         threading.Event().wait()
 
+    def respond(self) -> None:
+        """Answer, so that the controller knows that this process is not stopped."""
+
     def load(self, imports: Imports) -> None:
         """Import all that a worker will need; see `import_all`."""
         with self._importing:

@@ -13,7 +13,7 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import World
 from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
-from raytrain_plus.job.task_loader import fault_of
+from raytrain_plus.job.task_loader import fault_of, is_signal
 from raytrain_plus.state.stages import all_but
 from raytrain_plus.state.transfer import restricted, undigested
 from raytrain_plus.training.loop import Feed, StepTimeouts, train
@@ -54,7 +54,6 @@ class Generation:
         self._assignment = assignment
         number = assignment.generation
         self._reporter = Reporter(lambda records: controller.report.remote(worker, number, records))
-        self._joined = False
 
     def run(self) -> Outcome:
         """Join, train, leave, and return how that ended."""
@@ -69,8 +68,10 @@ class Generation:
         )
         try:
             outcome = self._trained()
-        # SystemExit would end the process, as if it had been lost.
-        except (Exception, SystemExit) as error:
+        # SystemExit would end the process, as if it had been lost, and KeyboardInterrupt means a cancelled call to Ray.
+        except BaseException as error:
+            if is_signal(error):
+                raise
             in_step = self._control.activity().doing in ("computing", "applying")
             step = prepared.own.stepper.begun if in_step else None
             prepared.own.go_back()
@@ -92,7 +93,6 @@ class Generation:
             stepper = self._take_place()
             world, form_s = self._join(stepper, stack)
             moved = self._take_state(stepper)
-            self._joined = True
             self._controller.joined.remote(self._worker, assignment.generation, form_s, moved)
             why = self._train(stepper, feed, world)
             if why == "finished":
@@ -106,9 +106,9 @@ class Generation:
     def _ended_by(self, error: BaseException, step: int | None) -> Outcome:
         """Return the outcome of a generation that `error` has ended here, in a step or outside of any."""
         if isinstance(error, (Interrupted, WaitExpired)):
-            # The loss of a peer is reported by others, in more detail.
-            known = self._control.interrupted() or (self._joined and isinstance(error, Interrupted))
-            return replace(self._prepared.outcome("interrupted"), fault="" if known else str(error))
+            # If it was told to leave, what made the others leave is the reason.
+            told = self._control.interrupted()
+            return replace(self._prepared.outcome("interrupted"), fault="" if told else str(error))
         failed = self._prepared.outcome("failed")
         if isinstance(error, RaytrainError):
             final = isinstance(error, (TrainingError, TaskError, DataChanged))

@@ -41,7 +41,7 @@ def import_all(imports: Imports) -> None:
     """
     sys.path[:0] = [root for root in imports.roots if root not in sys.path]
     for module in imports.modules:
-        with contextlib.suppress(Exception, SystemExit):
+        with contextlib.suppress(BaseException):
             importlib.import_module(module)
     from torch import nn, optim
 

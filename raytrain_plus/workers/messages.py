@@ -197,7 +197,8 @@ class Outcome:
     """The squares of the norms of all gradients of step `holds`, if gradients are clipped."""
     error: RaytrainError | None = None
     fault: str = ""
-    """The error and its place, in the same words whenever it recurs."""
+    """The error and its place, in the same words whenever it recurs; if interrupted, by what, unless it was told to
+    leave."""
     final: bool = False
     """The error would recur on every retry."""
     records: Sequence[StepRecord | Evaluated] = ()

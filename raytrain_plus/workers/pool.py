@@ -17,13 +17,19 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorPlacementGroupRemoved, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raytrain_plus.errors import Interrupted, RunError, WorkerLost
+from raytrain_plus.membership.timeouts import START_S
 from raytrain_plus.workers.actor import WorkerActor
 from raytrain_plus.workers.imports import Imports
-from raytrain_plus.workers.standby import Standbys, nodes_with_standby
+from raytrain_plus.workers.standby import Standby, Standbys, nodes_with_standby
 
 CALLS = 32
 """Concurrent calls that a worker answers: those that stay pending, short ones, and copies sent by others."""
@@ -37,12 +43,20 @@ FREE_S = 5.0
 """Maximum seconds to wait at the end for Ray to remove placement groups; without its GCS each takes a minute."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerHandle:
     """One started worker."""
 
     actor: Any
     group: PlacementGroup
+    standby: Standby | None = None
+    """What the process was before."""
+    began: float = 0.0
+    """When its start was requested, or found to have room, in seconds by the pool's clock."""
+    placed: bool = False
+    """Whether its placement group is known to have room."""
+    tries: int = 0
+    """How many processes were started for this worker before."""
 
 
 class Pool:
@@ -51,8 +65,12 @@ class Pool:
     A worker that the cluster has no room for yet waits for it; that is also how an autoscaler learns of the demand.
     """
 
-    def __init__(self, cpus: float, gpus: float, imports: Imports) -> None:
-        """Create an empty pool. `cpus`, `gpus`: what each worker needs; `imports`: what standbys import."""
+    def __init__(self, cpus: float, gpus: float, imports: Imports, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create an empty pool.
+
+        `cpus`, `gpus`: what each worker needs; `imports`: what standbys import; `clock`: seconds.
+        """
+        self._clock = clock
         self._need = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
         self._handles: dict[str, WorkerHandle] = {}
         self._nodes: dict[str, str] = {}
@@ -62,7 +80,7 @@ class Pool:
         self._freeing: list[threading.Thread] = []
         # Once: Ray keeps each class that is made remote for as long as the process lives.
         self._remote = ray.remote(WorkerActor)
-        self._standbys = Standbys(self._start_standby, _kill, imports)
+        self._standbys = Standbys(self._start_standby, _kill, imports, clock)
 
     @property
     def need(self) -> str:
@@ -76,11 +94,28 @@ class Pool:
             return
         dead = max(self._vacant, key=lambda one: self._standbys.waits(self._nodes[one]))
         group, node = self._vacant.pop(dead).group, self._nodes.pop(dead)
-        if self._standbys.waits(node):
-            self._handles[name] = WorkerHandle(self._standbys.take(node), group)
-            self._handles[name].actor.become.remote(name)
-        else:
+        standby = self._standbys.take(node)
+        if standby is None:
             self._handles[name] = self._started(group, name)
+        else:
+            self._handles[name] = WorkerHandle(standby.actor, group, standby, self._clock(), placed=True)
+            standby.actor.become.remote(name)
+
+    def start_left_s(self, name: str) -> float:
+        """Return for how many seconds the start of a worker may still last; 0 or less if it is to be restarted."""
+        handle, now = self._handles[name], self._clock()
+        if not handle.placed and now >= handle.began + START_S:
+            handle.placed, handle.began = _has_room(handle.group), now
+        left_s = handle.began + START_S * 2.0**handle.tries - now
+        return left_s if handle.standby is None else min(left_s, handle.standby.left_s(now))
+
+    def restart(self, name: str) -> None:
+        """Start a new process in the place of one that has not come up as a worker, and end that one."""
+        before = self._handles[name]
+        # First, so that the end of the other process is not taken for the worker's.
+        new = self._handles[name] = self._started(before.group, name)
+        new.placed, new.tries = True, before.tries + (before.standby is None)
+        _kill(before.actor)
 
     def stand_by(self, nodes: Mapping[str, str]) -> None:
         """Keep standbys for these members, given the node of each: see `nodes_with_standby`.
@@ -107,7 +142,7 @@ class Pool:
             num_gpus=self._need.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         ).remote(name)
-        return WorkerHandle(actor, group)
+        return WorkerHandle(actor, group, began=self._clock())
 
     def _start_standby(self, node: str) -> Any:
         return self._options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
@@ -147,17 +182,19 @@ class Pool:
     def watch(self, name: str, died: Callable[[Future[Any]], None]) -> None:
         """Call `died` as soon as the worker's process is gone."""
 
+        handle = self._handles[name]
+
         def told(future: Future[Any]) -> None:
+            if self._handles.get(name) is not handle:
+                # It was ended, and perhaps another process was started in its place.
+                return
             # A broken connection may come back, and then the process was never gone.
-            if isinstance(future.exception(), ActorUnavailableError) and name in self._handles:
-                self._live(name, died)
+            if isinstance(future.exception(), ActorUnavailableError):
+                handle.actor.live.remote().future().add_done_callback(died)
             else:
                 died(future)
 
-        self._live(name, told)
-
-    def _live(self, name: str, answered: Callable[[Future[Any]], None]) -> None:
-        self._handles[name].actor.live.remote().future().add_done_callback(answered)
+        handle.actor.live.remote().future().add_done_callback(told)
 
     def end(self, name: str, *, vacate: bool = False) -> None:
         """End a worker, whatever it does, and free its place; with `vacate`, keep the place for the next one.
@@ -168,6 +205,8 @@ class Pool:
         _kill(handle.actor)
         if vacate and name in self._nodes and self._standbys.waits(self._nodes[name]):
             self._vacant[name] = handle
+            # The answer is there when the others have formed their group.
+            self._standbys.ask(self._nodes[name])
         else:
             self._nodes.pop(name, None)
             self._free(handle)
@@ -192,6 +231,13 @@ class Pool:
     def _free(self, handle: WorkerHandle) -> None:
         # Without Ray's GCS this takes a minute, during which nobody else may be blocked.
         self._freeing = [*(thread for thread in self._freeing if thread.is_alive()), _freed(handle.group)]
+
+
+def _has_room(group: PlacementGroup) -> bool:
+    """Return whether a placement group has its resources; False if Ray does not answer."""
+    with contextlib.suppress(RayError):
+        return bool(placement_group_table(group).get("state") == "CREATED")
+    return False
 
 
 def _kill(actor: Any) -> None:

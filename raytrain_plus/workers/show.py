@@ -6,6 +6,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from raytrain_plus.job.task_loader import is_signal
 from raytrain_plus.runs.folder import MODEL
 from raytrain_plus.task import Task
 from raytrain_plus.training.model import build_model
@@ -40,7 +41,9 @@ def _show_whole(prepared: Prepared) -> str | None:
         module = build_model(task, prepared.plan.job.seed, torch.device("cpu")).module
         # A parameter that a layer shares internally has one name here, and two there.
         module.load_state_dict(weights, strict=False)
-    except Exception as error:
+    except BaseException as error:
+        if is_signal(error):
+            raise
         return f"the whole model could not be assembled for Task.show: {type(error).__name__}: {error}"
     return _shown(task, module)
 
@@ -50,6 +53,8 @@ def _shown(task: Task, module: nn.Module) -> str | None:
     try:
         with torch.no_grad():
             return task.show(module)
-    except Exception as error:
+    except BaseException as error:
+        if is_signal(error):
+            raise
         # A failure here must not lose the model.
         return f"Task.show failed: {as_training_error(error)}"

@@ -18,6 +18,7 @@ import ray
 
 from raytrain_plus.collective.interrupt import close_connections
 from raytrain_plus.errors import DataChanged, RaytrainError
+from raytrain_plus.job.task_loader import reporting
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.manifest import Manifest
@@ -261,11 +262,8 @@ class Worker:
     def _do(self, work: Callable[[], T]) -> T:
         def told() -> T:
             try:
-                return work()
-            except RaytrainError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise as_training_error(error) from None
+                with reporting(lambda error: None if isinstance(error, RaytrainError) else as_training_error(error)):
+                    return work()
             finally:
                 self._control.enter("idle")
 

@@ -92,6 +92,8 @@ class Raises(Net):
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if self.where == "loss":
             raise KeyError("label")
+        if self.where == "step":
+            raise KeyboardInterrupt("enough")
         return super().loss(model, batch)
 
 

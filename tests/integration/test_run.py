@@ -196,14 +196,16 @@ def test_credentials_are_stripped_from_a_librarys_error_everywhere(tmp_path: Pat
             "layers", 2, ["Raises cannot be built: ZeroDivisionError: in layers", "tasks.py"], marks=pytest.mark.slow
         ),
         ("loss", 1, ["the task raised KeyError: 'label'", 'raise KeyError("label")']),
+        ("step", 1, ["the task raised KeyboardInterrupt: enough", 'raise KeyboardInterrupt("enough")']),
     ],
 )
 def test_what_the_task_raises_is_shown_in_the_users_frames(
     tmp_path: Path, where: str, code: int, expected: list[str]
 ) -> None:
     write_data(tmp_path / "data")
-    got, _, err = raytrain("run", write_job(tmp_path, task="tasks:Raises", args={"where": where}), "--json")
+    got, out, err = raytrain("run", write_job(tmp_path, task="tasks:Raises", args={"where": where}), "--json")
     assert got == code, err
+    assert code == 2 or expected[0] in json.loads(out)["error"]
     assert all(part in err for part in expected), err
     assert "training/step.py" not in err
     assert "ray/" not in err

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytrain_plus import Workers
+from raytrain_plus import Elastic, Workers
 from raytrain_plus.data.audit import audit
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.tasks import write_data
@@ -25,9 +25,12 @@ def workers_processes() -> set[int]:
     }
 
 
-def waits(process: int) -> bool:
-    """Return whether a standby has imported what it needs: it uses no CPU any more."""
-    return psutil.Process(process).cpu_percent(0.5) < 10
+def rests(pid: int) -> bool:
+    """Return whether a process computes almost nothing for half a second."""
+    times = [psutil.Process(pid).cpu_times()]
+    time.sleep(0.5)
+    times.append(psutil.Process(pid).cpu_times())
+    return times[0].user > 1 and times[1].user - times[0].user <= 0.02
 
 
 def test_a_standby_replaces_a_killed_worker(tmp_path: Path) -> None:
@@ -37,17 +40,38 @@ def test_a_standby_replaces_a_killed_worker(tmp_path: Path) -> None:
         run = Run(job(tmp_path, steps=400, args={"pad_s": 0.02}, workers=Workers(min=1, max=2)))
         before = born(run.until_size(2))
         [standby] = run.until(lambda: workers_processes() - others - set(before), "a standby")
-        run.until(lambda: waits(standby), "a standby that waits")
-        killed_at = time.time()
+        run.until(lambda: rests(standby), "the end of its imports")
         run.kill(victim := run.members()[1])
         view = run.until(lambda: [e for e in run.events("view_formed")[1:] if len(e["members"]) == 2], "two members")[0]
         [kept, new] = view["members"]
         assert (kept["pid"] in before, new["pid"]) == (True, standby)
         assert new["worker"] not in (victim["worker"], kept["worker"])
-        assert view["time"] - killed_at < 5
         result = run.finish()
         assert result.recoveries == 1
         found = audit(result.path)
         assert found.clean, found.faults
         # The one that waited after that is ended with the run, before its Ray is.
+        assert not workers_processes() - others
+
+
+def test_a_standby_that_is_stopped_keeps_no_worker_from_being_replaced(tmp_path: Path) -> None:
+    """It had taken the dead worker's place, and the run waited for it until `elastic.wait_s` had passed."""
+    write_data(tmp_path / "data")
+    others = workers_processes()
+    with raylets(1, cpus=2):
+        # The run cannot go on with one worker, and waits so long for another that the test would end first.
+        elastic = Elastic(wait_s=3600.0)
+        run = Run(job(tmp_path, steps=200, args={"pad_s": 0.02}, workers=Workers(min=2, max=2), elastic=elastic))
+        before = born(run.until_size(2))
+        [standby] = run.until(lambda: workers_processes() - others - set(before), "a standby")
+        run.until(lambda: rests(standby), "the end of its imports")
+        psutil.Process(standby).suspend()
+        run.kill(run.members()[1])
+        view = run.until(lambda: [e for e in run.events("view_formed")[1:] if len(e["members"]) == 2], "two members")[0]
+        [kept, new] = view["members"]
+        assert (kept["pid"] in before, new["pid"] in {standby, *before}) == (True, False)
+        result = run.finish()
+        assert (result.recoveries, len(run.events("worker_lost"))) == (1, 1)
+        found = audit(result.path)
+        assert found.clean, found.faults
         assert not workers_processes() - others

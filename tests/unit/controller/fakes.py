@@ -52,6 +52,10 @@ class FakeWorkers:
         """The node of each member that a standby was asked for."""
         self.vacant: list[str] = []
         """The workers whose places are kept."""
+        self.left_s = dict[str, float]()
+        """For how many seconds the starts of these workers may last; an hour for others."""
+        self.restarted: list[str] = []
+        """The workers that were started again."""
         self._taken = 0
         self._alive: dict[str, Callable[[Future[Any]], None]] = {}
         self._asked: dict[tuple[str, str], list[Future[Any]]] = {}
@@ -64,6 +68,14 @@ class FakeWorkers:
 
     def start(self, name: str) -> None:
         self._alive[name] = lambda future: None
+
+    def start_left_s(self, name: str) -> float:
+        return self.left_s.get(self._known(name), 3600.0)
+
+    def restart(self, name: str) -> None:
+        self.restarted.append(self._known(name))
+        self.left_s.pop(name)
+        self._asked = {call: futures for call, futures in self._asked.items() if call[0] != name}
 
     def watch(self, name: str, died: Callable[[Future[Any]], None]) -> None:
         self._alive[name] = died

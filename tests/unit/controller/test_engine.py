@@ -28,6 +28,7 @@ from raytrain_plus.errors import (
 )
 from raytrain_plus.job.settings import Checkpoint, Parallel
 from raytrain_plus.membership import events as e
+from raytrain_plus.membership.sizes import FRUITLESS
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.manifest import name_of
 from raytrain_plus.workers.messages import Outcome, Sent, WorkerLocation, Written
@@ -111,6 +112,29 @@ def test_the_place_of_a_dead_process_is_kept_for_a_moment(started: Started) -> N
     run.workers.die(A, "its node is gone")
     run.turn()
     assert not run.workers.vacant
+
+
+def test_a_worker_that_does_not_come_up_is_started_again_while_the_others_train(started: Started) -> None:
+    run = started(A, B)
+    run.workers.die(B, KILLED)
+    run.turn()
+    run.workers.left_s[C] = 0.5
+    run.leave(A, -1, "interrupted")
+    run.join(A)
+    assert run.workers.owes(C, "location")
+    run.turn(0.4)
+    assert not run.workers.restarted
+    run.workers.left_s[C] = 0.0
+    run.turn(0.2)
+    assert run.workers.restarted == [C]
+    # Its new process comes up, and is not watched any more.
+    run.prepare(C)
+    run.workers.answer(C, "warm_up")
+    run.turn()
+    assert run.phase == "PAUSE"
+    run.workers.left_s[C] = 0.0
+    run.turn(3600.0)
+    assert run.workers.restarted == [C]
 
 
 def test_a_newcomer_joins_at_a_boundary_and_takes_the_state_of_a_donor(started: Started) -> None:
@@ -428,6 +452,23 @@ def test_members_that_end_with_different_states_fail_the_run(started: Started) -
     run.export(A)
     assert run.engine.closing is not None
     assert "the workers' states differ at the end (worker-0: ab, worker-1: cd)" in str(run.engine.closing.error)
+
+
+def test_what_interrupted_the_members_is_told_with_the_next_view_and_with_the_runs_failure(started: Started) -> None:
+    run = started(A, B)
+    for _ in range(FRUITLESS + 1):
+        assert run.phase == "TRAIN"
+        run.leave(A, -1, "interrupted", fault="cannot start the all-reduce of gradients.0: no")
+        run.leave(B, -1, "interrupted", fault="the connection was closed")
+        if run.phase == "JOIN":
+            run.join(A, B)
+            assert run.told("view_formed")["cause"] == f"{A}: cannot start the all-reduce of gradients.0: no"
+    closing = run.engine.closing
+    assert closing is not None
+    assert run.told("run_finished")["error"] == (
+        f"{FRUITLESS} failures in a row with no step between them; "
+        "the last one: cannot start the all-reduce of gradients.0: no"
+    )
 
 
 def test_an_error_of_the_task_is_the_runs_error_if_it_recurs(started: Started) -> None:

@@ -45,6 +45,26 @@ def test_a_loss_during_a_recovery_belongs_to_it() -> None:
     assert recovery.kept == [A]
 
 
+def test_what_members_saw_is_the_cause_only_if_nobody_was_lost() -> None:
+    incidents = Incidents()
+    incidents.joined(0.0, {"a": A, "b": B}, form_s=0.1)
+    incidents.committed(1.0)
+    incidents.broke(1.1, "a: cannot start", follows=True)
+    incidents.broke(1.2, "b: connection closed", follows=True)
+    assert incidents.last_world == "a: cannot start"
+    incidents.joined(1.3, {"a": A, "b": B}, form_s=0.1)
+    assert incidents.last_world == ""
+    incidents.broke(1.4, "a: connection closed", follows=True)
+    assert incidents.last_world == "a: connection closed"
+    incidents.joined(1.5, {"a": A, "b": B}, form_s=0.1)
+    recovery = incidents.committed(1.7)
+    assert recovery is not None
+    assert recovery.cause == "a: cannot start"
+    incidents.broke(1.8, "a: connection closed", follows=True)
+    incidents.broke(1.9, "b was killed")
+    assert incidents.last_world == "b was killed"
+
+
 def test_late_reports_of_commits_before_the_loss_do_not_end_it() -> None:
     incidents = Incidents()
     incidents.joined(0.0, {"a": A, "b": B}, form_s=0.1)

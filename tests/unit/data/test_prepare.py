@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ def test_a_function_that_exits_is_an_error_and_leaves_nothing(tmp_path: Path) ->
     with pytest.raises(TaskError, match=r"sys.exit(.|\n)*data.prepare raised SystemExit: no network"):
         prepare("ending_prepare:make", tmp_path / "data", [tmp_path])
     assert not [path for path in tmp_path.iterdir() if path.is_dir() and "data" in path.name]
+
+
+def test_a_function_that_raises_as_a_signal_does_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "stopping_prepare.py").write_text("def make(folder, name):\n    raise KeyboardInterrupt('enough')\n")
+    with (
+        ThreadPoolExecutor(max_workers=1) as thread,
+        pytest.raises(TaskError, match=r"data\.prepare raised KeyboardInterrupt: enough"),
+    ):
+        thread.submit(prepare, "stopping_prepare:make", tmp_path / "data", [tmp_path]).result()
 
 
 @pytest.mark.parametrize(

@@ -231,14 +231,16 @@ def test_a_transform_that_drops_rows_is_refused(folder: Path) -> None:
         gather(rows)
 
 
-def test_an_error_in_collate_reaches_the_step(folder: Path) -> None:
-    def collate(table: pa.Table) -> object:
-        raise KeyError("label")
+@pytest.mark.parametrize("place", ["collate", "transform"])
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt, SystemExit])
+def test_an_error_in_the_tasks_code_reaches_the_step(folder: Path, place: str, kind: type[BaseException]) -> None:
+    def fails(*arguments: object) -> pa.Table:
+        raise kind("label")
 
-    feed = Batches(
-        rows_of(folder), shards=[0], first_step=0, microbatches=1, collate=collate, cache_mb=0, make_stream=None
-    )
-    with feed, pytest.raises(KeyError, match="label"):
+    rows = rows_of(folder, transform=fails if place == "transform" else None)
+    collate = fails if place == "collate" else to_rows
+    feed = Batches(rows, shards=[0], first_step=0, microbatches=1, collate=collate, cache_mb=0, make_stream=None)
+    with feed, pytest.raises(kind, match="label"):
         feed.get(0, 10)
 
 

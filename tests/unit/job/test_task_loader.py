@@ -1,6 +1,8 @@
 """Import what a job names, and attribute the failures."""
 
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from raytrain_plus import Task
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job import task_loader
-from raytrain_plus.job.task_loader import build_task, load_function, load_task, trim_traceback
+from raytrain_plus.job.task_loader import as_task_error, build_task, load_function, load_task, trim_traceback
 
 
 def write(tmp_path: Path, name: str, text: str) -> str:
@@ -111,6 +113,38 @@ def test_a_constructor_that_ends_the_process_is_a_mistake() -> None:
 
     with pytest.raises(TaskError, match=r"Ending\(...\) raised SystemExit: 3"):
         build_task(Ending, {})
+
+
+def on_a_thread(work: Callable[[], object]) -> object:
+    """Run `work` as a worker does, whose main thread is Ray's."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(work).result()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, BaseException])
+def test_no_exception_of_the_task_passes_for_a_signal(tmp_path: Path, kind: type[BaseException]) -> None:
+    class Ending(Task):
+        def __init__(self) -> None:
+            raise kind("no width")
+
+    def built() -> None:
+        with as_task_error("Mine cannot be built", "task: a:Mine"):
+            raise kind("no layer")
+
+    name = write(tmp_path, f"raises_{kind.__name__}", f"raise {kind.__name__}('no GPU')\n")
+    with pytest.raises(TaskError, match=f"importing '{name}' raised {kind.__name__}: no GPU"):
+        on_a_thread(lambda: load_task(f"{name}:Mine", [tmp_path]))
+    with pytest.raises(TaskError, match=rf"Ending\(...\) raised {kind.__name__}: no width"):
+        on_a_thread(lambda: build_task(Ending, {}))
+    with pytest.raises(TaskError, match=f"Mine cannot be built: {kind.__name__}: no layer"):
+        on_a_thread(built)
+
+
+def test_an_interrupt_of_the_main_thread_is_no_error_of_the_task(tmp_path: Path) -> None:
+    """There Ctrl+C ends the command, and Ray cancels a call."""
+    name = write(tmp_path, "interrupted_task", "import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_task(f"{name}:Mine", [tmp_path])
 
 
 def test_a_class_from_python_must_be_a_task_too() -> None:

@@ -131,14 +131,14 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (T, e.Notice): (P, ["Start", "Pause"], {"named": 3, "a.leaving": True, "worker-2": "coming"}),
     (T, e.Rescale): (P, ["Pause"], {**FEWER, "b.leaving": True, "b.unwanted": True}),
     (T, e.Stop): (P, ["Pause"], {"stopping": True}),
-    (T, e.Stuck): (L, ["Interrupt"], {**FAILED, "faults": ((2, STUCK, 0),)}),
+    (T, e.Stuck): (L, ["Interrupt"], {**FAILED, "faults": ((2, STUCK, 0),), "cause": STUCK.partition(" in step")[0]}),
     (P, e.Committed): (P, [], {"committed": 2}),
     (P, e.Left): (P, [], {"a.state": "idle", "a.joined": False}),
     (P, e.Lost): (L, ["Interrupt"], {**FAILED, "a": None}),
     (P, e.Notice): (P, [], {"a.leaving": True}),
     (P, e.Stop): (P, [], {"stopping": True}),
     (P, e.Late): (L, ["Interrupt"], {**FAILED, "cause": f"{P.value} took too long"}),
-    (P, e.Stuck): (L, ["Interrupt"], {**FAILED, "faults": ((2, STUCK, 0),)}),
+    (P, e.Stuck): (L, ["Interrupt"], {**FAILED, "faults": ((2, STUCK, 0),), "cause": STUCK.partition(" in step")[0]}),
     (L, e.Committed): (L, [], {"committed": 2}),
     (L, e.Left): (J, ["Join"], {"generation": 1, "b.state": "in"}),
     (L, e.Lost): (J, ["Join"], {"generation": 1, "shape": Shape(1), "seats": ("b",), "a": None, "b.state": "in"}),
@@ -425,6 +425,21 @@ def test_a_first_world_that_does_not_form_has_no_suspects() -> None:
         assert isinstance(join, e.Join)
         assert len(join.view.members) == 2
     assert group.cause == "no interface has the address"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_interrupted_a_member_first_is_the_cause_unless_a_worker_was_lost(killed: bool) -> None:
+    group = group_in(T)
+    group, _ = step(group, left("a", 0, 1, "interrupted", "cannot start the all-reduce"))
+    assert group.cause == "cannot start the all-reduce"
+    group, _ = step(group, e.Lost("b", "killed") if killed else left("b", 0, 1, "interrupted", "connection closed"))
+    assert group.cause == ("killed" if killed else "cannot start the all-reduce")
+
+
+def test_a_loss_remains_the_cause_of_what_interrupts_others() -> None:
+    group, _ = step(group_in(T), e.Lost("b", "killed"))
+    group, _ = step(group, left("a", 0, 1, "interrupted", "connection closed"))
+    assert group.cause == "killed"
 
 
 def test_a_run_that_is_to_stop_does_not_fail_by_its_limits() -> None:

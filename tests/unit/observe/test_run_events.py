@@ -214,6 +214,16 @@ def test_optional_fields_of_a_step_and_those_older_versions_lack(tmp_path: Path)
     assert "grad_norm" not in old
 
 
+def test_a_view_says_what_broke_the_one_before_it_if_anything_did(local: Folder) -> None:
+    member = {"worker": "w", "replica": 1, "stage": 0, "params": 7, "shards": [0]}
+    view = {"members": [member], "spares": [], "collective": "solo", "moved_bytes": 0}
+    log = EventLog(local)
+    log.write("view_formed", generation=0, fields=view)
+    log.write("view_formed", generation=1, fields={**view, "cause": "w: cannot start the all-reduce"})
+    log.close()
+    assert [event.get("cause") for event in read_events(local)] == [None, "w: cannot start the all-reduce"]
+
+
 def test_a_member_of_an_older_version_is_read_with_its_replica(local: Folder) -> None:
     member = {"worker": "w", "replica": 1, "stage": 0, "params": 7, "shards": [0]}
     log = EventLog(local)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from raytrain_plus.errors import DataChanged, InputError, Interrupted, RaytrainError, TrainingError, WaitExpired
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.stages import REST
+from raytrain_plus.training.loop import Evaluation
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers import reporter
 from raytrain_plus.workers.generation import Generation
@@ -21,7 +24,7 @@ from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Outcome
 from raytrain_plus.workers.prepared import Prepared
 from raytrain_plus.workers.received import ReceivedStates
 from raytrain_plus.workers.state_source import sha256_of
-from tests.unit.training.test_exact_steps import stepper
+from tests.unit.training.test_exact_steps import Small, batches, stepper
 from tests.unit.workers.members import Controller, Feeds, assigned, in_background, member
 
 HALF = Layers(Stage(0, 2), (("first",),), {"first": 0, "last": 1})
@@ -96,7 +99,7 @@ def raises(error: BaseException, at: int = 1) -> Callable[[int], None]:
 @pytest.mark.parametrize(
     ("error", "why", "final", "fault"),
     [
-        (Interrupted("a peer is gone"), "interrupted", False, ""),
+        (Interrupted("a peer is gone"), "interrupted", False, "a peer is gone"),
         (WaitExpired("a peer is stuck"), "interrupted", False, "a peer is stuck"),
         (TrainingError("the loss is NaN"), "failed", True, "TrainingError: the loss is NaN"),
         (InputError("no such column"), "failed", False, "InputError: no such column"),
@@ -110,13 +113,61 @@ def test_an_error_ends_a_generation_with_the_state_before_it(
     assert outcome.error is (error if why == "failed" else None)
 
 
-@pytest.mark.parametrize("error", [ValueError("no such column"), SystemExit(3)])
-def test_an_error_of_the_task_is_reported_with_its_place(tmp_path: Path, error: BaseException) -> None:
-    outcome = Part(member(tmp_path, feeds=Feeds(raises(error))), assigned()).run()
-    assert (outcome.why, outcome.holds, outcome.final) == ("failed", 0, False)
+class Raises(Small):
+    """Raises an exception in one of its methods, or in an object that it made."""
+
+    def __init__(self, place: str, kind: type[BaseException]) -> None:
+        super().__init__()
+        self.place, self.kind = place, kind
+
+    def fail(self, *_: Any) -> Any:
+        raise self.kind("no such column")
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        made = super().optimizer(parameters)
+        if self.place == "optimizer":
+            made.register_step_pre_hook(self.fail)
+        return made
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        made = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        if self.place == "scheduler":
+            made.get_lr = self.fail  # type: ignore[method-assign]
+        return made
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        if self.place == "loss":
+            self.fail()
+        loss, weight = super().loss(model, batch)
+        if self.place == "backward":
+            loss.register_hook(self.fail)
+        return loss, weight
+
+    def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+        return self.fail() if self.place == "evaluate" else {"loss": 0.0}
+
+
+class Evaluated(Feeds):
+    """Evaluates after each step."""
+
+    def evaluation(self, stage: Stage) -> Any:
+        return Evaluation(every_steps=1, batches=lambda shard: iter(batches(0, [shard])[shard]))
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt, BaseException])
+@pytest.mark.parametrize("place", ["data", "loss", "backward", "optimizer", "scheduler", "evaluate"])
+def test_an_error_of_the_task_is_reported_with_its_place(tmp_path: Path, place: str, kind: type[BaseException]) -> None:
+    task = Raises(place, kind)
+    feeds = Evaluated(raises(kind("no such column"), 0) if place == "data" else lambda step: None)
+    part = Part(member(tmp_path, build=lambda layers: stepper(task), feeds=feeds), assigned(evaluated=-1))
+    # As in a worker, whose main thread is Ray's.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        outcome = thread.submit(part.run).result()
+    holds = {"evaluate": 0, "optimizer": None, "scheduler": None}.get(place, -1)
+    assert (outcome.why, outcome.holds, outcome.final) == ("failed", holds, False)
     assert isinstance(outcome.error, TrainingError)
-    assert f"the task raised {type(error).__name__}: {error}" in str(outcome.error)
-    assert outcome.fault.startswith(f"{type(error).__name__} at {__file__}:")
+    assert f"the task raised {kind.__name__}: no such column" in str(outcome.error)
+    assert outcome.fault.startswith(f"{kind.__name__} at {__file__}:")
 
 
 def test_an_interrupt_before_the_world_has_formed_is_no_fault_if_it_was_requested(tmp_path: Path) -> None:
@@ -124,6 +175,15 @@ def test_an_interrupt_before_the_world_has_formed_is_no_fault_if_it_was_requeste
     part.control.interrupt(0)
     outcome = part.run()
     assert (outcome.why, outcome.holds, outcome.fault, part.controller.calls) == ("interrupted", -1, "", [])
+
+
+def test_what_interrupts_a_member_that_was_told_to_leave_is_no_reason(tmp_path: Path) -> None:
+    def cut(step: int) -> None:
+        part.control.interrupt(0)
+        raise Interrupted("its connections were closed")
+
+    part = Part(member(tmp_path, feeds=Feeds(cut)), assigned())
+    assert (part.run().why, part.run().fault) == ("interrupted", "")
 
 
 def given_by(held: int) -> SimpleNamespace:

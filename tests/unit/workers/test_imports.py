@@ -15,7 +15,7 @@ LOAD = """
 import sys
 from raytrain_plus.workers.imports import Imports, import_all
 assert "torch" not in sys.modules
-import_all(Imports(("missing", "leaves", "mine"), (sys.argv[1],)))
+import_all(Imports(("missing", "leaves", "stops", "mine"), (sys.argv[1],)))
 print("torch" in sys.modules, sys.modules["mine"].VALUE)
 """
 
@@ -38,6 +38,7 @@ def test_a_task_that_only_the_driver_knows_is_not_imported(tmp_path: Path) -> No
 
 def test_a_module_that_cannot_be_imported_keeps_none_from_being_loaded(tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
+    (tmp_path / "stops.py").write_text("raise KeyboardInterrupt")
     (tmp_path / "mine.py").write_text("VALUE = 7")
     told = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert (told.returncode, told.stdout) == (0, "True 7\n"), told.stderr

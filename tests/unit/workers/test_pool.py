@@ -18,6 +18,7 @@ from ray.exceptions import (
 )
 
 from raytrain_plus.errors import Interrupted, RunError
+from raytrain_plus.membership.timeouts import ANSWER_S, START_S
 from raytrain_plus.workers import pool
 from raytrain_plus.workers.imports import Imports
 from raytrain_plus.workers.pool import Pool, answer, cause_of_death
@@ -114,8 +115,13 @@ class Started:
 
     def _start(self, options: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
         method = SimpleNamespace(remote=lambda *_: SimpleNamespace(future=Future))
+        answers = dict[str, Future[Any]](load=Future(), respond=Future())
+        asked = {
+            name: SimpleNamespace(remote=lambda *_, one=one: SimpleNamespace(future=lambda: one))
+            for name, one in answers.items()
+        }
         actor = SimpleNamespace(
-            name=arguments, strategy=options["scheduling_strategy"], live=method, load=method, became=[]
+            name=arguments, strategy=options["scheduling_strategy"], live=method, answers=answers, became=[], **asked
         )
         actor.become = SimpleNamespace(remote=actor.became.append)
         self.actors.append(actor)
@@ -123,7 +129,13 @@ class Started:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> tuple[Pool, Started, list[Any]]:
+def time_of() -> SimpleNamespace:
+    """Return the clock of the pool, which stands still until a test moves it."""
+    return SimpleNamespace(now=1000.0)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, time_of: SimpleNamespace) -> tuple[Pool, Started, list[Any]]:
     """Return a pool of workers a and b on one node, with a standby there; its actors; and the groups freed so far."""
     groups, freed, made = iter("ABCDE"), list[Any](), Started()
     monkeypatch.setattr(pool, "placement_group", lambda *_, **__: next(groups))
@@ -131,7 +143,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> tuple[Pool, Started, list[Any]]:
     monkeypatch.setattr(pool, "_freed", lambda group: (freed.append(group), threading.Thread())[1])
     monkeypatch.setattr(pool.ray, "kill", lambda actor: None)
     monkeypatch.setattr(pool.ray, "remote", lambda cls: made)
-    workers = Pool(1, 0, Imports())
+    workers = Pool(1, 0, Imports(), lambda: time_of.now)
     for name in ("a", "b"):
         workers.start(name)
     workers.stand_by({"a": NODE, "b": NODE})
@@ -151,6 +163,91 @@ def test_a_standby_takes_the_place_of_a_worker_whose_process_died(started: tuple
     assert not freed
     workers.end("c")
     assert freed == ["B"]
+
+
+def test_a_standby_that_does_not_answer_is_replaced_in_the_place_that_it_took(
+    time_of: SimpleNamespace, started: tuple[Pool, Started, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, made, freed = started
+    killed: list[Any] = []
+    monkeypatch.setattr(pool.ray, "kill", killed.append)
+    [_, b, standby] = made.actors
+    standby.answers["load"].set_result(None)
+    workers.end("b", vacate=True)
+    time_of.now += ANSWER_S / 2
+    workers.start("c")
+    assert (workers.actor("c"), workers.start_left_s("c")) == (standby, ANSWER_S / 2)
+    time_of.now += ANSWER_S / 2
+    assert workers.start_left_s("c") == 0
+    workers.restart("c")
+    new = made.actors[3]
+    assert (workers.actor("c"), new.name, new.strategy) == (new, ("c",), "B")
+    assert (killed, freed) == ([b, standby], [])
+    assert workers.start_left_s("c") == START_S
+
+
+def test_a_standby_that_answered_has_the_limit_of_any_start(
+    time_of: SimpleNamespace, started: tuple[Pool, Started, list[Any]]
+) -> None:
+    workers, made, _ = started
+    for answered in made.actors[2].answers.values():
+        answered.set_result(None)
+    workers.end("b", vacate=True)
+    time_of.now += 2 * ANSWER_S
+    workers.start("c")
+    assert (workers.actor("c"), workers.start_left_s("c")) == (made.actors[2], START_S)
+
+
+def test_a_standby_that_has_not_answered_by_then_is_ended_and_leaves_its_place_to_a_new_process(
+    time_of: SimpleNamespace, started: tuple[Pool, Started, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, made, _ = started
+    killed: list[Any] = []
+    monkeypatch.setattr(pool.ray, "kill", killed.append)
+    made.actors[2].answers["load"].set_result(None)
+    workers.end("b", vacate=True)
+    time_of.now += ANSWER_S
+    workers.start("c")
+    assert (made.actors[3].name, made.actors[3].strategy) == (("c",), "B")
+    assert killed == made.actors[1:3]
+
+
+def test_a_process_that_does_not_come_up_is_replaced_and_the_next_one_has_twice_the_time(
+    time_of: SimpleNamespace, started: tuple[Pool, Started, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter(["PENDING", "CREATED"])
+    monkeypatch.setattr(pool, "placement_group_table", lambda group: {"state": next(states)})
+    workers = started[0]
+    workers.start("c")
+    for left_s in (START_S, START_S, START_S, 0):
+        # Without room there is nothing to replace.
+        assert workers.start_left_s("c") == left_s
+        time_of.now += START_S if left_s else 0
+    workers.restart("c")
+    assert workers.start_left_s("c") == 2 * START_S
+
+
+def test_the_end_of_a_process_that_was_replaced_is_not_the_workers(
+    started: tuple[Pool, Started, list[Any]],
+) -> None:
+    workers, made, _ = started
+    lives: list[Future[Any]] = []
+
+    def live() -> Any:
+        lives.append(Future())
+        return SimpleNamespace(future=lambda: lives[-1])
+
+    died: list[Any] = []
+    for actor in made.actors:
+        actor.live = SimpleNamespace(remote=live)
+    workers.watch("a", died.append)
+    workers.restart("a")
+    lives[0].set_exception(RayActorError(error_msg="killed"))
+    assert not died
+    made.actors[-1].live = SimpleNamespace(remote=live)
+    workers.watch("a", died.append)
+    lives[1].set_exception(RayActorError(error_msg="killed"))
+    assert died == lives[1:]
 
 
 def test_two_workers_that_died_leave_two_places_and_one_standby(started: tuple[Pool, Started, list[Any]]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import torch
 from torch import nn
@@ -23,8 +25,12 @@ class Shows(Small):
 
 
 class Fails(Small):
+    def __init__(self, kind: type[BaseException] = ValueError) -> None:
+        super().__init__()
+        self.kind = kind
+
     def show(self, model: nn.Module) -> str:
-        raise ValueError("no picture")
+        raise self.kind("no picture")
 
 
 def said_of(weights: Mapping[str, torch.Tensor]) -> str:
@@ -56,8 +62,11 @@ def test_a_model_that_nobody_holds_whole_is_loaded_from_the_runs_folder(tmp_path
     assert show_model(prepared, 7, in_use=True) == said_of(weights)
 
 
-def test_a_failure_to_show_is_told_in_its_place(tmp_path: Path) -> None:
-    said = show_model(holder(tmp_path, Fails()), -1, in_use=False)
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_failure_to_show_is_told_in_its_place(tmp_path: Path, kind: type[BaseException]) -> None:
+    prepared = holder(tmp_path, Fails(kind))
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        said = thread.submit(show_model, prepared, -1, in_use=False).result()
     assert said is not None
     assert said.startswith("Task.show failed: ")
-    assert "the task raised ValueError: no picture" in said
+    assert f"the task raised {kind.__name__}: no picture" in said

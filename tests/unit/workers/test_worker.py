@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,9 +34,13 @@ def reports_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporter, "ray", SimpleNamespace(get=lambda reference, timeout: None))
 
 
-def test_a_task_that_exits_is_an_error_and_no_lost_worker(tmp_path: Path) -> None:
-    worker = Worker("worker-0", prepare=lambda name, plan: sys.exit(3))
-    with pytest.raises(TrainingError, match="the task raised SystemExit: 3"):
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, BaseException])
+def test_a_task_that_exits_is_an_error_and_no_lost_worker(tmp_path: Path, kind: type[BaseException]) -> None:
+    def prepare(name: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
+        raise kind("no GPU")
+
+    worker = Worker("worker-0", prepare=prepare)
+    with pytest.raises(TrainingError, match=f"the task raised {kind.__name__}: no GPU"):
         worker.prepare(plan_of(tmp_path), 1)
 
 
