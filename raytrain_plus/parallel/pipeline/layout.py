@@ -23,6 +23,11 @@ def chunk_stages(schedule: Schedule, stages: int) -> tuple[int, ...]:
     return once + once[::-1] if schedule == "zero-bubble" else once
 
 
+def result_depends_on_partition(schedule: Schedule) -> bool:
+    """Return whether another partition trains differently; the partition must then be the same in every run."""
+    return schedule == "pipedream"
+
+
 def splits(schedule: Schedule) -> bool:
     """Return whether backward passes come in two parts."""
     return schedule == "zero-bubble"
@@ -53,7 +58,7 @@ Chunks = tuple[tuple[str, ...], ...]
 def partition_layers(
     layers: Sequence[Layer], schedule: Schedule, stages: int, most_bytes: int | None = None
 ) -> tuple[Chunks, ...] | None:
-    """Return each stage's chunks for the partition whose slowest chunk is fastest.
+    """Return each stage's chunks for the partition whose slowest chunk is fastest; with pipedream, by counted costs.
 
     Returns None if no such partition keeps every stage within `most_bytes`, which is divided equally among its chunks.
     Raises `ValueError` if there are fewer layers than chunks.
@@ -63,7 +68,8 @@ def partition_layers(
     (((('a', 'b'),), (('c', 'd'),)), ((('a',), ('d',)), (('b',), ('c',))))
     """
     where = chunk_stages(schedule, stages)
-    spans = balanced_spans(layers, len(where), None if most_bytes is None else most_bytes * stages // len(where))
+    most = None if most_bytes is None else most_bytes * stages // len(where)
+    spans = balanced_spans(layers, len(where), most, counted=result_depends_on_partition(schedule))
     if spans is None:
         return None
     names = [tuple(layer.name for layer in layers[first:last]) for first, last in spans]
