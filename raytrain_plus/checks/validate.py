@@ -280,19 +280,27 @@ def _forecast(
     # A GPU's memory is known only on a machine with one.
     room = total_memory() if not job.workers.gpus else None
     partitions = [
-        partition_within_memory(layers, schedule, stages, most_shards(job, stages) * job.parallel.microbatches, room)
+        partition_within_memory(
+            layers,
+            schedule,
+            stages,
+            most_shards(job, stages) * job.parallel.microbatches,
+            room,
+            job.parallel.first_layers(stages),
+        )
         for stages in counts
         if room is not None
     ]
     misfits = tuple(str(found) for found in partitions if isinstance(found, Misfit))
-    return forecast(layers, schedule, job.parallel.pipeline, microbatches), misfits
+    return forecast(layers, schedule, job.parallel.pipeline, microbatches, job.parallel.partition), misfits
 
 
 def _partition_lines(partition: Forecast) -> list[str]:
     counted = result_depends_on_partition(partition.schedule)
-    costs = "the counted operations of each layer" if counted else "the time of each layer on this machine"
+    costs = "counted operations of each layer" if counted else "time of each layer on this machine"
+    how = "as parallel.partition says" if partition.given else f"by the {costs}"
     said = [
-        f"  partitioned into {len(partition.stages)} stages, by {costs}; "
+        f"  partitioned into {len(partition.stages)} stages, {how}; "
         f"{partition.schedule} with {partition.microbatches} microbatches in the fullest replica:"
     ]
     for number, stage in enumerate(partition.stages):

@@ -48,7 +48,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "run_finished": ("status", "error", "steps", "samples", "state_sha256"),
 }
 """The fields of each kind, besides `time` (Unix seconds), `generation` and `kind`."""
-_OPTIONAL: dict[str, frozenset[str]] = {"step_committed": frozenset({"skipped"})}
+_OPTIONAL = {"step_committed": frozenset({"skipped"}), "view_formed": frozenset({"repartitioned"})}
 """Optional fields of a kind."""
 _LATER = {"step_committed": frozenset({"grad_norm"}), "view_formed": frozenset({"moved_bytes"})}
 """Fields that are missing in the events of older versions."""
@@ -73,6 +73,7 @@ _SHAPES: dict[str, has.JsonShape] = {
     "spares": has.list_of(has.text),
     "collective": has.text,
     "moved_bytes": has.whole(0),
+    "repartitioned": has.truth,
     "step": has.whole(-1),
     "epoch": has.whole(0),
     "samples": has.whole(0),

@@ -34,12 +34,17 @@ class Misfit:
 
 
 def partition_within_memory(
-    layers: Sequence[Layer], schedule: Schedule, stages: int, microbatches: int, room: int
+    layers: Sequence[Layer],
+    schedule: Schedule,
+    stages: int,
+    microbatches: int,
+    room: int,
+    first_layers: Sequence[str] | None = None,
 ) -> tuple[Chunks, ...] | Misfit:
     """Return each stage's chunks such that no stage needs more than `room` bytes, or why that is impossible.
 
-    `microbatches`: the number in the model replica. The partition is that of `layout.partition_layers` if it fits, and
-    always if results depend on the partition: then the machines' memory must not change it.
+    `microbatches`: the number in the model replica. The partition is that of `layout.partition_layers` if it fits.
+    Memory does not change one that the job gives, or one on which results depend.
 
     >>> each = [Layer(name, 1.0, size) for name, size in zip("abc", (6, 2, 2))]
     >>> partition_within_memory(each, "1f1b", 2, 2, room=6)
@@ -51,10 +56,11 @@ def partition_within_memory(
     quarters = 5 if schedule == "pipedream" else 4
     in_flight = _open(schedule, stages, microbatches)
     whole = [replace(layer, bytes=layer.bytes * quarters // 4 + in_flight * layer.activations) for layer in layers]
-    if not result_depends_on_partition(schedule) and (found := partition_layers(whole, schedule, stages, room)):
+    fixed = first_layers is not None or result_depends_on_partition(schedule)
+    if not fixed and (found := partition_layers(whole, schedule, stages, room)):
         return found
     sizes = {layer.name: layer.bytes for layer in whole}
-    best = partition_layers(whole, schedule, stages)
+    best = partition_layers(whole, schedule, stages, first_layers=first_layers)
     assert best is not None, "there is no memory limit"
     takes = [sum(sizes[name] for chunk in chunks for name in chunk) for chunks in best]
     if max(takes) <= room:

@@ -197,6 +197,14 @@ def test_how_the_partition_was_found_is_shown(tmp_path: Path) -> None:
     assert any(line.startswith(f"{by}the counted operations of each layer; pipedream") for line in counted)
 
 
+def test_a_given_partition_is_shown_and_checked(tmp_path: Path) -> None:
+    report = validate_job(staged(tmp_path, partition=["in", "out"]), [])
+    assert any(line.startswith("  partitioned into 2 stages, as parallel.partition says; ") for line in report.lines())
+    (tmp_path / "other").mkdir()
+    with pytest.raises(InputError, match="the model has no layer 'outt'; the nearest name is 'out'"):
+        validate_job(staged(tmp_path / "other", partition=["in", "outt"]), [])
+
+
 def test_a_partition_that_needs_data_is_announced(tmp_path: Path) -> None:
     sound = staged(tmp_path)
     unmade = replace(sound, data=replace(sound.data, path=str(tmp_path / "unmade"), prepare="examples.digits:prepare"))

@@ -42,3 +42,12 @@ def test_memory_does_not_change_a_partition_that_changes_results() -> None:
     found = partition_within_memory(layers, "pipedream", 2, 2, room=24)
     assert isinstance(found, Misfit)
     assert (found.stage, found.bytes, found.layer) == (1, 25, "b")
+
+
+def test_memory_does_not_change_a_given_partition() -> None:
+    layers = [Layer(name, 1.0, 4) for name in "abcd"]
+    given = ("a", "b", "c", "d")
+    assert partition_within_memory(layers, "zero-bubble", 2, 4, 8, given) == ((("a",), ("d",)), (("b",), ("c",)))
+    assert partition_within_memory(layers, "1f1b", 2, 2, 12, ("a", "d")) == ((("a", "b", "c"),), (("d",),))
+    assert isinstance(partition_within_memory(layers, "1f1b", 2, 2, 8, ("a", "d")), Misfit)
+    assert partition_within_memory(layers, "1f1b", 2, 2, 8) == ((("a", "b"),), (("c", "d"),))
