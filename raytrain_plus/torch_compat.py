@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 pytree = _pytree
 """Trees of tensors: flattening, and the types of their nodes."""
@@ -70,3 +71,40 @@ def run_schedule(schedule: Any, microbatches: int) -> None:
     """Run a pipeline schedule whose stages provide their own inputs and keep their own outputs."""
     nothing: list[Any] = [()] * microbatches
     schedule._step_microbatches(nothing, None, [None] * microbatches, None, False)
+
+
+@contextmanager
+def counting_operations() -> Iterator[Callable[[], int]]:
+    """Open a context that counts the operations of matrix products, convolutions and attention, forward and backward.
+
+    Yields a function that returns the count so far.
+    """
+    counter: Any = FlopCounterMode(display=False)
+    # Otherwise it looks into every module that is called, which a stage's stand-in for the model refuses.
+    counter.mod_tracker = _NoModules()
+    aten, formulas = torch.ops.aten, counter.flop_registry
+    # torch counts attention on GPUs only; on CPUs the operations have the same first arguments.
+    formulas[aten._scaled_dot_product_flash_attention_for_cpu] = formulas[aten._scaled_dot_product_flash_attention]
+    formulas[aten._scaled_dot_product_flash_attention_for_cpu_backward] = formulas[
+        aten._scaled_dot_product_flash_attention_backward
+    ]
+    libraries: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cudnn)
+    enabled = [library.enabled for library in libraries]
+    try:
+        for library in libraries:
+            # Their recurrent layers would hide matrix products.
+            library.enabled = False
+        with counter:
+            yield counter.get_total_flops
+    finally:
+        for library, before in zip(libraries, enabled, strict=True):
+            library.enabled = before
+
+
+class _NoModules(nullcontext[None]):
+    """Replaces torch's record of the modules that are running: everything counts together."""
+
+    parents = ("Global",)
+
+    def __exit__(self, *error: object) -> None:
+        pass

@@ -26,6 +26,7 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import build_task, load_user_code
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.observe.trackers import check_installed
+from raytrain_plus.parallel.pipeline.layout import result_depends_on_partition
 from raytrain_plus.parallel.sizing import most_shards, shapes_of, stage_counts, unused_workers
 from raytrain_plus.storage.address import is_address
 from raytrain_plus.training.layers import layers_of
@@ -130,7 +131,7 @@ class Report:
         if self.cut is not None:
             said += _partition_lines(self.cut)
         elif self.rows is None and self.most_stages > 1:
-            said.append("  the partition into stages needs the data: layers are timed on its rows")
+            said.append("  the partition into stages needs the data: layers are run on its rows")
         return said + [
             f"  warning: the model does not fit on workers with this machine's memory: {why}" for why in self.misfits
         ]
@@ -289,17 +290,27 @@ def _forecast(
     # A GPU's memory is known only on a machine with one.
     room = total_memory() if not job.workers.gpus else None
     partitions = [
-        partition_within_memory(layers, schedule, stages, most_shards(job, stages) * job.parallel.microbatches, room)
+        partition_within_memory(
+            layers,
+            schedule,
+            stages,
+            most_shards(job, stages) * job.parallel.microbatches,
+            room,
+            job.parallel.first_layers(stages),
+        )
         for stages in counts
         if room is not None
     ]
     misfits = tuple(str(found) for found in partitions if isinstance(found, Misfit))
-    return forecast(layers, schedule, job.parallel.pipeline, microbatches), misfits
+    return forecast(layers, schedule, job.parallel.pipeline, microbatches, job.parallel.partition), misfits
 
 
 def _partition_lines(partition: Forecast) -> list[str]:
+    counted = result_depends_on_partition(partition.schedule)
+    costs = "counted operations of each layer" if counted else "time of each layer on this machine"
+    how = "as parallel.partition says" if partition.given else f"by the {costs}"
     said = [
-        f"  partitioned into {len(partition.stages)} stages, by the time of each layer on this machine; "
+        f"  partitioned into {len(partition.stages)} stages, {how}; "
         f"{partition.schedule} with {partition.microbatches} microbatches in the fullest replica:"
     ]
     for number, stage in enumerate(partition.stages):

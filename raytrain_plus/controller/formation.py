@@ -149,8 +149,9 @@ class Formation:
         self.loop.later(STANDBY_S, partial(self._stand_by, view))
         counts = self.partitions.parameters(view)
         self.journal.formed(
-            self.clock.unix(), view, counts, spares, self.collective, self._now.slowest_s, self._now.moved_bytes
-        )
+            self.clock.unix(), view, counts, spares, self.collective, self._now.slowest_s, self._now.moved_bytes,
+            self.partitions.replaces(view.shape.stages),
+        )  # fmt: skip
 
     def _stand_by(self, view: View) -> None:
         """Keep standbys for the members of a view, if it is still the current one."""

@@ -308,11 +308,12 @@ class Journal:
 
     def formed(
         self, now: float, view: View, params: Mapping[str, int], spares: Sequence[str], collective: str, form_s: float,
-        moved_bytes: int,
+        moved_bytes: int, repartitioned: bool = False,
     ) -> None:  # fmt: skip
         """Record that all members of a new generation are in their worlds and have the state.
 
         `params`: how many parameters each member trains. `moved_bytes`: of the state, what came from other workers.
+        `repartitioned`: `parallel.partition` is for more stages.
         """
         self.generation = self.base + view.generation
         self._waiting = ""
@@ -340,6 +341,7 @@ class Journal:
             collective=collective if len(view.members) > 1 else "none (one worker)",
             moved_bytes=moved_bytes,
             **({"cause": cause} if (cause := self._incidents.last_world) else {}),
+            **({"repartitioned": True} if repartitioned else {}),
         )
         self._incidents.joined(now, {name: _who(self._locations[name]) for name in self._members}, form_s)
 

@@ -48,7 +48,8 @@ class Partitions:
                 raise InputError(
                     f"the model does not fit: {found}",
                     where=f"parallel.pipeline: {stages}",
-                    remedy="use more stages, smaller layers, more microbatches, or larger machines",
+                    remedy="use more stages, smaller layers, more microbatches, larger machines, or another "
+                    "parallel.partition",
                 )
             else:
                 log.warning("fewer than %d workers cannot hold the model: %s", min(self._partitions), found)
@@ -61,6 +62,10 @@ class Partitions:
         partition = self._partitions[stage.of]
         stages = {name: number for number, chunks in enumerate(partition) for chunk in chunks for name in chunk}
         return Layers(stage, partition[stage.number], stages)
+
+    def replaces(self, stages: int) -> bool:
+        """Return whether `parallel.partition` cannot be used, because it is for more stages than these."""
+        return self._job.parallel.partition is not None and self._job.parallel.first_layers(stages) is None
 
     def pieces(self, stage: Stage) -> Pieces:
         """Return what a stage has of the state: its layers, and if it trains anything, what belongs to no layer."""
@@ -115,4 +120,5 @@ class Partitions:
         )
         layers = next(ready.layers for ready in known.values())
         microbatches = most_shards(job, stages) * job.parallel.microbatches
-        return partition_within_memory(layers, job.parallel.schedule, stages, microbatches, room)
+        first = job.parallel.first_layers(stages)
+        return partition_within_memory(layers, job.parallel.schedule, stages, microbatches, room, first)

@@ -105,6 +105,14 @@ class Parallel:
     microbatches old.
     """
 
+    partition: Sequence[str] | None = None
+    """Names of the first layer of each chunk, in the order of the model: one for each stage, or two with `interleaved`
+    and `zero-bubble`. Default None: the platform partitions the layers.
+
+    The names are those of `Task.layers()`, or the numbers of an `nn.Sequential` in quotes: `["0", "3"]`. With fewer
+    stages, after losses, the platform partitions the layers.
+    """
+
     commit_every: int = 16
     """Steps after which all stages synchronize and commit these steps together. Default 16; only for `pipedream`."""
 
@@ -120,6 +128,10 @@ class Parallel:
     def steps_together(self) -> int:
         """Return the number of steps that are committed together."""
         return self.commit_every if self.overlaps else 1
+
+    def first_layers(self, stages: int) -> Sequence[str] | None:
+        """Return the first layer of each chunk if `partition` names them for so many stages."""
+        return self.partition if stages == self.pipeline else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,9 +328,15 @@ _SAME = (
 
 It can also depend on `collective` and `elastic.on_nonfinite`, which may change. Data is compared by its fingerprint.
 """
-_SAME_WITH_PIPEDREAM = ("parallel.schedule", "parallel.commit_every")
+_SAME_WITH_PIPEDREAM = ("parallel.schedule", "parallel.partition", "parallel.commit_every")
 """Keys that must agree too if one of two jobs uses pipedream, which computes gradients with older weights."""
-_BEFORE = {"compression": "none", "parallel.schedule": "1f1b", "parallel.commit_every": 16}
+_BEFORE = {
+    "compression": "none",
+    "parallel.schedule": "1f1b",
+    # Theirs was timed. Checkpoints fit every partition, so their runs resume with the counted one.
+    "parallel.partition": None,
+    "parallel.commit_every": 16,
+}
 """Those of all these keys that older versions did not write, and what these versions did."""
 
 

@@ -153,6 +153,26 @@ def _pipedream(
     return None
 
 
+TWO_CHUNKS = ("interleaved", "zero-bubble")
+"""Schedules with two chunks of layers per stage."""
+
+
+def _partition(partition: Sequence[str] | None, pipeline: int, schedule: str) -> _Problem:
+    if partition is None:
+        return None
+    if pipeline == 1:
+        return "a model in one stage has no partition", "parallel.pipeline of 2 or more", ""
+    chunks = pipeline * (2 if schedule in TWO_CHUNKS else 1)
+    if len(partition) == chunks:
+        return None
+    names = f"{len(partition)} name{'s' * (len(partition) != 1)}"
+    return (
+        f"{names} for {pipeline} stages of {schedule}",
+        f"{chunks} names: the first layer of each chunk, in order",
+        "",
+    )
+
+
 EXACT_SHARDS = 4096
 """Maximum shards with `reduction: exact`: with more, its grid would have to be coarser than float32."""
 
@@ -228,6 +248,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("workers.gpus",), _gpus),
     (("workers.threads",), _at_least(1, 1_000)),
     (("parallel.microbatches",), _at_least(1, 10_000)),
+    (("parallel.partition", "parallel.pipeline", "parallel.schedule"), _partition),
     (("parallel.commit_every",), _at_least(1, 10_000)),
     (
         (

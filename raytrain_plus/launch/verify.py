@@ -183,12 +183,13 @@ def _shortened(job: Job, steps: int, roots: Sequence[Path]) -> Job:
 
 
 def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequence[Path]) -> Trial:
+    # With fewer workers than a model replica has stages, use fewer stages.
+    stages = min(job.parallel.pipeline, size)
     sized = replace(
         job,
         name=name,
         workers=replace(job.workers, min=1 if kills else size, max=size, spares=0),
-        # With fewer workers than a model replica has stages, use fewer stages.
-        parallel=replace(job.parallel, pipeline=min(job.parallel.pipeline, size)),
+        parallel=replace(job.parallel, pipeline=stages, partition=job.parallel.first_layers(stages)),
         storage=str(folder),
         trackers=(),
     )

@@ -49,7 +49,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "run_finished": ("status", "error", "steps", "samples", "state_sha256"),
 }
 """The fields of each kind, besides `time` (Unix seconds), `generation` and `kind`."""
-_OPTIONAL: dict[str, frozenset[str]] = {"step_committed": frozenset({"skipped"}), "view_formed": frozenset({"cause"})}
+_OPTIONAL = {"step_committed": frozenset({"skipped"}), "view_formed": frozenset({"cause", "repartitioned"})}
 """Optional fields of a kind. The cause of a view is what broke the worlds before it, if anything did."""
 _LATER = {"step_committed": frozenset({"grad_norm"}), "view_formed": frozenset({"moved_bytes"})}
 """Fields that are missing in the events of older versions."""
@@ -74,6 +74,7 @@ _SHAPES: dict[str, has.JsonShape] = {
     "spares": has.list_of(has.text),
     "collective": has.text,
     "moved_bytes": has.whole(0),
+    "repartitioned": has.truth,
     "step": has.whole(-1),
     "epoch": has.whole(0),
     "samples": has.whole(0),

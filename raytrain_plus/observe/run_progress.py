@@ -36,6 +36,7 @@ class RunProgress:
     _lost: list[str] = field(default_factory=list)
     """Losses of members that have not been reported yet."""
     _recovering: bool = False
+    _told_repartitioned: bool = False
     _outages: set[tuple[str, str]] = field(default_factory=set)
     """(place, error) of each storage that does not accept writes now."""
 
@@ -52,7 +53,8 @@ class RunProgress:
                 return f"step {event['step'] + 1} was skipped: its loss or gradient is not finite"
             return None
         if kind == "view_formed":
-            return self._view(event)
+            told = [self._view(event), self._repartitioned(event)]
+            return "; ".join(filter(None, told)) or None
         if kind == "worker_lost":
             what = f"{event['worker']} (pid {event['pid']}) was lost: {event['cause']}"
             if event["worker"] not in self._members:
@@ -104,6 +106,14 @@ class RunProgress:
         came = [f"{name} joined" for name in self._members if name not in before]
         went = [f"{name} left" for name in before if name not in self._members]
         return f"{plural(self.workers, 'worker')} now: {', '.join([*came, *went])}"
+
+    def _repartitioned(self, event: RunEvent) -> str | None:
+        """Return that `parallel.partition` is not used, once for the run."""
+        if not event.get("repartitioned") or self._told_repartitioned:
+            return None
+        self._told_repartitioned = True
+        stages = plural(1 + max(member["stage"] for member in event["members"]), "stage")
+        return f"parallel.partition is for more than {stages}, so the platform partitions the layers"
 
     def _time(self, rows: int, seconds: float) -> None:
         if self._first_of_view:

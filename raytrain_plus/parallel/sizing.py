@@ -8,19 +8,22 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.membership.sizes import SizeTable, size_table
-from raytrain_plus.parallel.pipeline.layout import chunk_stages, schedule_fault
+from raytrain_plus.parallel.pipeline.layout import chunk_stages, first_layers_fault, schedule_fault
 
 
 def stage_counts(job: Job, layers: Sequence[str] | None = None) -> tuple[int, ...]:
     """Return the possible numbers of stages: the requested number, then smaller ones.
 
     A smaller number is used only if there are too few workers for the larger ones. `layers`: the layer names, if known.
-    Raises `InputError` if the requested number is not possible.
+    Raises `InputError` if the requested number, or its `parallel.partition`, is not possible.
     """
     requested = job.parallel.pipeline
     fault = _fault(job, requested, most_workers(job), layers)
     if fault is not None:
         raise fault
+    first = job.parallel.first_layers(requested)
+    if first is not None and layers is not None and (wrong := first_layers_fault(first, layers)):
+        raise InputError(wrong, where="parallel.partition", expected=f"names out of {', '.join(layers)}, in this order")
     counts = [requested]
     # With at least as many workers as a replica has, no other partition is needed.
     for stages in range(requested - 1, job.workers.min - 1, -1):

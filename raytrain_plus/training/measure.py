@@ -1,4 +1,4 @@
-"""Measure the cost of each layer of a model: build, run and release the layers one after the other."""
+"""Measure the cost of each layer of a model, in seconds or counted: build, run and release them one by one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error
-from raytrain_plus.parallel.pipeline.chunk import Chunk
+from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
 from raytrain_plus.parallel.pipeline.message import classes_of
-from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.parallel.pipeline.partition import Layer, counted_cost
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.task import Task
+from raytrain_plus.torch_compat import counting_operations, pytree
 from raytrain_plus.training.loss import weighted_loss
 from raytrain_plus.training.model import Built, build_chunks, layer_names, to_device
 from raytrain_plus.training.randomness import random_key, set_random_key
@@ -39,8 +40,9 @@ def measure_layers(
 
     Each layer has the seconds of a microbatch's forward and backward pass, and the bytes that a worker keeps:
     parameters with gradients and optimizer state, and a microbatch's activations. The last layer's seconds include the
-    loss. `overlaps`: whether the schedule lets steps overlap. Raises `TaskError` if the model does not declare its
-    layers or does not support overlapping steps; errors of the task propagate.
+    loss. `overlaps`: whether the schedule lets steps overlap; then each layer also has its `counted_cost`. Raises
+    `TaskError` if the model does not declare its layers or does not support overlapping steps; errors of the task
+    propagate.
     """
     work = _Alone(task, seed, device, microbatch)
     names = layer_names(task, seed)
@@ -60,16 +62,10 @@ def measure_layers(
         chunk = Chunk(module, number, [0] * len(names))
         seconds = []
         for _ in range(TIMES):
-            chunk.begin(work, 1)
-            if given is not None:
-                chunk.set_local_fwd_input(given, 0)
             saved = _SavedBytes(module)
             with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda kept: kept):
-                output = chunk.forward_one_chunk(0)
-            if isinstance(output, Tensors):
-                gradients = [torch.ones_like(value) for value in output.values if value.requires_grad]
-                chunk.set_local_bwd_input(gradients, 0)
-            chunk.backward_one_chunk(0)
+                output = _forward(chunk, work, given)
+            _backward(chunk, output)
             seconds.append(work.taken())
         for buffer, value in module.named_buffers() if overlaps else ():
             if not torch.equal(value, before[buffer]):
@@ -86,6 +82,7 @@ def measure_layers(
                 sum(value.nbytes * (COPIES if value.requires_grad else 1) for value in parameters),
                 sum(value.numel() for value in parameters if value.requires_grad),
                 saved.bytes,
+                _counted(chunk, work, given) if overlaps else 0,
             )
         )
         given = output
@@ -122,6 +119,39 @@ def _each(task: Task, seed: int, device: torch.device, names: tuple[str, ...]) -
     for name in names:
         [built] = build_chunks(task, seed, device, [(name,)])
         yield name, built
+
+
+def _forward(chunk: Chunk, work: PassWork, given: Tensors | None) -> Any:
+    """Run the forward pass of a layer that gets the output of the layer before, and return its own."""
+    chunk.begin(work, 1)
+    if given is not None:
+        chunk.set_local_fwd_input(given, 0)
+    return chunk.forward_one_chunk(0)
+
+
+def _backward(chunk: Chunk, output: Any) -> None:
+    """Run the layer's backward pass, with gradients of one."""
+    if isinstance(output, Tensors):
+        gradients = [torch.ones_like(value) for value in output.values if value.requires_grad]
+        chunk.set_local_bwd_input(gradients, 0)
+    chunk.backward_one_chunk(0)
+
+
+def _counted(chunk: Chunk, work: PassWork, given: Tensors | None) -> int:
+    """Return the layer's `counted_cost`, from one more forward and backward pass."""
+    layers, elements = chunk.submod, 0
+
+    def add(_: nn.Module, __: Any, output: Any) -> None:
+        nonlocal elements
+        elements += sum(value.numel() for value in pytree.tree_leaves(output) if isinstance(value, torch.Tensor))
+
+    hook = layers.register_forward_hook(add)
+    try:
+        with counting_operations() as operations:
+            _backward(chunk, _forward(chunk, work, given))
+    finally:
+        hook.remove()
+    return counted_cost(operations(), sum(value.numel() for value in layers.parameters()), elements)
 
 
 class _SavedBytes:

@@ -356,6 +356,35 @@ def test_steps_that_overlap_are_committed_together_and_lost_together(tmp_path: P
     assert kept >= set(before) - {victim["pid"]}
 
 
+def test_two_runs_of_a_pipedream_job_train_alike_in_the_counted_or_the_given_partition(tmp_path: Path) -> None:
+    def trained(name: str, partition: list[str] | None) -> tuple[list[int], list[float]]:
+        (tmp_path / name).mkdir()
+        job = staged(
+            tmp_path / name,
+            2,
+            2,
+            "pipedream",
+            task="tasks:Flowing",
+            steps=16,
+            reduction="ring",
+            clip_norm=None,
+            evaluate=None,
+            parallel=Parallel(pipeline=2, schedule="pipedream", microbatches=4, commit_every=8, partition=partition),
+        )
+        run = Run(job)
+        assert run.finish().status == "finished"
+        assert all("repartitioned" not in view for view in run.events("view_formed"))
+        return [member["params"] for member in run.members()], run.losses()
+
+    counted = trained("one", None)
+    assert len(counted[1]) == 16
+    assert trained("two", None) == counted
+    params, losses = trained("three", ["first", "last"])
+    assert params == [6 * 16 + 2 * 16, 16 * 3 + 3]
+    assert counted[0] != params
+    assert losses != counted[1]
+
+
 @SLOW
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_without_another_holder_is_read_from_the_checkpoint(tmp_path: Path, alone: Result, stage: int) -> None:
@@ -371,9 +400,10 @@ def test_a_stage_without_another_holder_is_read_from_the_checkpoint(tmp_path: Pa
 
 
 def test_a_model_is_repartitioned_into_fewer_stages_and_back(tmp_path: Path, cluster: Cluster, alone: Result) -> None:
-    args = {"pad_s": 2 * PAD_S}
-    run = Run(staged(tmp_path, 2, 2, args=args, workers=Workers(min=1, max=2)))
-    run.until_size(2)
+    parallel = Parallel(pipeline=2, microbatches=4, partition=["first", "last"])
+    run = Run(staged(tmp_path, 2, 2, args={"pad_s": 2 * PAD_S}, workers=Workers(min=1, max=2), parallel=parallel))
+    params = [member["params"] for member in run.until_size(2)]
+    assert params == [6 * 16 + 2 * 16, 16 * 3 + 3]
     run.until_step(10)
     nodes = {one.node_id: one for one in cluster.worker_nodes}
     going = nodes[at(run, 0, 0)["node"]]
@@ -386,8 +416,9 @@ def test_a_model_is_repartitioned_into_fewer_stages_and_back(tmp_path: Path, clu
     assert (whole["replica"], whole["stage"], whole["params"]) == (0, 0, 6 * 16 + 2 * 16 + 16 * 3 + 3)
     cluster.remove_node(going)
     cluster.add_node(num_cpus=1)
-    assert [member["stage"] for member in run.until_size(2)] == [0, 1]
+    assert [(member["stage"], member["params"]) for member in run.until_size(2)] == list(enumerate(params))
     result = check(run, alone)
+    assert [view.get("repartitioned", False) for view in run.events("view_formed")] == [False, True, False]
     assert result.recoveries == 0
     first, *others = [event["moved_bytes"] for event in run.events("view_formed")]
     # One worker took the first stage, and then another one the second: weights and AdamW's averages in four bytes each,

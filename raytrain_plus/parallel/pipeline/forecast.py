@@ -36,16 +36,24 @@ class Forecast:
     stages: tuple[StageForecast, ...]
     bubble: float
     """The share of the stages' time spent waiting."""
+    given: bool = False
+    """Whether the job gives the partition."""
 
 
-def forecast(layers: Sequence[Layer], schedule: Schedule, stages: int, microbatches: int) -> Forecast:
+def forecast(
+    layers: Sequence[Layer],
+    schedule: Schedule,
+    stages: int,
+    microbatches: int,
+    first_layers: Sequence[str] | None = None,
+) -> Forecast:
     """Return the forecast for a model replica of so many stages and microbatches.
 
-    Assumes that a backward pass takes two thirds of a layer's time, half of that for its weights, and that transfers
-    take no time.
+    `first_layers`: those of all chunks, if the job gives them. Assumes that a backward pass takes two thirds of a
+    layer's time, half of that for its weights, and that transfers take no time.
     """
     by_name = {layer.name: layer for layer in layers}
-    partition = partition_layers(layers, schedule, stages)
+    partition = partition_layers(layers, schedule, stages, first_layers=first_layers)
     assert partition is not None, "there is no memory limit"
     order = orders(schedule, stages, microbatches)
     found = []
@@ -69,4 +77,4 @@ def forecast(layers: Sequence[Layer], schedule: Schedule, stages: int, microbatc
             third = sum(by_name[name].seconds for name in chunk) / 3
             costs[number] = Cost(third, third, third)
     bars = simulate(order, [costs[number] for number in sorted(costs)])
-    return Forecast(schedule, microbatches, tuple(found), bubble(bars, stages))
+    return Forecast(schedule, microbatches, tuple(found), bubble(bars, stages), first_layers is not None)

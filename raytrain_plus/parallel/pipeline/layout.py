@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 from collections.abc import Mapping, Sequence
 
 from raytrain_plus.job.settings import Schedule
-from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
+from raytrain_plus.parallel.pipeline.partition import Layer, LayerSpan, balanced_spans
 
 MICROBATCHES = 1 << 16
 """Above the most microbatches that a replica can number between synchronisations of its stages."""
@@ -21,6 +23,11 @@ def chunk_stages(schedule: Schedule, stages: int) -> tuple[int, ...]:
     if schedule == "interleaved":
         return once + once
     return once + once[::-1] if schedule == "zero-bubble" else once
+
+
+def result_depends_on_partition(schedule: Schedule) -> bool:
+    """Return whether another partition trains differently; the partition must then be the same in every run."""
+    return schedule == "pipedream"
 
 
 def splits(schedule: Schedule) -> bool:
@@ -50,23 +57,60 @@ Chunks = tuple[tuple[str, ...], ...]
 """The layers of each of a stage's chunks, by name, in order."""
 
 
-def partition_layers(
-    layers: Sequence[Layer], schedule: Schedule, stages: int, most_bytes: int | None = None
-) -> tuple[Chunks, ...] | None:
-    """Return each stage's chunks for the partition whose slowest chunk is fastest.
+def first_layers_fault(first: Sequence[str], layers: Sequence[str]) -> str:
+    """Return why the chunks of a model with these layers cannot begin with the layers `first`; empty if they can.
 
-    Returns None if no such partition keeps every stage within `most_bytes`, which is divided equally among its chunks.
-    Raises `ValueError` if there are fewer layers than chunks.
+    >>> first_layers_fault(["embed", "blok1"], ["embed", "block1", "head"])
+    "the model has no layer 'blok1'; the nearest name is 'block1'"
+    >>> first_layers_fault(["block1", "head"], ["embed", "block1", "head"])
+    "'block1' is not the model's first layer, which is 'embed'"
+    >>> first_layers_fault(["embed", "head", "block1"], ["embed", "block1", "head"])
+    "'block1' does not come after 'head' in the model, but before it"
+    """
+    for name in first:
+        if name not in layers:
+            [near] = difflib.get_close_matches(name, layers, 1, cutoff=0.0)
+            return f"the model has no layer '{name}'; the nearest name is '{near}'"
+    if first[0] != layers[0]:
+        return f"'{first[0]}' is not the model's first layer, which is '{layers[0]}'"
+    for before, after in itertools.pairwise(first):
+        if before == after:
+            return f"'{after}' is named twice"
+        if layers.index(after) < layers.index(before):
+            return f"'{after}' does not come after '{before}' in the model, but before it"
+    return ""
+
+
+def partition_layers(
+    layers: Sequence[Layer],
+    schedule: Schedule,
+    stages: int,
+    most_bytes: int | None = None,
+    first_layers: Sequence[str] | None = None,
+) -> tuple[Chunks, ...] | None:
+    """Return each stage's chunks for the partition whose slowest chunk is fastest; with pipedream, by counted costs.
+
+    `first_layers`: those of all chunks, if the job gives them; then the partition is theirs, and `most_bytes` is not
+    used. Otherwise returns None if no such partition keeps every stage within `most_bytes`, which is divided equally
+    among its chunks. Raises `ValueError` if there are fewer layers than chunks.
 
     >>> each = [Layer(name, 1.0, 0) for name in "abcd"]
     >>> partition_layers(each, "1f1b", 2), partition_layers(each, "zero-bubble", 2)
     (((('a', 'b'),), (('c', 'd'),)), ((('a',), ('d',)), (('b',), ('c',))))
+    >>> partition_layers(each, "1f1b", 2, first_layers=("a", "d"))
+    ((('a', 'b', 'c'),), (('d',),))
     """
     where = chunk_stages(schedule, stages)
-    spans = balanced_spans(layers, len(where), None if most_bytes is None else most_bytes * stages // len(where))
+    order = [layer.name for layer in layers]
+    if first_layers is not None:
+        borders = [*(order.index(name) for name in first_layers), len(order)]
+        spans: tuple[LayerSpan, ...] | None = tuple(itertools.pairwise(borders))
+    else:
+        most = None if most_bytes is None else most_bytes * stages // len(where)
+        spans = balanced_spans(layers, len(where), most, counted=result_depends_on_partition(schedule))
     if spans is None:
         return None
-    names = [tuple(layer.name for layer in layers[first:last]) for first, last in spans]
+    names = [tuple(order[first:last]) for first, last in spans]
     return tuple(
         tuple(chunk for chunk, holder in zip(names, where, strict=True) if holder == stage) for stage in range(stages)
     )

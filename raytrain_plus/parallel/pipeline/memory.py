@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raytrain_plus.job.settings import Schedule
-from raytrain_plus.parallel.pipeline.layout import Chunks, partition_layers
+from raytrain_plus.parallel.pipeline.layout import Chunks, partition_layers, result_depends_on_partition
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.storage.size_text import size_text
 
@@ -17,7 +17,7 @@ class Misfit:
 
     stages: int
     stage: int
-    """The largest stage of a partition by time."""
+    """The largest stage of the best partition without a limit."""
     bytes: int
     """Bytes that the stage needs."""
     room: int
@@ -34,11 +34,17 @@ class Misfit:
 
 
 def partition_within_memory(
-    layers: Sequence[Layer], schedule: Schedule, stages: int, microbatches: int, room: int
+    layers: Sequence[Layer],
+    schedule: Schedule,
+    stages: int,
+    microbatches: int,
+    room: int,
+    first_layers: Sequence[str] | None = None,
 ) -> tuple[Chunks, ...] | Misfit:
     """Return each stage's chunks such that no stage needs more than `room` bytes, or why that is impossible.
 
     `microbatches`: the number in the model replica. The partition is that of `layout.partition_layers` if it fits.
+    Memory does not change one that the job gives, or one on which results depend.
 
     >>> each = [Layer(name, 1.0, size) for name, size in zip("abc", (6, 2, 2))]
     >>> partition_within_memory(each, "1f1b", 2, 2, room=6)
@@ -50,18 +56,18 @@ def partition_within_memory(
     quarters = 5 if schedule == "pipedream" else 4
     in_flight = _open(schedule, stages, microbatches)
     whole = [replace(layer, bytes=layer.bytes * quarters // 4 + in_flight * layer.activations) for layer in layers]
-    found = partition_layers(whole, schedule, stages, room)
-    if found is not None:
+    fixed = first_layers is not None or result_depends_on_partition(schedule)
+    if not fixed and (found := partition_layers(whole, schedule, stages, room)):
         return found
     sizes = {layer.name: layer.bytes for layer in whole}
-    by_time = partition_layers(whole, schedule, stages)
-    assert by_time is not None, "there is no memory limit"
-    takes = [sum(sizes[name] for chunk in chunks for name in chunk) for chunks in by_time]
+    best = partition_layers(whole, schedule, stages, first_layers=first_layers)
+    assert best is not None, "there is no memory limit"
+    takes = [sum(sizes[name] for chunk in chunks for name in chunk) for chunks in best]
     if max(takes) <= room:
-        # One of a stage's chunks needs more than half of the stage's memory.
-        return by_time
+        # If not fixed, one of a stage's chunks needs more than half of the stage's memory.
+        return best
     stage = takes.index(max(takes))
-    layer = max((name for chunk in by_time[stage] for name in chunk), key=lambda name: sizes[name])
+    layer = max((name for chunk in best[stage] for name in chunk), key=lambda name: sizes[name])
     return Misfit(stages, stage, takes[stage], room, layer, sizes[layer])
 
 

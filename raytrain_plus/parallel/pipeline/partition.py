@@ -1,6 +1,6 @@
 """Partition a model's layers into stages. Pure.
 
-The time of a step grows with its slowest stage, so the largest sum of costs is minimized over all partitions that fit
+The time of a step grows with its largest stage, so the largest sum of costs is minimized over all partitions that fit
 the memory ("linear partition", solved by dynamic programming; Skiena, "The Algorithm Design Manual", section 10.7).
 Among equally good partitions the most even one is chosen.
 """
@@ -27,17 +27,39 @@ class Layer:
     """Number of trained values."""
     activations: int = 0
     """Bytes that it keeps of each microbatch between its forward and its backward pass."""
+    cost: int = 0
+    """Its `counted_cost`, which is the same in every run; 0 if the schedule does not need it."""
+
+
+PER_VALUE = 10
+"""Operations that take about as long as moving one value through memory, forward and backward."""
+
+
+def counted_cost(operations: int, parameters: int, elements: int) -> int:
+    """Return the cost of a layer in operations, without a clock.
+
+    `operations`: those of matrix products, convolutions and attention, forward and backward. Other operations take as
+    long as their values take to load, so each of the `parameters` and of the `elements` of the layer's output counts
+    as `PER_VALUE` operations.
+
+    >>> counted_cost(operations=1000, parameters=50, elements=20), counted_cost(0, 0, 20)
+    (1700, 200)
+    """
+    return operations + PER_VALUE * (parameters + elements)
 
 
 LayerSpan = tuple[int, int]
 """The layers [first, last)."""
 
 
-def balanced_spans(layers: Sequence[Layer], stages: int, most_bytes: int | None = None) -> tuple[LayerSpan, ...] | None:
+def balanced_spans(
+    layers: Sequence[Layer], stages: int, most_bytes: int | None = None, *, counted: bool = False
+) -> tuple[LayerSpan, ...] | None:
     """Return the layers of each stage, at least one, in order; None if no partition keeps every stage within
     `most_bytes`.
 
-    Takes O(stages x layers^2). Raises `ValueError` if there are fewer layers than stages.
+    It balances the layers' seconds or, if `counted`, their counted costs. Takes O(stages x layers^2). Raises
+    `ValueError` if there are fewer layers than stages.
 
     >>> each = [Layer(str(number), seconds, 0) for number, seconds in enumerate((1, 1, 1, 1, 4))]
     >>> balanced_spans(each, 2)
@@ -46,19 +68,19 @@ def balanced_spans(layers: Sequence[Layer], stages: int, most_bytes: int | None 
     count = len(layers)
     if not 1 <= stages <= count:
         raise ValueError(f"{count} layers cannot be partitioned into {stages} stages")
-    seconds = [0.0, *itertools.accumulate(layer.seconds for layer in layers)]
+    costs = [0.0, *itertools.accumulate(layer.cost if counted else layer.seconds for layer in layers)]
     sizes = [0, *itertools.accumulate(layer.bytes for layer in layers)]
 
-    def time_of(first: int, last: int) -> float:
+    def cost_of(first: int, last: int) -> float:
         fits = most_bytes is None or sizes[last] - sizes[first] <= most_bytes
-        return seconds[last] - seconds[first] if fits else math.inf
+        return costs[last] - costs[first] if fits else math.inf
 
-    slowest, _ = _cheapest(count, stages, time_of, max)
-    if math.isinf(slowest):
+    largest, _ = _cheapest(count, stages, cost_of, max)
+    if math.isinf(largest):
         return None
     # A separate pass: in an even partition, the first layers can be divided otherwise than is best for them alone.
     _, spans = _cheapest(
-        count, stages, lambda first, last: here**2 if (here := time_of(first, last)) <= slowest else math.inf, add
+        count, stages, lambda first, last: here**2 if (here := cost_of(first, last)) <= largest else math.inf, add
     )
     return spans
 

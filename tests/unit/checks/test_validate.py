@@ -188,10 +188,27 @@ def test_the_partition_is_shown(tmp_path: Path) -> None:
     assert re.fullmatch(r"    with a single replica, copies in memory: up to [\d.]+ MB more on each worker", lines[-1])
 
 
+def test_how_the_partition_was_found_is_shown(tmp_path: Path) -> None:
+    by = "  partitioned into 2 stages, by "
+    timed = validate_job(staged(tmp_path), []).lines()
+    assert any(line.startswith(f"{by}the time of each layer on this machine; 1f1b") for line in timed)
+    (tmp_path / "other").mkdir()
+    counted = validate_job(staged(tmp_path / "other", schedule="pipedream"), []).lines()
+    assert any(line.startswith(f"{by}the counted operations of each layer; pipedream") for line in counted)
+
+
+def test_a_given_partition_is_shown_and_checked(tmp_path: Path) -> None:
+    report = validate_job(staged(tmp_path, partition=["in", "out"]), [])
+    assert any(line.startswith("  partitioned into 2 stages, as parallel.partition says; ") for line in report.lines())
+    (tmp_path / "other").mkdir()
+    with pytest.raises(InputError, match="the model has no layer 'outt'; the nearest name is 'out'"):
+        validate_job(staged(tmp_path / "other", partition=["in", "outt"]), [])
+
+
 def test_a_partition_that_needs_data_is_announced(tmp_path: Path) -> None:
     sound = staged(tmp_path)
     unmade = replace(sound, data=replace(sound.data, path=str(tmp_path / "unmade"), prepare="examples.digits:prepare"))
-    last = "  the partition into stages needs the data: layers are timed on its rows"
+    last = "  the partition into stages needs the data: layers are run on its rows"
     assert validate_job(unmade, []).lines()[-1] == last
     assert last not in validate_job(replace(unmade, parallel=Parallel()), []).lines()
 

@@ -16,16 +16,17 @@ from raytrain_plus.workers.messages import WHOLE, PreparedReport, WorkerLocation
 from tests.unit.controller.fakes import job_of
 
 LAYERS = (Layer("front", 1.0, 60, parameters=6), Layer("back", 1.0, 50, parameters=5))
+FOUR = tuple(Layer(name, 1.0, 1) for name in "abcd")
 
 
-def partitions(room: int) -> Partitions:
+def partitions(room: int, layers: tuple[Layer, ...] = LAYERS, given: tuple[str, ...] | None = None) -> Partitions:
     """Return the partitions for two workers on one machine, which share `room` bytes."""
     roster = Roster()
     # Another worker was lost before anything began.
     for name in ("a", "b", "lost"):
         roster.came(WorkerLocation(worker=name, pid=1, node="n", address="h"))
-        roster.prepared(name, PreparedReport(parameters=11, state_bytes=1, layers=LAYERS, room=room))
-    return Partitions(job_of(parallel=Parallel(pipeline=2)), roster)
+        roster.prepared(name, PreparedReport(parameters=11, state_bytes=1, layers=layers, room=room))
+    return Partitions(job_of(1, 3, parallel=Parallel(pipeline=len(given or LAYERS), partition=given)), roster)
 
 
 def test_partitions_that_do_not_fit_are_dropped_and_the_requested_one_raises() -> None:
@@ -49,3 +50,12 @@ def test_a_stage_has_its_layers_and_what_trains_has_the_rest() -> None:
     assert found.layers(Stage()) == WHOLE
     assert found.parameters(form_view(0, ["a", "b"], Shape(1, 2), 2)) == {"a": 6, "b": 5}
     assert found.parameters(form_view(0, ["a", "b"], Shape(2), 2)) == {"a": 11, "b": 11}
+
+
+def test_a_given_partition_is_used_at_its_number_of_stages_only() -> None:
+    found = partitions(400, FOUR, ("a", "b", "d"))
+    assert found.fit((3, 2, 1), ["a", "b"]) == (3, 2, 1)
+    assert [found.layers(Stage(number, 3)).chunks for number in range(3)] == [(("a",),), (("b", "c"),), (("d",),)]
+    assert [found.layers(Stage(number, 2)).chunks for number in range(2)] == [(("a", "b"),), (("c", "d"),)]
+    assert [found.replaces(stages) for stages in (3, 2, 1)] == [False, True, True]
+    assert not partitions(400).replaces(1)

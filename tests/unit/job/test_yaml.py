@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -9,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus import Data, Job, JobError, Workers
-from raytrain_plus.job.settings import flatten
+from raytrain_plus.job.settings import Schedule, flatten
+from raytrain_plus.job.value_checks import TWO_CHUNKS
 from raytrain_plus.job.yaml import load_job
+from raytrain_plus.parallel.pipeline.layout import chunk_stages
 
 GOOD = """\
 task: examples.digits:Digits
@@ -36,6 +39,7 @@ def test_a_good_job(tmp_path: Path) -> None:
     assert (job.name, job.clip_norm, job.workers.min, job.data.shuffle) == ("job", 0.001, 2, "rows")
 
 
+STAGES = "workers: {min: 2, max: 3}\nparallel: {pipeline: 2}\n"
 PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedream}\n"
 
 
@@ -82,6 +86,18 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD + "elastic: {on_nonfinite: ignore}\n", [], "elastic.on_nonfinite: 'ignore' is not allowed"),
         (GOOD + PIPEDREAM, ["workers.min=1"], "lets the run repartition the model"),
         (GOOD + "parallel: {commit_every: 0}\n", [], "parallel.commit_every: 0"),
+        (
+            GOOD + STAGES,
+            ["parallel.partition=[a]"],
+            "partition=[a]: 1 name for 2 stages of 1f1b\n  expected: 2 names: the",
+        ),
+        (
+            GOOD + STAGES,
+            ["parallel.partition=[a, b, c]", "parallel.schedule=zero-bubble"],
+            "3 names for 2 stages of zero",
+        ),
+        (GOOD, ["parallel.partition=[a]"], "partition=[a]: a model in one stage has no partition"),
+        (GOOD + STAGES, ["parallel.partition=[0, 2]"], "expected: a list of strings or null"),
         (GOOD + "elastic: {copy_every: 0}\n", [], "elastic.copy_every: 0"),
         (GOOD + "parallel: {microbatches: 3}\n", [], "parallel.microbatches: 3 does not divide the 8 rows"),
         (GOOD + "evaluate: {path: x}\n", [], "evaluate.every_steps: is missing"),
@@ -200,8 +216,9 @@ FREE = {
     "workers.spares": "1",
     "workers.cpus": "2",
     "workers.gpus": "1",
-    "parallel.pipeline": "2",
+    "parallel.pipeline": "1",
     "parallel.schedule": "gpipe",
+    "parallel.partition": "[a, b]",
     "parallel.commit_every": "4",
     "collective": "torch",
     "elastic.hang_timeout_s": "5",
@@ -223,7 +240,7 @@ FREE = {
 
 @pytest.mark.parametrize("key", [*KEPT, *FREE])
 def test_which_settings_make_a_different_job(tmp_path: Path, key: str) -> None:
-    text = GOOD + "evaluate: {path: held/out, every_steps: 3}\nworkers: {min: 2, max: 3}\n"
+    text = GOOD + "evaluate: {path: held/out, every_steps: 3}\n" + STAGES
     before, after = load(tmp_path, text), load(tmp_path, text, f"{key}={(KEPT | FREE)[key]}")
     assert before != after
     assert after.same_as(before.to_yaml()) == ([key] if key in KEPT else [])
@@ -246,6 +263,10 @@ def test_a_run_from_before_a_setting_existed_is_still_the_same_job(tmp_path: Pat
         ("schedule=pipedream commit_every=4", "schedule=pipedream", ["commit_every"]),
         ("schedule=pipedream", "schedule=pipedream commit_every=16", []),
         ("schedule=gpipe", "schedule=interleaved commit_every=4", []),
+        ("schedule=pipedream partition=[a,b]", "schedule=pipedream", ["partition"]),
+        ("schedule=pipedream partition=[a,b]", "schedule=pipedream partition=[a,c]", ["partition"]),
+        ("schedule=pipedream partition=[a,b]", "schedule=pipedream partition=[a,b]", []),
+        ("partition=[a,b]", "partition=[a,c]", []),
     ],
 )
 def test_with_pipedream_the_schedule_belongs_to_the_job(
@@ -265,7 +286,15 @@ def test_a_run_from_before_there_were_stages_had_the_default_schedule(tmp_path: 
     assert load(tmp_path, GOOD).same_as(yaml.safe_dump(older)) == []
     assert pipedream.same_as(yaml.safe_dump(older)) == ["parallel.schedule"]
     older["parallel"] = {"microbatches": 1, "pipeline": 2, "schedule": "pipedream"}
+    # It resumes with the counted partition; another one would be another job.
     assert pipedream.same_as(yaml.safe_dump(older)) == []
+    given = load(tmp_path, GOOD + PIPEDREAM, "parallel.partition=[a, b]")
+    assert given.same_as(yaml.safe_dump(older)) == ["parallel.partition"]
+
+
+def test_schedules_with_two_chunks_are_those_of_the_layout() -> None:
+    schedules = get_args(Schedule)
+    assert {one for one in schedules if len(chunk_stages(one, 2)) == 4} == set(TWO_CHUNKS)
 
 
 def test_every_setting_is_either_kept_or_free(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from raytrain_plus import Data, Job
+from raytrain_plus import Data, Job, Parallel, Workers
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.launch import verify as module
 from raytrain_plus.launch.verify import CULPRITS, Comparison, Trial, verify
@@ -207,6 +207,23 @@ def test_a_size_that_makes_no_step_faster_is_smaller_with_kills(
     monkeypatch.setattr(module, "audit", lambda path: SimpleNamespace(clean=True))
     trial = module._trial(JOB, tmp_path, "0", 5, kills, ())
     assert (trial.workers, trial.to_form, trial.as_asked) == (to_form, to_form, not kills)
+
+
+@pytest.mark.parametrize(("size", "partition"), [(1, None), (2, ("in", "out"))])
+def test_a_given_partition_is_used_by_trials_with_its_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, partition: tuple[str, ...] | None
+) -> None:
+    given: list[Parallel] = []
+
+    def made(job: Job, **settings: object) -> Result:
+        given.append(job.parallel)
+        raise RunError("seen")
+
+    monkeypatch.setattr(module, "run", made)
+    staged = replace(JOB, workers=Workers(min=2), parallel=Parallel(pipeline=2, partition=("in", "out")))
+    with pytest.raises(RunError, match="seen"):
+        module._trial(staged, tmp_path, "0", size, 0, ())
+    assert [(one.pipeline, one.partition) for one in given] == [(size, partition)]
 
 
 def test_a_single_run_is_refused(judged: Callable[..., Comparison]) -> None:

@@ -127,6 +127,15 @@ def test_a_change_of_the_group_has_one_line(events: list[dict[str, Any]], lines:
     assert [line for line in told if line] == lines
 
 
+def test_a_partition_that_is_not_used_is_reported_once() -> None:
+    progress = after(view(6, 6), step(0))
+    told = [progress.add(one) for one in (lost(1), view(12) | {"repartitioned": True}, recovered())]
+    line = "parallel.partition is for more than 1 stage, so the platform partitions the layers"
+    assert told[:2] == [None, line]
+    joined = [view(6, 6), view(12) | {"repartitioned": True}]
+    assert [progress.add(one) for one in joined] == ["2 workers now: worker-1 joined", "1 worker now: worker-1 left"]
+
+
 def test_parameters_are_counted_over_the_stages_of_one_replica() -> None:
     formed = view(6, 6, 6, 6)
     for index, member in enumerate(formed["members"]):

@@ -94,3 +94,26 @@ def test_too_many_microbatches_per_replica_are_rejected() -> None:
     made = job(2, 2, pipeline=2, schedule="pipedream", microbatches=8, commit_every=10_000)
     with pytest.raises(InputError, match="a replica can run at most 65535 microbatches together"):
         stage_counts(made)
+
+
+@pytest.mark.parametrize(
+    ("names", "wrong"),
+    [
+        (("embed", "blok1"), "parallel.partition: the model has no layer 'blok1'; the nearest name is 'block1'"),
+        (("embed", "zz"), "the model has no layer 'zz'; the nearest name is '"),
+        (("block0", "head"), "'block0' is not the model's first layer, which is 'embed'"),
+        (("embed", "embed"), "'embed' is named twice"),
+    ],
+)
+def test_a_partition_that_is_not_the_models_is_refused(names: tuple[str, ...], wrong: str) -> None:
+    layers = ("embed", "block0", "block1", "head")
+    made = job(1, 2, pipeline=2, partition=names)
+    with pytest.raises(InputError, match=wrong):
+        stage_counts(made, layers)
+    assert stage_counts(job(1, 2, pipeline=2, partition=("embed", "head")), layers) == (2, 1)
+
+
+def test_names_out_of_order_are_refused() -> None:
+    made = job(3, 3, pipeline=3, partition=("embed", "head", "block0"))
+    with pytest.raises(InputError, match="'block0' does not come after 'head' in the model, but before it"):
+        stage_counts(made, ("embed", "block0", "head"))

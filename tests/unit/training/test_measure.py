@@ -14,6 +14,9 @@ from torch.nn import functional as F
 from raytrain_plus import Task
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TaskError
+from raytrain_plus.job.settings import Schedule
+from raytrain_plus.parallel.pipeline.layout import Chunks, partition_layers
+from raytrain_plus.parallel.pipeline.partition import counted_cost
 from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.model import layer_names
 
@@ -85,6 +88,91 @@ def test_each_layer_is_measured_by_itself() -> None:
     assert head.bytes == 4 * 27 * 4
     assert [frozen.activations, wide.activations, slow.activations] == [0, 5 * 6 * 4, 5 * 8 * 4]
     assert head.activations >= 5 * 8 * 4
+
+
+def test_counted_costs_have_the_operations_of_both_passes_and_the_values() -> None:
+    counted = measure_layers(Layered(), 3, CPU, BATCH, overlaps=True)
+    assert [layer.cost for layer in counted] == [
+        # Nothing before it learns, and nothing in it: it has no backward pass.
+        counted_cost(operations=2 * 5 * 6 * 6, parameters=6 * 6 + 6, elements=5 * 6),
+        counted_cost(operations=2 * (2 * 5 * 6 * 8), parameters=6 * 8, elements=5 * 8),
+        counted_cost(operations=0, parameters=0, elements=2 * 5 * 8),
+        counted_cost(operations=3 * (2 * 5 * 8 * 3), parameters=8 * 3 + 3, elements=5 * 3),
+    ]
+    assert [layer.cost for layer in measure_layers(Layered(), 3, CPU, BATCH)] == [0, 0, 0, 0]
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.unsqueeze(1)
+        return F.scaled_dot_product_attention(heads, heads, heads).squeeze(1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)[0]
+        return found
+
+
+class Sequences(Layered):
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {
+            "in": lambda: nn.Linear(6, 6),
+            "attention": Attention,
+            "recurrent": Recurrent,
+            "out": lambda: nn.Linear(6, 3),
+        }
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["x"]).square().mean()
+
+
+def test_attention_and_recurrent_layers_are_counted_on_a_cpu() -> None:
+    rows, length, width = 4, 7, 6
+    batch = Microbatch({"x": torch.randn(rows, length, width)}, rows)
+    _, attention, recurrent, _ = measure_layers(Sequences(), 3, CPU, batch, overlaps=True)
+    values = rows * length * width
+    # Two products forward; backward four, and one of them again.
+    assert attention.cost == counted_cost(7 * 2 * values * length, 0, values)
+    weights = 2 * 4 * width * width
+    # The first hidden state needs no gradient.
+    operations = 3 * 2 * rows * length * weights - 2 * rows * weights // 2
+    assert recurrent.cost == counted_cost(operations, weights + 2 * 4 * width, values)
+
+
+class Sleepy(Plain):
+    """A model whose first layer is slow in one process, and the last one in another."""
+
+    def __init__(self, first_s: float, last_s: float) -> None:
+        self._seconds = first_s, last_s
+
+    def model(self) -> nn.Module:
+        class Sleeps(nn.Linear):
+            def __init__(self, inputs: int, outputs: int, seconds: float) -> None:
+                super().__init__(inputs, outputs)
+                self._s = seconds
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                time.sleep(self._s)
+                return super().forward(x)
+
+        first_s, last_s = self._seconds
+        return nn.Sequential(
+            Sleeps(6, 8, first_s), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), Sleeps(8, 3, last_s)
+        )
+
+
+def test_partitions_that_change_results_do_not_depend_on_times() -> None:
+    def partition(schedule: Schedule, **seconds: float) -> tuple[Chunks, ...] | None:
+        return partition_layers(measure_layers(Sleepy(**seconds), 3, CPU, BATCH, schedule == "pipedream"), schedule, 2)
+
+    early, late = {"first_s": 0.02, "last_s": 0.0}, {"first_s": 0.0, "last_s": 0.02}
+    assert partition("1f1b", **early) != partition("1f1b", **late)
+    assert partition("pipedream", **early) == partition("pipedream", **late) == ((("0", "1", "2"),), (("3", "4", "5"),))
 
 
 def test_a_plain_sequence_has_its_modules_as_layers() -> None:

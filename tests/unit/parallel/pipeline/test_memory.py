@@ -32,3 +32,22 @@ def test_activations_count_as_often_as_the_schedule_holds_them() -> None:
     assert isinstance(partition_within_memory(layers, "gpipe", 2, 8, room=20), Misfit)
     assert not isinstance(partition_within_memory(layers, "gpipe", 2, 8, room=50), Misfit)
     assert not isinstance(partition_within_memory(layers, "gpipe", 1, 8, room=30), Misfit)
+
+
+def test_memory_does_not_change_a_partition_that_changes_results() -> None:
+    layers = [Layer("a", 1.0, 4, cost=3), Layer("b", 3.0, 8, cost=1), Layer("c", 1.0, 8, cost=1), Layer("d", 1.0, 4)]
+    assert partition_within_memory(layers, "1f1b", 2, 2, room=14) == ((("a", "b"),), (("c", "d"),))
+    for room in (25, 100):
+        assert partition_within_memory(layers, "pipedream", 2, 2, room) == ((("a",),), (("b", "c", "d"),))
+    found = partition_within_memory(layers, "pipedream", 2, 2, room=24)
+    assert isinstance(found, Misfit)
+    assert (found.stage, found.bytes, found.layer) == (1, 25, "b")
+
+
+def test_memory_does_not_change_a_given_partition() -> None:
+    layers = [Layer(name, 1.0, 4) for name in "abcd"]
+    given = ("a", "b", "c", "d")
+    assert partition_within_memory(layers, "zero-bubble", 2, 4, 8, given) == ((("a",), ("d",)), (("b",), ("c",)))
+    assert partition_within_memory(layers, "1f1b", 2, 2, 12, ("a", "d")) == ((("a", "b", "c"),), (("d",),))
+    assert isinstance(partition_within_memory(layers, "1f1b", 2, 2, 8, ("a", "d")), Misfit)
+    assert partition_within_memory(layers, "1f1b", 2, 2, 8) == ((("a", "b"),), (("c", "d"),))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytrain_plus.parallel.pipeline import partition as module
 from raytrain_plus.parallel.pipeline.partition import Layer, LayerSpan, balanced_spans
 
 
@@ -31,6 +33,16 @@ def worth(layers: list[Layer], spans: tuple[LayerSpan, ...]) -> tuple[float, flo
 
 def fits(layers: list[Layer], spans: tuple[LayerSpan, ...], most: int) -> bool:
     return all(sum(layer.bytes for layer in layers[first:last]) <= most for first, last in spans)
+
+
+def test_the_docstring_examples() -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+def test_counted_costs_are_balanced_without_times() -> None:
+    layers = [Layer(name, seconds, 0, cost=cost) for name, seconds, cost in (("a", 9, 1), ("b", 1, 1), ("c", 1, 2))]
+    assert balanced_spans(layers, 2) == ((0, 1), (1, 3))
+    assert balanced_spans(layers, 2, counted=True) == ((0, 2), (2, 3))
 
 
 @given(
