@@ -161,7 +161,7 @@ def sizes_of(job: Job, counts: Sequence[int] = (1,)) -> tuple[Size, ...]:
 
 
 def validate_job(job: Job, roots: Sequence[Path]) -> Report:
-    """Check a job: import what it names, build its task but not its model, and read its data's metadata if present.
+    """Check a job: import what it names, build its task but no values of its model, and read its data's metadata.
 
     A storage that is an address is asked whether it answers. Raises `InputError` if anything is wrong.
     """
@@ -217,6 +217,7 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     search = [Path.cwd(), *roots]
     code = load_user_code(job, search)
     task = build_task(code.task, job.args)
+    _check_scheduler(job, task)
     check_preparable(job, search)
     choose_collective(job.collective, job.workers.gpus)
     check_installed(job.trackers)
@@ -252,6 +253,13 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
         files_in_all=len(files),
         without_checksums=tuple(map(str, without_checksums(looked_at))),
     )
+
+
+def _check_scheduler(job: Job, task: Task) -> None:
+    # Imported here because it loads torch.
+    from raytrain_plus.training.scheduler import check_scheduler
+
+    check_scheduler(task, job.seed)
 
 
 def _forecast(
