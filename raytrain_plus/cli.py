@@ -9,15 +9,16 @@ import io
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from raytrain_plus.cli_answer import Answer, answer_of, failure, print_document, stdout_apart, wants_json
 from raytrain_plus.cli_submitted import asked_cluster, jobs_at, submit_resume, submit_run, watch_job
 from raytrain_plus.credentials import without_credentials
-from raytrain_plus.errors import InputError, RaytrainError
+from raytrain_plus.errors import InputError, RaytrainError, first_line
 from raytrain_plus.install.missing_package import missing_package
 from raytrain_plus.launch.bug_report import bug_report
 from raytrain_plus.launch.ray_address import is_dashboard
@@ -25,7 +26,6 @@ from raytrain_plus.launch.request import RescaleRequest, StopRequest
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
 from raytrain_plus.storage.address import split
-from raytrain_plus.storage.json_text import json_text
 from raytrain_plus.storage.open import open_folder
 
 _EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid input, 130 and 143 stopped by a signal."
@@ -69,7 +69,9 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 @click.option("--fresh", is_flag=True, help="Move an earlier run of this name aside and start over.")
 @click.option("--detach", is_flag=True, help="Return once training has started; the run continues in the background.")
 @_json
-def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, detach: bool, as_json: bool) -> int:
+def run(
+    job: str, overrides: Sequence[str], address: str | None, fresh: bool, detach: bool, as_json: bool
+) -> int | Answer:
     """Run a job until it ends. JOB: path of the job file.
 
     \b
@@ -87,16 +89,16 @@ def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, de
     if detach:
         handle = start(loaded, address=address, fresh=fresh, roots=roots)
         ended = Result.load(open_folder(loaded.storage).inside(loaded.name))
-        if as_json:
-            click.echo(json_text({"name": handle.name, "path": str(handle.path)}))
-        elif ended is not None:
+        if ended is not None:
             # The run had finished earlier, or ended right after it started.
-            from raytrain_plus.observe.progress import view_for
+            if not as_json:
+                from raytrain_plus.observe.progress import view_for
 
-            view_for(sys.stdout).finish(ended)
-            return ended.exit_code
-        else:
-            click.echo(f"{handle.name} runs detached; follow it with: raytrain attach '{handle.path}'")
+                view_for(sys.stdout).finish(ended)
+            return _ended(ended, as_json)
+        if as_json:
+            return Answer(0, {"name": handle.name, "path": str(handle.path)})
+        click.echo(f"{handle.name} runs detached; follow it with: raytrain attach '{handle.path}'")
         return 0
     result = run_job(loaded, address=address, fresh=fresh, quiet=as_json, roots=roots)
     return _ended(result, as_json)
@@ -109,7 +111,9 @@ def run(job: str, overrides: Sequence[str], address: str | None, fresh: bool, de
 @click.option("--fresh", is_flag=True, help="Move an earlier run of this name aside and start over.")
 @click.option("-f", "--follow", is_flag=True, help="Print the run's output until it ends; exit with its exit code.")
 @_json
-def submit(job: str, overrides: Sequence[str], address: str | None, fresh: bool, follow: bool, as_json: bool) -> int:
+def submit(
+    job: str, overrides: Sequence[str], address: str | None, fresh: bool, follow: bool, as_json: bool
+) -> int | Answer:
     """Submit a job to a Ray cluster. JOB: path of the job file.
 
     The cluster works on a copy of the working directory, and the run continues in the background.
@@ -138,7 +142,7 @@ _storage = click.option(
     "Ray for this run.",
 )
 @_json
-def resume(run: str, storage: str, overrides: Sequence[str], address: str | None, as_json: bool) -> int:
+def resume(run: str, storage: str, overrides: Sequence[str], address: str | None, as_json: bool) -> int | Answer:
     """Resume a run from its newest complete checkpoint. RUN: a folder, an address, or a name."""
     if is_dashboard(address):
         return submit_resume(str(address), run, storage, overrides, as_json)
@@ -163,7 +167,7 @@ _dashboard = click.option(
 @_storage
 @_dashboard
 @_json
-def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
+def attach(run: str, storage: str, address: str | None, as_json: bool) -> int | Answer:
     """Follow a run until it ends. RUN: a folder, an address, or a name.
 
     Ctrl-C stops following; SIGTERM stops the run.
@@ -198,7 +202,7 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int:
     try:
         result = watch(folder, None if as_json else view_for(sys.stdout), forward_stop)
     except KeyboardInterrupt:
-        return _say(f"the run continues; stop it with: raytrain stop '{folder.where}'", 130)
+        return _failed(f"the run continues; stop it with: raytrain stop '{folder.where}'", 130)
     return _ended(result, as_json)
 
 
@@ -270,19 +274,18 @@ def rescale(
 @_storage
 @_dashboard
 @_json
-def status(run: str, storage: str, address: str | None, as_json: bool) -> int:
+def status(run: str, storage: str, address: str | None, as_json: bool) -> int | Answer:
     """Show the state, steps and checkpoints of a run. RUN: a folder, an address, or a name."""
     address = asked_cluster(run, storage, address)
     if address is not None:
         job = jobs_at(address).status(run)
-        click.echo(json_text(job) if as_json else f"{run}: {job['state']} (job {job['job']})\n  {job['newest']}")
-        return 0
+        lines = [f"{run}: {job['state']} (job {job['job']})", f"  {job['newest']}"]
+        return _reported(job, lines, 0, as_json)
     from raytrain_plus.runs.folder import find_run
     from raytrain_plus.runs.status import status
 
     found = status(find_run(run, storage))
-    click.echo(json_text(found.to_json()) if as_json else "\n".join(found.lines()))
-    return 0
+    return _reported(found.to_json(), found.lines(), 0, as_json)
 
 
 @cli.command()
@@ -308,7 +311,7 @@ def export(run: str, storage: str, to: Path, kind: str) -> int:
 @_set
 @click.option("--cluster", help="File for `ray up` or KubeRay: check that the job's workers fit on its machines.")
 @_json
-def validate(job: str, overrides: Sequence[str], cluster: str | None, as_json: bool) -> int:
+def validate(job: str, overrides: Sequence[str], cluster: str | None, as_json: bool) -> int | Answer:
     """Check a job, its task and its data without running it. JOB: path of the job file."""
     from raytrain_plus.job.yaml import load_job
 
@@ -318,11 +321,10 @@ def validate(job: str, overrides: Sequence[str], cluster: str | None, as_json: b
 
     found = None if cluster is None else fit(loaded, cluster)
     report = validate_job(loaded, roots)
-    if as_json:
-        click.echo(json_text({**report.to_json(), **({} if found is None else {"cluster": found.to_json()})}))
-    else:
-        click.echo("\n".join([*report.lines(), *(() if found is None else found.lines())]))
-    return 0
+    document, lines = report.to_json(), report.lines()
+    if found is not None:
+        document, lines = {**document, "cluster": found.to_json()}, [*lines, *found.lines()]
+    return _reported(document, lines, 0, as_json)
 
 
 @cli.command()
@@ -335,7 +337,7 @@ def validate(job: str, overrides: Sequence[str], cluster: str | None, as_json: b
 @_json
 def verify(
     job: str, overrides: Sequence[str], workers: str, kills: int, steps: int, address: str | None, as_json: bool
-) -> int:
+) -> int | Answer:
     """Compare results bit by bit across numbers of workers. JOB: path of the job file.
 
     It runs the first steps of the job on each number of workers; --kill also kills workers meanwhile.
@@ -359,39 +361,36 @@ def verify(
         roots=roots,
         tell=(lambda line: None) if as_json else (lambda line: click.echo(line, err=True)),
     )
-    click.echo(json_text(comparison.to_json()) if as_json else "\n".join(comparison.lines()))
-    return 0 if comparison.agree else 1
+    return _reported(comparison.to_json(), comparison.lines(), 0 if comparison.agree else 1, as_json)
 
 
 @cli.command()
 @_run
 @_storage
 @_json
-def audit(run: str, storage: str, as_json: bool) -> int:
+def audit(run: str, storage: str, as_json: bool) -> int | Answer:
     """Check which rows a run used never, once, or repeatedly. RUN: a folder, an address, or a name."""
     from raytrain_plus.data.audit import audit
     from raytrain_plus.runs.folder import find_run
 
     found = audit(find_run(run, storage).address)
-    click.echo(json_text(found.to_json()) if as_json else "\n".join(found.lines()))
-    return 0 if found.clean else 1
+    return _reported(found.to_json(), found.lines(), 0 if found.clean else 1, as_json)
 
 
 @cli.command()
 @_json
-def doctor(as_json: bool) -> int:
+def doctor(as_json: bool) -> int | Answer:
     """Check the environment and suggest fixes."""
     from raytrain_plus.install.doctor import checks
 
     found = checks()
-    if as_json:
-        click.echo(json_text({"checks": [{name: getattr(check, name) for name in check.__slots__} for check in found]}))
-    else:
-        for check in found:
-            click.echo(f"{check.status}  {check.name}: {check.detail}")
-            if check.remedy:
-                click.echo(f"      fix: {check.remedy}")
-    return int(any(check.status == "FAIL" for check in found))
+    lines = []
+    for check in found:
+        lines.append(f"{check.status}  {check.name}: {check.detail}")
+        if check.remedy:
+            lines.append(f"      fix: {check.remedy}")
+    document = {"checks": [{name: getattr(check, name) for name in check.__slots__} for check in found]}
+    return _reported(document, lines, int(any(check.status == "FAIL" for check in found)), as_json)
 
 
 @cli.command("install-horovod")
@@ -415,37 +414,79 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")
     # Effective until a run installs its own handler, and again afterwards.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    sys.exit(_guarded(lambda: cli.main(args=arguments and list(arguments), standalone_mode=False)))
+    sys.exit(_answered(sys.argv[1:] if arguments is None else arguments))
 
 
-def _guarded(call: Callable[[], Any]) -> int:
+def _answered(words: Sequence[str]) -> int:
+    """Run a command, print its answer if JSON is requested, and return its exit code."""
+
+    def call() -> Any:
+        return cli.main(args=list(words), standalone_mode=False)
+
+    if not wants_json(words):
+        return _guarded(call).code
+    try:
+        with stdout_apart() as stream:
+            answer = _guarded(call)
+            if answer.document is not None:
+                print_document(answer.document, stream)
+    except OSError as error:
+        return _say(f"standard output cannot be written: {first_line(error)}", 1)
+    return answer.code
+
+
+def _guarded(call: Callable[[], Any]) -> Answer:
     """Run a command; print errors on stderr and turn them into exit codes."""
     try:
-        code = call()
+        ended = call()
     except InputError as error:
-        return _say(str(error), 2)
+        return _failed(error, 2)
     except RaytrainError as error:
-        return _say(str(error), 1)
+        return _failed(error, 1)
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
-        return _say(without_credentials(shown.getvalue().rstrip("\n")), 2)
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        verb = "raytrain" if context is None or context.parent is None else f"raytrain {context.info_name}"
+        wrong = InputError(error.format_message(), where=verb, remedy=f"see {verb} --help")
+        return _failed(wrong, 2, without_credentials(shown.getvalue().rstrip("\n")))
     except (click.Abort, KeyboardInterrupt):
-        return _say("interrupted", 130)
+        return _failed("interrupted", 130)
+    except SystemExit as error:
+        if error.code in (130, 143):
+            return _failed("interrupted", int(error.code))
+        return _failed(f"the process was ended by sys.exit({error.code!r})", 1)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)) is not None:
-            return _say(str(missing), 2)
-        return _say(bug_report(error), 1)
-    return code if isinstance(code, int) else 0
+            return _failed(missing, 2)
+        bug = InputError(
+            f"{type(error).__name__}: {error}", where="raytrain_plus", remedy="report the traceback on standard error"
+        )
+        return _failed(bug, 1, bug_report(error))
+    return ended if isinstance(ended, Answer) else Answer(ended if isinstance(ended, int) else 0)
 
 
-def _ended(result: Result, as_json: bool) -> int:
-    """Return the exit code of a run that has ended. A view has shown its result already, unless JSON is requested."""
+def _reported(document: Mapping[str, Any], lines: Sequence[str], code: int, as_json: bool) -> int | Answer:
+    """Return the answer of a command that reports something; print the lines unless JSON is requested."""
     if as_json:
-        click.echo(json_text(result.to_json()))
-        if result.error:
-            click.echo(result.error, err=True)
-    return result.exit_code
+        return Answer(code, document)
+    click.echo("\n".join(lines))
+    return code
+
+
+def _ended(result: Result, as_json: bool) -> int | Answer:
+    """Return the answer for a run that has ended. A view has shown its result already, unless JSON is requested."""
+    if not as_json:
+        return result.exit_code
+    if result.error:
+        click.echo(result.error, err=True)
+    return answer_of(result)
+
+
+def _failed(error: RaytrainError | str, code: int, shown: str | None = None) -> Answer:
+    """Print an error on stderr, as `shown` if given, and return the answer for it."""
+    _say(str(error) if shown is None else shown, code)
+    return failure(error, code)
 
 
 def _say(text: str, code: int) -> int:

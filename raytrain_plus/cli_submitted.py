@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from raytrain_plus.cli_answer import Answer
 from raytrain_plus.errors import InputError
 from raytrain_plus.launch.ray_address import dashboard_of, named_dashboard
 from raytrain_plus.storage.address import is_address, split
-from raytrain_plus.storage.json_text import json_text
 
 if TYPE_CHECKING:
     from raytrain_plus.launch.ray_jobs import Jobs
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def submit_run(
     job: str, overrides: Sequence[str], address: str | None, fresh: bool, follow: bool, as_json: bool
-) -> int:
-    """Submit the run of a job file to the cluster with the dashboard at `address`; return the exit code."""
+) -> int | Answer:
+    """Submit the run of a job file to the cluster with the dashboard at `address`; return the exit code or answer."""
     from raytrain_plus.job.yaml import load_job
 
     loaded, _ = load_job(job, overrides)
@@ -34,8 +34,8 @@ def submit_run(
     return _send(where, loaded.name, words, unneeded_by(loaded, Path.cwd()), follow, as_json)
 
 
-def submit_resume(address: str, run: str, storage: str, overrides: Sequence[str], as_json: bool) -> int:
-    """Let the cluster with this dashboard resume a run; return the exit code."""
+def submit_resume(address: str, run: str, storage: str, overrides: Sequence[str], as_json: bool) -> int | Answer:
+    """Let the cluster with this dashboard resume a run; return the exit code or answer."""
     if not any(is_address(place) or Path(place).is_absolute() for place in (run, storage)):
         raise InputError(
             "the run's folder is not sent to the cluster",
@@ -80,14 +80,15 @@ def jobs_at(address: str | None) -> Jobs:
     return Jobs(dashboard_of(address))
 
 
-def _send(address: str, run: str, words: Sequence[str], unneeded: Sequence[str], follow: bool, as_json: bool) -> int:
-    """Submit the command `words` for a run to a cluster, with a copy of this folder; return the exit code."""
+def _send(
+    address: str, run: str, words: Sequence[str], unneeded: Sequence[str], follow: bool, as_json: bool
+) -> int | Answer:
+    """Submit the command `words` for a run to a cluster, with a copy of this folder; return the exit code or answer."""
     jobs = jobs_at(address)
     job = jobs.submit(run, words, Path.cwd(), unneeded)
     if as_json:
-        click.echo(json_text({"name": run, "job": job, "address": address}))
-    else:
-        click.echo(f"{run} was submitted (job {job}); follow it with: raytrain attach {run} --address {address}")
+        return Answer(0, {"name": run, "job": job, "address": address})
+    click.echo(f"{run} was submitted (job {job}); follow it with: raytrain attach {run} --address {address}")
     return watch_job(jobs, job, run, address) if follow else 0
 
 

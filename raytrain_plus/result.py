@@ -25,6 +25,8 @@ _SHAPE = has.object_of(
     steps=has.whole(0),
     samples=has.whole(0),
 )
+_ERROR = has.object_of(what=has.text, where=has.text, remedy=has.text)
+"""An error as `--json` prints it."""
 _IF_THERE = {
     "metrics": has.table_of(has.number_or_nonfinite),
     "state_sha256": has.maybe(has.text),
@@ -37,7 +39,7 @@ _IF_THERE = {
     "bubble": has.maybe(has.number()),
     "copies": has.whole(0),
     "copy_s": has.number(0, 1e12),
-    "error": has.maybe(has.text),
+    "error": has.maybe(lambda value: has.text(value) if isinstance(value, str) else _ERROR(value)),
     "skipped": has.whole(0),
     "show": has.maybe(has.text),
 }
@@ -101,6 +103,8 @@ class Result:
     def load(cls, run: Folder) -> Result | None:
         """Return the result in a run's folder, or None if the run has not ended.
 
+        The error may be a text, as `save` writes it, or an object, as `--json` prints it.
+
         Raises `InputError` if the file is damaged or not a result of this version.
         """
         try:
@@ -113,7 +117,10 @@ class Result:
             raise InputError(what, where=f"{run.where}/{RESULT}", remedy=_REMEDY)
         # NaN and infinities are saved as text.
         metrics = {name: float(value) for name, value in values.get("metrics", {}).items()}
-        return cls(**{**values, "path": run.path or run.address, "metrics": metrics})
+        error = values.get("error")
+        if error is not None and not isinstance(error, str):
+            error = str(InputError(error["what"], where=error["where"], remedy=error["remedy"]))
+        return cls(**{**values, "path": run.path or run.address, "metrics": metrics, "error": error})
 
 
 def _misfit(values: Mapping[str, Any]) -> str:

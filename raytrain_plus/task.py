@@ -53,7 +53,10 @@ class Task:
         return torch.optim.AdamW([parameter for _, parameter in parameters], lr=1e-3)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return a learning-rate scheduler, stepped once after every optimizer step, or None (the default)."""
+        """Return a learning-rate scheduler, stepped once after every optimizer step, or None (the default).
+
+        Its `step` must need no argument: a scheduler that needs a metric is refused.
+        """
         return None
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | tuple[torch.Tensor, float]:

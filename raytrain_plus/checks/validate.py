@@ -162,7 +162,7 @@ def sizes_of(job: Job, counts: Sequence[int] = (1,)) -> tuple[Size, ...]:
 
 
 def validate_job(job: Job, roots: Sequence[Path]) -> Report:
-    """Check a job: import what it names, build its task and its model without values, and read its data's metadata.
+    """Check a job: import what it names, build its task, its model without values, and read its data's metadata.
 
     A storage that is an address is asked whether it answers. Raises `InputError` if anything is wrong.
     """
@@ -218,7 +218,7 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     search = [Path.cwd(), *roots]
     code = load_user_code(job, search)
     task = build_task(code.task, job.args)
-    _check_parameters(job, task)
+    _check_model(job, task)
     check_preparable(job, search)
     choose_collective(job.collective, job.workers.gpus)
     check_installed(job.trackers)
@@ -256,13 +256,16 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     )
 
 
-def _check_parameters(job: Job, task: Task) -> None:
-    """Raise `TaskError` for a parameter whose gradients cannot be summed as the job requests."""
+def _check_model(job: Job, task: Task) -> None:
+    """Raise `TaskError` for a parameter whose gradients cannot be summed as the job requests, or for the scheduler."""
     # Imported here because these modules load torch.
     from raytrain_plus.training.model import parameters_of
     from raytrain_plus.training.part import check_summable
+    from raytrain_plus.training.scheduler import check_scheduler
 
-    check_summable(parameters_of(task), exact=job.reduction == "exact")
+    named = parameters_of(task)
+    check_summable(named, exact=job.reduction == "exact")
+    check_scheduler(task, named)
 
 
 def _forecast(

@@ -7,9 +7,8 @@ fault there cannot hide itself here.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from raytrain_plus.data.audit_entries import find_doubled_and_missing, only_due,
 from raytrain_plus.data.audit_faults import Faults
 from raytrain_plus.data.audit_files import compare
 from raytrain_plus.data.audit_order import Epoch, ExpectedOrder
+from raytrain_plus.data.audit_record import Record, read_record
 from raytrain_plus.errors import InputError, StorageError, first_line
 from raytrain_plus.job.yaml import read_job
-from raytrain_plus.observe.run_events import event_lines
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.document import read_object
@@ -39,9 +38,7 @@ _DATASET = has.object_of(
     ),
 )
 _RESULT = has.object_of(status=has.text, steps=has.whole(0))
-_EVENT = has.object_of(kind=has.text)
-_RESUMED = has.object_of(generation=has.whole(0), step=has.whole(-1))
-"""The fields of the run's files and events that the audit relies on."""
+"""The fields of the run's files that the audit relies on."""
 _REMEDY = "restore the file that the run wrote: it is the only record of the data that the run began with"
 MOST_DUE = 1 << 22
 """Maximum missing entries of a ledger that can still be audited: all of them are laid out in memory."""
@@ -119,8 +116,9 @@ def audit(where: str | Path) -> Audit:
     saved = _checkpoints(run)
     parts = sorted(name for name in run.files("ledger") if name.endswith(".parquet"))
     entries = read_entries(run, parts, faults)
-    void = list(_resumptions(run))
-    entries, saved = _without(void, entries), _without(void, saved)
+    # Read after the ledger, for the same reason.
+    record = read_record(run)
+    entries, saved = _without(record.resumptions, entries), _without(record.resumptions, saved)
     if status == "finished":
         due_to = expected.steps - 1
         if made != expected.steps:
@@ -138,6 +136,12 @@ def audit(where: str | Path) -> Audit:
         )
     if due_to >= 0 and not parts:
         faults.add("the ledger is missing")
+    reached = max(due_to if made is None else made - 1, int(saved["step"].max(initial=-1)))
+    if record.lacks(reached, max(int(done["generation"].max(initial=-1)) for done in (entries, saved))):
+        faults.add(_incomplete(record, reached))
+        # A later event may have made these entries void, or others: judge only what the events cover.
+        entries = entries[(entries["generation"] <= record.generation) & (entries["step"] <= record.step)]
+        due_to = min(due_to, record.step, int(entries["step"].max(initial=-1)))
     entries = only_due(entries, expected, due_to, faults)
     find_doubled_and_missing(entries, expected, due_to, faults)
     good = expected.check(entries, faults)
@@ -201,27 +205,18 @@ def _checkpoints(run: Folder) -> npt.NDArray[Any]:
     return np.array([(int(name[1]), int(name[2])) for name in found], [("step", "<i8"), ("generation", "<i8")])
 
 
+def _incomplete(record: Record, reached: int) -> str:
+    """Describe events that are missing."""
+    last = "has no step" if record.step < 0 else f"ends at step {record.step:,}"
+    beyond = f"reached step {reached:,}" if reached > record.step else "resumed later"
+    return (
+        f"the record (events.ndjson) is incomplete from step {record.step + 1:,} on: it {last}, but the run {beyond}; "
+        "the rows of these steps cannot be judged; restore the file"
+    )
+
+
 def _without(void: Iterable[tuple[int, int]], done: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the entries that no resumption has made void; see `_resumptions`."""
+    """Return the entries that no resumption has made void; see `Record`."""
     for generation, step in void:
         done = done[(done["generation"] >= generation) | (done["step"] <= step)]
     return done
-
-
-def _resumptions(run: Folder) -> Iterator[tuple[int, int]]:
-    """Yield (generation, step) of each resumption: work of older generations after that step is void."""
-    for line in event_lines(run):
-        # Most lines hold other events and need no parsing.
-        if '"resumed"' in line:
-            try:
-                event = json.loads(line)
-                if wrong := _EVENT(event) or (event["kind"] == "resumed" and _RESUMED(event)):
-                    raise ValueError(wrong)
-                if event["kind"] == "resumed":
-                    yield event["generation"], event["step"]
-            except (ValueError, RecursionError) as error:
-                raise InputError(
-                    f"a `resumed` event is damaged: {first_line(error)}",
-                    where=f"{run.where}: events",
-                    remedy="repair the line: it records which steps are void",
-                ) from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
 import sysconfig
@@ -73,9 +74,11 @@ def load_function(spec: str, roots: Sequence[Path]) -> Callable[..., Any]:
 def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
     """Return an instance of the task, with `${env:NAME}` in its arguments resolved from this process's environment.
 
-    Raises `TaskError` with the user's own frames if the constructor raises, `InputError` if a variable is not set.
+    Raises `TaskError` with the user's own frames if the constructor raises, or if it does not take an argument, and
+    `InputError` if a variable is not set.
     """
     known = resolved(args, os.environ)
+    _check_taken(cls, known)
 
     def report(error: BaseException) -> TaskError:
         given = ", ".join(args) or "none"
@@ -83,7 +86,8 @@ def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
             f"{cls.__name__}(...) raised {type(error).__name__}: {error}",
             where=f"task: {cls.__module__}:{cls.__qualname__}",
             remedy=f"check the job's args (given: {given})" if isinstance(error, TypeError) else "",
-            user_traceback=trim_traceback(error),
+            # Without frames, as for a missing argument, it is only the same text again.
+            user_traceback=trim_traceback(error) if users_frames(error) else "",
         )
 
     with reporting(report):
@@ -104,6 +108,27 @@ def reporting(report: Callable[[BaseException], Exception | None]) -> Iterator[N
         if reported is None:
             raise
         raise reported from None
+
+
+def _check_taken(cls: type[Task], args: Mapping[str, Any]) -> None:
+    """Raise `TaskError` if the constructor does not take one of the job's arguments."""
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    taken = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    unknown = [name for name in args if name not in taken]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], taken, 1)
+        suggestion = f"did you mean '{near[0]}'?" if near else "remove it"
+        raise TaskError(
+            f"{cls.__name__}(...) takes no argument {' and no '.join(map(repr, unknown))}",
+            where=f"args.{unknown[0]}",
+            expected=f"one of {', '.join(taken)}" if taken else "no args",
+            remedy=suggestion,
+        )
 
 
 @contextmanager

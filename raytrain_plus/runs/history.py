@@ -18,6 +18,8 @@ class Past:
 
     generation: int = -1
     """The highest generation used so far."""
+    recorded: int = -1
+    """The highest generation of an event."""
     committed: int = -1
     """The highest committed step that is not void."""
     evaluated: int = -2
@@ -30,6 +32,8 @@ class Past:
     """Number of controllers so far."""
     found: tuple[Found, ...] = ()
     """The checkpoints, complete or not, newest first."""
+    entered: tuple[tuple[int, int], ...] = ()
+    """(generation, first step) of each part of the ledger, without those whose first step is void."""
 
 
 def load_history(run: Folder) -> Past:
@@ -52,20 +56,24 @@ def load_history(run: Folder) -> Past:
             metrics = {step: values for step, values in metrics.items() if step <= event["step"]}
     evaluated = max(metrics, default=-2)
     found = tuple(survey(run, resumptions))
+    recorded = generation
     # Checkpoints and ledger parts may come from generations whose events were never written.
     for one in found:
         generation = max(generation, one.generation)
-    for part in (name for name in run.files(LEDGER) if name.endswith(".parquet")):
-        written = part.removeprefix(f"{LEDGER}/").partition("-")[0]
-        generation = max(generation, int(written) if written.isdecimal() else -1)
+    parts = [part.removeprefix(f"{LEDGER}/").partition(".")[0].split("-") for part in run.files(LEDGER)]
+    entered = [(int(part[0]), int(part[1])) for part in parts if len(part) == 2 and "".join(part).isdecimal()]
+    for written, _ in entered:
+        generation = max(generation, written)
     return Past(
         generation=generation,
+        recorded=recorded,
         committed=committed,
         evaluated=evaluated,
         metrics=metrics,
         resumptions=tuple(resumptions),
         claims=claims,
         found=found,
+        entered=tuple(part for part in entered if not _void(*part, resumptions)),
     )
 
 

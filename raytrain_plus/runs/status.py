@@ -9,7 +9,7 @@ from typing import Any
 from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result, resume_command
 from raytrain_plus.runs.folder import lease_holder, lost_holder, run_exists, single_writer
-from raytrain_plus.runs.history import load_history
+from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.interface import Folder
@@ -37,7 +37,10 @@ class Status:
 
     run: str
     state: str
-    """`running` (with its process), `finished`, `stopped`, `failed`, or `unfinished` (with the process that died)."""
+    """`running` (with its process), `finished`, `stopped`, `failed`, or `unfinished` (with the process that died).
+
+    If later events of a run that does not run are missing, it says so.
+    """
     steps: int
     """Number of committed steps."""
     checkpoints: tuple[CheckpointStatus, ...]
@@ -45,6 +48,8 @@ class Status:
     """Whether the storage prevents two controllers from writing to the run."""
     resume: str = ""
     """The command that resumes the run, if its controller died."""
+    incomplete_from: int | None = None
+    """The first step whose events are missing; None if none are."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -71,8 +76,10 @@ class Status:
 
 def status(run: Folder) -> Status:
     """Return the status of the run in this folder."""
-    past = load_history(run)
-    state, now = state_of(run), time.time()
+    # Read the state and the result first: the events of a run that has ended by then are all written.
+    state, result = state_of(run), Result.load(run)
+    past, now = load_history(run), time.time()
+    steps, gap = past.committed + 1, None if state.startswith("running") else _gap(past, result)
     kept = tuple(
         CheckpointStatus(
             one.name, one.step, max(0.0, now - _moment(one.manifest, one.time)), one.bytes, one.why or "complete"
@@ -80,7 +87,24 @@ def status(run: Folder) -> Status:
         for one in past.found
     )
     resume = resume_command(run) if state.startswith("unfinished (") else ""
-    return Status(split(run.address)[1], state, past.committed + 1, kept, single_writer(run), resume)
+    if gap is not None:
+        steps = max(steps, _reached(past, result) + 1)
+        state = f"{state}; the record (events.ndjson) is incomplete from step {gap:,} on"
+    return Status(split(run.address)[1], state, steps, kept, single_writer(run), resume, gap)
+
+
+def _reached(past: Past, result: Result | None) -> int:
+    """Return the newest step of which the files besides the events tell."""
+    saved = [one.step for one in past.found if one.manifest is not None]
+    return max([-1 if result is None else result.steps - 1, *saved, *(step for _, step in past.entered)])
+
+
+def _gap(past: Past, result: Result | None) -> int | None:
+    """Return the first step whose events are missing, by the files that are written after them; None if none are."""
+    generations = [one.generation for one in past.found if one.manifest is not None]
+    newest = max([*generations, *(generation for generation, _ in past.entered)], default=-1)
+    missing = _reached(past, result) > past.committed or newest > past.recorded
+    return past.committed + 1 if missing else None
 
 
 def state_of(run: Folder) -> str:

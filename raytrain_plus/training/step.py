@@ -39,6 +39,7 @@ from raytrain_plus.training.part import make_parts
 from raytrain_plus.training.passes import Overlapping, Passes, Shards
 from raytrain_plus.training.records import Remark
 from raytrain_plus.training.replica import whole_replica
+from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.step_sums import StepSums
 from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.verdict import (
@@ -134,7 +135,7 @@ class Stepper:
 
         `built`: the model, or the chunks of it that this worker holds. `exact`: sums over shards are the same bits in
         any order. `skip_nonfinite`: keep the state in a step whose sums are not finite, instead of raising. Raises
-        `TaskError` for parameters that cannot be summed exactly.
+        `TaskError` for parameters that cannot be summed exactly, and for a scheduler that needs an argument.
         """
         self.task = task
         self.parts = make_parts(
@@ -144,7 +145,7 @@ class Stepper:
         self.named = [(name, value) for name, value in named if value.requires_grad]
         self.optimizer = task.optimizer(self.named) if self.named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
-        self.scheduler = None if self.optimizer is None else task.scheduler(self.optimizer)
+        self.scheduler = None if self.optimizer is None else build_scheduler(task, self.optimizer)
         replica = whole_replica(task, self.parts[0], device=device, shards=shards)
         self.passes: Passes | Overlapping = Synchronous(replica)
         """Replaced in each generation if the model has stages."""

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_plus.errors import RunError, WaitExpired
 from raytrain_plus.membership.mesh import Stage
@@ -225,8 +225,10 @@ class Copier:
                             self._sending = None
                             return
                     continue
-            except (RayError, WaitExpired):
-                log.warning("a copy of step %d did not arrive; trying again", out.sent.step, exc_info=True)
+            except (RayError, WaitExpired) as error:
+                # The controller names a new buddy for one that has died, and reports the loss.
+                if not isinstance(error, ActorDiedError):
+                    log.warning("a copy of step %d did not arrive; trying again: %s", out.sent.step, _last_line(error))
                 again_s = min(2 * again_s, LONGEST_AGAIN_S)
             until = time.monotonic() + again_s
             while self._open is out and self._buddy is buddy and time.monotonic() < until:
@@ -243,6 +245,11 @@ class Copier:
                 raise WaitExpired(f"{buddy.name} did not receive a copy of step {out.sent.step} in time")
         ray.get(reference)
         return self._open is out
+
+
+def _last_line(error: Exception) -> str:
+    """Return the last line of an error's text, which says what went wrong: a traceback of another process is above."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _digest(snapshot: Snapshot) -> str:

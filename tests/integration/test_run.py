@@ -219,7 +219,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_shard(tmp_pa
     code, out, err = raytrain("run", job, "--json")
     assert code == 1
     result = json.loads(out)
-    assert result["error"].startswith(f"the loss of step {result['steps']} is not finite in shard")
+    assert result["error"]["what"].startswith(f"the loss of step {result['steps']} is not finite in shard")
     assert "not finite" in err
     assert "Traceback" not in err
 

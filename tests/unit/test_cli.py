@@ -99,7 +99,9 @@ def test_a_wrong_job_is_reported_before_anything_is_loaded(tmp_path: Path, capsy
         cli.main(["validate", str(file), "--json"])
     assert left.value.code == 2
     out, err = capsys.readouterr()
-    assert out == ""
+    told = json.loads(out)
+    assert told["status"] == "invalid"
+    assert told["error"]["where"].startswith(f"{file}:1:")
     assert "did you mean 'steps'?" in err
     assert "7 is not a multiple of data.shards = 2" in err
 

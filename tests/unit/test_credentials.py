@@ -262,7 +262,7 @@ def test_no_command_repeats_a_credential(
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(GOOD))
     for address in [form for form in FORMS if form.startswith("http")] if words[-2] == "--address" else SOME:
         told = [word.replace("{}", address) for word in words]
-        code = cli._guarded(partial(cli.cli.main, told, standalone_mode=False))
+        code = cli._guarded(partial(cli.cli.main, told, standalone_mode=False)).code
         out, err = capfd.readouterr()
         assert code == 2, err
         assert SECRET not in out + err, address
@@ -274,7 +274,7 @@ def test_an_internal_error_is_shown_without_credentials(capsys: pytest.CaptureFi
     def fail() -> None:
         raise ValueError(f"cannot parse '{FORMS[0]}'")
 
-    assert cli._guarded(fail) == 1
+    assert cli._guarded(fail).code == 1
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert "s3://***@bucket/runs" in err

@@ -124,7 +124,7 @@ def test_unreadable_data_is_named(tmp_path: Path) -> None:
 
 
 def test_arguments_that_the_task_does_not_take(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"unexpected keyword argument 'widht'(.|\n)*given: widht"):
+    with pytest.raises(TaskError, match=r"^args.widht: \w+\(...\) takes no argument 'widht'\n  expected: "):
         validate_job(replace(job(tmp_path), args={"widht": 3}), [])
 
 
@@ -165,6 +165,18 @@ class Layered(Task):
             raise KeyError("label")
         batch: dict[str, torch.Tensor] = super().collate(table)
         return batch
+
+
+class Plateau(Layered):
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        TaskError, match=r"^scheduler\(\) of the task Plateau: ReduceLROnPlateau.step\(\) needs 'metrics'"
+    ):
+        validate_job(replace(staged(tmp_path), task=Plateau), [])
 
 
 def staged(tmp_path: Path, wrong: str = "", **parallel: Any) -> Job:

@@ -63,12 +63,20 @@ def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
     return made
 
 
+def record(run: Path, generation: int, *steps: int, resumed: int | None = None) -> None:
+    """Append events: a resumption, if any, and committed steps."""
+    events = [] if resumed is None else [{"kind": "resumed", "step": resumed, "checkpoint": "x", "voided_to": 6}]
+    events += [{"kind": "step_committed", "step": step} for step in steps]
+    with (run / "events.ndjson").open("a") as file:
+        file.writelines(json.dumps({"time": 0.0, "generation": generation, **event}) + "\n" for event in events)
+
+
 def run_of(job: Job, notes: list[np.ndarray], status: str | None = "finished", generation: int = 0) -> Path:
     run = Path(job.storage) / job.name
     run.mkdir()
     (run / "job.yaml").write_text(job.to_yaml())
     (run / "dataset.json").write_text(json.dumps(index(job.data.path).to_json()))
-    (run / "events.ndjson").write_text("")
+    record(run, generation, *range(len(notes)))
     written = Parts(LocalFolder(run))
     for step, of_step in enumerate(notes):
         written.add(generation, step, of_step.tobytes())
@@ -204,6 +212,7 @@ def test_a_step_that_was_entered_twice(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes)
     pq.write_table(ledger_table([(1, 4, notes[4].tobytes())]), run / "ledger" / "00000001-000000000004.parquet")
+    record(run, 1, resumed=9)
     found = audit(run)
     assert found.faults[0] == "step 4 of shard 0 is in the ledger more than once (1.parquet)"
     assert sum(epoch.more for epoch in found.epochs) == 12
@@ -335,6 +344,7 @@ def test_a_torn_result_and_a_missing_ledger(job: Job) -> None:
     (checkpoint / "00000-of-00001.safetensors").touch()
     assert audit(run).clean
     checkpoint.with_suffix(".json").touch()
+    record(run, 2, resumed=9)
     found = audit(run)
     assert found.faults[0] == "the ledger is missing"
     assert found.faults[1].startswith("every step from 0 to 5 of shard 0 is missing from the ledger (")
@@ -346,6 +356,7 @@ def test_a_lost_tail_of_a_run_that_was_killed(job: Job) -> None:
     run = run_of(job, notes[:5], status=None)
     tail = run / "ledger" / "00000001-000000000005.parquet"
     pq.write_table(ledger_table([(1, step, notes[step].tobytes()) for step in (5, 6, 7)]), tail)
+    record(run, 1, 5, 6, 7)
     (run / "checkpoints").mkdir()
     for name in ("000000000003-00000000.json", "000000000006-00000001.json", "000000000009-00000001"):
         (run / "checkpoints" / name).touch()
@@ -357,8 +368,7 @@ def test_a_lost_tail_of_a_run_that_was_killed(job: Job) -> None:
     ]
     assert (found.audited_to, sum(epoch.never for epoch in found.epochs)) == (6, 24)
     # If a later generation resumes from an earlier step, the checkpoint is void, as are the entries after that step.
-    event = {"time": 0.0, "generation": 2, "kind": "resumed", "step": 3, "checkpoint": "x", "voided_to": 6}
-    (run / "events.ndjson").write_text(json.dumps(event) + "\n")
+    record(run, 2, resumed=3)
     assert (audit(run).clean, audit(run).audited_to) == (True, 3)
 
 
@@ -402,11 +412,48 @@ def test_entries_made_void_by_a_total_loss_do_not_count(job: Job) -> None:
     run = run_of(job, notes[:7], status=None)
     entries = [(5, step, notes[step].tobytes()) for step in range(4, 10)]
     pq.write_table(ledger_table(entries), run / "ledger" / "00000005-000000000004.parquet")
+    recorded = (run / "events.ndjson").read_text()
+    record(run, 5, *range(7, 10))
     assert audit(run).faults[0] == "every step from 4 to 6 of shard 0 is in the ledger more than once (1.parquet)"
-    event = {"time": 0.0, "generation": 5, "kind": "resumed", "step": 3, "checkpoint": "x", "voided_to": 6}
-    (run / "events.ndjson").write_text(json.dumps(event) + "\n")
+    (run / "events.ndjson").write_text(recorded)
+    record(run, 5, *range(4, 10), resumed=3)
     assert audit(run).clean
     assert audit(run).audited_to == 9
+
+
+def test_events_that_are_cut_off_accuse_no_rows(job: Job) -> None:
+    notes = notes_of(job)
+    run = run_of(job, notes[:7], status=None)
+    # The last steps of the first controller never reached the ledger.
+    part = run / "ledger" / "00000000-000000000000.parquet"
+    pq.write_table(ledger_table([(0, step, notes[step].tobytes()) for step in range(6)]), part)
+    resumed = ledger_table([(5, step, notes[step].tobytes()) for step in range(4, 10)])
+    pq.write_table(resumed, run / "ledger" / "00000005-000000000004.parquet")
+    record(run, 5, *range(4, 10), resumed=3)
+    events = (run / "events.ndjson").read_text().splitlines(keepends=True)
+    for ended in ("", json.dumps({"status": "finished", "steps": 10})):
+        if ended:
+            (run / "result.json").write_text(ended)
+        (run / "events.ndjson").write_text("".join(events))
+        assert audit(run).clean
+        for kept in range(len(events)):
+            (run / "events.ndjson").write_text("".join(events[:kept]))
+            found = audit(run)
+            [only] = found.faults
+            step = kept if kept <= 7 else kept - 4
+            assert only.startswith(f"the record (events.ndjson) is incomplete from step {step} on: "), kept
+            assert (found.clean, sum(epoch.never + epoch.more for epoch in found.epochs)) == (False, 0)
+
+
+def test_a_wrong_row_before_the_cut_is_still_named(job: Job) -> None:
+    notes = notes_of(job)
+    other_rows(notes)
+    run = run_of(job, notes)
+    lines = (run / "events.ndjson").read_text().splitlines(keepends=True)
+    (run / "events.ndjson").write_text("".join(lines[:5]))
+    first, second, *_ = audit(run).faults
+    assert first.startswith("the record (events.ndjson) is incomplete from step 5 on: it ends at step 4, but the run ")
+    assert second.startswith("step 3, shard 1: rows outside the sample order were used (")
 
 
 def test_a_run_on_an_object_store(job: Job, bucket: Folder, tmp_path: Path) -> None:
@@ -420,10 +467,19 @@ def test_a_run_on_an_object_store(job: Job, bucket: Folder, tmp_path: Path) -> N
         for step in steps:
             written.add(generation, step, notes[step].tobytes())
         written.close()
-    [first, *_] = audit(run.address).faults
-    assert first == "every step from 4 to 6 of shard 0 is in the ledger more than once (1.parquet)"
     log = EventLog(run)
+
+    def commits(generation: int, *steps: int) -> None:
+        for step in steps:
+            fields = {"step": step, "epoch": 0, "samples": 12, "loss": 1.0, "grad_norm": 1.0, "seconds": 0.1}
+            log.write("step_committed", generation=generation, fields=fields)
+        log.sync()
+
+    commits(0, *range(7))
+    [only] = audit(run.address).faults
+    assert only.startswith("the record (events.ndjson) is incomplete from step 7 on: it ends at step 6, but the run ")
     log.write("resumed", generation=5, fields={"step": 3, "checkpoint": "x", "voided_to": 6})
+    commits(5, *range(4, 10))
     log.close()
     found = audit(run.address)
     assert (found.clean, found.run, found.audited_to, found.status) == (True, "run", 9, "unfinished")

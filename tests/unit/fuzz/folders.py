@@ -396,7 +396,7 @@ def check_folder(folder: Path, base: Base, done: Damage) -> str:
     ):
         code, out, _ = raytrain(words[0], folder, *words[1:])
         codes.append(code)
-        if "--json" in words and out:
+        if "--json" in words:
             json.loads(out)
         if words[0] == "audit" and code == 0:
             _check_audit(json.loads(out), base, done)

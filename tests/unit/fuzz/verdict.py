@@ -6,7 +6,6 @@ import contextlib
 import io
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def raytrain(*words: str | Path) -> tuple[int, str, str]:
     """Run a command in this process; return exit code, stdout and stderr. Raises `Fault` for an internal traceback."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limited():
-        code = cli._guarded(partial(cli.cli.main, [str(word) for word in words], standalone_mode=False))
+        code = cli._answered([str(word) for word in words])
     said = f"raytrain {' '.join(map(repr, map(str, words)))}\n{err.getvalue()}"
     if "This is a bug in raytrain_plus" in err.getvalue():
         raise Fault(said)

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,59 @@ def test_a_task_is_found_beside_the_job(tmp_path: Path) -> None:
     )
     cls = load_task("found_task:Mine", [tmp_path])
     assert build_task(cls, {"width": 3}).width == 3  # type: ignore[attr-defined]
-    with pytest.raises(TaskError, match=r"unexpected keyword argument 'depth'[\s\S]*given: depth"):
-        build_task(cls, {"depth": 3})
+
+
+class Sized(Task):
+    def __init__(self, width: int = 1, *, depth: int = 1) -> None:
+        if width < 0:
+            raise TypeError("a negative width")
+
+
+class Open(Task):
+    def __init__(self, **more: Any) -> None:
+        self.more = more
+
+
+class Needs(Task):
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+
+class Bare(Task):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "args", "said"),
+    [
+        (
+            Sized,
+            {"depth": 2, "widht": 3},
+            "args.widht: Sized(...) takes no argument 'widht'\n  expected: one of width, depth\n"
+            "  fix: did you mean 'width'?",
+        ),
+        (
+            Sized,
+            {"zz": 2, "yy": 3},
+            "args.zz: Sized(...) takes no argument 'zz' and no 'yy'\n  expected: one of width, depth\n  fix: remove it",
+        ),
+        (Bare, {"zz": 2}, "args.zz: Bare(...) takes no argument 'zz'\n  expected: no args\n  fix: remove it"),
+    ],
+)
+def test_an_argument_that_the_constructor_does_not_take(cls: type[Task], args: dict[str, Any], said: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        build_task(cls, args)
+    assert str(caught.value) == said
+
+
+def test_other_mistakes_of_a_constructor_show_its_frames() -> None:
+    assert build_task(Open, {"widht": 3}).more == {"widht": 3}  # type: ignore[attr-defined]
+    assert isinstance(build_task(Bare, {}), Bare)
+    with pytest.raises(TaskError, match=r"Sized\(...\) raised TypeError: a negative width[\s\S]*given: width"):
+        build_task(Sized, {"width": -1})
+    with pytest.raises(TaskError) as caught:
+        build_task(Needs, {})
+    assert str(caught.value).count("missing 1 required positional argument: 'width'") == 1
 
 
 def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:

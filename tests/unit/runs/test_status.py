@@ -20,7 +20,7 @@ from raytrain_plus.state.manifest import name_of
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import Disk, LocalFolder
 from raytrain_plus.storage.open import open_folder
-from tests.unit.runs.test_history import committed, tell
+from tests.unit.runs.test_history import committed, resumed, tell
 from tests.unit.state.test_checkpoint import described, shares, state
 from tests.unit.storage.disk import Linkless
 
@@ -88,6 +88,35 @@ def test_checkpoints_are_listed_with_age_size_and_state(tmp_path: Path) -> None:
     lines = status(run).lines()
     assert lines[1].split() == ["checkpoint", "after", "step", "age", "size", "state"]
     assert lines[3].split() == [name_of(3, 0), "4", "2", "h", f"{good.bytes / 1000:.1f}", "kB", "complete"]
+
+
+def test_events_that_are_cut_off_are_reported(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path / "run")
+    tell(run, committed(0, 0, 1, 2, 3))
+    assert status(run).incomplete_from is None
+    # A checkpoint is written after the events of its steps, and so is a part of the ledger, and the result.
+    commit(run, described(5, 0, shares(run, state(5), name_of(5, 0), 2), time=time.time()))
+    found = status(run)
+    assert (found.incomplete_from, found.steps) == (4, 6)
+    assert found.lines()[0] == "run: unfinished; the record (events.ndjson) is incomplete from step 4 on; 6 steps"
+    run.write("ledger/00000000-000000000007.parquet", [b""])
+    assert (status(run).incomplete_from, status(run).steps) == (4, 8)
+    result = Result(name="run", status="finished", exit_code=0, path=run.path, steps=10, samples=80)
+    result.save(run)
+    found = status(run)
+    assert found.state == "finished; the record (events.ndjson) is incomplete from step 4 on"
+    assert (found.incomplete_from, found.steps, found.to_json()["incomplete_from"]) == (4, 10, 4)
+    # The events of a running run may be read before its newest checkpoint is.
+    Lease(run, "here:1").renew()
+    assert (status(run).incomplete_from, status(run).steps) == (None, 4)
+    Lease(run, "here:1").release()
+    tell(run, committed(0, *range(4, 10)))
+    assert (status(run).state, status(run).incomplete_from) == ("finished", None)
+    # The event that it resumed is missing, though it has not come as far since.
+    run.write("ledger/00000002-000000000007.parquet", [b""])
+    assert status(run).incomplete_from == 10
+    tell(run, [resumed(2, 6, 9), *committed(2, 7, 8, 9)])
+    assert status(run).incomplete_from is None
 
 
 def test_damaged_files_are_input_errors(tmp_path: Path) -> None:

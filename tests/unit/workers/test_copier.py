@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_plus.errors import RunError
 from raytrain_plus.membership.mesh import Stage
@@ -276,3 +276,32 @@ def test_a_damaged_copy_is_refused() -> None:
     with pytest.raises(RunError, match="a copy of step 3 arrived damaged"):
         pair.keeper.keep(0, STAGE, replace(take_snapshot(3, pair.held), digest="0"))
     assert pair.keeper.find(3, STAGE) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ActorDiedError(), []),
+        (
+            RayError("ray::Worker.call()\n  File x\nRunError: it arrived damaged"),
+            ["a copy of step 4 did not arrive; trying again: RunError: it arrived damaged"],
+        ),
+        (RayError(), ["a copy of step 4 did not arrive; trying again: RayError"]),
+    ],
+)
+def test_a_copy_that_does_not_arrive_is_one_line_and_a_dead_keeper_none(
+    error: RayError, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, failed = Pair(), queue.SimpleQueue[int]()
+
+    def fails(generation: int, stage: Stage, snapshot: Snapshot) -> None:
+        failed.put(snapshot.step)
+        raise error
+
+    pair.begin(buddy=Buddy("c", Actor(fails)))
+    pair.copy(4)
+    failed.get(timeout=5)
+    pair.owner.send_to(0, pair.buddy)
+    assert pair.told.get(timeout=5).buddy == "b"
+    assert list(dict.fromkeys(record.getMessage() for record in caplog.records)) == said
+    assert not any(record.exc_info for record in caplog.records)

@@ -67,6 +67,20 @@ def test_a_worker_whose_model_has_stages_measures_its_layers_and_holds_nothing(t
     assert prepared.outcome("interrupted") == Outcome(holds=None, why="interrupted")
 
 
+class Plateau(Layered):
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_scheduler_that_needs_a_metric_is_refused(tmp_path: Path, stages: int) -> None:
+    plan = plan_of(tmp_path)
+    parallel, workers = replace(plan.job.parallel, pipeline=stages), replace(plan.job.workers, max=2)
+    plan = replace(plan, job=replace(plan.job, parallel=parallel, workers=workers))
+    with pytest.raises(TaskError, match=r"ReduceLROnPlateau.step\(\) needs 'metrics'"):
+        prepare_worker("worker-0", of(plan, Plateau))
+
+
 def test_a_state_that_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="which a checkpoint cannot hold"):
         prepare_worker("worker-0", of(plan_of(tmp_path), Unstorable))
