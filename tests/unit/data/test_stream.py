@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,10 +53,9 @@ def test_take_does_not_wait_for_skipped_reads() -> None:
     made = stream()
     arrive(made, 0)
     made._skip_to(5)
-    start = time.monotonic()
-    assert made.take(3, 5) is None
-    assert made.take(4, 5) is None
-    assert time.monotonic() - start < 1
+    # A wait for them would outlast the test's time limit.
+    assert made.take(3, 1000) is None
+    assert made.take(4, 1000) is None
     assert made.delivered == 4
 
 

@@ -107,11 +107,11 @@ def test_a_long_outage_costs_no_more_than_a_short_one_per_event(local: Folder) -
     log = EventLog(local)
     lines: Any = log._lines
     file, lines._file = lines._file, Away()
-    start = time.monotonic()
+    start = time.process_time()
     for _ in range(40_000):
         log.write("waiting", generation=0, fields={"for": "x" * 60})
     # If each event copied the earlier ones, this would copy 100 GB.
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
     lines._file = file
     log.close()
     assert len(list(read_events(local))) == 40_000

@@ -108,11 +108,10 @@ def test_a_living_controller_that_cannot_write_does_not_count_as_dead(
 
 def test_the_death_of_a_controller_on_this_machine_is_reported_at_once(going_on: LocalFolder) -> None:
     lease = json.loads(going_on.read("lease.json"))
-    going_on.write("lease.json", [json.dumps({**lease, "born": "1"}).encode()])
-    began = time.monotonic()
+    going_on.write("lease.json", [json.dumps({**lease, "born": "1", "time": time.time() + 1000}).encode()])
+    # The lease itself would outlast the test's time limit.
     with pytest.raises(RunError, match="the controller died"):
         watch(going_on, None)
-    assert time.monotonic() - began < 2
 
 
 def test_past_events_are_printed_with_their_time(going_on: LocalFolder) -> None:

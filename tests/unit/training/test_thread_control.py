@@ -34,7 +34,7 @@ def test_activity_has_its_age_and_limit() -> None:
     control.enter("computing")
     activity = control.activity()
     assert (activity.doing, activity.limit_s) == ("computing", 30.0)
-    assert 0 <= activity.since_s < 5
+    assert activity.since_s >= 0
     # The limit is the one set when the activity began.
     control.set_limit(1.0)
     assert control.activity().limit_s == 30.0
