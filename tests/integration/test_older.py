@@ -1,9 +1,9 @@
 """Runs that an older version began are resumed, to the end that it would have reached.
 
-`older/runs` holds what commit b45e073 wrote: a run on two replicas, and one of two stages, each stopped by SIGTERM after
-about half of its steps; their task is `older/task.py`. Each `older/NAME.safetensors` is the model of the same job that
-ran undisturbed there, and `older/made_with.json` names the hash of its last state, the processor and the libraries. The
-paths of that machine are replaced by `FOLDER`.
+`older/runs` holds what commit b45e073 wrote: a run on two replicas, and one of two stages, each stopped by SIGTERM
+after about half of its steps; their task is `older/task.py`. Each `older/NAME.safetensors` is the model of the same job
+that ran undisturbed there, and `older/made_with.json` names the hash of its last state, the processor and the
+libraries. The paths of that machine are replaced by `FOLDER`.
 """
 
 from __future__ import annotations
