@@ -56,7 +56,6 @@ WALKS = {
         ),
     ),
     "detached": Walk(
-        slow=False,
         steps=(
             Step("raytrain run jobs/digits.yaml --fresh --detach", r"digits runs detached", also="--set epochs=5000"),
             Step("raytrain rescale digits --max 8"),

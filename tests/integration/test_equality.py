@@ -126,7 +126,9 @@ def test_losses_are_those_of_a_plain_loop_for_any_number_of_workers(
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=f"{workers} workers")
 
 
-@pytest.mark.parametrize(("compression", "collective"), [("bf16", "horovod"), ("fp16", "torch")])
+@pytest.mark.parametrize(
+    ("compression", "collective"), [pytest.param("bf16", "horovod", marks=pytest.mark.slow), ("fp16", "torch")]
+)
 def test_gradients_in_16_bits_train_as_well(tmp_path: Path, compression: Any, collective: Any) -> None:
     write_data(tmp_path / "data")
     settings: dict[str, Any] = {"workers": Workers(min=3), "collective": collective}

@@ -116,6 +116,7 @@ def test_verify_names_what_differs(tmp_path: Path, task: str) -> None:
     assert [trial["audit_clean"] for trial in found["trials"]] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_running_run_is_audited_up_to_what_is_durable(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     often = Checkpoint(every_steps=10)

@@ -62,6 +62,7 @@ class Exporter:
         return found
 
 
+@pytest.mark.slow
 def test_a_run_exports_all_that_the_dashboard_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_data(tmp_path / "data")
     try:

@@ -44,6 +44,7 @@ print(result.steps, result.samples, again.state_sha256 == result.state_sha256)
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
 def test_a_task_from_a_cell_trains(tmp_path: Path) -> None:

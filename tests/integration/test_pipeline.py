@@ -189,6 +189,7 @@ class Canary:
         return open, (str(self._file), "w")
 
 
+@pytest.mark.slow
 def test_a_forger_on_the_same_machine_is_refused_and_the_run_continues(tmp_path: Path, alone: Result) -> None:
     canary = tmp_path / "canary"
     pickled = pickle.dumps(Canary(canary))
@@ -356,6 +357,7 @@ def test_steps_that_overlap_are_committed_together_and_lost_together(tmp_path: P
     assert kept >= set(before) - {victim["pid"]}
 
 
+@pytest.mark.slow
 def test_two_runs_of_a_pipedream_job_train_alike_in_the_counted_or_the_given_partition(tmp_path: Path) -> None:
     def trained(name: str, partition: list[str] | None) -> tuple[list[int], list[float]]:
         (tmp_path / name).mkdir()

@@ -170,6 +170,7 @@ def test_a_secret_is_referred_to_and_never_written(tmp_path: Path) -> None:
     assert not any(b"sesame" in text for text in [*written, out.encode(), err.encode()])
 
 
+@pytest.mark.slow
 def test_credentials_are_stripped_from_a_librarys_error_everywhere(tmp_path: Path) -> None:
     """Its error went into events, result and messages unchanged; Ray's logs are searched too."""
     write_data(tmp_path / "data")
@@ -203,7 +204,7 @@ def test_what_the_task_raises_is_shown_in_the_users_frames(
     write_data(tmp_path / "data")
     got, out, err = raytrain("run", write_job(tmp_path, task="tasks:Raises", args={"where": where}), "--json")
     assert got == code, err
-    assert code == 2 or expected[0] in json.loads(out)["error"]
+    assert code == 2 or expected[0] in json.loads(out)["error"]["what"]
     assert all(part in err for part in expected), err
     assert "training/step.py" not in err
     assert "ray/" not in err
@@ -337,10 +338,11 @@ def outliving(processes: list[psutil.Process]) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "least_s"),
     # Ray ends a process that has had no contact with the GCS for a minute.
-    [(30, 0), pytest.param(420, 75, marks=pytest.mark.slow)],
+    [(30, 0), (420, 75)],
 )
 def test_the_result_decides_even_if_rays_head_is_gone(tmp_path: Path, steps: int, least_s: float) -> None:
     """Ray ended the driver a minute after the GCS, with an exit code of its own, though the run had finished."""
@@ -468,6 +470,7 @@ def test_a_file_that_is_overwritten_while_a_run_reads_it_fails_the_run(
     assert code == 0, err
 
 
+@pytest.mark.slow
 def test_the_files_that_match_a_pattern_are_one_dataset(tmp_path: Path) -> None:
     write_data(tmp_path / "data", rows=400)
     write_data(tmp_path / "held_out", rows=100, files=1)

@@ -37,7 +37,7 @@ def test_a_standby_replaces_a_killed_worker(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     others = workers_processes()
     with raylets(1, cpus=2):
-        run = Run(job(tmp_path, steps=400, args={"pad_s": 0.02}, workers=Workers(min=1, max=2)))
+        run = Run(job(tmp_path, steps=250, args={"pad_s": 0.02}, workers=Workers(min=1, max=2)))
         before = born(run.until_size(2))
         [standby] = run.until(lambda: workers_processes() - others - set(before), "a standby")
         run.until(lambda: rests(standby), "the end of its imports")

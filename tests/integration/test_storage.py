@@ -184,6 +184,7 @@ def moved(folder: Path, away: Path) -> None:
     folder.rename(away)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_moved_away_ends_its_run_and_frees_its_name(four: None, tmp_path: Path) -> None:
     """The workers created `checkpoints/` again at the old place, and the name was refused from then on."""
     write_data(tmp_path / "data")

@@ -60,6 +60,7 @@ def steps(client: Any, name: str) -> Sequence[int]:
     return [one.step for one in client.get_metric_history(only_run(client).info.run_id, name)]
 
 
+@pytest.mark.slow
 def test_one_run_of_mlflow_through_a_stop_and_a_new_length(tmp_path: Path, client: Any) -> None:
     one = Run(job(tmp_path))
     one.until_step(20)
