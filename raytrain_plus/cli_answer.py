@@ -100,8 +100,8 @@ def stdout_apart() -> Iterator[TextIO]:
     with contextlib.redirect_stdout(sys.stderr):
         try:
             number, other = stdout.fileno(), sys.stderr.fileno()
-        except OSError:
-            # A stream in memory, without a file below it.
+        except (OSError, AttributeError):
+            # A stream in memory, without a file below it; or None, for one that is closed.
             yield stdout
             return
         stdout.flush()

@@ -23,7 +23,7 @@ from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import build_task, load_user_code
+from raytrain_plus.job.task_loader import as_task_error, build_task, load_user_code
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.observe.trackers import check_installed
 from raytrain_plus.parallel.pipeline.layout import result_depends_on_partition
@@ -218,7 +218,7 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     search = [Path.cwd(), *roots]
     code = load_user_code(job, search)
     task = build_task(code.task, job.args)
-    _check_model(job, task)
+    _check_model(job, build_task(code.task, job.args))
     check_preparable(job, search)
     choose_collective(job.collective, job.workers.gpus)
     check_installed(job.trackers)
@@ -257,15 +257,19 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
 
 
 def _check_model(job: Job, task: Task) -> None:
-    """Raise `TaskError` for a parameter whose gradients cannot be summed as the job requests, or for the scheduler."""
+    """Raise `TaskError` for a parameter whose gradients cannot be summed as the job requests, or for the scheduler.
+
+    `task`: used for nothing else, because it may keep the model without values that is built here.
+    """
     # Imported here because these modules load torch.
     from raytrain_plus.training.model import parameters_of
     from raytrain_plus.training.part import check_summable
     from raytrain_plus.training.scheduler import check_scheduler
 
-    named = parameters_of(task)
-    check_summable(named, exact=job.reduction == "exact")
-    check_scheduler(task, named)
+    with as_task_error(f"the model of {type(task).__name__} cannot be checked", f"task: {job.task}"):
+        named = parameters_of(task)
+        check_summable(named, exact=job.reduction == "exact")
+        check_scheduler(task, named)
 
 
 def _forecast(

@@ -252,9 +252,9 @@ class Job:
 
     compression: Literal["none", "fp16", "bf16"] = "none"
     """Format in which gradients travel between workers. `none` (the default): their own. `fp16`, `bf16`: 16 bits a
-    number, half the bytes of float32; they are added in float32, but each gradient is rounded twice on its way. `bf16`
-    keeps values of any size; `fp16` has more digits, and values 2^40 times smaller than the largest beside them become
-    zero, which is reported once."""
+    number, half the bytes of float32; they are added in float32, but each gradient is rounded twice on its way. `fp16`
+    has more digits, but values more than 2^40 times smaller than the largest one sent with them become zero, which the
+    run reports."""
 
     clip_norm: float | None = None
     """Maximum global norm of the gradient; larger gradients are scaled down to it. Default None: no clipping."""

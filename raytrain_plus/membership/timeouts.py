@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from raytrain_plus.membership.group import Group, Phase, free, preparing
 
-START_S = 60.0
+START_S = 25.0
 """Seconds after which a process that has not come up as a worker is replaced by another, twice as many each time.
 
-Whether there is room for it is looked up as often: without room there is no process yet.
+They count from when there is room for it. The default of `elastic.wait_s` leaves time for the second process.
 """
 LOAD_S = 30.0
 """Maximum seconds from the start of a standby until it has imported all; later, a new process is no slower."""

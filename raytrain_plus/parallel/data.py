@@ -95,7 +95,7 @@ class Gradients:
         return [wire.writes() for wire in self._wires]
 
     def check_unchanged(self, before: Sequence[int]) -> None:
-        """Raise `TrainingError` if a gradient was written or replaced since `writes` returned `before`."""
+        """Raise `TrainingError` if a gradient was written since `writes` returned `before`."""
         if self.writes() != before:
             raise _not_owned()
 
@@ -115,11 +115,12 @@ class Gradients:
 
     def flushed(self) -> int:
         """Return how many values of the step's sums, other than zero, were sent as zero by any worker."""
-        return sum(int(wire.flushed) for wire in self._wires if wire.flushed is not None)
+        counts = [wire.flushed for wire in self._wires if wire.flushed is not None]
+        return int(torch.stack(counts).sum()) if counts else 0
 
     @contextmanager
     def without(self, names: Collection[str]) -> Iterator[None]:
-        """Have these parameters no gradient while the context is open."""
+        """Hide the gradients of these parameters while the context is open."""
         absent = [
             (parameter, view) for name, (parameter, view) in zip(self._names, self._views, strict=True) if name in names
         ]
@@ -146,7 +147,11 @@ class Gradients:
 
         def submit(index: int) -> None:
             given = self._wires[index].given
-            given.copy_(torch.tensor(self._given[index], dtype=given.dtype))
+            if all(self._given[index]):
+                # Without a copy from the host, for which the device would have to end all that it was given before.
+                given.fill_(1.0)
+            else:
+                given.copy_(torch.tensor(self._given[index], dtype=given.dtype))
             works.extend(self._wires[index].submit(world, f"gradients{self._label}.{index}"))
 
         self._submit = submit
@@ -195,7 +200,7 @@ class Gradients:
 def _not_owned() -> TrainingError:
     return TrainingError(
         "the task replaced a parameter's .grad (perhaps by zero_grad), or changed it in place; the platform owns "
-        "gradients: do not assign, clear or scale them"
+        "gradients: do not assign, clear or scale them, and call no backward() in the loss (torch.autograd.grad works)"
     )
 
 

@@ -16,7 +16,7 @@ depends on nothing but the values, so a member that has just joined sends as the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +31,9 @@ HALVES = (torch.float16, torch.bfloat16)
 _TOP = 2.0**15
 """The largest value of a part in its unit lies below this and is at least half of it."""
 _SMALLEST = {torch.float32: 2.0**-110, torch.float64: 2.0**-900}
-"""The smallest unit by the dtype in which is added: its inverse must be finite, too."""
-_CARRIED = (*HALVES, torch.float32, torch.float64, torch.complex64, torch.complex128)
-"""The dtypes of gradients that can be summed over workers."""
+"""The smallest unit, by the dtype of the addition; its inverse must be finite."""
+_CARRIED = (*HALVES, torch.float32, torch.float64, torch.complex64)
+"""The dtypes of gradients that can be summed over workers, of parameters that a checkpoint can hold."""
 
 
 def ring_wire(named: Named, rider: Rider, compressed: torch.dtype | None = None) -> Wire:
@@ -63,14 +63,14 @@ def check_carried(named: Named) -> None:
 
 
 class Half:
-    """A bucket of which a copy travels in 16 bits; see `wire.Wire`."""
+    """A bucket that is sent as a 16-bit copy; see `wire.Wire`."""
 
     exact: ExactSum | None = None
 
     def __init__(self, named: Named, rider: Rider, dtype: torch.dtype) -> None:
         """Allocate the bucket, and make its views the gradients of the parameters.
 
-        `dtype`: that of the numbers on their way, float16 or bfloat16.
+        `dtype`: the dtype sent, float16 or bfloat16.
         """
         self._bucket, self.views = allocate_bucket(named, nothing)
         device = self._bucket.device
@@ -78,6 +78,8 @@ class Half:
         self.given = torch.zeros(len(named), device=device)
         self.flushed = torch.zeros((), dtype=torch.int64, device=device)
         self._dtype = dtype
+        self._total: torch.Tensor | None = None
+        """The sums in float32 if the bucket has 16 bits, which hold the means but perhaps not the sums."""
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """See `Wire`."""
@@ -94,13 +96,25 @@ class Half:
     def submit(self, world: World, name: str) -> list[Work]:
         """See `Wire`."""
         works = [world.reduce(self.rider, f"{name}.rider")] if len(self.rider) else []
-        if len(self._bucket):
-            works.append(_HalfSum(world, self._bucket, self.given, self.flushed, self._dtype, name))
+        if len(self.given) and not (world.size == 1 and self._bucket.dtype in HALVES):
+            works.append(_HalfSum(world, self._bucket, self.given, self._dtype, name, self._summed))
         return works
+
+    def _summed(self, values: torch.Tensor, given: torch.Tensor, flushed: torch.Tensor) -> None:
+        self.given.copy_(given)
+        self.flushed.copy_(flushed)
+        if self._bucket.dtype in HALVES:
+            self._total = values
+        else:
+            self._bucket.copy_(values)
 
     def take_means(self, weight: float) -> None:
         """See `Wire`."""
-        self._bucket.mul_(1.0 / weight)
+        total, self._total = self._total, None
+        if total is None:
+            self._bucket.mul_(1.0 / weight)
+        else:
+            self._bucket.copy_(total.mul_(1.0 / weight))
 
     def scale(self, factor: float) -> None:
         """See `Wire`."""
@@ -119,23 +133,24 @@ class _HalfSum:
         world: World,
         bucket: torch.Tensor,
         given: torch.Tensor,
-        flushed: torch.Tensor,
         dtype: torch.dtype,
         name: str,
+        summed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
     ) -> None:
+        """Begin; `summed` is called at the end with the sums, which parameters have a gradient, and how many values
+        were sent as zero.
+        """
         self._world = world
-        self._bucket = bucket
-        self._given = given
-        self._flushed = flushed
+        self._count = len(bucket)
         self._name = name
+        self._summed = summed
         # Gradients of 16 bits are added in 32.
         self._added_in = torch.float64 if bucket.dtype == torch.float64 else torch.float32
         length = -(-len(bucket) // world.size)
         values = torch.zeros(world.size, length, dtype=self._added_in, device=bucket.device)
         values.view(-1)[: len(bucket)] = bucket
-        self._sent, self._received, self._sums, self._all = (
-            _Parts.allocated(count, len(given), length, dtype, bucket.device)
-            for count in (world.size, world.size, 1, world.size)
+        self._sent, self._received, self._sums = (
+            _Parts.allocated(count, len(given), length, dtype, bucket.device) for count in (world.size, world.size, 1)
         )
         self._sent.put(values, given.ne(0), 0)
         self._exchanged = world.exchange(self._sent.bytes, self._received.bytes, f"{name}.exchange")
@@ -149,16 +164,20 @@ class _HalfSum:
             self._exchanged.finish()
             total = self._received.values(self._added_in).sum(0, keepdim=True)
             self._sums.put(total, self._received.given.amax(0), self._received.flushed.sum())
-            self._gathered = self._world.gather(self._sums.bytes, self._all.bytes, f"{self._name}.gather")
+            # What was sent has arrived, so its memory is free.
+            del self._received
+            self._gathered = self._world.gather(self._sums.bytes, self._sent.bytes, f"{self._name}.gather")
         return self._gathered.done()
 
     def finish(self) -> None:
         """See `Work`."""
         assert self._gathered is not None, "it is done"
         self._gathered.finish()
-        self._bucket.copy_(self._all.values(self._added_in).view(-1)[: len(self._bucket)])
-        self._given.copy_(self._all.given.amax(0))
-        self._flushed.copy_(self._all.flushed.sum())
+        every = self._sent
+        values = every.values(self._added_in).view(-1)[: self._count]
+        self._summed(values, every.given.amax(0), every.flushed.sum())
+        # The step keeps its works until the last one has ended.
+        del self._sent, self._sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,5 +225,5 @@ def _unit(values: torch.Tensor) -> torch.Tensor:
         return values.new_ones(len(values), 1)
     largest = values.abs().amax(1, keepdim=True)
     mantissa, _ = torch.frexp(largest)
-    unit = (largest / mantissa / _TOP).clamp_(min=_SMALLEST[values.dtype])
+    unit = (largest / _TOP / mantissa).clamp_(min=_SMALLEST[values.dtype])
     return torch.where(largest.isfinite() & largest.ne(0), unit, torch.ones_like(unit))

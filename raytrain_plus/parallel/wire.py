@@ -155,7 +155,7 @@ def nothing(_: torch.dtype) -> int:
 
 
 def real_numbers(tensor: torch.Tensor) -> int:
-    """Return of how many real numbers a tensor consists."""
+    """Return the number of real numbers in a tensor: two for each complex number."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 

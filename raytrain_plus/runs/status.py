@@ -37,10 +37,7 @@ class Status:
 
     run: str
     state: str
-    """`running` (with its process), `finished`, `stopped`, `failed`, or `unfinished` (with the process that died).
-
-    If later events of a run that does not run are missing, it says so.
-    """
+    """`running` (with its process), `finished`, `stopped`, `failed`, or `unfinished` (with the process that died)."""
     steps: int
     """Number of committed steps."""
     checkpoints: tuple[CheckpointStatus, ...]
@@ -49,7 +46,7 @@ class Status:
     resume: str = ""
     """The command that resumes the run, if its controller died."""
     incomplete_from: int | None = None
-    """The first step whose events are missing; None if none are."""
+    """The first step, from 0, whose events are missing; None if none are, or while the run goes on."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -58,6 +55,8 @@ class Status:
     def lines(self) -> list[str]:
         """Return lines of text for a person."""
         said = [f"{self.run}: {self.state}; {self.steps:,} steps"]
+        if self.incomplete_from is not None:
+            said.append(f"  the record (events.ndjson) is incomplete: it ends after step {self.incomplete_from:,}")
         if not self.checkpoints:
             said.append("  no checkpoints yet")
         else:
@@ -89,7 +88,6 @@ def status(run: Folder) -> Status:
     resume = resume_command(run) if state.startswith("unfinished (") else ""
     if gap is not None:
         steps = max(steps, _reached(past, result) + 1)
-        state = f"{state}; the record (events.ndjson) is incomplete from step {gap:,} on"
     return Status(split(run.address)[1], state, steps, kept, single_writer(run), resume, gap)
 
 

@@ -132,7 +132,7 @@ def _forward(chunk: Chunk, work: PassWork, given: Tensors | None) -> Any:
 def _backward(chunk: Chunk, output: Any) -> None:
     """Run the layer's backward pass, with gradients of one."""
     if isinstance(output, Tensors):
-        gradients = [torch.ones_like(value) for value in output.values if value.requires_grad]
+        gradients: list[torch.Tensor | None] = [torch.ones_like(one) for one in output.values if one.requires_grad]
         chunk.set_local_bwd_input(gradients, 0)
     chunk.backward_one_chunk(0)
 

@@ -32,7 +32,7 @@ def build_scheduler(task: Task, optimizer: torch.optim.Optimizer) -> Any:
 def check_scheduler(task: Task, named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Raise the same error given the model's parameters without values, if the task can be asked without them.
 
-    An optimizer that needs values is left to the workers: they build the scheduler before the first step.
+    An optimizer that needs values is left to the workers: they build the scheduler before their first step.
     """
     try:
         build_scheduler(task, task.optimizer([pair for pair in named if pair[1].requires_grad]))

@@ -55,6 +55,8 @@ from raytrain_plus.training.verdict import (
 TRIES = 3
 """How often a step is computed until its sums are fit or known to stay unfit; a reproducible step needs at most two."""
 
+FLUSHED = "flushed"
+"""Key of the remark that gradient values were sent as zero."""
 NAMED = 5
 """Maximum number of parameters that a remark names."""
 
@@ -98,7 +100,7 @@ class _Computed:
     totals: StepTotals
     status: SumStatus
     reduce_s: float
-    remarks: tuple[Remark, ...] = ()
+    absent: frozenset[str]
     refused: str = ""
     """Why the step must not be applied; empty if it may be."""
 
@@ -209,12 +211,10 @@ class Stepper:
         context.control.enter("applying")
         squares = computed.status.squares
         self._apply(squares)
+        remarks = () if computed.refused else self._remarks(step, computed.absent)
+        self._told(remarks)
         return _applied(
-            computed.totals,
-            gradient_norm(squares),
-            computed.reduce_s,
-            computed.remarks,
-            skipped=bool(computed.refused),
+            computed.totals, gradient_norm(squares), computed.reduce_s, remarks, skipped=bool(computed.refused)
         )
 
     def _settle(self, step: int, shards: Shards, context: StepContext) -> _Computed:
@@ -283,7 +283,7 @@ class Stepper:
         if reading.settled or squares:
             self._summed = _Summed(step, totals, dict(reading.scales), absent)
         status = passes.agree(step, SumStatus(reading.settled, squares, fault), context)
-        return _Computed(totals, status, time.monotonic() - start, self._remarks(step, absent))
+        return _Computed(totals, status, time.monotonic() - start, absent)
 
     def run_window(
         self, steps: range, counted: Callable[[int], Shards], batches: Callable[[int], Shards], context: StepContext
@@ -311,6 +311,8 @@ class Stepper:
         status = passes.agree(steps[-1], SumStatus(True, window.squares), context)
         context.control.check()
         self.finish({})
+        for remarks in window.remarks:
+            self._told(remarks)
         return [
             _applied(totals, gradient_norm(squares_of(step, status.squares)), reduce_s, remarks)
             for step, totals, reduce_s, remarks in zip(
@@ -336,7 +338,6 @@ class Stepper:
         totals = sums.wait(works, step, context)
         window.reduce_s.append(time.monotonic() - start)
         absent = sums.without_gradient()
-        window.remarks.append(self._remarks(step, absent))
         sums.take_means(totals.weight)
         status = SumStatus(True, sums.squares())
         if not status.fit:
@@ -350,6 +351,7 @@ class Stepper:
         self.last_applied = None
         with passes.updating():
             self._change(step, absent)
+        window.remarks.append(self._remarks(step, absent))
         for part in self.parts:
             part.gradients.begin({})
         window.totals.append(totals)
@@ -443,15 +445,18 @@ class Stepper:
             found.append(Remark(f"absent {names[0]}", _absent_text(names)))
         flushed = 0 if self._told_of_flushed else self._sums.flushed()
         if flushed:
-            self._told_of_flushed = True
             found.append(
                 Remark(
-                    "flushed",
+                    FLUSHED,
                     f"{flushed:,} gradient values of step {step + 1} are too small beside others to be sent in 16 bits "
-                    "(compression) and count as zero; later ones are not reported",
+                    "and count as zero; later ones are not reported",
                 )
             )
         return tuple(found)
+
+    def _told(self, remarks: Sequence[Remark]) -> None:
+        """Record that these remarks belong to an applied step."""
+        self._told_of_flushed = self._told_of_flushed or any(remark.key == FLUSHED for remark in remarks)
 
     def _change(self, step: int, absent: Collection[str]) -> None:
         """Change weights, optimizer and scheduler; parameters without a gradient are left alone."""
@@ -468,8 +473,8 @@ def _absent_text(names: Sequence[str]) -> str:
     many = f"{len(names)} parameters" if len(names) > 1 else "the parameter"
     which = ", ".join(f"'{name}'" for name in names[:NAMED]) + ", ..." * (len(names) > NAMED)
     return (
-        f"the first step gives {many} {which} no gradient; without one a parameter keeps its value. If no step is to "
-        "train it, freeze it with requires_grad_(False)"
+        f"the first step gives {many} {which} no gradient; without one a parameter keeps its value. If a parameter is "
+        "never to be trained, freeze it with requires_grad_(False)"
     )
 
 

@@ -120,7 +120,7 @@ class StepSums:
 
     @contextmanager
     def without(self, names: Collection[str]) -> Iterator[None]:
-        """Have these parameters no gradient while the context is open."""
+        """Hide the gradients of these parameters while the context is open."""
         with ExitStack() as stack:
             for part in self._parts if names else ():
                 stack.enter_context(part.gradients.without(names))

@@ -39,6 +39,8 @@ OUT_OF_MEMORY = "out of memory: its node ran low, and Ray ended it"
 PROCESS_ONLY = frozenset({KILLED, OUT_OF_MEMORY})
 """Causes of death that leave the worker's node and placement group as they were."""
 
+LOOK_S = 5.0
+"""Seconds between two looks whether there is room for a worker."""
 FREE_S = 5.0
 """Maximum seconds to wait at the end for Ray to remove placement groups; without its GCS each takes a minute."""
 
@@ -55,6 +57,8 @@ class WorkerHandle:
     """When its start was requested, or found to have room, in seconds by the pool's clock."""
     placed: bool = False
     """Whether its placement group is known to have room."""
+    room: Future[bool] | None = None
+    """The answer of Ray whether it has, if it was asked."""
     tries: int = 0
     """How many processes were started for this worker before."""
 
@@ -97,6 +101,7 @@ class Pool:
         standby = self._standbys.take(node)
         if standby is None:
             self._handles[name] = self._started(group, name)
+            self._handles[name].placed = True
         else:
             self._handles[name] = WorkerHandle(standby.actor, group, standby, self._clock(), placed=True)
             standby.actor.become.remote(name)
@@ -104,8 +109,12 @@ class Pool:
     def start_left_s(self, name: str) -> float:
         """Return for how many seconds the start of a worker may still last; 0 or less if it is to be restarted."""
         handle, now = self._handles[name], self._clock()
-        if not handle.placed and now >= handle.began + START_S:
-            handle.placed, handle.began = _has_room(handle.group), now
+        if not handle.placed:
+            if handle.room is None or not handle.room.done() or not handle.room.result():
+                if handle.room is None or handle.room.done():
+                    handle.room = _asked_for_room(handle.group)
+                return LOOK_S
+            handle.placed, handle.began = True, now
         left_s = handle.began + START_S * 2.0**handle.tries - now
         return left_s if handle.standby is None else min(left_s, handle.standby.left_s(now))
 
@@ -167,7 +176,14 @@ class Pool:
 
     def ask(self, name: str, answered: Callable[[Future[Any]], None], method: str, *arguments: Any) -> None:
         """Start a worker's method; `answered` gets its answer's future, on one of Ray's threads, when it is there."""
-        self.call(name, method, *arguments).future().add_done_callback(answered)
+        handle = self._handles[name]
+
+        def told(future: Future[Any]) -> None:
+            # Not the answer of a process in whose place another one was started.
+            if self._handles.get(name, handle) is handle:
+                answered(future)
+
+        self.call(name, method, *arguments).future().add_done_callback(told)
 
     def begin(self, name: str, method: str, *arguments: Any) -> Callable[[float], Any]:
         """Start a worker's method and return a function that waits for its answer, up to so many seconds.
@@ -190,7 +206,7 @@ class Pool:
                 return
             # A broken connection may come back, and then the process was never gone.
             if isinstance(future.exception(), ActorUnavailableError):
-                handle.actor.live.remote().future().add_done_callback(died)
+                handle.actor.live.remote().future().add_done_callback(told)
             else:
                 died(future)
 
@@ -233,11 +249,19 @@ class Pool:
         self._freeing = [*(thread for thread in self._freeing if thread.is_alive()), _freed(handle.group)]
 
 
-def _has_room(group: PlacementGroup) -> bool:
-    """Return whether a placement group has its resources; False if Ray does not answer."""
-    with contextlib.suppress(RayError):
-        return bool(placement_group_table(group).get("state") == "CREATED")
-    return False
+def _asked_for_room(group: PlacementGroup) -> Future[bool]:
+    """Ask Ray whether a placement group has its resources; without its GCS, Ray does not answer."""
+    answer: Future[bool] = Future()
+
+    def ask() -> None:
+        found = False
+        with contextlib.suppress(RayError):
+            found = placement_group_table(group).get("state") == "CREATED"
+        answer.set_result(found)
+
+    # The thread of whoever asks must not wait.
+    threading.Thread(target=ask, name="look for room", daemon=True).start()
+    return answer
 
 
 def _kill(actor: Any) -> None:

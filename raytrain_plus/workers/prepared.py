@@ -27,9 +27,8 @@ from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
-from raytrain_plus.training.model import build_chunks, build_model, parameters_of
+from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
-from raytrain_plus.training.scheduler import check_scheduler
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.data_check import same_data, sights_of
@@ -110,8 +109,6 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     if job.parallel.pipeline == 1:
         ready, classes = _size_of(own.stepper), KNOWN
     else:
-        # A stage builds its scheduler only when a generation forms.
-        check_scheduler(task, parameters_of(task))
         first = feeds.first()
         ready, classes = _measured(task, job, device, first), classes_of(first.batch)
     made = Prepared(

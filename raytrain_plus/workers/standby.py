@@ -98,7 +98,8 @@ class Standbys:
         standby = self._on.pop(node, None)
         if standby is None or self._usable(standby):
             return standby
-        log.warning("the standby on node %s does not respond, so it is ended", node[:12])
+        if not standby.live.done():
+            log.warning("the standby on node %s does not respond, so it is ended", node[:12])
         self._end(standby.actor)
         return None
 

@@ -196,6 +196,7 @@ def sizes(run: Run) -> list[int]:
     return [len(view["members"]) for view in run.events("view_formed")]
 
 
+@pytest.mark.slow
 def test_nodes_are_added_on_request_and_removed_when_idle(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     with autoscaled(head_cpus=1, most=0) as allow:

@@ -416,6 +416,7 @@ def end_controller() -> None:
     controller.kill()
 
 
+@pytest.mark.slow
 def test_a_run_on_an_object_store_survives_the_same(proxy: Proxy, undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
     storage = at(f"s3://runs/{tmp_path.name}", proxy.address)
     far = exact(tmp_path, "far", workers=Workers(min=2), args={"pad_s": 0.03}, storage=storage)

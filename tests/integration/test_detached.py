@@ -171,9 +171,9 @@ def nothing_is_held() -> bool:
 
 
 def test_on_a_cluster_the_death_of_the_driver_changes_nothing(tmp_path: Path, cluster: Cluster) -> None:
-    folder = left_alone(tmp_path, cluster, steps=90)
+    folder = left_alone(tmp_path, cluster, steps=60)
     at = len(losses(folder))
-    until(lambda: len(losses(folder)) > at + 20, "20 steps more")
+    until(lambda: len(losses(folder)) > at + 10, "10 steps more")
     other = write_job(tmp_path, storage=str(tmp_path / "others"))
     code, _, err = raytrain("run", other, "--set", "name=job", "--address", cluster.address)
     assert (code, f"name: job: a run with this name is already running on this cluster (in {folder})" in err) == (
@@ -181,7 +181,7 @@ def test_on_a_cluster_the_death_of_the_driver_changes_nothing(tmp_path: Path, cl
         True,
     ), err
     result = attach(folder).result(timeout_s=60)
-    assert (result.status, len(losses(folder)), result.recoveries) == ("finished", 90, 0)
+    assert (result.status, len(losses(folder)), result.recoveries) == ("finished", 60, 0)
     until(nothing_is_held, "its room to be free again")
 
 

@@ -126,9 +126,8 @@ def test_losses_are_those_of_a_plain_loop_for_any_number_of_workers(
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=f"{workers} workers")
 
 
-@pytest.mark.parametrize(
-    ("compression", "collective"), [pytest.param("bf16", "horovod", marks=pytest.mark.slow), ("fp16", "torch")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("compression", "collective"), [("bf16", "horovod"), ("fp16", "torch")])
 def test_gradients_in_16_bits_train_as_well(tmp_path: Path, compression: Any, collective: Any) -> None:
     write_data(tmp_path / "data")
     settings: dict[str, Any] = {"workers": Workers(min=3), "collective": collective}
@@ -165,6 +164,7 @@ def test_torch_collective_short_last_step_and_augmentation(tmp_path: Path) -> No
     assert next(event for event in events if event["kind"] == "view_formed")["collective"] == "torch"
 
 
+@pytest.mark.slow
 def test_evaluation_is_an_exact_mean_over_rows_whatever_the_workers(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     write_data(tmp_path / "held_out", rows=101, files=2, group=9, seed=1)

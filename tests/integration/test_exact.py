@@ -133,6 +133,7 @@ def test_a_running_run_is_audited_up_to_what_is_durable(tmp_path: Path) -> None:
     assert used < 60
 
 
+@pytest.mark.slow
 def test_what_changes_behind_a_runs_back_is_found(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     result = Run(exact(tmp_path, "run", steps=5, evaluate=None)).finish()

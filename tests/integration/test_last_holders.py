@@ -57,6 +57,7 @@ def test_when_all_machines_leave_no_step_is_lost_and_new_ones_continue(tmp_path:
     assert audit(result.path).clean
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_in_a_long_step_saves_the_state_before_it(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     # From the sixth step on, both compute for half a minute.

@@ -42,6 +42,7 @@ def spoil(folder: Path) -> Manifest:
     return bad
 
 
+@pytest.mark.slow
 def test_the_last_step_is_not_finite_and_an_older_version_saved_such_a_state(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     made = job(

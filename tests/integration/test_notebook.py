@@ -108,6 +108,7 @@ def asked(client: BlockingKernelClient, code: str) -> dict[str, Any]:
     return client.get_shell_msg(timeout=60)["content"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
 def test_interrupting_a_cell_that_follows_ends_the_watching_alone(tmp_path: Path, nothing_goes_on: None) -> None:

@@ -319,9 +319,8 @@ def test_what_one_worker_holds_alone_is_in_its_spares_memory(tmp_path: Path, alo
     assert not run.events("resumed")
 
 
-@pytest.mark.parametrize(
-    ("size", "stage"), [(2, 1), *(pytest.param(*one, marks=SLOW) for one in ((2, 0), (4, 0), (4, 1)))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "stage"), [(2, 1), (2, 0), (4, 0), (4, 1)])
 def test_steps_that_overlap_are_committed_together_and_lost_together(tmp_path: Path, size: int, stage: int) -> None:
     job = staged(
         tmp_path,

@@ -25,9 +25,10 @@ def raylet_that_sees_another(folder: Path, address: str) -> AbstractContextManag
     return raylet(["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', folder], address)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not POSSIBLE, reason="a machine with places of its own needs root and unshare")
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("place", ["runs", pytest.param("data", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["runs", "data"])
 def test_what_a_machine_does_not_see(tmp_path: Path, place: str) -> None:
     write_data(tmp_path / "data")
     (tmp_path / "runs").mkdir()

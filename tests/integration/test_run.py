@@ -158,6 +158,7 @@ def test_bad_input_is_reported_before_a_run_starts(
     assert not (tmp_path / "runs" / "job").exists()
 
 
+@pytest.mark.slow
 def test_a_secret_is_referred_to_and_never_written(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     job = write_job(tmp_path, task="tasks:Secretive", args={"word": "open ${env:WORD}"})
@@ -194,7 +195,9 @@ def test_credentials_are_stripped_from_a_librarys_error_everywhere(tmp_path: Pat
         pytest.param(
             "layers", 2, ["Raises cannot be built: ZeroDivisionError: in layers", "tasks.py"], marks=pytest.mark.slow
         ),
-        ("loss", 1, ["the task raised KeyError: 'label'", 'raise KeyError("label")']),
+        pytest.param(
+            "loss", 1, ["the task raised KeyError: 'label'", 'raise KeyError("label")'], marks=pytest.mark.slow
+        ),
         ("step", 1, ["the task raised KeyboardInterrupt: enough", 'raise KeyboardInterrupt("enough")']),
     ],
 )
@@ -428,12 +431,13 @@ def write_plain(file: Path, table: pa.Table) -> None:
         opened.truncate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache_mb", "steps", "before_it"),
     [
         pytest.param(0, 120, 1, id="read again in each epoch"),
         # All rows are in memory by then: the final check of all files finds the change.
-        pytest.param(64, 40, 20, id="read once", marks=pytest.mark.slow),
+        pytest.param(64, 40, 20, id="read once"),
     ],
 )
 def test_a_file_that_is_overwritten_while_a_run_reads_it_fails_the_run(

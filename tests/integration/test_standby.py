@@ -33,6 +33,7 @@ def rests(pid: int) -> bool:
     return times[0].user > 1 and times[1].user - times[0].user <= 0.02
 
 
+@pytest.mark.slow
 def test_a_standby_replaces_a_killed_worker(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     others = workers_processes()

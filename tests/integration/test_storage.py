@@ -109,7 +109,8 @@ def lines_of(output: str, words: str) -> list[str]:
     return [line for line in output.splitlines() if words in line]
 
 
-@pytest.mark.parametrize("unprivileged", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("unprivileged", [False, True])
 def test_a_disk_that_is_full_for_a_while_is_reported_in_two_lines(tmp_path: Path, unprivileged: bool) -> None:
     """One run printed 516 tracebacks of the same full disk."""
     with small_disk(tmp_path / "small") as own:

@@ -46,6 +46,8 @@ class _OpenPass:
     """The inputs that take part in the backward pass, as leaves."""
     outputs: list[torch.Tensor]
     """The outputs that take part in the backward pass; for the last chunk, the loss."""
+    numbers: list[int]
+    """The place of each of these among the outputs that can take part."""
     gradients: list[torch.Tensor] | None = None
     groups: list[dict[str, Any]] | None = None
     """The work left for the weights; None if there is none."""
@@ -84,14 +86,14 @@ class Chunk:
         self._handovers = handovers
         self._work: PassWork | None = None
         self._count = 0
-        self._follows: list[bool] | None = None
-        """For each output, whether it depends on an input."""
+        self._follows: dict[int, bool] = {}
+        """By the number of an output, whether it depends on an input."""
         self._open: dict[int, _OpenPass] = {}
         self._given: dict[int, Tensors] = {}
         """The inputs from another chunk of this stage."""
-        self._returned: dict[int, list[torch.Tensor]] = {}
+        self._returned: dict[int, list[torch.Tensor | None]] = {}
         """The gradients returned by another chunk of this stage."""
-        self._back: dict[int, list[torch.Tensor]] = {}
+        self._back: dict[int, list[torch.Tensor | None]] = {}
         """The gradients for the previous chunk."""
         first = next(layers.children(), layers)
         self._writes = any(getattr(module, "inplace", False) for module in first.modules())
@@ -152,13 +154,13 @@ class Chunk:
             else:
                 output = self._up_to_the_end(work, microbatch, batch)
         if self.is_last:
-            self._keep(microbatch, _OpenPass(inputs, [output]))
+            self._keep(microbatch, inputs, [output])
             return output
         tensors = flattened(output, self._last_layer)
         if self._splits:
             # The code for partial backward passes detaches outputs in place, which views do not support.
             tensors.values[:] = [value.clone() if is_view(value) else value for value in tensors.values]
-        self._keep(microbatch, _OpenPass(inputs, [value for value in tensors.values if value.requires_grad]))
+        self._keep(microbatch, inputs, [value for value in tensors.values if value.requires_grad])
         to = self._holders[self.stage_index + 1]
         if to != self.group_rank:
             rows = self._rows(microbatch)
@@ -170,15 +172,20 @@ class Chunk:
     ) -> None:
         """Run the backward pass of a microbatch: completely, or for the chunk's input alone."""
         now = self._open[microbatch]
-        now.gradients = None if self.is_last else self._take_gradients(microbatch)
+        if not self.is_last:
+            # As in one process, no backward pass goes through an output that the loss does not depend on.
+            found = zip(now.outputs, now.numbers, self._take_gradients(microbatch), strict=True)
+            given = [(output, number, gradient) for output, number, gradient in found if gradient is not None]
+            now.outputs, now.numbers = [one[0] for one in given], [one[1] for one in given]
+            now.gradients = [one[2] for one in given]
         if full_backward:
             with self._working.computing("B", self.stage_index, microbatch):
-                torch.autograd.backward(now.outputs, now.gradients)
+                _backward(now)
             del self._open[microbatch]
         else:
             with self._working.computing("I", self.stage_index, microbatch):
                 # If no input needs a gradient, the weights' part does everything.
-                if now.inputs:
+                if now.inputs and now.outputs:
                     self._backward_input(now)
         if not self.is_first:
             self._give_back(microbatch, now.inputs)
@@ -188,7 +195,7 @@ class Chunk:
         now = self._open.pop(microbatch)
         with self._working.computing("W", self.stage_index, microbatch):
             if now.groups is None:
-                torch.autograd.backward(now.outputs, now.gradients)
+                _backward(now)
             else:
                 # Loaded already by torch's schedules, which alone come here; a whole model need not load them.
                 from torch.distributed.pipelining._backward import stage_backward_weight
@@ -202,11 +209,11 @@ class Chunk:
         values = [value.detach().requires_grad_(value.requires_grad) for value in given.values]
         self._given[microbatch] = Tensors(values, given.tree)
 
-    def get_local_bwd_output(self, microbatch: int) -> list[torch.Tensor]:
+    def get_local_bwd_output(self, microbatch: int) -> list[torch.Tensor | None]:
         """Return the gradients for another chunk of this stage."""
         return self._back.pop(microbatch)
 
-    def set_local_bwd_input(self, gradients: list[torch.Tensor], microbatch: int) -> None:
+    def set_local_bwd_input(self, gradients: list[torch.Tensor | None], microbatch: int) -> None:
         """Take the gradients that another chunk of this stage returns."""
         self._returned[microbatch] = gradients
 
@@ -232,14 +239,15 @@ class Chunk:
         An output that depends on weights but on no input would be left out, so its backward pass is run completely.
         """
         gradients: list[Any] = [None] * len(now.outputs) if now.gradients is None else list(now.gradients)
-        if self._follows is None or len(self._follows) != len(now.outputs):
-            # It depends only on the layers, and walking their graph is slow.
-            self._follows = [_depends(output, now.inputs) for output in now.outputs]
+        for number, output in zip(now.numbers, now.outputs, strict=True):
+            if number not in self._follows:
+                # It depends only on the layers, and walking their graph is slow.
+                self._follows[number] = _depends(output, now.inputs)
         pairs = list(zip(now.outputs, gradients, strict=True))
-        alone = [pair for pair, follows in zip(pairs, self._follows, strict=True) if not follows]
+        alone = [pair for pair, number in zip(pairs, now.numbers, strict=True) if not self._follows[number]]
         if alone:
             torch.autograd.backward([output for output, _ in alone], [gradient for _, gradient in alone])
-        rest = [pair for pair, follows in zip(pairs, self._follows, strict=True) if follows]
+        rest = [pair for pair, number in zip(pairs, now.numbers, strict=True) if self._follows[number]]
         given = None if now.gradients is None else [gradient for _, gradient in rest]
         outputs = [output for output, _ in rest]
         # As for the weights.
@@ -271,7 +279,7 @@ class Chunk:
             value.requires_grad_(needed and torch.is_grad_enabled())
         return tensors
 
-    def _take_gradients(self, microbatch: int) -> list[torch.Tensor]:
+    def _take_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
         if microbatch in self._returned:
             return self._returned.pop(microbatch)
         after = self._holders[self.stage_index + 1]
@@ -281,17 +289,22 @@ class Chunk:
         return taken
 
     def _give_back(self, microbatch: int, inputs: list[torch.Tensor]) -> None:
-        gradients = [torch.zeros_like(value) if value.grad is None else value.grad for value in inputs]
         before = self._holders[self.stage_index - 1]
         if before == self.group_rank:
-            self._back[microbatch] = gradients
+            self._back[microbatch] = [value.grad for value in inputs]
         else:
-            self._passing.send_gradients(self.stage_index - 1, microbatch, gradients, before)
+            self._passing.send_gradients(self.stage_index - 1, microbatch, inputs, before)
 
-    def _keep(self, microbatch: int, opened: _OpenPass) -> None:
+    def _keep(self, microbatch: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         if torch.is_grad_enabled():
-            self._open[microbatch] = opened
+            self._open[microbatch] = _OpenPass(inputs, outputs, list(range(len(outputs))))
             self.most_open = max(self.most_open, len(self._open))
+
+
+def _backward(now: _OpenPass) -> None:
+    """Run the complete backward pass of a microbatch, if anything depends on it."""
+    if now.outputs:
+        torch.autograd.backward(now.outputs, now.gradients)
 
 
 def _trained_by(groups: Sequence[dict[str, Any]]) -> Iterator[nn.Parameter]:

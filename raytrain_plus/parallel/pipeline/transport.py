@@ -5,7 +5,7 @@ receiver then receives the others straight into place.
 
 Between two stages travel, each with its own tag (`_tag`):
 
-    tensors     activations and gradients: raw, part by part
+    tensors     activations and gradients: raw, part by part; before gradients, a byte for each: is there one?
     messages    descriptions, batches, flags, headers, metrics (`message`: JSON and raw bytes, never a pickle)
 
 A message begins with its length (8 bytes, little-endian), in a first part of `HEAD_BYTES`; the rest follows in a second
@@ -35,6 +35,8 @@ TENSORS = 14
 """The most tensors that may pass between two layers."""
 _PARTS = TENSORS + 2
 _HEAD, _REST = TENSORS, TENSORS + 1
+_GIVEN = _HEAD
+"""The part of a backward pass that tells which gradients there are; such a pass has no message."""
 HEAD_BYTES = 4096
 """Length of a message's first part."""
 MESSAGE_BYTES = 1 << 40
@@ -212,10 +214,14 @@ class Handovers:
         for part, value in enumerate(tensors.values):
             self._send("forward", boundary, microbatch, part, value.detach(), to)
 
-    def send_gradients(self, boundary: int, microbatch: int, gradients: Sequence[torch.Tensor], to: int) -> None:
-        """Start to return the gradients of received activations, one for each that takes part."""
-        for part, value in enumerate(gradients):
-            self._send("backward", boundary, microbatch, part, value, to)
+    def send_gradients(self, boundary: int, microbatch: int, inputs: Sequence[torch.Tensor], to: int) -> None:
+        """Start to return the gradients of received activations: of those that take part, and have one."""
+        given = torch.tensor([value.grad is not None for value in inputs], dtype=torch.uint8)
+        self._send("backward", boundary, microbatch, _GIVEN, given, to)
+        for part, value in enumerate(inputs):
+            # The receiver waits for every part, and discards those that say nothing.
+            gradient = torch.zeros_like(value) if value.grad is None else value.grad
+            self._send("backward", boundary, microbatch, part, gradient, to)
 
     def send_note(self, kind: Note, number: int, value: Any, to: int) -> None:
         """Start to send a value other than a layer's tensors. `number`: of the microbatch, or of the sending stage.
@@ -238,13 +244,12 @@ class Handovers:
             for dtype, shape, takes_part in form.forms
             if kind == "forward" or takes_part
         ]
-        self._coming[key] = (
-            into,
-            [
-                self._peers.receive(value, giver, _tag(kind, boundary, microbatch, part))
-                for part, value in enumerate(into)
-            ],
-        )
+        parts = list(enumerate(into))
+        if kind == "backward":
+            into.append(torch.empty(len(into), dtype=torch.uint8))
+            parts.insert(0, (_GIVEN, into[-1]))
+        transfers = [self._peers.receive(value, giver, _tag(kind, boundary, microbatch, part)) for part, value in parts]
+        self._coming[key] = into, transfers
 
     def take(self, boundary: int, microbatch: int, rows: int, giver: int) -> tuple[Tensors, list[bool]]:
         """Return the activations of a microbatch, and which of them take part in the backward pass."""
@@ -255,12 +260,12 @@ class Handovers:
         values = self._taken("forward", boundary, microbatch, rows, giver)
         return Tensors(values, form.tree), [takes_part for _, _, takes_part in form.forms]
 
-    def take_gradients(self, boundary: int, microbatch: int, rows: int, giver: int) -> list[torch.Tensor]:
-        """Return the gradients of the sent activations, one for each tensor that takes part."""
-        taken = self._taken("backward", boundary, microbatch, rows, giver)
+    def take_gradients(self, boundary: int, microbatch: int, rows: int, giver: int) -> list[torch.Tensor | None]:
+        """Return the gradients of the sent activations that take part; None for those without effect on the loss."""
+        *taken, given = self._taken("backward", boundary, microbatch, rows, giver)
         # The activations of these gradients have arrived, so nothing keeps them any more.
         self.finish_one("forward", boundary, microbatch)
-        return taken
+        return [value if there else None for value, there in zip(taken, given.tolist(), strict=True)]
 
     def expect_note(self, kind: Note, number: int, giver: int) -> None:
         """Start to receive a note."""

@@ -127,7 +127,7 @@ def test_half_the_bytes_of_float32_travel_in_all() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e-9, 1.0, 65504.0, 1e9, 1e37])
+@pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e-9, 1.0, 65504.0, 1e9, 1e37, 8e37])
 def test_gradients_of_any_magnitude_travel(magnitude: float, dtype: torch.dtype) -> None:
     values = torch.tensor([1.0, -0.5, 0.001, 0.0, 1e-4, 0.25, -1.0]) * magnitude
     found, room = means([values, 2 * values, values], dtype, 2.0)
@@ -155,6 +155,17 @@ def test_gradients_of_16_bits_are_added_in_32() -> None:
     found, _ = means(gradients, torch.bfloat16, 1.0)
     assert found[0].dtype == torch.bfloat16
     assert found[0].tolist() == [260.0, 5.0]
+
+
+def test_means_of_16_bits_may_have_sums_that_exceed_them() -> None:
+    found, _ = means([torch.tensor([4e4, 1.0]).half()] * 2, torch.float16, 2.0)
+    assert found[0].tolist() == [4e4, 1.0]
+
+
+def test_alone_gradients_of_16_bits_go_nowhere() -> None:
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    wire = Half([("p", parameter)], lambda kind: 0, torch.bfloat16)
+    assert wire.submit(SoloWorld(), "gradients.0") == []
 
 
 def test_complex_gradients_keep_their_imaginary_parts() -> None:

@@ -96,6 +96,70 @@ def test_stages_leave_the_same_parameters_alone(shape: Shape, schedule: Schedule
         assert state_sha256(state_of(told, shape, replica)) == state_sha256(state)
 
 
+class Two(nn.Module):
+    """Returns two tensors that need gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Linear(8, 8, bias=False)
+        self.aside = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.main(x), self.aside(x)
+
+
+class First(nn.Module):
+    """Uses the first of two tensors, and the second one only in microbatches like that of the first shard."""
+
+    def __init__(self, also: bool) -> None:
+        super().__init__()
+        self.also = also
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        main, aside = both
+        return main + aside if self.also and main[0, 0] > 0.3 else main
+
+
+class Aside(Deep):
+    """Its second stage does not use all that the first one returns."""
+
+    also = False
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        layers = super().layers()
+        first = {name: layers[name] for name in ("in", "norm")}
+        rest = {name: layers[name] for name in ("middle", "out")}
+        return {**first, "two": Two, "first": lambda: First(self.also), **rest}
+
+
+class Sometimes(Aside):
+    also = True
+
+
+class Detaches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+
+class Cut(Aside):
+    """Nothing of its first stage has a gradient."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        layers = super().layers()
+        return {name: Detaches if name == "norm" else layers[name] for name in layers} | {"first": lambda: First(False)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize(("task", "absent"), [(Aside, "two.aside"), (Sometimes, ""), (Cut, "in")])
+def test_a_later_stage_decides_what_has_a_gradient(schedule: Schedule, task: type[Deep], absent: str) -> None:
+    applied, state = alone(exact=True, task=task)
+    assert (f"optim/{absent}.weight/exp_avg" in state, "optim/out.weight/exp_avg" in state) == (False, True)
+    told = together(Shape(2, 2), schedule, exact=True, task=task)
+    assert [[one.loss for one in found] for found, _ in told] == [[one.loss for one in applied]] * 4
+    for replica in range(2):
+        assert state_sha256(state_of(told, Shape(2, 2), replica)) == state_sha256(state)
+
+
 def test_overlapping_steps_leave_the_same_parameters_alone() -> None:
     class Smooth(test_pipedream.Smooth):
         def layers(self) -> dict[str, Callable[[], nn.Module]]:

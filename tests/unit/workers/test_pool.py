@@ -20,7 +20,7 @@ from raytrain_plus.errors import Interrupted, RunError
 from raytrain_plus.membership.timeouts import ANSWER_S, START_S
 from raytrain_plus.workers import pool
 from raytrain_plus.workers.imports import Imports
-from raytrain_plus.workers.pool import Pool, answer, cause_of_death
+from raytrain_plus.workers.pool import LOOK_S, Pool, answer, cause_of_death
 
 
 @pytest.mark.parametrize(
@@ -213,16 +213,56 @@ def test_a_standby_that_has_not_answered_by_then_is_ended_and_leaves_its_place_t
 def test_a_process_that_does_not_come_up_is_replaced_and_the_next_one_has_twice_the_time(
     time_of: SimpleNamespace, started: tuple[Pool, Started, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = iter(["PENDING", "CREATED"])
-    monkeypatch.setattr(pool, "placement_group_table", lambda group: {"state": next(states)})
+    answers: list[Future[bool]] = []
+
+    def asked(group: Any) -> Future[bool]:
+        answers.append(Future())
+        return answers[-1]
+
+    monkeypatch.setattr(pool, "_asked_for_room", asked)
     workers = started[0]
     workers.start("c")
-    for left_s in (START_S, START_S, START_S, 0):
-        # Without room there is nothing to replace.
-        assert workers.start_left_s("c") == left_s
-        time_of.now += START_S if left_s else 0
+    for _ in range(3):
+        # Ray has not answered, and is not asked again; without room there is nothing to replace.
+        assert (workers.start_left_s("c"), len(answers)) == (LOOK_S, 1)
+        time_of.now += START_S
+    answers[0].set_result(False)
+    assert (workers.start_left_s("c"), len(answers)) == (LOOK_S, 2)
+    answers[1].set_result(True)
+    assert workers.start_left_s("c") == START_S
+    time_of.now += START_S
+    assert workers.start_left_s("c") == 0
     workers.restart("c")
     assert workers.start_left_s("c") == 2 * START_S
+
+
+def test_nobody_waits_for_the_answer_whether_there_is_room(
+    started: tuple[Pool, Started, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its GCS, Ray never answers."""
+    over = threading.Event()
+    monkeypatch.setattr(pool, "placement_group_table", lambda group: over.wait(1000) and {})
+    workers = started[0]
+    workers.start("c")
+    assert [workers.start_left_s("c") for _ in range(2)] == [LOOK_S] * 2
+    over.set()
+
+
+def test_an_answer_of_a_process_that_was_replaced_is_not_the_workers(started: tuple[Pool, Started, list[Any]]) -> None:
+    workers, made, _ = started
+    asked: list[Future[Any]] = []
+
+    def call(*_: Any) -> Any:
+        asked.append(Future())
+        return SimpleNamespace(future=lambda: asked[-1])
+
+    got: list[Any] = []
+    for actor in made.actors:
+        actor.call = SimpleNamespace(remote=call)
+    workers.ask("a", got.append, "location")
+    workers.restart("a")
+    asked[0].set_result("where it was")
+    assert not got
 
 
 def test_the_end_of_a_process_that_was_replaced_is_not_the_workers(

@@ -54,7 +54,10 @@ def test_any_tree_of_tensors_passes(pair: tuple[Handovers, Handovers, Mail], num
             assert mine.dtype == theirs.dtype
             assert torch.equal(mine.detach(), theirs)
         back = [torch.full_like(value, 7.0) for value in given.values if value.requires_grad]
-        other.send_gradients(5, microbatch, back, 0)
+        inputs = [torch.empty_like(value) for value in back]
+        for one_of, gradient in zip(inputs, back, strict=True):
+            one_of.grad = gradient
+        other.send_gradients(5, microbatch, inputs, 0)
         assert all(map(torch.equal, one.take_gradients(5, microbatch, 4, 1), back))
     one.finish()
 
