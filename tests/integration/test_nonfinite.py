@@ -77,6 +77,7 @@ def test_the_last_step_is_not_finite_and_an_older_version_saved_such_a_state(tmp
     assert "holds NaN or infinity; the previous checkpoint is used" in passed_over["error"]
 
 
+@pytest.mark.slow
 def test_steps_that_are_skipped_are_the_same_ones_after_a_kill(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
 

@@ -273,7 +273,8 @@ def test_a_spare_takes_the_place_of_any_stage(tmp_path: Path, cluster: Cluster, 
     cluster.remove_node(extra)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_without_another_holder_comes_from_its_buddys_memory(tmp_path: Path, alone: Result, stage: int) -> None:
     run, before = elastic(tmp_path, workers=Workers(min=2))
     victim = at(run, 0, stage)

@@ -53,6 +53,7 @@ def drain(cluster: Cluster, node: str, seconds: float) -> None:
     assert drain_node(cluster.address, node, "taken back", time.time() + seconds)
 
 
+@pytest.mark.slow
 def test_machines_join_while_the_others_train(tmp_path: Path, cluster: Cluster) -> None:
     write_data(tmp_path / "data")
     expected = losses_of_an_undisturbed_run(tmp_path)

@@ -55,6 +55,7 @@ def test_a_standby_replaces_a_killed_worker(tmp_path: Path) -> None:
         assert not workers_processes() - others
 
 
+@pytest.mark.slow
 def test_a_standby_that_is_stopped_keeps_no_worker_from_being_replaced(tmp_path: Path) -> None:
     """It had taken the dead worker's place, and the run waited for it until `elastic.wait_s` had passed."""
     write_data(tmp_path / "data")
@@ -62,7 +63,7 @@ def test_a_standby_that_is_stopped_keeps_no_worker_from_being_replaced(tmp_path:
     with raylets(1, cpus=2):
         # The run cannot go on with one worker, and waits so long for another that the test would end first.
         elastic = Elastic(wait_s=3600.0)
-        run = Run(job(tmp_path, steps=200, args={"pad_s": 0.02}, workers=Workers(min=2, max=2), elastic=elastic))
+        run = Run(job(tmp_path, steps=400, args={"pad_s": 0.02}, workers=Workers(min=2, max=2), elastic=elastic))
         before = born(run.until_size(2))
         [standby] = run.until(lambda: workers_processes() - others - set(before), "a standby")
         run.until(lambda: rests(standby), "the end of its imports")
