@@ -66,6 +66,7 @@ def test_an_early_answer_of_the_storage_is_used(tmp_path: Path, monkeypatch: pyt
     assert asked.answer() == ""
 
 
+@pytest.mark.slow
 def test_the_answer_or_refusal_of_a_storage_is_reported(tmp_path: Path, bucket: Folder) -> None:
     write(tmp_path / "data", "x")
     write(tmp_path / "held_out", "x")

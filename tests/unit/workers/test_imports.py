@@ -7,6 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from raytrain_plus.job.settings import Data, Parallel
 from raytrain_plus.workers.imports import imports_of
 from tests.unit.controller.fakes import job_of, order_of
@@ -36,6 +38,7 @@ def test_a_task_that_only_the_driver_knows_is_not_imported(tmp_path: Path) -> No
     assert "t" not in imports_of(plan).modules
 
 
+@pytest.mark.slow
 def test_a_module_that_cannot_be_imported_keeps_none_from_being_loaded(tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
     (tmp_path / "stops.py").write_text("raise KeyboardInterrupt")
