@@ -20,7 +20,7 @@ _STEP = re.compile(r'"step": *(\d+)')
 
 @dataclass
 class Record:
-    """What the events of a run say."""
+    """The facts that the events of a run record."""
 
     resumptions: list[tuple[int, int]] = field(default_factory=list)
     """(generation, step) of each resumption: work of older generations after that step is void."""

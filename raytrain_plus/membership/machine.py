@@ -474,7 +474,7 @@ def _left(group: Group, event: e.Left) -> Outcome:
         return group, []
     group = _out(group, event)
     if event.why in ("failed", "interrupted"):
-        # What interrupts others afterwards follows from this, unless a worker was lost.
+        # Later interruptions of other members follow from this one, unless a worker was lost.
         return _break(replace(group, cause=event.fault or group.cause))
     return _settle(group)
 

@@ -48,9 +48,9 @@ class Gradients:
         self._views: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._wires: list[Wire] = []
         self._places: dict[int, tuple[int, int]] = {}
-        """By the identity of a parameter: its bucket, and its place in that."""
+        """(bucket, place in the bucket) of each parameter, by its identity."""
         self._given: list[list[float]] = []
-        """For each bucket, whether each parameter has got a gradient here: 1 or 0."""
+        """For each bucket, whether each parameter has a gradient here: 1 or 0."""
         self._names: list[str] = []
         """The parameters' names, in the order of the buckets."""
         names = {id(parameter): name for name, parameter in named}
@@ -100,7 +100,7 @@ class Gradients:
             raise _not_owned()
 
     def received(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record that these parameters have got gradients that autograd did not accumulate itself."""
+        """Record that these parameters have gradients that autograd did not accumulate itself."""
         for parameter in parameters:
             bucket, place = self._places[id(parameter)]
             self._given[bucket][place] = 1.0
@@ -108,7 +108,7 @@ class Gradients:
     def without_gradient(self) -> frozenset[str]:
         """Return the names of the parameters that no shard of the step gave a gradient; called after the sums."""
         if all(all(given) for given in self._given):
-            # The others know it, too, because the sum of what all gave is not zero then.
+            # The other workers come to the same result: the sums of these numbers are then not zero.
             return frozenset()
         given = torch.cat([wire.given.to(torch.float32) for wire in self._wires]).tolist()
         return frozenset(name for name, count in zip(self._names, given, strict=True) if not count)
@@ -148,7 +148,7 @@ class Gradients:
         def submit(index: int) -> None:
             given = self._wires[index].given
             if all(self._given[index]):
-                # Without a copy from the host, for which the device would have to end all that it was given before.
+                # A copy from the host would make the device finish all earlier work first.
                 given.fill_(1.0)
             else:
                 given.copy_(torch.tensor(self._given[index], dtype=given.dtype))

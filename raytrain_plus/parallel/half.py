@@ -11,7 +11,7 @@ That is what a ring all-reduce sends, at half the bytes. Each part brings its un
 its largest value nearly 2^15: float16 ends at 65504, and a step's weights and the loss can have any magnitude. The unit
 depends on nothing but the values, so a member that has just joined sends as the others do.
 
-    part    unit | values sent as zero | a byte for each parameter: has it got a gradient? | padding | values
+    part    unit | values sent as zero | a byte for each parameter: does it have a gradient? | padding | values
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class _HalfSum:
             self._exchanged.finish()
             total = self._received.values(self._added_in).sum(0, keepdim=True)
             self._sums.put(total, self._received.given.amax(0), self._received.flushed.sum())
-            # What was sent has arrived, so its memory is free.
+            # The bytes sent have arrived, so their memory can be reused.
             del self._received
             self._gathered = self._world.gather(self._sums.bytes, self._sent.bytes, f"{self._name}.gather")
         return self._gathered.done()

@@ -30,9 +30,9 @@ class Wire(Protocol):
 
     @property
     def given(self) -> torch.Tensor:
-        """For each parameter, a number that is not zero if it has got a gradient.
+        """For each parameter, a number that is not zero if it has a gradient.
 
-        Written before `submit`; after the sum, of any shard on any worker.
+        Written before `submit`, for this worker's shards; after the sum it stands for all shards.
         """
 
     @property

@@ -46,7 +46,7 @@ class Status:
     resume: str = ""
     """The command that resumes the run, if its controller died."""
     incomplete_from: int | None = None
-    """The first step, from 0, whose events are missing; None if none are, or while the run goes on."""
+    """The first step, from 0, whose events are missing; None if none are, or while the run is alive."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from raytrain_plus.data.ledger import NOTE
 
 _SLOTS = NOTE.itemsize // 8
-_DIGIT_BITS = {"float64": 32, "float32": 16, "float16": 8, "bfloat16": 8}
+_DIGIT_BITS = {"float64": 32, "float32": 16}
 
 
 class ShardReport(NamedTuple):

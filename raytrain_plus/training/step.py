@@ -55,8 +55,6 @@ from raytrain_plus.training.verdict import (
 TRIES = 3
 """How often a step is computed until its sums are fit or known to stay unfit; a reproducible step needs at most two."""
 
-FLUSHED = "flushed"
-"""Key of the remark that gradient values were sent as zero."""
 NAMED = 5
 """Maximum number of parameters that a remark names."""
 
@@ -148,8 +146,9 @@ class Stepper:
         self.optimizer = task.optimizer(self.named) if self.named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else build_scheduler(task, self.optimizer)
-        replica = whole_replica(task, self.parts[0], device=device, shards=shards)
-        self.passes: Passes | Overlapping = Synchronous(replica)
+        self.passes: Passes | Overlapping = Synchronous(
+            whole_replica(task, self.parts[0], device=device, shards=shards)
+        )
         """Replaced in each generation if the model has stages."""
         self.begun = -1
         """The step that was begun last; of overlapping steps, the first."""
@@ -157,10 +156,8 @@ class Stepper:
         """The last applied step; None while the state is partially applied, also after an incomplete change."""
         self.scales: dict[str, int] = {}
         """The grids of the next exact sums, by parameter and buffer."""
-        self.counts = {SKIPPED: 0}
-        """Part of the committed state: the number of consecutive skipped steps up to this one."""
-        self.rules = {LEFT_ALONE: True}
-        """Part of the committed state."""
+        self.counts, self.rules = {SKIPPED: 0}, {LEFT_ALONE: True}
+        """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
         self.tied = built[0].tied
         """For the whole model: parameters that are copies -> the parameters they copy."""
         self._sums = StepSums(self.parts, self.named, self.tied, shards=shards, device=device)
@@ -168,9 +165,7 @@ class Stepper:
         self._persistent = [
             name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
         ]
-        self._clip_norm = clip_norm
-        self._told_of_flushed = False
-        self._skip_nonfinite = skip_nonfinite
+        self._clip_norm, self._skip_nonfinite = clip_norm, skip_nonfinite
         self.allowed: frozenset[str] = frozenset()
         """Names of values that are not finite from the beginning, such as a mask with infinities."""
         self._summed: _Summed | None = None
@@ -212,7 +207,6 @@ class Stepper:
         squares = computed.status.squares
         self._apply(squares)
         remarks = () if computed.refused else self._remarks(step, computed.absent)
-        self._told(remarks)
         return _applied(
             computed.totals, gradient_norm(squares), computed.reduce_s, remarks, skipped=bool(computed.refused)
         )
@@ -311,8 +305,6 @@ class Stepper:
         status = passes.agree(steps[-1], SumStatus(True, window.squares), context)
         context.control.check()
         self.finish({})
-        for remarks in window.remarks:
-            self._told(remarks)
         return [
             _applied(totals, gradient_norm(squares_of(step, status.squares)), reduce_s, remarks)
             for step, totals, reduce_s, remarks in zip(
@@ -443,20 +435,16 @@ class Stepper:
         if step == 0 and absent and self.rules[LEFT_ALONE]:
             names = sorted(absent)
             found.append(Remark(f"absent {names[0]}", _absent_text(names)))
-        flushed = 0 if self._told_of_flushed else self._sums.flushed()
-        if flushed:
+        # The journal reports each remark once.
+        if flushed := self._sums.flushed():
             found.append(
                 Remark(
-                    FLUSHED,
+                    "flushed",
                     f"{flushed:,} gradient values of step {step + 1} are too small beside others to be sent in 16 bits "
                     "and count as zero; later ones are not reported",
                 )
             )
         return tuple(found)
-
-    def _told(self, remarks: Sequence[Remark]) -> None:
-        """Record that these remarks belong to an applied step."""
-        self._told_of_flushed = self._told_of_flushed or any(remark.key == FLUSHED for remark in remarks)
 
     def _change(self, step: int, absent: Collection[str]) -> None:
         """Change weights, optimizer and scheduler; parameters without a gradient are left alone."""

@@ -52,13 +52,13 @@ class WorkerHandle:
     actor: Any
     group: PlacementGroup
     standby: Standby | None = None
-    """What the process was before."""
+    """The standby that the process was before; None if it was started for this worker."""
     began: float = 0.0
     """When its start was requested, or found to have room, in seconds by the pool's clock."""
     placed: bool = False
     """Whether its placement group is known to have room."""
     room: Future[bool] | None = None
-    """The answer of Ray whether it has, if it was asked."""
+    """Ray's answer to the question whether it has room, if it was asked."""
     tries: int = 0
     """How many processes were started for this worker before."""
 

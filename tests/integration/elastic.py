@@ -35,7 +35,7 @@ def raylets(count: int, cpus: int = 1, settings: dict[str, Any] | None = None, *
         ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
         yield cluster
     except BaseException:
-        # A run that goes on would connect to Ray again while the cluster shuts down.
+        # A run that is still alive would connect to Ray again while the cluster shuts down.
         end_runs()
         raise
     finally:

@@ -5,7 +5,7 @@ receiver then receives the others straight into place.
 
 Between two stages travel, each with its own tag (`_tag`):
 
-    tensors     activations and gradients: raw, part by part; before gradients, a byte for each: is there one?
+    tensors     activations and gradients: raw, part by part; before gradients, a byte for each: does it exist?
     messages    descriptions, batches, flags, headers, metrics (`message`: JSON and raw bytes, never a pickle)
 
 A message begins with its length (8 bytes, little-endian), in a first part of `HEAD_BYTES`; the rest follows in a second
@@ -36,7 +36,7 @@ TENSORS = 14
 _PARTS = TENSORS + 2
 _HEAD, _REST = TENSORS, TENSORS + 1
 _GIVEN = _HEAD
-"""The part of a backward pass that tells which gradients there are; such a pass has no message."""
+"""The part of a backward pass that says which gradients exist; it uses the tag of a message, which no such pass has."""
 HEAD_BYTES = 4096
 """Length of a message's first part."""
 MESSAGE_BYTES = 1 << 40
@@ -219,7 +219,7 @@ class Handovers:
         given = torch.tensor([value.grad is not None for value in inputs], dtype=torch.uint8)
         self._send("backward", boundary, microbatch, _GIVEN, given, to)
         for part, value in enumerate(inputs):
-            # The receiver waits for every part, and discards those that say nothing.
+            # The receiver waits for every part, and discards those of missing gradients.
             gradient = torch.zeros_like(value) if value.grad is None else value.grad
             self._send("backward", boundary, microbatch, part, gradient, to)
 

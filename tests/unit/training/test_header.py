@@ -55,7 +55,7 @@ def test_the_loss_has_the_same_bits_however_shards_are_hosted(losses: list[float
     assert decode(total).loss == expected
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @given(losses=st.lists(st.floats(), min_size=2, max_size=6), workers=st.integers(2, 5))
 def test_digits_are_summed_without_losing_a_bit(dtype: str, losses: list[float], workers: int) -> None:
     shards = len(losses)
@@ -79,4 +79,4 @@ def test_digits_are_summed_without_losing_a_bit(dtype: str, losses: list[float],
 
 def test_a_pause_flag_of_very_many_workers_does_not_overflow() -> None:
     header = encode({}, 1, Flags(pause=True))
-    assert decode(from_digits(to_digits(header, "bfloat16") * 256, "bfloat16")).flags == Flags(pause=True)
+    assert decode(from_digits(to_digits(header, "float32") * 65536, "float32")).flags == Flags(pause=True)

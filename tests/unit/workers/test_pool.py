@@ -148,6 +148,14 @@ def started(monkeypatch: pytest.MonkeyPatch, time_of: SimpleNamespace) -> tuple[
     return workers, made, freed
 
 
+@pytest.fixture
+def killed(started: tuple[Pool, Started, list[Any]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the actors that the pool has killed so far."""
+    actors: list[Any] = []
+    monkeypatch.setattr(pool.ray, "kill", actors.append)
+    return actors
+
+
 def test_a_standby_takes_the_place_of_a_worker_whose_process_died(started: tuple[Pool, Started, list[Any]]) -> None:
     workers, made, freed = started
     workers.end("b", vacate=True)
@@ -164,11 +172,9 @@ def test_a_standby_takes_the_place_of_a_worker_whose_process_died(started: tuple
 
 
 def test_a_standby_that_does_not_answer_is_replaced_in_the_place_that_it_took(
-    time_of: SimpleNamespace, started: tuple[Pool, Started, list[Any]], monkeypatch: pytest.MonkeyPatch
+    time_of: SimpleNamespace, started: tuple[Pool, Started, list[Any]], killed: list[Any]
 ) -> None:
     workers, made, freed = started
-    killed: list[Any] = []
-    monkeypatch.setattr(pool.ray, "kill", killed.append)
     [_, b, standby] = made.actors
     standby.answers["load"].set_result(None)
     workers.end("b", vacate=True)
@@ -197,11 +203,9 @@ def test_a_standby_that_answered_has_the_limit_of_any_start(
 
 
 def test_a_standby_that_has_not_answered_by_then_is_ended_and_leaves_its_place_to_a_new_process(
-    time_of: SimpleNamespace, started: tuple[Pool, Started, list[Any]], monkeypatch: pytest.MonkeyPatch
+    time_of: SimpleNamespace, started: tuple[Pool, Started, list[Any]], killed: list[Any]
 ) -> None:
     workers, made, _ = started
-    killed: list[Any] = []
-    monkeypatch.setattr(pool.ray, "kill", killed.append)
     made.actors[2].answers["load"].set_result(None)
     workers.end("b", vacate=True)
     time_of.now += ANSWER_S
@@ -261,7 +265,7 @@ def test_an_answer_of_a_process_that_was_replaced_is_not_the_workers(started: tu
         actor.call = SimpleNamespace(remote=call)
     workers.ask("a", got.append, "location")
     workers.restart("a")
-    asked[0].set_result("where it was")
+    asked[0].set_result("its location")
     assert not got
 
 
