@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -310,17 +311,20 @@ def export(run: str, storage: str, to: Path, kind: str) -> int:
 @_job
 @_set
 @click.option("--cluster", help="File for `ray up` or KubeRay: check that the job's workers fit on its machines.")
+@click.option("--no-run", is_flag=True, help="Do not prepare data and run the task on one batch.")
 @_json
-def validate(job: str, overrides: Sequence[str], cluster: str | None, as_json: bool) -> int | Answer:
-    """Check a job, its task and its data without running it. JOB: path of the job file."""
+def validate(job: str, overrides: Sequence[str], cluster: str | None, no_run: bool, as_json: bool) -> int | Answer:
+    """Check a job and its data, and try its task on one batch. JOB: path of the job file."""
     from raytrain_plus.job.yaml import load_job
 
     loaded, roots = load_job(job, overrides)
     from raytrain_plus.checks.cluster_file import fit
+    from raytrain_plus.checks.trial import trying_apart
     from raytrain_plus.checks.validate import validate_job
 
     found = None if cluster is None else fit(loaded, cluster)
-    report = validate_job(loaded, roots)
+    with nullcontext() if no_run else trying_apart(loaded, roots) as trying:
+        report = validate_job(loaded, roots, trying)
     document, lines = report.to_json(), report.lines()
     if found is not None:
         document, lines = {**document, "cluster": found.to_json()}, [*lines, *found.lines()]

@@ -1,4 +1,4 @@
-"""Check a job without running it: its sizes, its data, and whether its task can be imported and built."""
+"""Check a job before it runs: its sizes, its data, and its task, which a trial may run (`checks.trial`)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytrain_plus.checks.trial import Trying
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.data.files import data_exists
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.page_checksum import HOW, LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable
 from raytrain_plus.data.sample_order import read_factor
-from raytrain_plus.data.source import Index, check_alike, check_enough, index
-from raytrain_plus.data.transform_block import Rows
+from raytrain_plus.data.source import check_alike, check_enough, index
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job.settings import Job
@@ -29,11 +29,14 @@ from raytrain_plus.observe.trackers import check_installed
 from raytrain_plus.parallel.pipeline.layout import result_depends_on_partition
 from raytrain_plus.parallel.sizing import most_shards, shapes_of, stage_counts, unused_workers
 from raytrain_plus.storage.address import is_address
+from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.training.layers import layers_of
 
 if TYPE_CHECKING:
     from raytrain_plus.parallel.pipeline.forecast import Forecast
+    from raytrain_plus.parallel.pipeline.partition import Layer
     from raytrain_plus.task import Task
+    from raytrain_plus.training.trial import Trial
 
 NAMED = 3
 """Maximum number of file names in a message."""
@@ -95,6 +98,9 @@ class Report:
     storage: str = ""
     """Why a storage that is an address cannot be read from here; empty if it can."""
 
+    trial: Trial | None = None
+    """What a trial of the task found; None if nothing of it was run."""
+
     @property
     def most_stages(self) -> int:
         """The largest number of stages at any number of workers."""
@@ -107,6 +113,7 @@ class Report:
     def lines(self) -> list[str]:
         """Return lines of text for a person."""
         said = [f"{self.name}: OK"]
+        said += _trial_lines(self.trial)
         if self.storage:
             said.append(f"  warning: {self.storage}")
         if self.rows is None:
@@ -114,7 +121,9 @@ class Report:
         else:
             said.append(f"  data: {self.rows:,} rows in {self.units:,} row groups, {self.steps:,} steps")
             assert self.read_factor is not None
-            said.append(f"  on average, {self.read_factor:.2f} shards read each row group in an epoch")
+            said.append(
+                f"  each row group is read {self.read_factor:.2f} times in an epoch, because shards share row groups"
+            )
             if self.read_factor > FACTOR_WARNING:
                 said.append("  warning: most reads are wasted; write smaller row groups, or use fewer data.shards")
             said += self._checksum_lines()
@@ -122,16 +131,13 @@ class Report:
             replicas = f"{plural(size.replicas, 'replica')} of {plural(size.stages, 'stage')}, " * (
                 self.most_stages > 1
             )
-            said.append(
-                f"  {plural(size.workers, 'worker')}: {replicas}{size.shards} shards on the fullest, "
-                f"{100 * size.efficiency:.0f} % efficiency"
-            )
+            said.append(f"  {plural(size.workers, 'worker')}: {replicas}{_load(size)}")
         if self.left_out:
             said.append(f"  warning: {self.left_out}")
         if self.cut is not None:
             said += _partition_lines(self.cut)
-        elif self.rows is None and self.most_stages > 1:
-            said.append("  the partition into stages needs the data: layers are run on its rows")
+        elif self.most_stages > 1:
+            said.append("  the partition into stages is not known without a trial: layers are run on rows of the data")
         return said + [
             f"  warning: the model does not fit on workers with this machine's memory: {why}" for why in self.misfits
         ]
@@ -161,15 +167,16 @@ def sizes_of(job: Job, counts: Sequence[int] = (1,)) -> tuple[Size, ...]:
     return tuple(found)
 
 
-def validate_job(job: Job, roots: Sequence[Path]) -> Report:
+def validate_job(job: Job, roots: Sequence[Path], trying: Trying | None = None) -> Report:
     """Check a job: import what it names, build its task, its model without values, and read its data's metadata.
 
-    A storage that is an address is asked whether it answers. Raises `InputError` if anything is wrong.
+    `trying`: a trial of its task under way; None to run nothing of it. A storage that is an address is asked whether it
+    answers. Raises `InputError` if anything is wrong.
     """
     if not is_address(job.storage):
-        return _looked_at(job, roots)
+        return _looked_at(job, roots, trying)
     with _asking(job.storage) as asked:
-        return replace(_looked_at(job, roots), storage=asked.answer())
+        return replace(_looked_at(job, roots, trying), storage=asked.answer())
 
 
 class _Asked:
@@ -214,17 +221,20 @@ def _asking(storage: str) -> Iterator[_Asked]:
             asked.process.kill()
 
 
-def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
+def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report:
     search = [Path.cwd(), *roots]
     code = load_user_code(job, search)
-    task = build_task(code.task, job.args)
-    _check_model(job, build_task(code.task, job.args))
+    build_task(code.task, job.args)
+    if trying is None:
+        _check_model(job, build_task(code.task, job.args))
     check_preparable(job, search)
     choose_collective(job.collective, job.workers.gpus)
     check_installed(job.trackers)
     counts = stage_counts(job, layers_of(job, code.task))
     sizes, unformed = sizes_of(job, counts), unused_workers(job, counts)
-    if job.data.prepare is not None and not data_exists(Path(job.data.path)):
+    if trying is not None:
+        trying.data()
+    elif job.data.prepare is not None and not data_exists(Path(job.data.path)):
         return Report(job.name, sizes, None, None, None, None, unformed)
     seen = index(job.data.path)
     check_enough(seen, job.data.shards)
@@ -237,9 +247,8 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
     looked_at = files[:LOOKED_AT]
     sample_order = sample_order_of(job, seen)
     units = len(seen.unit_rows)
-    partition, misfits = (
-        _forecast(job, task, code.transform, sizes[-1], counts, seen) if job.parallel.pipeline > 1 else (None, ())
-    )
+    trial = None if trying is None else trying.result()
+    partition, misfits = _forecast(job, trial.layers, sizes[-1], counts) if trial and trial.layers else (None, ())
     return Report(
         job.name,
         sizes,
@@ -253,6 +262,7 @@ def _looked_at(job: Job, roots: Sequence[Path]) -> Report:
         files=len(looked_at),
         files_in_all=len(files),
         without_checksums=tuple(map(str, without_checksums(looked_at))),
+        trial=trial,
     )
 
 
@@ -272,26 +282,16 @@ def _check_model(job: Job, task: Task) -> None:
         check_scheduler(task, named)
 
 
-def _forecast(
-    job: Job, task: Task, transform: Callable[..., Any] | None, size: Size, counts: Sequence[int], seen: Index
-) -> tuple[Forecast, tuple[str, ...]]:
-    """Run each layer of the model once on this machine and partition the model into the job's stages.
+def _forecast(job: Job, layers: Sequence[Layer], size: Size, counts: Sequence[int]) -> tuple[Forecast, tuple[str, ...]]:
+    """Partition the model into the job's stages, given the cost of its layers on this machine.
 
-    Also return with which numbers of stages in `counts` it does not fit here. Raises `TaskError` if a layer fails.
+    Also return with which numbers of stages in `counts` it does not fit here.
     """
     # Imported here because these modules load torch.
     from raytrain_plus.parallel.pipeline.forecast import forecast
     from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory
-    from raytrain_plus.training.measure import measure_layers_on_cpu, total_memory
+    from raytrain_plus.training.footprint import total_memory
 
-    rows = Rows(
-        index=seen,
-        sample_order=sample_order_of(job, seen),
-        seed=job.seed,
-        transform=transform,
-        block_rows=job.data.granule,
-    )
-    layers = measure_layers_on_cpu(job, task, rows)
     microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together
     schedule = job.parallel.schedule
     # A GPU's memory is known only on a machine with one.
@@ -310,6 +310,23 @@ def _forecast(
     ]
     misfits = tuple(str(found) for found in partitions if isinstance(found, Misfit))
     return forecast(layers, schedule, job.parallel.pipeline, microbatches, job.parallel.partition), misfits
+
+
+def _load(size: Size) -> str:
+    """Return how many shards a replica hosts, in words, and how much of the workers' time a step uses."""
+    if size.efficiency == 1:
+        return f"{plural(size.shards, 'shard')} each"
+    return f"up to {plural(size.shards, 'shard')} each; their work fills {100 * size.efficiency:.0f} % of the time"
+
+
+def _trial_lines(trial: Trial | None) -> list[str]:
+    if trial is None:
+        return ["  the task was not run"]
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in trial.metrics.items())
+    what = f"  tried: a step with {plural(trial.rows, 'row')} took {1000 * trial.seconds:,.0f} ms"
+    evaluated = f"; an untrained model gives {metrics}" if metrics else ""
+    memory = [] if trial.bytes is None else [f"  a worker needs about {size_text(trial.bytes)} of memory"]
+    return [what + evaluated, *memory, *(f"  note: {remark}" for remark in trial.remarks)]
 
 
 def _partition_lines(partition: Forecast) -> list[str]:

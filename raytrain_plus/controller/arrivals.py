@@ -38,6 +38,8 @@ class Arrivals:
     """The plan as workers get it."""
     data_changed: DataChanged | None = field(default=None, init=False)
     """Why the run has failed, though it stops as if it was asked to: a worker found changed data before it joined."""
+    _trying: str = field(default="", init=False)
+    """The worker that tries the task, or has tried it; the first group does not form without it."""
 
     def start(self, command: e.Start) -> None:
         """Start workers."""
@@ -86,9 +88,16 @@ class Arrivals:
         self.machine.feed(e.Up(name))
         if self.monitor.is_draining(location.node):
             self.machine.feed(e.Notice(name))
-        plan = replace(self.plan, sights=self.roster.sights(location.node))
+        plan = replace(self.plan, sights=self.roster.sights(location.node), trial=self._is_to_try(name))
         then, failed = partial(self._prepared, name), partial(self._unprepared, name)
         self.loop.ask(name, "prepare", plan, PREPARE_S, then=then, failed=failed)
+
+    def _is_to_try(self, name: str) -> bool:
+        """Return whether a worker is to try the task: the first one, or if it is lost, the next that comes."""
+        if self.machine.group.generation >= 0 or self._trying in self.loop:
+            return False
+        self._trying = name
+        return True
 
     def _clocked(self, name: str, asked: float, clock_s: float) -> None:
         self.journal.clocked(name, clock_s, asked, self.clock.unix())

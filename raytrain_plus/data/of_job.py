@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raytrain_plus.data.sample_order import SampleOrder, steps_of_epochs
 from raytrain_plus.data.source import Index
+from raytrain_plus.data.transform_block import Rows, Transform
 from raytrain_plus.job.settings import Job
 
 
@@ -39,3 +40,17 @@ def evaluation_order_of(job: Job, data: Index) -> SampleOrder:
     return SampleOrder(
         data.unit_rows, shards=job.data.shards, batch_size=job.data.batch_size, seed=0, shuffle="none", epochs=1
     )
+
+
+def rows_of(job: Job, data: Index, transform: Transform | None) -> Rows:
+    """Return what reads the rows that the job trains on."""
+    return _rows(job, data, sample_order_of(job, data), transform)
+
+
+def held_out_rows_of(job: Job, data: Index, transform: Transform | None) -> Rows:
+    """Return what reads the held-out rows."""
+    return _rows(job, data, evaluation_order_of(job, data), transform)
+
+
+def _rows(job: Job, data: Index, sample_order: SampleOrder, transform: Transform | None) -> Rows:
+    return Rows(index=data, sample_order=sample_order, seed=job.seed, transform=transform, block_rows=job.data.granule)

@@ -98,8 +98,18 @@ def microbatch_rows(sample_order: SampleOrder, microbatches: int) -> int:
 
 def first_microbatch(rows: Rows, microbatches: int, collate: Collate) -> Microbatch:
     """Return the first microbatch of shard 0 in step 0."""
-    table = pa.concat_tables([rows.read(row_range) for row_range in rows.sample_order.row_ranges(0, 0)])
-    return cut(table, microbatch_rows(rows.sample_order, microbatches), collate)[0]
+    return microbatch_of(first_rows(rows, microbatch_rows(rows.sample_order, microbatches)), collate)
+
+
+def first_rows(rows: Rows, count: int) -> pa.Table:
+    """Return the first `count` rows of shard 0, or its rows of step 0 if these are fewer."""
+    count = min(count, rows.sample_order.rows_in_step(0, 0))
+    return pa.concat_tables([rows.read(row_range) for row_range in rows.sample_order.row_ranges_between(0, 0, count)])
+
+
+def microbatch_of(table: pa.Table, collate: Collate) -> Microbatch:
+    """Return all rows as one microbatch. Raises `TrainingError` if they cannot be collated."""
+    return cut(table, table.num_rows, collate)[0]
 
 
 def _collated(table: pa.Table, collate: Collate) -> Any:

@@ -32,3 +32,12 @@ def weighted_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> tuple[
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TrainingError(f"{type(task).__name__}.loss returned {shape}; expected a tensor with one value")
     return loss.reshape(()), float(weight)
+
+
+def check_depends(loss: torch.Tensor, what: str) -> None:
+    """Raise `TrainingError` if `loss`, which is `what`, depends on no parameter although gradients are recorded."""
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise TrainingError(
+            f"{what} depends on no trained parameter: Task.loss must return a tensor that it computed from the "
+            "model's output, without detach(), item() or torch.no_grad()"
+        )

@@ -7,24 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
-from raytrain_plus.data.reader import Microbatch, first_microbatch
-from raytrain_plus.data.transform_block import Rows
+from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TaskError
-from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import as_task_error
 from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
-from raytrain_plus.parallel.pipeline.message import classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer, counted_cost
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
-from raytrain_plus.training.loss import weighted_loss
-from raytrain_plus.training.model import Built, build_chunks, layer_names, to_device
+from raytrain_plus.training.footprint import SavedBytes
+from raytrain_plus.training.loss import check_depends, weighted_loss
+from raytrain_plus.training.model import Built, build_chunks, layer_names, no_parameter, to_device
 from raytrain_plus.training.randomness import random_key, set_random_key
 
 TIMES = 3
@@ -44,11 +40,11 @@ def measure_layers(
     `TaskError` if the model does not declare its layers or does not support overlapping steps; errors of the task
     propagate.
     """
-    work = _Alone(task, seed, device, microbatch)
+    work = Alone(task, seed, device, microbatch)
     names = layer_names(task, seed)
     given: Tensors | None = None
-    found = []
-    for number, (name, built) in enumerate(_each(task, seed, device, names)):
+    found, trained = [], False
+    for number, (name, built) in enumerate(each_layer(task, seed, device, names)):
         if overlaps and built.tied:
             copy, owner = next(iter(built.tied.items()))
             raise TaskError(
@@ -58,14 +54,17 @@ def measure_layers(
             )
         module = built.module
         module.train()
+        trained |= any(value.requires_grad for value in module.parameters())
+        if number + 1 == len(names) and not trained:
+            raise no_parameter()
         before = {buffer: value.clone() for buffer, value in module.named_buffers()} if overlaps else {}
         chunk = Chunk(module, number, [0] * len(names))
         seconds = []
         for _ in range(TIMES):
-            saved = _SavedBytes(module)
-            with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda kept: kept):
-                output = _forward(chunk, work, given)
-            _backward(chunk, output)
+            saved = SavedBytes(module)
+            with saved.counting():
+                output = forward(chunk, work, given)
+            backward(chunk, output)
             seconds.append(work.taken())
         for buffer, value in module.named_buffers() if overlaps else ():
             if not torch.equal(value, before[buffer]):
@@ -89,30 +88,8 @@ def measure_layers(
     return tuple(found)
 
 
-def measure_layers_on_cpu(job: Job, task: Task, rows: Rows) -> tuple[Layer, ...]:
-    """Return the same, measured on this machine's CPU, for a check before a run.
-
-    Raises `TaskError` if the task fails, or if its batches contain values that cannot pass between stages.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(job.workers.threads)
-    try:
-        with as_task_error("the layers cannot be run one after the other", f"task: {job.task}"):
-            microbatch = first_microbatch(rows, job.parallel.microbatches, task.collate)
-            classes_of(microbatch.batch)
-            return measure_layers(task, job.seed, torch.device("cpu"), microbatch, job.parallel.overlaps)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def total_memory(device: torch.device | None = None) -> int:
-    """Return the bytes of memory of a GPU; for a CPU or None, of this machine."""
-    if device is not None and device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return int(psutil.virtual_memory().total)
-
-
-def _each(task: Task, seed: int, device: torch.device, names: tuple[str, ...]) -> Iterator[tuple[str, Built]]:
+def each_layer(task: Task, seed: int, device: torch.device, names: tuple[str, ...]) -> Iterator[tuple[str, Built]]:
+    """Yield the layers of the task's model, by name; if the task declares them, one after the other is built."""
     if task.layers() is None:
         yield from zip(names, build_chunks(task, seed, device, [(name,) for name in names]), strict=True)
         return
@@ -121,7 +98,7 @@ def _each(task: Task, seed: int, device: torch.device, names: tuple[str, ...]) -
         yield name, built
 
 
-def _forward(chunk: Chunk, work: PassWork, given: Tensors | None) -> Any:
+def forward(chunk: Chunk, work: PassWork, given: Tensors | None) -> Any:
     """Run the forward pass of a layer that gets the output of the layer before, and return its own."""
     chunk.begin(work, 1)
     if given is not None:
@@ -129,7 +106,7 @@ def _forward(chunk: Chunk, work: PassWork, given: Tensors | None) -> Any:
     return chunk.forward_one_chunk(0)
 
 
-def _backward(chunk: Chunk, output: Any) -> None:
+def backward(chunk: Chunk, output: Any) -> None:
     """Run the layer's backward pass, with gradients of one."""
     if isinstance(output, Tensors):
         gradients: list[torch.Tensor | None] = [torch.ones_like(one) for one in output.values if one.requires_grad]
@@ -148,28 +125,13 @@ def _counted(chunk: Chunk, work: PassWork, given: Tensors | None) -> int:
     hook = layers.register_forward_hook(add)
     try:
         with counting_operations() as operations:
-            _backward(chunk, _forward(chunk, work, given))
+            backward(chunk, forward(chunk, work, given))
     finally:
         hook.remove()
     return counted_cost(operations(), sum(value.numel() for value in layers.parameters()), elements)
 
 
-class _SavedBytes:
-    """Count the bytes that a forward pass keeps for the backward pass, without parameters."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._seen = {value.untyped_storage().data_ptr() for value in (*module.parameters(), *module.buffers())}
-        self.bytes = 0
-
-    def keep(self, value: torch.Tensor) -> torch.Tensor:
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
-        return value
-
-
-class _Alone:
+class Alone:
     """A microbatch, as `chunk.PassWork`, with timed passes."""
 
     def __init__(self, task: Task, seed: int, device: torch.device, microbatch: Microbatch) -> None:
@@ -195,6 +157,7 @@ class _Alone:
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
         """See `chunk.PassWork`."""
         loss, weight = weighted_loss(self._task, model, batch, self._microbatch.rows)
+        check_depends(loss, "the loss of a microbatch")
         return loss * weight
 
     @contextmanager

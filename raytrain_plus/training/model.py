@@ -229,7 +229,7 @@ def _check_module(value: Any, source: str) -> None:
     if not isinstance(value, nn.Module):
         raise TaskError(f"{source} returned {type(value).__name__}", expected="a torch.nn.Module")
     if source == "model()" and not any(parameter.requires_grad for parameter in value.parameters()):
-        raise TaskError("the model has no trainable parameter", expected="at least one that requires a gradient")
+        raise no_parameter()
     for name, part in value.named_modules():
         for attribute, held in vars(part).items():
             # A tensor computed from parameters (as by weight_norm) is not state.
@@ -240,6 +240,16 @@ def _check_module(value: Any, source: str) -> None:
                     expected="only parameters and buffers",
                     remedy=f"self.register_buffer('{attribute}', ..., persistent=False)",
                 )
+
+
+def no_parameter() -> TaskError:
+    """Return the error that all parameters of the model are frozen."""
+    return TaskError(
+        "the model has no trainable parameter",
+        where="model()",
+        expected="at least one that requires a gradient",
+        remedy="leave requires_grad of what is to be trained, such as the last layer, as it is",
+    )
 
 
 def to_device(batch: Any, device: torch.device, copy: bool = False) -> Any:

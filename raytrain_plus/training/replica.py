@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.errors import TrainingError
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.in_turn import InTurn, Runner
@@ -26,7 +25,7 @@ from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import Flags, ShardReport
-from raytrain_plus.training.loss import on_device, weighted_loss
+from raytrain_plus.training.loss import check_depends, on_device, weighted_loss
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.part import ModelPart
@@ -124,11 +123,7 @@ class ReplicaStage:
         """
         batch, start, ids = given
         loss, weight = weighted_loss(self.task, model, on_device(batch, self.device), rows)
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise TrainingError(
-                f"the loss of shard {shard} in step {step} depends on no trained parameter: Task.loss must return a "
-                "tensor that it computed from the model's output, without detach(), item() or torch.no_grad()"
-            )
+        check_depends(loss, f"the loss of shard {shard} in step {step}")
         before = reports.get(shard) or ShardReport(start)
         reports[shard] = before.plus(rows, ids, weight, float(loss.detach()))
         return loss * weight

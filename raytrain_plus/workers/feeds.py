@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from raytrain_plus.data.of_job import evaluation_order_of, sample_order_of
+from raytrain_plus.data.of_job import evaluation_order_of, held_out_rows_of, rows_of, sample_order_of
 from raytrain_plus.data.reader import (
     Batches,
     Collate,
@@ -21,8 +21,6 @@ from raytrain_plus.data.reader import (
     held_out_counts,
     microbatch_rows,
 )
-from raytrain_plus.data.sample_order import SampleOrder
-from raytrain_plus.data.source import Index
 from raytrain_plus.data.transform_block import Rows, Transform
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
@@ -37,19 +35,22 @@ class Feeds:
     def __init__(self, plan: Plan, collate: Collate, transform: Transform | None) -> None:
         self._plan = plan
         self._collate = collate
-        self._rows = _rows(plan.index, sample_order_of(plan.job, plan.index), plan.job, transform)
-        self._evaluation = None if plan.held_out is None else _evaluation(plan.job, plan.held_out, collate, transform)
+        self.rows = rows_of(plan.job, plan.index, transform)
+        """What reads the training data."""
+        self.held_out = None if plan.held_out is None else held_out_rows_of(plan.job, plan.held_out, transform)
+        """What reads the held-out data, if the job has any."""
+        self._evaluation = None if self.held_out is None else _evaluation(plan.job, self.held_out, collate)
         self._last: Batches | None = None
 
     def first(self) -> Microbatch:
         """Return the first microbatch of shard 0 in step 0."""
-        return first_microbatch(self._rows, self._plan.job.parallel.microbatches, self._collate)
+        return first_microbatch(self.rows, self._plan.job.parallel.microbatches, self._collate)
 
     def batches(self, shards: Sequence[int], first_step: int, *, stream: bool) -> Batches:
         """Return the batches of these shards from `first_step` on. `stream`: Ray Data reads ahead."""
         plan, job = self._plan, self._plan.job
         self._last = Batches(
-            self._rows,
+            self.rows,
             shards=shards,
             first_step=first_step,
             microbatches=job.parallel.microbatches,
@@ -91,10 +92,9 @@ class Feeds:
         return Counts(sample_order_of(job, self._plan.index), shards, job.parallel.microbatches)
 
 
-def _evaluation(job: Job, seen: Index, collate: Collate, transform: Transform | None) -> Evaluation | None:
+def _evaluation(job: Job, rows: Rows, collate: Collate) -> Evaluation | None:
     if job.evaluate is None:
         return None
-    rows = _rows(seen, evaluation_order_of(job, seen), job, transform)
     size = microbatch_rows(rows.sample_order, job.parallel.microbatches)
     return Evaluation(every_steps=job.evaluate.every_steps, batches=lambda shard: held_out(rows, shard, size, collate))
 
@@ -109,7 +109,3 @@ def open_stream(*arguments: Any, **settings: Any) -> Any:
 def _node() -> str:
     node: str = ray.get_runtime_context().get_node_id()
     return node
-
-
-def _rows(seen: Index, sample_order: SampleOrder, job: Job, transform: Transform | None) -> Rows:
-    return Rows(index=seen, sample_order=sample_order, seed=job.seed, transform=transform, block_rows=job.data.granule)

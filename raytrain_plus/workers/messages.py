@@ -48,6 +48,8 @@ class Plan:
     sights: Mapping[str, tuple[Sight, ...]] = field(default_factory=dict)
     """For each dataset's path, what an earlier worker on the same node first saw of its files; empty for the first
     worker."""
+    trial: bool = False
+    """Whether this worker tries the task before it prepares itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import cloudpickle
 import torch
 
 from raytrain_plus.collective.horovod_world import load_horovod
+from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, build_task, load_function, load_task
 from raytrain_plus.membership.events import Why
-from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
-from raytrain_plus.parallel.wire import MakeWire
-from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
-from raytrain_plus.training.model import build_chunks, build_model
+from raytrain_plus.training.build import build_stepper
+from raytrain_plus.training.footprint import total_memory
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.trial import try_task
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.data_check import same_data, sights_of
 from raytrain_plus.workers.feeds import Feeds
@@ -95,16 +93,24 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         index=same_data(plan, roots, plan.index),
         held_out=None if plan.held_out is None else same_data(plan, roots, plan.held_out),
     )
+    device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
+    transform = load_function(job.data.transform, roots) if job.data.transform else None
+    if plan.trial:
+        held_out = None if plan.held_out is None else held_out_rows_of(job, plan.held_out, transform)
+        try_task(job, cls, device, rows_of(job, plan.index, transform), held_out)
     set_random_key(random_key(job.seed, "task"))
     task = build_task(cls, job.args)
-    device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
-    own = OwnState(functools.partial(build_part, plan, task, device))
+
+    def build(layers: Layers) -> Stepper:
+        with as_task_error(f"{type(task).__name__} cannot be built", f"task: {job.task}"):
+            return build_stepper(job, task, device, layers.chunks)
+
+    own = OwnState(build)
     if job.parallel.pipeline == 1:
         own.build(WHOLE)
     copier = Copier(worker, own.holding, job.elastic.copy_every)
     best = job.checkpoint.keep_best is not None
     saver = Saver(open_folder(plan.folder), own.holding, job.checkpoint.every_steps, best)
-    transform = load_function(job.data.transform, roots) if job.data.transform else None
     feeds = Feeds(plan, task.collate, transform)
     if job.parallel.pipeline == 1:
         ready, classes = _size_of(own.stepper), KNOWN
@@ -123,36 +129,6 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         saver=saver,
     )
     return made, replace(ready, sights=sights_of(plan))
-
-
-def build_part(plan: Plan, task: Task, device: torch.device, layers: Layers) -> Stepper:
-    """Build the model, or a stage of it, with its initial values."""
-    job = plan.job
-    with as_task_error(f"{type(task).__name__} cannot be built", f"task: {job.task}"):
-        if layers.chunks:
-            built = build_chunks(task, job.seed, device, layers.chunks)
-        else:
-            built = (build_model(task, job.seed, device),)
-        stepper = Stepper(
-            task,
-            built,
-            seed=job.seed,
-            shards=job.data.shards,
-            clip_norm=job.clip_norm,
-            device=device,
-            exact=job.reduction == "exact",
-            make_wire=_wire(job),
-            skip_nonfinite=job.elastic.on_nonfinite == "skip",
-        )
-    check_storable(stepper.holding())
-    return stepper
-
-
-def _wire(job: Job) -> MakeWire:
-    """Return how gradients travel if their sums need not be exact."""
-    if job.compression == "none":
-        return ring_wire
-    return partial(ring_wire, compressed=torch.float16 if job.compression == "fp16" else torch.bfloat16)
 
 
 def _check_storage(plan: Plan) -> None:
@@ -197,7 +173,7 @@ def _measured(task: Task, job: Job, device: torch.device, batch: Microbatch) -> 
     """Measure the cost of each layer, which also warms up what a first step needs."""
     # Loads torch's schedules before the first world forms.
     from raytrain_plus.parallel.pipeline import schedule  # noqa: F401
-    from raytrain_plus.training.measure import measure_layers, total_memory
+    from raytrain_plus.training.measure import measure_layers
 
     found = measure_layers(task, job.seed, device, batch, overlaps=job.parallel.overlaps)
     return PreparedReport(

@@ -503,7 +503,7 @@ def test_validate_shows_the_sizes(tmp_path: Path) -> None:
     code, out, err = raytrain("validate", write_job(tmp_path), "--set", "workers={min: 2, max: 3}")
     assert code == 0, err
     assert "500 rows in 27 row groups, 8 steps" in out
-    assert "3 workers: 3 shards on the fullest, 89 % efficiency" in out
+    assert "3 workers: up to 3 shards each; their work fills 89 % of the time" in out
 
 
 def test_horovod_named_but_not_built_is_reported_before_any_actor_starts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import time
@@ -18,10 +19,11 @@ from torch import nn
 
 from raytrain_plus import Data, Evaluate, Job, Parallel, Task, Workers
 from raytrain_plus.checks import validate
-from raytrain_plus.checks.validate import validate_job
+from raytrain_plus.checks.trial import TryingHere, trying_apart
+from raytrain_plus.checks.validate import Report, validate_job
 from raytrain_plus.errors import DataError, InputError, TaskError
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.training import measure
+from raytrain_plus.training import footprint
 
 
 def write(folder: Path, name: str) -> None:
@@ -180,6 +182,10 @@ def test_a_scheduler_that_needs_a_metric_is_refused(tmp_path: Path) -> None:
         validate_job(replace(staged(tmp_path), task=Plateau), [])
 
 
+def tried(wished: Job) -> Report:
+    return validate_job(wished, [], TryingHere(wished, []))
+
+
 def staged(tmp_path: Path, wrong: str = "", **parallel: Any) -> Job:
     write(tmp_path / "data", "x")
     plain = replace(job(tmp_path), task=Layered, args={"wrong": wrong}, evaluate=None, workers=Workers(min=2, max=4))
@@ -191,11 +197,11 @@ def staged(tmp_path: Path, wrong: str = "", **parallel: Any) -> Job:
 
 
 def test_the_partition_is_shown(tmp_path: Path) -> None:
-    report = validate_job(staged(tmp_path), [])
+    report = tried(staged(tmp_path))
     assert report.cut is not None
     assert [stage.layers for stage in report.cut.stages] == [(("in",),), (("out",),)]
     lines = report.lines()
-    assert "  4 workers: 2 replicas of 2 stages, 2 shards on the fullest, 100 % efficiency" in lines
+    assert "  4 workers: 2 replicas of 2 stages, 2 shards each" in lines
     assert lines[-4].startswith("    stage 0: in; 8 parameters, 0.0 MB, ")
     assert lines[-2].startswith("    expected bubble: ")
     assert re.fullmatch(r"    with a single replica, copies in memory: up to [\d.]+ MB more on each worker", lines[-1])
@@ -203,32 +209,31 @@ def test_the_partition_is_shown(tmp_path: Path) -> None:
 
 def test_how_the_partition_was_found_is_shown(tmp_path: Path) -> None:
     by = "  partitioned into 2 stages, by "
-    timed = validate_job(staged(tmp_path), []).lines()
+    timed = tried(staged(tmp_path)).lines()
     assert any(line.startswith(f"{by}the time of each layer on this machine; 1f1b") for line in timed)
     (tmp_path / "other").mkdir()
-    counted = validate_job(staged(tmp_path / "other", schedule="pipedream"), []).lines()
+    counted = tried(staged(tmp_path / "other", schedule="pipedream")).lines()
     assert any(line.startswith(f"{by}the counted operations of each layer; pipedream") for line in counted)
 
 
 def test_a_given_partition_is_shown_and_checked(tmp_path: Path) -> None:
-    report = validate_job(staged(tmp_path, partition=["in", "out"]), [])
+    report = tried(staged(tmp_path, partition=["in", "out"]))
     assert any(line.startswith("  partitioned into 2 stages, as parallel.partition says; ") for line in report.lines())
     (tmp_path / "other").mkdir()
     with pytest.raises(InputError, match="the model has no layer 'outt'; the nearest name is 'out'"):
-        validate_job(staged(tmp_path / "other", partition=["in", "outt"]), [])
+        tried(staged(tmp_path / "other", partition=["in", "outt"]))
 
 
-def test_a_partition_that_needs_data_is_announced(tmp_path: Path) -> None:
-    sound = staged(tmp_path)
-    unmade = replace(sound, data=replace(sound.data, path=str(tmp_path / "unmade"), prepare="examples.digits:prepare"))
-    last = "  the partition into stages needs the data: layers are run on its rows"
-    assert validate_job(unmade, []).lines()[-1] == last
-    assert last not in validate_job(replace(unmade, parallel=Parallel()), []).lines()
+def test_a_partition_that_needs_a_trial_is_announced(tmp_path: Path) -> None:
+    last = "  the partition into stages is not known without a trial: layers are run on rows of the data"
+    report = validate_job(staged(tmp_path), [])
+    assert report.lines()[-1] == last
+    assert report.lines()[1] == "  the task was not run"
 
 
 def test_partitions_too_large_for_this_machine_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "total_memory", lambda: 100)
-    report = validate_job(staged(tmp_path), [])
+    monkeypatch.setattr(footprint, "total_memory", lambda: 100)
+    report = tried(staged(tmp_path))
     [line] = [line for line in report.lines() if "does not fit" in line]
     assert re.search(r"stage \d of 2 needs \d+ bytes \(the layer '(in|out)': \d+ bytes\), but a worker has 100", line)
 
@@ -238,22 +243,57 @@ def test_partitions_too_large_for_this_machine_are_reported(tmp_path: Path, monk
     [
         ("layers", "the layers of Layered cannot be built: ZeroDivisionError: in layers"),
         ("slash", "the layer 'in/out' has a slash in its name"),
-        ("width", "the layers cannot be run one after the other: RuntimeError"),
-        ("collate", "the layers cannot be run one after the other: KeyError: 'label'"),
+        ("width", "Layered.loss raised RuntimeError: mat1 and mat2 shapes"),
+        ("collate", "Layered.collate raised KeyError: 'label'"),
     ],
 )
 def test_a_model_that_cannot_be_partitioned_is_a_task_error(tmp_path: Path, wrong: str, what: str) -> None:
     with pytest.raises(TaskError, match=re.escape(what)):
-        validate_job(staged(tmp_path, wrong), [])
+        tried(staged(tmp_path, wrong))
 
 
 def test_more_stages_than_layers_and_fewer_microbatches_than_the_schedule_needs(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="2 stages of interleaved need 4 layers, but the model has 2: in, out"):
-        validate_job(staged(tmp_path, schedule="interleaved"), [])
+        tried(staged(tmp_path, schedule="interleaved"))
     (tmp_path / "other").mkdir()
     few = replace(staged(tmp_path / "other", microbatches=1), workers=Workers(min=2, max=8))
     with pytest.raises(InputError, match="1f1b needs at least as many microbatches per replica as stages: 2, not 1"):
-        validate_job(few, [])
+        tried(few)
+
+
+def test_a_trial_makes_missing_data_and_says_what_it_tried(tmp_path: Path) -> None:
+    wished = replace(
+        job(tmp_path, "examples.digits:prepare"), evaluate=Evaluate(path=str(tmp_path / "held_out"), every_steps=9)
+    )
+    report = validate_job(wished, [])
+    assert (report.rows, report.trial) == (None, None)
+    with pytest.raises(TaskError, match=r"fix: use fewer data\.shards or a larger data\.batch_size") as caught:
+        tried(wished)
+    assert "Digits.loss raised ValueError: Expected more than 1 value per channel" in str(caught.value)
+    report = tried(replace(wished, data=replace(wished.data, batch_size=16)))
+    assert report.rows == 1437
+    assert report.trial is not None
+    assert report.lines()[1].startswith("  tried: a step with 2 rows took ")
+    assert set(report.trial.metrics) == {"loss", "accuracy"}
+
+
+class Ended(Layered):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        os._exit(7)
+
+
+def test_a_trial_in_a_process_of_its_own_reports_what_the_task_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sound = replace(staged(tmp_path), parallel=Parallel())
+    with trying_apart(sound, []) as trying:
+        assert trying.result().rows == 4
+    with (
+        pytest.raises(TaskError, match="the process that tried the task ended with exit code 7"),
+        trying_apart(replace(sound, task=Ended), []) as trying,
+    ):
+        trying.result()
+    assert capfd.readouterr().out == ""
 
 
 class Coarse(Task):

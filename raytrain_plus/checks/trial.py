@@ -1,0 +1,146 @@
+"""Try a job's task before it runs: make the missing data, then see `training.trial`; in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from raytrain_plus.data.of_job import data_paths, held_out_rows_of, rows_of
+from raytrain_plus.data.prepare import prepare
+from raytrain_plus.data.source import index
+from raytrain_plus.errors import RaytrainError, RunError, TaskError, WaitExpired
+from raytrain_plus.job.settings import Job
+from raytrain_plus.job.task_loader import load_user_code
+from raytrain_plus.membership.timeouts import PREPARE_S
+
+if TYPE_CHECKING:
+    from raytrain_plus.training.trial import Trial
+
+TRIAL_S = 300.0
+"""Maximum seconds of a trial, once the data is there."""
+
+
+class Trying(Protocol):
+    """A trial under way."""
+
+    def data(self) -> None:
+        """Wait until the data that the job prepares is there. Raises what `prepare` raised."""
+
+    def result(self) -> Trial:
+        """Return what the trial found. Raises `TaskError` for a mistake in the task, `InputError` for others."""
+
+
+class TryingHere:
+    """A trial in this process."""
+
+    def __init__(self, job: Job, roots: Sequence[Path]) -> None:
+        self._job = job
+        self._search = [Path.cwd(), *roots]
+
+    def data(self) -> None:
+        """See `Trying`."""
+        for path in data_paths(self._job).values():
+            prepare(self._job.data.prepare, path, self._search)
+
+    def result(self) -> Trial:
+        """See `Trying`."""
+        # Loaded here, because it loads torch.
+        from raytrain_plus.training.trial import try_on_cpu
+
+        job = self._job
+        code = load_user_code(job, self._search)
+        rows = rows_of(job, index(job.data.path), code.transform)
+        held_out = None if job.evaluate is None else held_out_rows_of(job, index(job.evaluate.path), code.transform)
+        return try_on_cpu(job, code.task, rows, held_out)
+
+
+class _TryingApart:
+    """A trial in another process."""
+
+    def __init__(self, job: Job, process: Any, answers: Connection) -> None:
+        self._where = f"task: {job.task}"
+        self._process = process
+        self._answers = answers
+        self._prepared = False
+
+    def data(self) -> None:
+        """See `Trying`."""
+        if not self._prepared:
+            self._take(PREPARE_S, "data.prepare to write the data")
+            self._prepared = True
+
+    def result(self) -> Trial:
+        """See `Trying`."""
+        self.data()
+        found: Trial = self._take(TRIAL_S, "the trial of the task")
+        return found
+
+    def _take(self, limit_s: float, what: str) -> Any:
+        try:
+            if not self._answers.poll(limit_s):
+                raise WaitExpired(f"waited {limit_s:g} s for {what}; try without it: --no-run")
+            answer = self._answers.recv()
+        except EOFError:
+            self._process.join(1.0)
+            raise TaskError(_death(self._process.exitcode), where=self._where) from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+@contextmanager
+def trying_apart(job: Job, roots: Sequence[Path]) -> Iterator[Trying]:
+    """Start a trial in a process of its own, which ends with the context.
+
+    What the task prints goes to stderr.
+    """
+    context = get_context("spawn")
+    answers, ours = context.Pipe(duplex=False)
+    process = context.Process(target=_try, args=(ours, job, [str(root) for root in roots]), daemon=True)
+    process.start()
+    ours.close()
+    try:
+        yield _TryingApart(job, process, answers)
+    finally:
+        process.kill()
+        process.join(1.0)
+        answers.close()
+
+
+def _try(answers: Connection, job: Job, roots: Sequence[str]) -> None:
+    """Make a trial and send what it found, or its error."""
+    # A terminal's Ctrl-C is for the process that waits for this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # stdout belongs to the report.
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    here = TryingHere(job, [Path(root) for root in roots])
+    try:
+        here.data()
+        answers.send(None)
+        answers.send(here.result())
+    except BaseException as error:
+        answers.send(_sendable(error))
+
+
+def _sendable(error: BaseException) -> BaseException:
+    if isinstance(error, RaytrainError):
+        return error
+    return RunError("the trial of the task failed unexpectedly:\n" + "".join(traceback.format_exception(error)))
+
+
+def _death(code: int | None) -> str:
+    """Return why a process with that exit code gave no answer, in words."""
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = ", probably because memory ran out" if code == -signal.SIGKILL else ""
+        return f"the process that tried the task was ended by {name}{hint}"
+    return f"the process that tried the task ended with exit code {code}"

@@ -1,0 +1,102 @@
+"""Measure how much memory a step needs at two small numbers of rows, and extrapolate to the job's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The bytes of memory that a step needs: `fixed`, and `per_row` for each row of a microbatch."""
+
+    fixed: float
+    per_row: float
+
+    def at(self, rows: int) -> float:
+        """Return the bytes with microbatches of that many rows."""
+        return self.fixed + self.per_row * rows
+
+    def most_rows(self, room: float) -> int:
+        """Return the most rows of a microbatch for which `room` bytes suffice; 0 if not even one row fits.
+
+        >>> Footprint(10.0, 4.0).most_rows(31.0), Footprint(10.0, 4.0).most_rows(5.0)
+        (5, 0)
+        """
+        left = room - self.fixed
+        if left < self.per_row:
+            return 0
+        return int(left // self.per_row) if self.per_row else 1 << 62
+
+
+def through(small: tuple[int, float], large: tuple[int, float]) -> Footprint:
+    """Return the line through two measurements (rows, bytes); one through the larger if the bytes do not rise.
+
+    >>> through((2, 14.0), (4, 18.0))
+    Footprint(fixed=10.0, per_row=2.0)
+    """
+    (rows, used), (more_rows, more_used) = small, large
+    per_row = max(0.0, (more_used - used) / (more_rows - rows)) if more_rows > rows else 0.0
+    return Footprint(more_used - per_row * more_rows, per_row)
+
+
+def total_memory(device: torch.device | None = None) -> int:
+    """Return the bytes of memory of a GPU; for a CPU or None, of this machine."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return int(psutil.virtual_memory().total)
+
+
+class SavedBytes:
+    """Counts the bytes that a forward pass keeps for the backward pass, without parameters and buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._seen = {value.untyped_storage().data_ptr() for value in (*module.parameters(), *module.buffers())}
+        self.bytes = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Return a context in which forward passes are counted."""
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
+            yield
+
+    def _keep(self, value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+        return value
+
+
+def measure_footprint(
+    device: torch.device, module: nn.Module, step: Callable[[int], object], small: int, large: int
+) -> Footprint:
+    """Measure what a step needs; `step` makes one with that many rows.
+
+    On a GPU these are all bytes that are allocated. On a CPU these are this process's own memory with the model, and
+    what the forward pass keeps; values that live only within an operation are not counted.
+    """
+    # The first step allocates what stays, such as the optimizer's state.
+    step(small)
+    if device.type == "cuda":
+        return through(*((rows, _peak_on_gpu(device, step, rows)) for rows in (small, large)))
+    kept = through(*((rows, _kept(module, step, rows)) for rows in (small, large)))
+    return Footprint(kept.fixed + psutil.Process().memory_info().rss, kept.per_row)
+
+
+def _peak_on_gpu(device: torch.device, step: Callable[[int], object], rows: int) -> float:
+    torch.cuda.reset_peak_memory_stats(device)
+    step(rows)
+    return float(torch.cuda.max_memory_allocated(device))
+
+
+def _kept(module: nn.Module, step: Callable[[int], object], rows: int) -> float:
+    saved = SavedBytes(module)
+    with saved.counting():
+        step(rows)
+    return float(saved.bytes)

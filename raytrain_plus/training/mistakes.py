@@ -1,0 +1,149 @@
+"""Say what a task's author did wrong, given what the task's code raised: one sentence, and the remedy. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Described = Mapping[str, str]
+"""The values of a batch: name -> type and shape, such as `float32 (8, 64)`."""
+
+_SHOWN = 8
+"""Maximum number of a batch's values in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What would be right, and what to do: two fragments of a message; either may be empty."""
+
+    expected: str = ""
+    remedy: str = ""
+
+
+def advice_for(kind: str, text: str, batch: Described) -> Advice:
+    """Return the advice for an exception of the type `kind` with that text, which the task raised on that batch."""
+    for rule in (
+        _missing_key,
+        _integers,
+        _labels,
+        _indices,
+        _shapes,
+        _nothing_to_train,
+        _untracked,
+        _attribute,
+        _one_row,
+    ):
+        found = rule(kind, text, batch)
+        if found is not None:
+            return found
+    return Advice(expected=spelled(batch) and f"a task for batches of {spelled(batch)}")
+
+
+def spelled(batch: Described) -> str:
+    """Return the batch in words.
+
+    >>> spelled({"pixels": "float32 (8, 64)", "label": "int64 (8,)"})
+    "'pixels': float32 (8, 64), 'label': int64 (8,)"
+    """
+    some = [f"'{name}': {value}" for name, value in list(batch.items())[:_SHOWN]]
+    return ", ".join([*some, *["..."] * (len(batch) > _SHOWN)])
+
+
+def _missing_key(kind: str, text: str, batch: Described) -> Advice | None:
+    if kind != "KeyError":
+        return None
+    wanted = text.strip("'\"")
+    if not batch or wanted in batch:
+        return None
+    near = difflib.get_close_matches(wanted, batch, 1)
+    return Advice(
+        expected=f"one of the batch's names: {', '.join(batch)}",
+        remedy=f"did you mean '{near[0]}'?" if near else "correct the name, or add the column to the data",
+    )
+
+
+def _integers(kind: str, text: str, batch: Described) -> Advice | None:
+    if not re.search(
+        r"must have the same dtype|expected scalar type|expected m1 and m2 to have the same dtype|"
+        r"not implemented for '(Long|Int|Short|Byte|Char|Bool)'|should be the same|"
+        r"only Tensors of floating point",
+        text,
+    ):
+        return None
+    whole = [name for name, value in batch.items() if re.match(r"(u?int\d+|bool)\b", value)]
+    doubles = [name for name, value in batch.items() if value.startswith("float64")]
+    named = (whole + doubles)[:1]
+    if not named:
+        return None
+    return Advice(
+        expected=f"values of the model's type; the batch has {spelled(batch)}",
+        remedy=f"convert them, as in batch['{named[0]}'].float()",
+    )
+
+
+def _labels(kind: str, text: str, batch: Described) -> Advice | None:
+    found = re.search(r"Target (-?\d+) is out of bounds", text)
+    if found is None:
+        return None
+    return Advice(
+        expected="labels from 0 to the number of the model's outputs less 1",
+        remedy=f"give the last layer at least {int(found[1]) + 1} outputs, or correct the labels"
+        if int(found[1]) >= 0
+        else "correct the labels; rows without one can be left out with ignore_index",
+    )
+
+
+def _indices(kind: str, text: str, batch: Described) -> Advice | None:
+    if "index out of range in self" not in text:
+        return None
+    return Advice(
+        expected="indices from 0 to the embedding's num_embeddings less 1",
+        remedy="enlarge the nn.Embedding, or correct the values that it looks up",
+    )
+
+
+def _shapes(kind: str, text: str, batch: Described) -> Advice | None:
+    if not re.search(r"shapes cannot be multiplied|size mismatch|must match the size|sizes? of tensor", text, re.I):
+        return None
+    return Advice(
+        expected=f"shapes that fit the layers; the batch has {spelled(batch)}" if batch else "shapes that fit",
+        remedy="correct the size of the layer that the traceback names, or reshape its input",
+    )
+
+
+def _nothing_to_train(kind: str, text: str, batch: Described) -> Advice | None:
+    if "optimizer got an empty parameter list" not in text:
+        return None
+    return Advice(
+        expected="an optimizer of at least one of the (name, parameter) pairs that it is given",
+        remedy="correct the condition by which optimizer() chooses parameters; it sees those that require a gradient",
+    )
+
+
+def _untracked(kind: str, text: str, batch: Described) -> Advice | None:
+    if "does not require grad" not in text:
+        return None
+    return Advice(
+        expected="a loss that is computed from the model's output",
+        remedy="leave out detach(), item() and torch.no_grad() on the way from the output to the loss",
+    )
+
+
+def _attribute(kind: str, text: str, batch: Described) -> Advice | None:
+    if kind != "AttributeError" or "'dict' object has no attribute" not in text:
+        return None
+    wanted = text.rpartition("'dict' object has no attribute ")[2].strip("'\" .")
+    if wanted not in batch:
+        return None
+    return Advice(expected=f"batch['{wanted}']", remedy="a batch is a dict, so its values are found by name")
+
+
+def _one_row(kind: str, text: str, batch: Described) -> Advice | None:
+    if "Expected more than 1 value per channel" not in text:
+        return None
+    return Advice(
+        expected="at least two rows in a microbatch, for BatchNorm",
+        remedy="use fewer data.shards or a larger data.batch_size, or a layer such as GroupNorm",
+    )

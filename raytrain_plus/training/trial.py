@@ -1,0 +1,349 @@
+"""Try a task before a run: one real microbatch through everything that a step and an evaluation do.
+
+A mistake becomes one sentence with the remedy (`mistakes`). Nothing that is made here is kept.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import nn
+
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.data.reader import Microbatch, first_rows, microbatch_of, microbatch_rows
+from raytrain_plus.data.transform_block import Rows, without_ids
+from raytrain_plus.errors import InputError, RaytrainError, TaskError, TrainingError
+from raytrain_plus.job.settings import Job
+from raytrain_plus.job.task_loader import build_task, reporting, trim_traceback, users_frames
+from raytrain_plus.parallel.pipeline.chunk import Chunk
+from raytrain_plus.parallel.pipeline.message import classes_of
+from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.state.named import dtype_name
+from raytrain_plus.storage.size_text import size_text
+from raytrain_plus.task import Task
+from raytrain_plus.training.build import build_stepper
+from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.evaluation import evaluate
+from raytrain_plus.training.footprint import Footprint, measure_footprint, total_memory
+from raytrain_plus.training.measure import Alone, backward, each_layer, forward, measure_layers
+from raytrain_plus.training.metric_sums import checked
+from raytrain_plus.training.mistakes import Described, advice_for
+from raytrain_plus.training.model import layer_names
+from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
+from raytrain_plus.training.scheduler import build_scheduler
+from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.thread_control import Control
+
+SMALL, LARGE = 2, 4
+"""Rows of the two steps from which the memory of larger ones is extrapolated; BatchNorm needs two rows."""
+LONG_S = 3.0
+"""Expected seconds above which a microbatch is tried with fewer rows."""
+WAIT_S = 300.0
+"""Maximum seconds of a collective; in a trial nobody else takes part."""
+
+_TAKES: Mapping[str, tuple[str, ...]] = {
+    "layers": (),
+    "model": (),
+    "optimizer": ("parameters",),
+    "scheduler": ("optimizer",),
+    "loss": ("model", "batch"),
+    "evaluate": ("model", "batch"),
+    "collate": ("table",),
+    "show": ("model",),
+}
+"""The methods of a task, and the names of what they are called with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What a trial found."""
+
+    rows: int
+    """Rows of the largest microbatch that was tried."""
+    of_rows: int
+    """Rows of the job's microbatches."""
+    seconds: float
+    """Seconds of its step."""
+    bytes: int | None
+    """Expected bytes of memory of a worker; None if they are not known."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What `evaluate` returned for a held-out microbatch."""
+    remarks: tuple[str, ...] = ()
+    """What was not tried, and what looks wrong."""
+    layers: tuple[Layer, ...] = ()
+    """The cost of each layer, if the model is to be partitioned into stages."""
+
+
+def check_signatures(task: Task) -> None:
+    """Raise `TaskError` if a method of the task cannot be called with what a run gives it."""
+    for method, names in _TAKES.items():
+        try:
+            signature = inspect.signature(getattr(task, method))
+            signature.bind(*names)
+        except TypeError:
+            raise TaskError(
+                f"{type(task).__name__}.{method}{signature} cannot be called as {method}({', '.join(names)})",
+                where=f"the task {type(task).__name__}",
+                expected=f"def {method}({', '.join(('self', *names))})",
+            ) from None
+        except ValueError:
+            # A function of an extension module may have no signature.
+            continue
+
+
+def try_on_cpu(job: Job, cls: type[Task], rows: Rows, held_out: Rows | None) -> Trial:
+    """Try a task of that class on this machine's CPU, with as many threads as a worker has.
+
+    Raises the errors of `try_task`.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(job.workers.threads)
+    if job.reduction == "exact":
+        make_deterministic()
+    try:
+        return try_task(job, cls, torch.device("cpu"), rows, held_out)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def try_task(job: Job, cls: type[Task], device: torch.device, rows: Rows, held_out: Rows | None) -> Trial:
+    """Try a new task of that class, whole or in the layers of which a job in stages makes them.
+
+    Raises the errors of `build_task`, `try_whole` and `try_layers`.
+    """
+    set_random_key(random_key(job.seed, "task"))
+    task = build_task(cls, job.args)
+    if job.parallel.pipeline == 1:
+        return try_whole(job, task, device, rows, held_out, total_memory(device))
+    return try_layers(job, task, device, rows, held_out)
+
+
+def try_whole(job: Job, task: Task, device: torch.device, rows: Rows, held_out: Rows | None, room: int) -> Trial:
+    """Build the whole model, make a step of one real microbatch, and evaluate one held-out microbatch.
+
+    `task`: used for nothing else, because it may keep the model. `room`: bytes of memory of the device or machine.
+    Raises `TaskError` for whatever the task raises, and `InputError` if a microbatch does not fit into memory.
+    """
+    check_signatures(task)
+    with explained(job, task):
+        stepper = build_stepper(job, task, device, skip_nonfinite=True)
+    wanted, remarks = microbatch_rows(rows.sample_order, job.parallel.microbatches), list[str]()
+    found = _footprint(job, task, stepper, rows, device) if wanted > LARGE else None
+    count, need = wanted, None
+    if found is not None:
+        footprint, row_s = found
+        need = int(footprint.at(wanted))
+        check_fits(job, footprint, wanted, room)
+        if row_s * wanted > LONG_S:
+            count = max(LARGE, int(LONG_S / row_s))
+            remarks.append(f"a microbatch of {wanted:,} rows takes long, so one of {count:,} rows was tried")
+    batch = _batch(job, task, rows, count)
+    start = time.monotonic()
+    with explained(job, task, batch.batch):
+        applied = stepper.run(0, {0: [batch]}, _context())
+    seconds = time.monotonic() - start
+    if applied.skipped:
+        remarks.append(f"the first microbatch gives a loss of {applied.loss} and gradients that are not all finite")
+    metrics = {} if held_out is None else _evaluated(job, task, stepper, _batch(job, task, held_out, count))
+    return Trial(rows=batch.rows, of_rows=wanted, seconds=seconds, bytes=need, metrics=metrics, remarks=tuple(remarks))
+
+
+def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out: Rows | None) -> Trial:
+    """Do the same layer by layer, for a model that may fit into no single process, and measure each layer.
+
+    The optimizer is made for one layer's parameters at a time. Raises `TaskError` for whatever the task raises.
+    """
+    check_signatures(task)
+    wanted = microbatch_rows(rows.sample_order, job.parallel.microbatches)
+    batch = _batch(job, task, rows, wanted)
+    start = time.monotonic()
+    with explained(job, task, batch.batch):
+        classes_of(batch.batch)
+        layers = measure_layers(task, job.seed, device, batch, job.parallel.overlaps)
+        seconds = time.monotonic() - start
+        given = None if held_out is None else _batch(job, task, held_out, wanted)
+        metrics = _one_by_one(task, job, device, batch, given)
+    if given is not None:
+        check_best(job, metrics)
+    return Trial(rows=batch.rows, of_rows=wanted, seconds=seconds, bytes=None, metrics=metrics, layers=layers)
+
+
+def _one_by_one(
+    task: Task, job: Job, device: torch.device, batch: Microbatch, held_out: Microbatch | None
+) -> dict[str, float]:
+    """Make an optimizer step with each layer alone, and pass a held-out microbatch through it; return its metrics."""
+    work = Alone(task, job.seed, device, batch)
+    names = layer_names(task, job.seed)
+    output, evaluated, empty, stepped = None, None, None, False
+    for number, (_, built) in enumerate(each_layer(task, job.seed, device, names)):
+        module = built.module.train()
+        chunk = Chunk(module, number, [0] * len(names))
+        output = forward(chunk, work, output)
+        backward(chunk, output)
+        try:
+            stepped |= _optimizer_step(task, module)
+        except ValueError as error:
+            # Of the optimizers of single layers, those without any of the parameters that the task chooses are none.
+            if "empty parameter list" not in str(error):
+                raise
+            empty = error
+        if held_out is not None:
+            module.eval()
+            with torch.no_grad():
+                chunk = Chunk(module, number, [0] * len(names))
+                evaluated = forward(chunk, _Evaluated(task, job.seed, device, held_out), evaluated)
+    if empty is not None and not stepped:
+        raise empty
+    return {} if held_out is None else checked(evaluated)
+
+
+def _optimizer_step(task: Task, module: nn.Module) -> bool:
+    """Make a step of the task's optimizer and scheduler; return whether the module has anything to train."""
+    trained = [(name, value) for name, value in module.named_parameters() if value.requires_grad]
+    if trained:
+        optimizer = task.optimizer(trained)
+        scheduler = build_scheduler(task, optimizer)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return bool(trained)
+
+
+class _Evaluated(Alone):
+    """A held-out microbatch, as `chunk.PassWork`: its metrics take the place of the loss."""
+
+    def loss(self, microbatch: int, model: nn.Module, batch: Any) -> Any:
+        """See `chunk.PassWork`."""
+        return self._task.evaluate(model, batch)
+
+
+def check_best(job: Job, metrics: Mapping[str, float]) -> None:
+    """Raise `TaskError` if `evaluate` does not return the metric by which the best checkpoint is chosen."""
+    best = job.checkpoint.keep_best
+    if best is None or best.metric in metrics:
+        return
+    near = difflib.get_close_matches(best.metric, metrics, 1)
+    raise TaskError(
+        f"evaluate returns no metric '{best.metric}'",
+        where="checkpoint.keep_best.metric",
+        expected=f"one of {', '.join(metrics)}" if metrics else "a metric that evaluate returns; it returns none",
+        remedy=f"did you mean '{near[0]}'?" if near else "",
+    )
+
+
+def check_fits(job: Job, footprint: Footprint, rows: int, room: int) -> None:
+    """Raise `InputError` if a step with microbatches of `rows` rows needs more than `room` bytes of memory."""
+    need = footprint.at(rows)
+    if not room or need <= room:
+        return
+    most = footprint.most_rows(room)
+    raise InputError(
+        f"a step with a microbatch of {rows:,} rows needs about {size_text(int(need))} of memory, and there are "
+        f"{size_text(room)}",
+        where="data.batch_size",
+        expected=f"at most {most:,} rows in a microbatch" if most else "a model of which one row fits into memory",
+        remedy=_smaller(job, rows, most) if most else "use a larger machine, or a smaller model",
+    )
+
+
+def _smaller(job: Job, rows: int, most: int) -> str:
+    """Return how to make microbatches of at most `most` rows."""
+    per_shard = job.data.batch_size // job.data.shards
+    parts = -(-per_shard // most)
+    batch = most * job.data.shards * job.parallel.microbatches
+    return (
+        f"set parallel.microbatches to {parts:,}, data.shards to at least {-(-job.data.batch_size // most):,}, or "
+        f"data.batch_size to at most {batch:,}"
+    )
+
+
+def describe(batch: Any) -> Described:
+    """Return the type and shape of each value of a batch, if it is a mapping, or of the batch itself."""
+    if isinstance(batch, pa.Table):
+        return {name: str(batch.schema.field(name).type) for name in batch.column_names}
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+        return {str(name): _described(batch[name]) for name in batch.keys()}  # noqa: SIM118
+    return {}
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)} {tuple(value.shape)}"
+    return type(value).__name__
+
+
+@contextmanager
+def explained(job: Job, task: Task, batch: Any = None) -> Iterator[None]:
+    """Turn what the task's code raises, given `batch`, into a `TaskError` that says what is wrong and what to do."""
+
+    def report(error: BaseException) -> Exception | None:
+        if isinstance(error, TrainingError):
+            return TaskError(error.what, where=f"task: {job.task}", user_traceback=error.user_traceback)
+        if isinstance(error, RaytrainError):
+            return None
+        kind, text = type(error).__name__, str(error)
+        advice = advice_for(kind, text, describe(batch))
+        return TaskError(
+            f"{_speaker(task, error)} raised {kind}: {text}",
+            where=f"task: {job.task}",
+            expected=advice.expected,
+            remedy=advice.remedy,
+            user_traceback=trim_traceback(error) if users_frames(error) else "",
+        )
+
+    with reporting(report):
+        yield
+
+
+def _speaker(task: Task, error: BaseException) -> str:
+    """Return which of the task's methods raised, in words."""
+    for frame in users_frames(error):
+        if frame.name in _TAKES:
+            return f"{type(task).__name__}.{frame.name}"
+    return f"{type(task).__name__}, in the backward pass or the optimizer step,"
+
+
+def _footprint(
+    job: Job, task: Task, stepper: Stepper, rows: Rows, device: torch.device
+) -> tuple[Footprint, float] | None:
+    """Return what a step needs, and its seconds for each row; None if the task does not take so few rows."""
+    seconds = 0.0
+
+    def step(count: int) -> None:
+        nonlocal seconds
+        batch = _batch(job, task, rows, count)
+        start = time.monotonic()
+        stepper.run(0, {0: [batch]}, _context())
+        seconds = (time.monotonic() - start) / batch.rows
+
+    try:
+        return measure_footprint(device, stepper.module, step, SMALL, LARGE), seconds
+    except Exception:
+        # Whatever is wrong is reported with the microbatch that a run would use.
+        return None
+
+
+def _batch(job: Job, task: Task, rows: Rows, count: int) -> Microbatch:
+    """Return the first `count` rows as a microbatch."""
+    table = first_rows(rows, count)
+    with explained(job, task, without_ids(table)):
+        return microbatch_of(table, task.collate)
+
+
+def _evaluated(job: Job, task: Task, stepper: Stepper, batch: Microbatch) -> dict[str, float]:
+    with explained(job, task, batch.batch):
+        metrics = evaluate(stepper, lambda _: [batch], [0], _context(), shards=job.data.shards, step=-1)
+    check_best(job, metrics)
+    return metrics
+
+
+def _context() -> StepContext:
+    return StepContext(world=SoloWorld(), control=Control(), wait_s=WAIT_S)

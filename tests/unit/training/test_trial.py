@@ -1,0 +1,267 @@
+"""A trial finds a task's mistakes, and each becomes a sentence with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from raytrain_plus import Checkpoint, Data, Evaluate, Job, KeepBest, Parallel, Task, Workers
+from raytrain_plus.data.of_job import held_out_rows_of, rows_of
+from raytrain_plus.data.source import index
+from raytrain_plus.errors import InputError, TaskError
+from raytrain_plus.training import trial
+from raytrain_plus.training.footprint import Footprint
+from raytrain_plus.training.trial import Trial, check_fits, try_on_cpu
+
+ROWS, WIDTH = 64, 6
+
+
+class Sound(Task):
+    """A task without a mistake; the others override one method."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {"in": lambda: nn.Linear(WIDTH, 8), "out": lambda: nn.Linear(8, 3)}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["label"])
+
+    def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        scores = model(batch["x"])
+        return {
+            "loss": F.cross_entropy(scores, batch["label"]),
+            "accuracy": (scores.argmax(1) == batch["label"]).float().mean(),
+        }
+
+
+def job(tmp_path: Path, task: type[Task] = Sound, largest: int = 2) -> Job:
+    if not (tmp_path / "data").exists():
+        (tmp_path / "data").mkdir()
+        rng = np.random.default_rng(0)
+        x = pa.FixedSizeListArray.from_arrays(pa.array(rng.normal(size=ROWS * WIDTH).astype("float32")), WIDTH)
+        columns = {
+            "x": x,
+            "bytes": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(ROWS * WIDTH) % 200, pa.uint8()), WIDTH),
+            "label": pa.array(np.arange(ROWS) % (largest + 1)),
+        }
+        pq.write_table(pa.table(columns), tmp_path / "data" / "0.parquet", row_group_size=16)
+    path = str(tmp_path / "data")
+    return Job(
+        name="x",
+        task=task,
+        data=Data(path=path, batch_size=32, shards=4),
+        steps=2,
+        workers=Workers(min=2, max=2),
+        evaluate=Evaluate(path=path, every_steps=1),
+    )
+
+
+def tried(wished: Job) -> Trial:
+    assert isinstance(wished.task, type)
+    seen = index(wished.data.path)
+    return try_on_cpu(wished, wished.task, rows_of(wished, seen, None), held_out_rows_of(wished, seen, None))
+
+
+@pytest.fixture(params=[1, 2], ids=["whole", "in stages"])
+def stages(request: pytest.FixtureRequest) -> Parallel:
+    return Parallel(pipeline=request.param, microbatches=1)
+
+
+def test_a_sound_task_is_tried_whole(tmp_path: Path) -> None:
+    found = tried(job(tmp_path))
+    assert (found.rows, found.of_rows, found.remarks, found.layers) == (8, 8, (), ())
+    assert set(found.metrics) == {"loss", "accuracy"}
+    assert found.bytes is not None
+    assert 10e6 < found.bytes < 10e9
+
+
+def test_a_sound_task_is_tried_layer_by_layer_with_the_same_metrics(tmp_path: Path) -> None:
+    whole = tried(replace(job(tmp_path), task=Unmoved))
+    found = tried(replace(job(tmp_path), task=Unmoved, parallel=Parallel(pipeline=2)))
+    assert [layer.name for layer in found.layers] == ["in", "out"]
+    assert found.metrics == pytest.approx(whole.metrics)
+
+
+class Unmoved(Sound):
+    def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([value for _, value in parameters], lr=0.0)
+
+
+class WrongColumn(Sound):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["labels"])
+
+
+class WrongColumnInCollate(Sound):
+    def collate(self, table: pa.Table) -> Any:
+        return {"x": table.column("X"), "label": table.column("label")}
+
+
+class Integers(Sound):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch["bytes"]), batch["label"])
+
+
+class Labels(Sound):
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {"in": lambda: nn.Linear(WIDTH, 8), "out": lambda: nn.Linear(8, 2)}
+
+
+class Lookup(Sound):
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {"in": lambda: nn.Embedding(5, 4), "flat": nn.Flatten, "out": lambda: nn.Linear(4 * WIDTH, 3)}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch["bytes"].long()), batch["label"])
+
+
+class Pair(Sound):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        scores = model(batch["x"])
+        return F.cross_entropy(scores, batch["label"]), scores
+
+
+class Vector(Sound):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["label"], reduction="none")
+
+
+class Frozen(Sound):
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        def frozen(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+            return lambda: make().requires_grad_(False)
+
+        return {name: frozen(make) for name, make in super().layers().items()}
+
+
+class EmptyOptimizer(Sound):
+    def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([value for name, value in parameters if name.startswith("head")], lr=0.1)
+
+
+class Signature(Sound):
+    def loss(self, model: nn.Module) -> torch.Tensor:  # type: ignore[override]
+        return model(torch.zeros(1, WIDTH))
+
+
+class Width(Sound):
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {"in": lambda: nn.Linear(WIDTH + 1, 8), "out": lambda: nn.Linear(8, 3)}
+
+
+class Detached(Sound):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]).detach(), batch["label"])
+
+
+class Attribute(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch.x), batch.label)
+
+
+class BadEvaluation(Sound):
+    def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        return {"loss": model(batch["x"])}
+
+
+class NoStep(Sound):
+    def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        class Broken(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                raise ZeroDivisionError("no step")
+
+        return Broken([value for _, value in parameters], lr=0.1)
+
+
+MISTAKES: list[tuple[type[Task], str, str]] = [
+    (WrongColumn, "WrongColumn.loss raised KeyError: 'labels'", "fix: did you mean 'label'?"),
+    (WrongColumnInCollate, "WrongColumnInCollate.collate raised KeyError", "expected: one of the batch's names: x, "),
+    (Integers, "Integers.loss raised RuntimeError", "fix: convert them, as in batch['bytes'].float()"),
+    (Labels, "Labels.loss raised IndexError: Target 2 is out of bounds", "fix: give the last layer at least 3 outputs"),
+    (Lookup, "Lookup.loss raised IndexError: index out of range in self", "fix: enlarge the nn.Embedding"),
+    (Pair, "Pair.loss returned", ""),
+    (Vector, "Vector.loss returned", ""),
+    (Frozen, "the model has no trainable parameter", "fix: leave requires_grad of what is to be trained"),
+    (
+        EmptyOptimizer,
+        "optimizer got an empty parameter list",
+        "fix: correct the condition by which optimizer() chooses",
+    ),
+    (Signature, "Signature.loss(model: 'nn.Module') -> ", "expected: def loss(self, model, batch)"),
+    (Width, "mat1 and mat2 shapes cannot be multiplied", "fix: correct the size of the layer"),
+    (Detached, "depends on no trained parameter", ""),
+    (Attribute, "'dict' object has no attribute 'x'", "expected: batch['x']"),
+    (BadEvaluation, "evaluate returned a metric that is not a single number", ""),
+    (NoStep, "ZeroDivisionError: no step", ""),
+]
+
+
+@pytest.mark.parametrize(("task", "what", "remedy"), MISTAKES, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_mistake_becomes_a_sentence(
+    tmp_path: Path, stages: Parallel, task: type[Task], what: str, remedy: str
+) -> None:
+    with pytest.raises(TaskError) as caught:
+        tried(replace(job(tmp_path, task), parallel=stages))
+    text = str(caught.value)
+    assert what in text
+    assert remedy in text
+
+
+def test_the_metric_of_the_best_checkpoint_is_returned(tmp_path: Path, stages: Parallel) -> None:
+    wished = replace(
+        job(tmp_path), checkpoint=Checkpoint(keep_best=KeepBest(metric="acuracy", mode="max")), parallel=stages
+    )
+    with pytest.raises(TaskError, match="evaluate returns no metric 'acuracy'") as caught:
+        tried(wished)
+    assert "did you mean 'accuracy'?" in str(caught.value)
+
+
+def test_a_microbatch_that_does_not_fit_says_what_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "total_memory", lambda device: 1 << 20)
+    with pytest.raises(InputError, match="a step with a microbatch of 8 rows needs about") as caught:
+        tried(job(tmp_path))
+    assert "use a larger machine, or a smaller model" in str(caught.value)
+    wished = replace(job(tmp_path), data=Data(path="data", batch_size=4800, shards=4))
+    with pytest.raises(InputError) as caught:
+        check_fits(wished, Footprint(100.0, 10.0), 1200, 1100)
+    assert "expected: at most 100 rows in a microbatch" in str(caught.value)
+    assert "set parallel.microbatches to 12, data.shards to at least 48, or data.batch_size to at most 400" in str(
+        caught.value
+    )
+
+
+def test_a_long_microbatch_is_tried_with_fewer_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "LONG_S", 1e-9)
+    found = tried(job(tmp_path))
+    assert (found.rows, found.of_rows) == (4, 8)
+    assert found.remarks == ("a microbatch of 8 rows takes long, so one of 4 rows was tried",)
+
+
+class Infinite(Sound):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().loss(model, batch) * float("inf")
+
+
+def test_a_loss_that_is_not_finite_is_noted(tmp_path: Path) -> None:
+    """Whether it ends a run is decided in its first step."""
+    [remark] = tried(job(tmp_path, Infinite)).remarks
+    assert remark.startswith("the first microbatch gives a loss of inf")
+
+
+class Eights(Sound):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"].reshape(-1, 8, WIDTH)[:, 0]), batch["label"][::8])
+
+
+def test_a_task_that_takes_no_small_batches_is_tried_with_a_real_one(tmp_path: Path) -> None:
+    found = tried(job(tmp_path, Eights))
+    assert (found.rows, found.bytes) == (8, None)
