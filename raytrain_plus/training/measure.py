@@ -23,7 +23,7 @@ from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
-from raytrain_plus.training.loss import weighted_loss
+from raytrain_plus.training.loss import task_loss
 from raytrain_plus.training.model import Built, build_chunks, layer_names, to_device
 from raytrain_plus.training.randomness import random_key, set_random_key
 
@@ -194,7 +194,7 @@ class _Alone:
 
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
         """See `chunk.PassWork`."""
-        loss, weight = weighted_loss(self._task, model, batch, self._microbatch.rows)
+        loss, weight, _ = task_loss(self._task, model, batch, self._microbatch.rows)
         return loss * weight
 
     @contextmanager
