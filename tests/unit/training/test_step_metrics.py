@@ -187,6 +187,7 @@ def test_overlapping_steps_report_their_metrics() -> None:
     windows = [range(3), range(3, 5)]
     told = pipedream.together(Shape(2, 2), windows, task=Smooth)
     plain = pipedream.together(Shape(2, 2), windows)
+    assert [one.counts for _, _, one in told] == [{"skipped": 0, "metrics": 1}] * 4
     for applied, weights, _ in told[1:]:
         assert [one.metrics for one in applied] == [one.metrics for one in told[0][0]]
         assert all(list(one.metrics) == ["mean"] for one in applied)
