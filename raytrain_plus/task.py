@@ -59,20 +59,50 @@ class Task:
         """
         return None
 
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | tuple[torch.Tensor, float]:
-        """Return the mean loss of `batch`, a scalar tensor; or (mean, weight) if rows do not count equally.
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | Mapping[str, Any]:
+        """Return the mean loss of `batch`, a tensor with one value. To return more, return a mapping:
 
-        The weight is, for example, the number of tokens in the batch; by default it is the number of rows.
+        {"loss": mean, "weight": number, "metrics": {"accuracy": number}}
+
+        `weight` (default: the number of rows) is what the mean counts if rows do not count equally, such as the number
+        of tokens. `metrics` are up to 64 other means over the batch, with the same names for every batch of a step.
+        Each step reports loss and metrics as means over all its microbatches, weighted by `weight`. NaN is allowed in a
+        metric. Nothing else may be returned: `return loss, accuracy` is an error.
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch)")
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor | float]:
-        """Return the metrics of a held-out `batch`, each a mean over its rows. Default: the loss, as `loss`.
+        """Return the metrics of a held-out `batch`, by name. Default: the loss, as `loss`, and the metrics beside it.
 
-        Called without gradients and with the model in evaluation mode. The run reports the mean over all rows.
+        Called without gradients and with the model in evaluation mode. Each value is one of two kinds:
+
+        - one number: a mean over the rows of the batch
+        - a tensor whose first dimension is the rows: a value for each row
+
+        The run reports the mean over all held-out rows, however they are batched. That is right for accuracy, not for
+        F1, AUC or perplexity, which are no means over rows: define `summarise` for these.
         """
         result = self.loss(model, batch)
-        return {"loss": result[0] if isinstance(result, tuple) else result}
+        return (
+            {"loss": result["loss"], **result.get("metrics", {})} if isinstance(result, Mapping) else {"loss": result}
+        )
+
+    def summarise(self, outputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor | float]:
+        """Return metrics that are no means over rows, given the values of all rows. Optional.
+
+        `outputs`: for each name for which `evaluate` returned a value per row (a label, a score, a row of logits), the
+        tensor over all held-out rows, in their order, on the CPU. Called on one worker in each evaluation; the outputs
+        must fit into the memory of each worker. Numbers that `evaluate` returned are averaged as ever, and the values
+        of rows only given to this method. Metric objects of torchmetrics are used here, on the whole set:
+
+            def evaluate(self, model, batch):
+                scores = model(batch["x"])
+                return {"loss": F.cross_entropy(scores, batch["y"]), "scores": scores, "label": batch["y"]}
+
+            def summarise(self, outputs):
+                return {"f1": torchmetrics.F1Score("multiclass", num_classes=10)(outputs["scores"], outputs["label"])}
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no summarise(outputs)")
 
     def collate(self, table: pa.Table) -> Any:
         """Return the batch for a table of rows. Default: a dict of tensors, one per column.

@@ -462,7 +462,7 @@ class Journal:
                 loss=record.loss,
                 grad_norm=record.grad_norm,
                 seconds=record.seconds,
-                **({"skipped": True} if record.skipped else {}),
+                **{name: value for name in ("skipped", "metrics") if (value := getattr(record, name))},
             )
             self._recovered(self._incidents.committed(record.time))
 

@@ -34,6 +34,7 @@ class EventMetrics:
         found: dict[str, float] = {}
         if kind == "step_committed":
             self._step = event["step"]
+            found = {f"train/{name}": value for name, value in event.get("metrics", {}).items()}
             found["train/loss"] = event["loss"]
             if "grad_norm" in event:
                 found["train/grad_norm"] = event["grad_norm"]

@@ -49,7 +49,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "run_finished": ("status", "error", "steps", "samples", "state_sha256"),
 }
 """The fields of each kind, besides `time` (Unix seconds), `generation` and `kind`."""
-_OPTIONAL = {"step_committed": frozenset({"skipped"}), "view_formed": frozenset({"cause", "repartitioned"})}
+_OPTIONAL = {"step_committed": frozenset({"skipped", "metrics"}), "view_formed": frozenset({"cause", "repartitioned"})}
 """Optional fields of a kind. The cause of a view is what broke the worlds before it, if anything did."""
 _LATER = {"step_committed": frozenset({"grad_norm"}), "view_formed": frozenset({"moved_bytes"})}
 """Fields that are missing in the events of older versions."""

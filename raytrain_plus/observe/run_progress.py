@@ -12,6 +12,8 @@ from raytrain_plus.storage.outage import outage_text
 
 WINDOW_S = 10.0
 """Approximate seconds of steps over which the speed is averaged."""
+SHORT = 40
+"""Maximum characters of a step's metrics in its line; longer ones are left out."""
 
 
 @dataclass(slots=True)
@@ -26,6 +28,8 @@ class RunProgress:
     collective: str = ""
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """(step after which, metrics), in order."""
+    metrics: str = ""
+    """The metrics of the newest step, as text."""
     waiting: str = ""
     """The condition that the run waits for; empty while it trains."""
     _recent: deque[tuple[int, float]] = field(default_factory=deque)
@@ -48,6 +52,7 @@ class RunProgress:
         kind = event["kind"]
         if kind == "step_committed":
             self.step, self.loss, self.waiting = event["step"] + 1, float(event["loss"]), ""
+            self.metrics = metrics_text(event.get("metrics", {}))
             self._time(event["samples"], event["seconds"])
             if event.get("skipped"):
                 return f"step {event['step'] + 1} was skipped: its loss or gradient is not finite"
@@ -144,6 +149,8 @@ class RunProgress:
         parts = [f"step {self.step}/{self.total}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
+        if 0 < len(self.metrics) <= SHORT:
+            parts.append(self.metrics)
         if self.waiting:
             # Placed first, so that a narrow screen does not truncate it. The last speed no longer applies.
             return "  ".join([*parts, f"waiting for {self.waiting}"])

@@ -57,8 +57,12 @@ class Gradients:
         planned = plan_buckets([parameter for _, parameter in named], bucket_bytes)
         if rider is not None and not planned:
             planned.append([])
+        self._make_wire = make_wire
+        self._first: list[tuple[str, nn.Parameter]] = []
+        """The parameters of the first bucket."""
         for index, members in enumerate(planned):
             own = [(names[id(parameter)], parameter) for parameter in members]
+            self._first = self._first if index else own
             riding = rider if rider is not None and index == 0 else nothing
             wire = make_wire(own, riding)
             self._wires.append(wire)
@@ -73,6 +77,13 @@ class Gradients:
     def rider(self) -> torch.Tensor:
         """Summed with the first bucket: written before the step's last backward, read when that bucket is summed."""
         return self._wires[0].rider if self._wires else torch.zeros(0)
+
+    def ride(self, rider: Rider) -> None:
+        """Have other numbers summed with the first bucket from now on; clears that bucket. Called between steps."""
+        if len(self.rider) == rider(self.rider.dtype):
+            return
+        self._wires[0] = wire = self._make_wire(self._first, rider)
+        self._views[: len(self._first)] = zip((value for _, value in self._first), wire.views, strict=True)
 
     @property
     def exact(self) -> list[ExactSum]:

@@ -19,6 +19,9 @@ from raytrain_plus.state.tree import Json, from_json, to_json
 SKIPPED = "skipped"
 """A key of `Holding.counts`: the consecutive steps, up to the state's own, skipped because sums were not finite."""
 
+METRICS = "metrics"
+"""A key of `Holding.counts`, if there are any: the most metrics that the loss has returned in a step so far."""
+
 LEFT_ALONE = "left alone"
 """A key of `Holding.rules`: a parameter without a gradient keeps its value, as in PyTorch.
 
@@ -44,7 +47,7 @@ class Holding:
     persistent: Sequence[str] = ()
     """The buffers in the model's `state_dict`."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Counts over steps that belong to the state: see `SKIPPED`."""
+    """Counts over steps that belong to the state: see `SKIPPED` and `METRICS`."""
     allowed: frozenset[str] = frozenset()
     """Tensors that may hold NaN or infinity, because they did when the run began."""
     rules: dict[str, bool] = field(default_factory=dict)
@@ -158,5 +161,6 @@ def _put_rest(tree: Json, holding: Holding) -> None:
     holding.scales.clear()
     holding.scales.update(tree["scales"])
     # States of older versions have no counts.
+    holding.counts.clear()
     holding.counts.update({SKIPPED: 0} | tree.get("counts", {}))
     holding.rules.update({LEFT_ALONE: False} | tree.get("rules", {}))

@@ -1,4 +1,4 @@
-"""Held-out evaluation: use every row once, divided over shards, and average exactly over rows.
+"""Held-out evaluation: use every row once, divided over shards, and average exactly over rows, or summarise them.
 
 The result is a function of the state.
 """
@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from raytrain_plus.errors import TrainingError
+from raytrain_plus.task import Task
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.metric_sums import ShardBatches
+from raytrain_plus.training.outputs import forms, summarise
 from raytrain_plus.training.step import Stepper
 
 
@@ -42,7 +44,7 @@ def evaluate(
     names = sums.names
     context.control.enter("collective")
     assert names is not None, "every worker hosts held-out rows"
-    _agree(names, step, context)
+    _agree(names, "names", step, context)
     flat = np.zeros((shards, len(names) + 1), dtype=np.float64)
     for shard, of_shard in sums.by_shard.items():
         flat[shard, 0] = sums.rows[shard]
@@ -50,14 +52,23 @@ def evaluate(
     total = torch.from_numpy(flat)
     context.reduce(total, f"evaluation.{','.join(names)}", f"the evaluation after step {step}")
     summed = [sum(column) for column in total.numpy().T.tolist()]
-    return {name: value / summed[0] for name, value in zip(names, summed[1:], strict=True)}
+    found = {name: value / summed[0] for name, value in zip(names, summed[1:], strict=True)}
+    if type(stepper.task).summarise is Task.summarise:
+        return found
+    passes, summary = stepper.passes, dict[str, float]()
+    if passes.is_last:
+        _agree(forms(sums), "outputs", step, context)
+        summary = summarise(stepper.task, sums, context, shards=shards, step=step)
+        if both := sorted(summary.keys() & found.keys()):
+            raise TrainingError(f"both evaluate and summarise returned '{both[0]}': give one of them another name")
+    return {**found, **passes.share_metrics(summary)}
 
 
-def _agree(names: Sequence[str], step: int, context: StepContext) -> None:
+def _agree(names: Sequence[str], what: str, step: int, context: StepContext) -> None:
     """Raise `TrainingError` if another worker's batches gave other metric names: the sums would not match."""
     mine = zlib.crc32("\0".join(names).encode())
     seen = torch.tensor([mine, -mine])
-    context.reduce(seen, "evaluation.names", f"the evaluation after step {step}", "max")
+    context.reduce(seen, f"evaluation.{what}", f"the evaluation after step {step}", "max")
     if int(seen[0]) != -int(seen[1]):
         raise TrainingError(
             f"evaluate returned different metrics for different batches; for some of them: {', '.join(names) or 'none'}"

@@ -269,6 +269,7 @@ def _make(
             skipped=one.skipped,
             remarks=one.remarks,
             time=now - seconds * (steps[-1] - step) / len(steps),
+            metrics=one.metrics,
             notes=one.notes,
             # Overlapping steps report all their passes with the last step.
             **_pipelined(stepper.passes.bars if step == steps[-1] else (), drawn in steps),

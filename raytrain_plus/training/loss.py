@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,6 +13,27 @@ from torch import nn
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.task import Task
 from raytrain_plus.training.model import to_device
+
+KEYS = ("loss", "weight", "metrics")
+"""The keys of the mapping that a loss may return."""
+MOST_METRICS = 64
+"""Maximum number of metrics that a loss may return."""
+TAKEN = ("grad_norm", "loss", "samples_per_second")
+"""Names of what a run itself reports of each step."""
+_EXPECTED = (
+    "expected the mean loss, a tensor with one value, or a mapping of which weight and metrics may be left out: "
+    '{"loss": tensor, "weight": number, "metrics": {"name": number}}'
+)
+
+
+class TaskLoss(NamedTuple):
+    """What the task's loss says of a microbatch."""
+
+    loss: torch.Tensor
+    """The mean, a scalar."""
+    weight: float
+    metrics: Mapping[str, float]
+    """Means by name, weighted as the loss is."""
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
@@ -21,17 +45,71 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return to_device(batch, device, copy=True)
 
 
-def weighted_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> tuple[torch.Tensor, float]:
-    """Return the task's mean loss of a batch and its weight.
+def task_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> TaskLoss:
+    """Return the task's mean loss of a batch, its weight (the rows unless the task gives one) and its metrics.
 
-    Raises `TrainingError` if the loss is not a single number.
+    Raises `TrainingError` if the task returns anything else.
     """
+    who = f"{type(task).__name__}.loss"
     result = task.loss(model, batch)
-    loss, weight = result if isinstance(result, tuple) else (result, float(rows))
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TrainingError(f"{type(task).__name__}.loss returned {shape}; expected a tensor with one value")
-    return loss.reshape(()), float(weight)
+    if not isinstance(result, Mapping):
+        return TaskLoss(_scalar(result, who), float(rows), {})
+    others = [repr(key) for key in result if key not in KEYS]
+    if others or "loss" not in result:
+        what = f"the keys {', '.join(others)}" if others else "a mapping without the key 'loss'"
+        raise TrainingError(f"{who} returned {what}; {_EXPECTED}")
+    loss = _scalar(result["loss"], who)
+    weight = _number(result.get("weight", rows), f"{who} returned a weight that is")
+    return TaskLoss(loss, weight, _metrics(result.get("metrics", {}), who))
+
+
+def held_out_metrics(task: Task, model: nn.Module, batch: Any, rows: int) -> Any:
+    """Return what the task's `evaluate` returns for a held-out batch."""
+    if type(task).evaluate is not Task.evaluate:
+        return task.evaluate(model, batch)
+    # The same as the default, with the errors of a loss.
+    found = task_loss(task, model, batch, rows)
+    return {"loss": found.loss, **found.metrics}
+
+
+def _scalar(loss: Any, who: str) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise TrainingError(f"{who} returned {_kind(loss)}; {_EXPECTED}")
+    if loss.numel() != 1:
+        raise TrainingError(f"{who} returned a loss of shape {tuple(loss.shape)}; {_EXPECTED}")
+    if not loss.is_floating_point():
+        raise TrainingError(f"{who} returned a loss of dtype {loss.dtype}, which has no gradient; {_EXPECTED}")
+    return loss.reshape(())
+
+
+def _metrics(metrics: Any, who: str) -> dict[str, float]:
+    """Return the metrics as numbers. Raises `TrainingError` for names or values that cannot be reported."""
+    if not isinstance(metrics, Mapping):
+        raise TrainingError(f"{who} returned {_kind(metrics)} as metrics; {_EXPECTED}")
+    if len(metrics) > MOST_METRICS:
+        raise TrainingError(f"{who} returned {len(metrics)} metrics; at most {MOST_METRICS} are supported")
+    for name in metrics:
+        if not isinstance(name, str) or not name or name in TAKEN:
+            raise TrainingError(
+                f"{who} returned a metric named {name!r}; expected text other than {', '.join(map(json.dumps, TAKEN))}"
+            )
+    return {name: _number(value, f"{who} returned the metric '{name}', which is") for name, value in metrics.items()}
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise TrainingError(f"{what} a {value.dtype} of shape {tuple(value.shape)}; expected one number")
+        return float(value.detach())
+    if not isinstance(value, Real):
+        raise TrainingError(f"{what} {_kind(value)}; expected one number")
+    return float(value)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple) and type(value) is tuple:
+        return f"a tuple of {len(value)}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 def check_depends(loss: torch.Tensor, what: str) -> None:

@@ -19,7 +19,7 @@ from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
 from raytrain_plus.training.footprint import SavedBytes
-from raytrain_plus.training.loss import check_depends, weighted_loss
+from raytrain_plus.training.loss import check_depends, task_loss
 from raytrain_plus.training.model import Built, build_chunks, layer_names, no_parameter, to_device
 from raytrain_plus.training.randomness import random_key, set_random_key
 
@@ -156,7 +156,7 @@ class Alone:
 
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
         """See `chunk.PassWork`."""
-        loss, weight = weighted_loss(self._task, model, batch, self._microbatch.rows)
+        loss, weight, _ = task_loss(self._task, model, batch, self._microbatch.rows)
         check_depends(loss, "the loss of a microbatch")
         return loss * weight
 

@@ -1,52 +1,88 @@
-"""Metrics of held-out batches, summed over the rows of each shard."""
+"""Metrics of held-out batches: summed over the rows of each shard, or kept for each row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
 
 ShardBatches = Callable[[int], Iterable[Microbatch]]
 """Returns the microbatches of one shard's span of the held-out rows, in order."""
+Outputs = Mapping[str, torch.Tensor]
+"""Values of rows, by name; the first dimension is the rows."""
 
 
 class MetricSums:
-    """Sums of the values that `Task.evaluate` returns, weighted by rows."""
+    """Sums of the values that `Task.evaluate` returns, weighted by rows, and the values of rows."""
 
     def __init__(self) -> None:
         self.names: list[str] | None = None
         self.by_shard: dict[int, dict[str, float]] = {}
         """The weighted sums of each shard, by metric name."""
         self.rows: dict[int, int] = {}
+        self.outputs: dict[int, list[Outputs]] = {}
+        """The values of each shard's rows, by batch, for `Task.summarise`; only where the loss is computed."""
 
     def begin(self, shard: int) -> None:
         """Begin a shard, which may have no rows."""
         self.by_shard.setdefault(shard, {})
         self.rows.setdefault(shard, 0)
 
-    def add(self, shard: int, rows: int, metrics: Any) -> None:
-        """Add the values of a batch. Raises `TrainingError` if they are not a dict of numbers, or have other names."""
-        given = checked(metrics)
-        if self.names is not None and sorted(given) != self.names:
-            one, other = ", ".join(self.names) or "none", ", ".join(sorted(given)) or "none"
+    def add(self, shard: int, rows: int, metrics: Mapping[str, float]) -> None:
+        """Add the means of a batch. Raises `TrainingError` if they have other names than those of other batches."""
+        if self.names is not None and sorted(metrics) != self.names:
+            one, other = ", ".join(self.names) or "none", ", ".join(sorted(metrics)) or "none"
             raise TrainingError(f"evaluate returned different metrics for different batches: {one}, and {other}")
-        self.names = sorted(given)
+        self.names = sorted(metrics)
         self.begin(shard)
         sums = self.by_shard[shard]
-        for name, value in given.items():
+        for name, value in metrics.items():
             sums[name] = sums.get(name, 0.0) + value * rows
         self.rows[shard] += rows
 
 
-def checked(metrics: Any) -> dict[str, float]:
-    """Return the metrics as floats. Raises `TrainingError` if they are not a dict of numbers."""
+def checked(metrics: Any, rows: int, summarised: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Return the means of a batch, and the values of its rows on the CPU.
+
+    `summarised`: whether the task has a `summarise`; without it the values of rows are averaged. Raises `TrainingError`
+    if the metrics are not a dict of numbers and of tensors over rows.
+    """
     if not isinstance(metrics, Mapping):
         raise TrainingError(
-            f"evaluate returned {type(metrics).__name__}; expected a dict of name -> mean over the batch"
+            f"evaluate returned {type(metrics).__name__}; expected a dict of name -> mean over the batch, or value of "
+            "each row"
         )
+    means, outputs = dict[str, float](), dict[str, torch.Tensor]()
+    for name, value in metrics.items():
+        by_row = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
+        if by_row and summarised:
+            outputs[str(name)] = value.detach().cpu().contiguous()
+        elif by_row and value.dim() == 1:
+            means[str(name)] = float(value.detach().to("cpu", torch.float64).mean())
+        else:
+            means[str(name)] = _number(str(name), value, rows)
+    return means, outputs
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    """Return what `summarise` returned as floats. Raises `TrainingError` if it is not a dict of numbers."""
+    if not isinstance(metrics, Mapping):
+        raise TrainingError(f"summarise returned {type(metrics).__name__}; expected a dict of name -> number")
+    return {str(name): _number(str(name), value, None) for name, value in metrics.items()}
+
+
+def _number(name: str, value: Any, rows: int | None) -> float:
     try:
-        return {str(name): float(value) for name, value in metrics.items()}
+        return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TrainingError(f"evaluate returned a metric that is not a single number: {error}") from error
+        shape = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"type {type(value).__name__}"
+        if rows is None:
+            raise TrainingError(f"summarise returned '{name}', of {shape}, which is not a single number") from error
+        raise TrainingError(
+            f"evaluate returned '{name}', of {shape}, which is not a single number, nor one for each of the batch's "
+            f"{rows} rows; values of several dimensions need a Task.summarise"
+        ) from error

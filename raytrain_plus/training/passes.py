@@ -17,6 +17,7 @@ from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches
+from raytrain_plus.training.step_metrics import OwnMetrics
 from raytrain_plus.training.verdict import SumStatus
 
 Shards = Mapping[int, Sequence[Microbatch]]
@@ -34,8 +35,19 @@ class ReplicaPasses(Protocol):
     def chunks(self) -> Sequence[int]:
         """The index in the model of each part that this worker holds."""
 
+    @property
+    def metrics(self) -> OwnMetrics:
+        """The metrics of the replica's shards in the step whose header is in the first part's rider."""
+
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """Return the metrics of the held-out batches of the hosted shards; the same on all stages of a replica."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this worker computes the loss."""
+
+    def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the metrics given by the stage that computes the loss; every stage calls it."""
 
     def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the gradients of all tied parameters of the model replica, given those held here."""

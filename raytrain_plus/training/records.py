@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raytrain_plus.parallel.pipeline.timeline import Bar
@@ -36,6 +36,8 @@ class StepRecord:
     remarks: tuple[Remark, ...] = ()
     time: float
     """Unix seconds on this worker's clock."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means of what the loss returned beside it, over the step's weight."""
     notes: bytes = b""
     """Each shard's contribution: `data.ledger.NOTE`s in shard order."""
     busy_s: float = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -25,10 +25,11 @@ from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import Flags, ShardReport
-from raytrain_plus.training.loss import check_depends, on_device, weighted_loss
+from raytrain_plus.training.loss import check_depends, held_out_metrics, on_device, task_loss
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.part import ModelPart
+from raytrain_plus.training.step_metrics import OwnMetrics, differing, own_metrics
 from raytrain_plus.training.verdict import SumStatus, from_plain, merged
 
 AT_ONCE = 16
@@ -56,6 +57,8 @@ class ReplicaStage:
     """For each stage, its parameters that are tied to parameters of other stages."""
     last_chunk: int
     """The number of the model's last chunk."""
+    metrics: OwnMetrics = field(default_factory=OwnMetrics)
+    """The metrics of this replica's shards in the step whose header was taken last."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -94,15 +97,22 @@ class ReplicaStage:
         `step`: the step's number among those that run together.
         """
         encoded = header.encode(reports, self.shards, flags)
+        own = own_metrics({shard: report.metrics for shard, report in reports.items()}, self.shards)
+        note = (encoded, own.names, own.sums) if own.names else encoded
         for stage in range(self.stages):
-            self.handovers.send_note("header", step * self.stages + stage, encoded, stage)
+            self.handovers.send_note("header", step * self.stages + stage, note, stage)
 
     def take_header(self, step: int) -> None:
-        """Put the header of that step, as numbered in `share_header`, into the first part's rider."""
-        encoded = self.handovers.take_note("header", step * self.stages + self.number, self.last)
+        """Put the header of that step, as numbered in `share_header`, into the first part's rider, and its metrics."""
+        note = self.handovers.take_note("header", step * self.stages + self.number, self.last)
+        encoded, *metrics = note if isinstance(note, tuple) else (note,)
+        self.metrics.names, self.metrics.sums = metrics or ((), None)
         # It is summed with the gradients.
         rider = self.first_part.gradients.rider
-        rider.copy_(torch.from_numpy(header.to_digits(encoded, dtype_name(rider.dtype))))
+        dtype = dtype_name(rider.dtype)
+        if room := header.room(len(rider), self.shards, dtype):
+            encoded = header.with_metrics(encoded, self.metrics, self.shards, room)
+        rider.copy_(torch.from_numpy(header.to_digits(encoded, dtype)))
 
     def pass_on_batches(self, batches: list[Any]) -> list[Any]:
         """Pass the batches from the stage that reads the data to the stage that computes the loss.
@@ -122,10 +132,12 @@ class ReplicaStage:
         depends on no trained parameter.
         """
         batch, start, ids = given
-        loss, weight = weighted_loss(self.task, model, on_device(batch, self.device), rows)
+        loss, weight, metrics = task_loss(self.task, model, on_device(batch, self.device), rows)
         check_depends(loss, f"the loss of shard {shard} in step {step}")
         before = reports.get(shard) or ShardReport(start)
-        reports[shard] = before.plus(rows, ids, weight, float(loss.detach()))
+        if shard in reports and before.metrics.keys() != metrics.keys():
+            raise differing(step, shard, "before")
+        reports[shard] = before.plus(rows, ids, weight, float(loss.detach()), metrics)
         return loss * weight
 
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
@@ -141,13 +153,27 @@ class ReplicaStage:
                 work.batches = self.pass_on_batches(work.batches)
                 given = self.pipeline.forward(work, len(some))
                 if self.is_last:
+                    summarised = type(self.task).summarise is not Task.summarise
+                    sorted_out = [
+                        checked(one, microbatch.rows, summarised)
+                        for one, (_, microbatch) in zip(given, some, strict=True)
+                    ]
+                    found.outputs.setdefault(shard, []).extend(outputs for _, outputs in sorted_out)
                     for stage in range(self.stages):
-                        self.handovers.send_note("metrics", stage, [checked(one) for one in given], stage)
+                        self.handovers.send_note("metrics", stage, [means for means, _ in sorted_out], stage)
                 received = self.handovers.take_note("metrics", self.number, self.last)
                 for (_, microbatch), one in zip(some, received, strict=True):
                     found.add(shard, microbatch.rows, one)
                 self.handovers.finish()
                 control.enter("data")
+        return found
+
+    def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """See `passes.ReplicaPasses`."""
+        for stage in range(self.stages) if self.is_last else ():
+            self.handovers.send_note("metrics", stage, dict(metrics), stage)
+        found: Mapping[str, float] = self.handovers.take_note("metrics", self.number, self.last)
+        self.handovers.finish()
         return found
 
     def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -190,6 +216,9 @@ class StagePasses:
     def __init__(self, stage: ReplicaStage) -> None:
         self.stage = stage
         self.chunks = stage.chunks
+        self.metrics = stage.metrics
+        self.is_last = stage.is_last
+        self.share_metrics = stage.share_metrics
         self.bars: Sequence[Bar] = ()
         self.metric_sums = stage.metric_sums
         self.exchange_tied = stage.exchange_tied
@@ -281,7 +310,7 @@ class _HeldOut:
         # The task's loss begins and ends on the same stage, with the same batch, if it has both of several chunks.
         copy = {0, self._stage.last_chunk} == set(self._stage.chunks) != {0}
         batch = to_device(given, self._stage.device, copy=copy)
-        return self._stage.task.evaluate(model, batch)
+        return held_out_metrics(self._stage.task, model, batch, self.rows(number))
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:

@@ -28,7 +28,7 @@ from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state import transfer
 from raytrain_plus.state.finite import not_finite
-from raytrain_plus.state.holding import LEFT_ALONE, SKIPPED, Holding, model_state
+from raytrain_plus.state.holding import LEFT_ALONE, METRICS, SKIPPED, Holding, model_state
 from raytrain_plus.state.stages import Wanted, everything
 from raytrain_plus.task import Task
 from raytrain_plus.training.context import StepContext
@@ -71,6 +71,8 @@ class Applied:
     """The flags that members raised at this boundary."""
     notes: bytes
     """Each shard's contribution for the ledger: `data.ledger.NOTE`s in shard order."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The means of what the loss returned beside it."""
     grad_norm: float
     """Global norm of the gradient before clipping; NaN or infinite if the step was skipped for it."""
     skipped: bool = False
@@ -251,12 +253,13 @@ class Stepper:
         """
         passes, sums = self.passes, self._sums
         assert not isinstance(passes, Overlapping)
+        sums.ride(self.counts.get(METRICS, 0))
         sums.begin(scales)
         works = passes.run(step, shards, context, search)
         context.control.enter("collective")
         context.meanwhile()
         start = time.monotonic()
-        totals = sums.wait(works, step, context)
+        totals = sums.wait(works, passes.metrics, step, context)
         if not totals.weight:
             raise TrainingError(
                 f"the weights that the task's loss returned in step {step} sum to 0: the mean loss is undefined"
@@ -292,7 +295,7 @@ class Stepper:
         self.begun = steps[0]
         for part in self.parts:
             part.module.train()
-            part.gradients.begin({})
+        self._begin_window_step()
         self._summed = self._ended = None
 
         def end(step: int, search: FaultSearch) -> None:
@@ -327,7 +330,7 @@ class Stepper:
             works += started
         control.enter("collective")
         start = time.monotonic()
-        totals = sums.wait(works, step, context)
+        totals = sums.wait(works, passes.metrics, step, context)
         window.reduce_s.append(time.monotonic() - start)
         absent = sums.without_gradient()
         sums.take_means(totals.weight)
@@ -344,11 +347,21 @@ class Stepper:
         with passes.updating():
             self._change(step, absent)
         window.remarks.append(self._remarks(step, absent))
-        for part in self.parts:
-            part.gradients.begin({})
+        self._count_metrics(totals)
+        self._begin_window_step()
         window.totals.append(totals)
         # The next action waits for other workers.
         control.enter("collective")
+
+    def _begin_window_step(self) -> None:
+        self._sums.ride(self.counts.get(METRICS, 0))
+        for part in self.parts:
+            part.gradients.begin({})
+
+    def _count_metrics(self, totals: StepTotals) -> None:
+        """Make room for the step's metrics in the next steps; a part of the state, so that all workers agree."""
+        if len(totals.metrics) > self.counts.get(METRICS, 0):
+            self.counts[METRICS] = len(totals.metrics)
 
     def finish(self, squares: Mapping[str, float]) -> None:
         """Apply the step whose sums are all complete, because others have applied it with the agreed `squares`.
@@ -400,6 +413,7 @@ class Stepper:
         assert summed is not None, "the sums are complete"
         norm = gradient_norm(squares)
         self.squares = dict(squares)
+        self._count_metrics(summed.totals)
         if not math.isfinite(norm):
             # All workers refuse the step alike: the state after it is the state before it.
             self.restore_buffers()
@@ -474,6 +488,7 @@ def _applied(
         loss=totals.loss,
         flags=totals.flags,
         notes=totals.notes,
+        metrics=totals.metrics,
         grad_norm=grad_norm,
         skipped=skipped,
         remarks=remarks,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 
-from raytrain_plus.collective.exact import Reading
+from raytrain_plus.collective.exact import ExactSum, Reading
 from raytrain_plus.collective.world import Work
 from raytrain_plus.parallel.pipeline.layout import tied_groups
 from raytrain_plus.state.named import dtype_name
@@ -18,6 +19,7 @@ from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch, Norms
 from raytrain_plus.training.part import ModelPart
+from raytrain_plus.training.step_metrics import OwnMetrics, check_same, means
 from raytrain_plus.training.verdict import BUFFER, Fault
 
 
@@ -43,12 +45,15 @@ class StepSums:
         self._copies = tied.keys()
         own = dict(trained)
         self._tied = [names for names in tied_groups(tied) if not own.keys().isdisjoint(names)]
-        self._exact = [
-            *(exact for part in parts for exact in part.gradients.exact),
-            *(part.buffers.exact for part in parts if part.buffers.exact),
-        ]
         self._shards = shards
         self._device = device
+
+    @property
+    def _exact(self) -> list[ExactSum]:
+        return [
+            *(exact for part in self._parts for exact in part.gradients.exact),
+            *(part.buffers.exact for part in self._parts if part.buffers.exact),
+        ]
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """Clear all sums. `scales`: the exponents of the quanta of exact sums."""
@@ -56,12 +61,31 @@ class StepSums:
             part.gradients.begin(scales)
             part.buffers.begin_step(scales)
 
-    def wait(self, works: Sequence[Work], step: int, context: StepContext) -> header.StepTotals:
-        """Wait for the gradient sums, and return the totals in the header that they carry."""
+    def ride(self, metrics: int) -> None:
+        """Make room for so many metrics of each shard beside the header, between steps."""
+        shards = self._shards
+        self._parts[0].gradients.ride(lambda dtype: header.digits(shards, dtype_name(dtype), metrics))
+
+    def wait(self, works: Sequence[Work], own: OwnMetrics, step: int, context: StepContext) -> header.StepTotals:
+        """Wait for the gradient sums, and return the totals in the header that they carry.
+
+        `own`: the metrics of this replica's shards. Raises `TrainingError` if shards have different metrics.
+        """
         for index, work in enumerate(works):
             context.wait(work, f"the sum of gradient bucket {index} in step {step}")
         head = self._parts[0].gradients.rider
-        return header.decode(header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype)))
+        summed = header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype))
+        totals = header.decode(summed[: header.size(self._shards)])
+        check_same(totals.signatures, step)
+        if own.sums is None:
+            return totals
+        table = header.metrics_of(summed, self._shards)
+        if table.shape[1] < len(own.names):
+            # Every member finds this alike. From the next step on there is room.
+            total = torch.from_numpy(own.sums.copy()).to(self._device)
+            context.reduce(total, "metrics", f"the metrics of step {step}")
+            table = total.cpu().numpy()
+        return replace(totals, metrics=means(own.names, table, totals.weight))
 
     def reduce_buffers(self, step: int, context: StepContext) -> None:
         """Sum the buffers over the world."""
@@ -86,13 +110,14 @@ class StepSums:
         """Return the grids that fit this step's values, and the values that are not
         finite, named as squared norms are.
         """
-        largest = torch.from_numpy(np.concatenate([exact.largest() for exact in self._exact])).to(self._device)
+        sums = self._exact
+        largest = torch.from_numpy(np.concatenate([exact.largest() for exact in sums])).to(self._device)
         context.reduce(largest, "exact.largest", f"the largest values of step {step}", "max")
-        parts = np.split(largest.cpu().numpy(), np.cumsum([len(exact.names) for exact in self._exact])[:-1])
+        parts = np.split(largest.cpu().numpy(), np.cumsum([len(exact.names) for exact in sums])[:-1])
         scales: dict[str, int] = {}
         bad: list[str] = []
         of_buffers = [part.buffers.exact for part in self._parts]
-        for exact, largest_of in zip(self._exact, parts, strict=True):
+        for exact, largest_of in zip(sums, parts, strict=True):
             scales |= exact.scales_from(largest_of)
             prefix = BUFFER if exact in of_buffers else ""
             bad += [prefix + name for name in exact.not_finite(largest_of)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,10 +31,10 @@ from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.task import Task
 from raytrain_plus.training.build import build_stepper
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.footprint import Footprint, measure_footprint, total_memory
+from raytrain_plus.training.loss import held_out_metrics
 from raytrain_plus.training.measure import Alone, backward, each_layer, forward, measure_layers
-from raytrain_plus.training.metric_sums import checked
+from raytrain_plus.training.metric_sums import checked, numbers
 from raytrain_plus.training.mistakes import Described, advice_for
 from raytrain_plus.training.model import layer_names
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
@@ -57,6 +57,7 @@ _TAKES: Mapping[str, tuple[str, ...]] = {
     "loss": ("model", "batch"),
     "evaluate": ("model", "batch"),
     "collate": ("table",),
+    "summarise": ("outputs",),
     "show": ("model",),
 }
 """The methods of a task, and the names of what they are called with."""
@@ -169,17 +170,27 @@ def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out:
         classes_of(batch.batch)
         layers = measure_layers(task, job.seed, device, batch, job.parallel.overlaps)
         seconds = time.monotonic() - start
-        given = None if held_out is None else _batch(job, task, held_out, wanted)
-        metrics = _one_by_one(task, job, device, batch, given)
-    if given is not None:
-        check_best(job, metrics)
-    return Trial(rows=batch.rows, of_rows=wanted, seconds=seconds, bytes=None, metrics=metrics, layers=layers)
+        few = None if held_out is None else _batch(job, task, held_out, wanted)
+        returned = _one_by_one(task, job, device, batch, few)
+    remarks, metrics = list[str](), {}
+    if few is not None:
+        metrics = _tried(job, task, few, lambda: _summarised(task, returned, few.rows), remarks)
+    return Trial(
+        rows=batch.rows,
+        of_rows=wanted,
+        seconds=seconds,
+        bytes=None,
+        metrics=metrics,
+        remarks=tuple(remarks),
+        layers=layers,
+    )
 
 
-def _one_by_one(
-    task: Task, job: Job, device: torch.device, batch: Microbatch, held_out: Microbatch | None
-) -> dict[str, float]:
-    """Make an optimizer step with each layer alone, and pass a held-out microbatch through it; return its metrics."""
+def _one_by_one(task: Task, job: Job, device: torch.device, batch: Microbatch, held_out: Microbatch | None) -> Any:
+    """Make an optimizer step with each layer alone, and pass a held-out microbatch through all.
+
+    Returns what `evaluate` returns for it.
+    """
     work = Alone(task, job.seed, device, batch)
     names = layer_names(task, job.seed)
     output, evaluated, empty, stepped = None, None, None, False
@@ -202,7 +213,14 @@ def _one_by_one(
                 evaluated = forward(chunk, _Evaluated(task, job.seed, device, held_out), evaluated)
     if empty is not None and not stepped:
         raise empty
-    return {} if held_out is None else checked(evaluated)
+    return evaluated
+
+
+def _summarised(task: Task, returned: Any, rows: int) -> dict[str, float]:
+    """Return the metrics of a held-out microbatch of `rows` rows, for which `evaluate` returned that."""
+    summarised = type(task).summarise is not Task.summarise
+    means, outputs = checked(returned, rows, summarised)
+    return {**means, **(numbers(task.summarise(outputs)) if summarised else {})}
 
 
 def _optimizer_step(task: Task, module: nn.Module) -> bool:
@@ -222,7 +240,7 @@ class _Evaluated(Alone):
 
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> Any:
         """See `chunk.PassWork`."""
-        return self._task.evaluate(model, batch)
+        return held_out_metrics(self._task, model, batch, self.rows(microbatch))
 
 
 def check_best(job: Job, metrics: Mapping[str, float]) -> None:
@@ -338,9 +356,18 @@ def _batch(job: Job, task: Task, rows: Rows, count: int) -> Microbatch:
         return microbatch_of(table, task.collate)
 
 
-def _evaluated(job: Job, task: Task, stepper: Stepper, batch: Microbatch) -> dict[str, float]:
-    with explained(job, task, batch.batch):
-        metrics = evaluate(stepper, lambda _: [batch], [0], _context(), shards=job.data.shards, step=-1)
+def _tried(
+    job: Job, task: Task, batch: Microbatch, evaluated: Callable[[], dict[str, float]], remarks: list[str]
+) -> dict[str, float]:
+    """Return the metrics of one held-out microbatch, `batch`; a summary of so few rows may fail, which is remarked."""
+    try:
+        with explained(job, task, batch.batch):
+            metrics = evaluated()
+    except TaskError as error:
+        if not error.what.startswith(f"{type(task).__name__}.summarise "):
+            raise
+        remarks.append(f"{error.what}; it had only {batch.rows:,} held-out rows, and gets all of them in a run")
+        return {}
     check_best(job, metrics)
     return metrics
 

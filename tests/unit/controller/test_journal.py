@@ -92,10 +92,12 @@ def test_all_events_are_in_the_folder_in_the_end(run: Folder) -> None:
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
     journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
-    journal.report("a", [step(0), step(1)])
+    journal.report("a", [replace(step(0), metrics={"share": 0.5}), step(1)])
     result = journal.finish("x", "finished", None, Export(show=None, state_sha256="ab"), 0.0)
     journal.close()
     assert Result.load(run) == result
+    steps = [event for event in read_events(run) if event["kind"] == "step_committed"]
+    assert [event.get("metrics") for event in steps] == [{"share": 0.5}, None]
     assert result.path == (run.path or run.address)
     kinds = [event["kind"] for event in read_events(run)]
     assert kinds == ["run_started", "waiting", "step_committed", "step_committed", "run_finished"]

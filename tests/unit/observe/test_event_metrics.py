@@ -44,6 +44,13 @@ def test_a_resumed_run_has_the_step_at_which_it_resumed() -> None:
     ]
 
 
+def test_a_steps_metrics_are_named_after_training() -> None:
+    measured = {**step(3, seconds=0.0), "metrics": {"accuracy": 0.5, "share": "nan"}}
+    names = [name for name, _, _, _ in told(measured)]
+    assert names == ["train/accuracy", "train/share", "train/loss"]
+    assert told(measured)[0] == ("train/accuracy", 3, 0.5, told(measured)[2][3])
+
+
 def test_a_loss_that_is_not_finite_is_kept() -> None:
     """Events write numbers that JSON cannot express as text."""
     assert all(math.isnan(told(step(0, seconds=0.0, loss=loss))[0][2]) for loss in (math.nan, "nan"))

@@ -202,7 +202,9 @@ def test_optional_fields_of_a_step_and_those_older_versions_lack(tmp_path: Path)
     run = LocalFolder(tmp_path)
     fields = {"step": 0, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": float("nan"), "seconds": 0.1}
     log = EventLog(run, clock=lambda: 0.0)
-    log.write("step_committed", generation=0, fields={**fields, "skipped": True})
+    log.write(
+        "step_committed", generation=0, fields={**fields, "skipped": True, "metrics": {"a": 1.5, "b": float("nan")}}
+    )
     with pytest.raises(ValueError, match="skipt"):
         log.write("step_committed", generation=0, fields={**fields, "skipt": True})
     log.close()
@@ -210,6 +212,7 @@ def test_optional_fields_of_a_step_and_those_older_versions_lack(tmp_path: Path)
     path.write_bytes(path.read_bytes() + path.read_bytes().replace(b'"grad_norm": "nan", ', b""))
     new, old = read_events(run)
     assert new["skipped"]
+    assert new["metrics"] == {"a": 1.5, "b": "nan"}
     assert math.isnan(float(new["grad_norm"]))
     assert "grad_norm" not in old
 

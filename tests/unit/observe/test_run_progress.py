@@ -31,6 +31,12 @@ def test_the_examples_in_the_docstrings_hold() -> None:
         ([view(12), step(0), event("waiting", **{"for": "a worker"})], "step 1/10  loss 1.2500  waiting for a worker"),
         ([view(12), event("waiting", **{"for": "a worker"}), view(12)], "step 0/10  1 worker"),
         ([view(12), step(0, loss="nan")], "step 1/10  loss nan  1 worker"),
+        ([view(12), {**step(0), "metrics": {"accuracy": 0.5}}], "step 1/10  loss 1.2500  accuracy 0.5000  1 worker"),
+        ([view(12), {**step(0), "metrics": {"a" * 40: 0.5}}], "step 1/10  loss 1.2500  1 worker"),
+        (
+            [view(12), {**step(0), "metrics": {"a": 0.5}}, step(1)],
+            "step 2/10  loss 1.2500  96 samples/s  1 worker  0:04 left",
+        ),
     ],
 )
 def test_the_line_shows_the_known_values(events: list[dict[str, Any]], line: str) -> None:

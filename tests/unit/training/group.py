@@ -154,6 +154,7 @@ class Group:
         self._shards = shards
         self.members = [Member(make())]
         self.losses: dict[int, float] = {}
+        self.metrics: dict[int, Mapping[str, float]] = {}
         self.deaths = 0
 
     def train(self, steps: int, draw: random.Random, deaths: bool = True) -> None:
@@ -173,6 +174,7 @@ class Group:
             if not any(member.alive and member.stepper.last_applied is not None for member in self.members):
                 self.members = [Member(self._make())]
                 self.losses.clear()  # all are dead: start another run
+                self.metrics.clear()
             self.members = [member for member in self.members if member.alive]
 
     def _resize(self, size: int, donor: Member, draw: random.Random) -> None:
@@ -215,6 +217,8 @@ class Group:
                 )
                 before = self.losses.setdefault(step, applied.loss)
                 assert before == applied.loss, "a step that was made again has another loss"
+                same = self.metrics.setdefault(step, applied.metrics) == applied.metrics
+                assert same, "a step that was made again has other metrics"
             except Interrupted:
                 return
             except Killed:

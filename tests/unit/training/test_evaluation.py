@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -52,6 +54,18 @@ class Together:
         tensor.copy_(parts.sum(dim=0) if operation == "sum" else parts.amax(dim=0))
         return SoloWorld().reduce(tensor, name)
 
+    def of(self, rank: int) -> Together:
+        """Return the interface of one member."""
+        member = copy.copy(self)
+        member.rank = rank
+        return member
+
+    def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Any:
+        whole = torch.zeros_like(into).view(self.size, -1)
+        whole[self.rank] = tensor.reshape(-1)
+        self.reduce(whole, name)
+        return SoloWorld().gather(whole, into, name)
+
 
 def batches(shard: int) -> list[Microbatch]:
     start = sum(sum(ROWS[other]) for other in range(shard))
@@ -59,9 +73,16 @@ def batches(shard: int) -> list[Microbatch]:
     return [Microbatch(part, len(part)) for part in values.split(ROWS[shard])]
 
 
-def figures(hosted: list[int], world: Any, figure: Any = None, control: Control | None = None) -> dict[str, float]:
+def figures(
+    hosted: list[int], world: Any, figure: Any = None, control: Control | None = None, task: Task | None = None
+) -> dict[str, float]:
     stepper = Stepper(
-        Means(figure), [Built(nn.Linear(1, 1), ())], seed=3, shards=3, clip_norm=None, device=torch.device("cpu")
+        task or Means(figure),
+        [Built(nn.Linear(1, 1), ())],
+        seed=3,
+        shards=3,
+        clip_norm=None,
+        device=torch.device("cpu"),
     )
     context = StepContext(world=world, control=control or begun(), wait_s=10.0)
     return evaluate(stepper, batches, hosted, context, shards=3, step=7)
@@ -84,7 +105,16 @@ def test_metrics_are_row_means_with_the_same_bits_on_any_number_of_workers() -> 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"), [(3.0, "expected a dict"), ({"loss": torch.zeros(2)}, "not a single number")]
+    ("wrong", "words"),
+    [
+        (3.0, "expected a dict"),
+        (
+            {"loss": torch.zeros(2)},
+            r"'loss', of shape \(2,\), which is not a single number, nor one for each .* 3 rows",
+        ),
+        ({"loss": torch.zeros(3, 2)}, "values of several dimensions need a Task.summarise"),
+        ({"loss": None}, "of type NoneType, which is not a single number"),
+    ],
 )
 def test_invalid_metrics_are_rejected(wrong: Any, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
@@ -100,6 +130,97 @@ def test_metric_names_must_agree_between_batches_and_workers() -> None:
         for tried in tries:
             with pytest.raises(TrainingError, match="different metrics for different batches"):
                 tried.result(20)
+
+
+class Rows(Task):
+    """Returns the rows' values, of several types."""
+
+    def __init__(self, summary: Any = None) -> None:
+        self.summary, self.seen = summary, list[dict[str, torch.Tensor]]()
+
+    def evaluate(self, model: nn.Module, batch: torch.Tensor) -> Any:
+        pairs = torch.stack([batch, -batch], 1).to(torch.bfloat16)
+        return {"loss": batch.mean(), "row": batch.long(), "pairs": pairs, "even": batch % 2 == 0}
+
+    def summarise(self, outputs: Any) -> Any:
+        self.seen.append(outputs)
+        return {"share": outputs["even"].float().mean(), "nothing": math.nan} if self.summary is None else self.summary
+
+
+class RowMeans(Task):
+    def evaluate(self, model: nn.Module, batch: torch.Tensor) -> Any:
+        return {"value": batch}
+
+
+def test_values_of_rows_are_averaged() -> None:
+    assert figures([0, 1, 2], SoloWorld(), task=RowMeans()) == figures([0, 1, 2], SoloWorld())
+
+
+def test_one_worker_summarises_all_rows_in_order() -> None:
+    for layout in ([[0, 1, 2]], [[0], [1, 2]], [[2], [0], [1]], [[1], [0, 2]]):
+        world, tasks = Together(len(layout)), [Rows() for _ in layout]
+        with ThreadPoolExecutor(len(layout)) as members:
+            tries = [
+                members.submit(figures, hosted, world.of(rank), None, None, tasks[rank])
+                for rank, hosted in enumerate(layout)
+            ]
+            told = [tried.result(20) for tried in tries]
+        for one in told:
+            assert (one["loss"], one["share"], math.isnan(one["nothing"])) == (5.5, 0.5, True)
+        [outputs] = tasks[0].seen
+        assert not any(task.seen for task in tasks[1:])
+        assert outputs["row"].tolist() == list(range(12))
+        assert outputs["even"].tolist() == [True, False] * 6
+        assert outputs["pairs"].tolist() == [[float(n), -float(n)] for n in range(12)]
+        assert outputs["pairs"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (0.5, "summarise returned float; expected a dict"),
+        ({"f1": torch.zeros(2)}, r"summarise returned 'f1', of shape \(2,\), which is not a single number"),
+        ({"loss": 1.0}, "both evaluate and summarise returned 'loss'"),
+    ],
+)
+def test_an_invalid_summary_is_rejected(wrong: Any, words: str) -> None:
+    with pytest.raises(TrainingError, match=words):
+        figures([0, 1, 2], SoloWorld(), task=Rows(wrong))
+
+
+def test_outputs_must_agree_between_batches() -> None:
+    class None_(Rows):
+        def evaluate(self, model: nn.Module, batch: torch.Tensor) -> Any:
+            return {"loss": batch.mean()}
+
+    class Some(Rows):
+        def evaluate(self, model: nn.Module, batch: torch.Tensor) -> Any:
+            return {"row": batch.long() if len(batch) == 3 else batch}
+
+    with pytest.raises(TrainingError, match="evaluate returned no values of rows"):
+        figures([0, 1, 2], SoloWorld(), task=None_())
+    with pytest.raises(TrainingError, match=r"different values of rows for different batches: row \(torch.int64"):
+        figures([0, 1, 2], SoloWorld(), task=Some())
+
+
+def test_the_default_evaluates_what_the_loss_returns() -> None:
+    class Default(Task):
+        def __init__(self, given: Any) -> None:
+            self.given = given
+
+        def loss(self, model: nn.Module, batch: torch.Tensor) -> Any:
+            return self.given(batch.mean())
+
+    for given, names in (
+        (lambda x: x, {"loss"}),
+        (lambda x: {"loss": x, "metrics": {"more": 2 * x}}, {"loss", "more"}),
+    ):
+        assert figures([0, 1, 2], SoloWorld(), task=Default(given)) == dict.fromkeys(sorted(names), 5.5) | (
+            {"more": 11.0} if "more" in names else {}
+        )
+        assert set(Default(given).evaluate(nn.Linear(1, 1), torch.ones(2))) == names
+    with pytest.raises(TrainingError, match=r"Default\.loss returned a tuple of 2"):
+        figures([0, 1, 2], SoloWorld(), task=Default(lambda x: (x, 1.0)))
 
 
 def test_an_evaluation_is_interrupted_when_the_group_changes() -> None:

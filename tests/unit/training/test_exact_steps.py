@@ -92,11 +92,11 @@ class Small(Task):
     def buffer_rule(self, name: str) -> Any:
         return "first" if name in ("counter", "signed") else None
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         self.calls += 1
         batch["y"].add_(1).remainder_(3)  # a task may write into its batch
         weight = float(1 + batch["y"].sum()) * float(batch["x"].abs().max())
-        return nn.functional.cross_entropy(model(batch["x"]), batch["y"]), weight
+        return {"loss": nn.functional.cross_entropy(model(batch["x"]), batch["y"]), "weight": weight}
 
 
 def stepper(task: Task | None = None, exact: bool = True) -> Stepper:
@@ -244,9 +244,9 @@ def test_parameters_that_cannot_be_summed_exactly_are_rejected() -> None:
 class Infinite(Small):
     """Its loss is finite, but its gradient is not."""
 
-    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
-        loss, weight = super().loss(model, batch)
-        return loss + (model.last.bias.detach() - model.last.bias).abs().sqrt().sum(), weight
+    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        loss, weight = super().loss(model, batch).values()
+        return {"loss": loss + (model.last.bias.detach() - model.last.bias).abs().sqrt().sum(), "weight": weight}
 
 
 def test_a_nonfinite_gradient_stops_the_run_and_is_named() -> None:
@@ -263,8 +263,8 @@ def test_a_nonfinite_gradient_stops_the_run_and_is_named() -> None:
 class Weightless(Small):
     """All rows have the weight zero."""
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
-        return super().loss(model, batch)[0], 0.0
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {**super().loss(model, batch), "weight": 0.0}
 
 
 def test_weights_that_sum_to_zero_are_an_error() -> None:
@@ -279,9 +279,9 @@ def test_weights_that_sum_to_zero_are_an_error() -> None:
 class Erratic(Small):
     """A loss that is a thousand times larger in each computation of the step."""
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
-        loss, weight = super().loss(model, batch)
-        return loss * 1000.0 ** (self.calls // (2 * SHARDS)), weight
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        loss, weight = super().loss(model, batch).values()
+        return {"loss": loss * 1000.0 ** (self.calls // (2 * SHARDS)), "weight": weight}
 
 
 def test_an_irreproducible_step_is_an_error() -> None:
@@ -295,7 +295,7 @@ def test_an_irreproducible_step_is_an_error() -> None:
 class Teacher(Small):
     """Keep a moving average in a frozen parameter."""
 
-    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         model.frozen.weight.mul_(0.9)
         return super().loss(model, batch)
 
@@ -311,11 +311,11 @@ def test_a_parameter_changed_by_the_loss_is_named() -> None:
 class Twice(Small):
     """A layer shared by two blocks, each with reentrant checkpointing."""
 
-    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         x = model.first(batch["x"])
         for _ in range(2):
             x = checkpoint(model.tied, x, use_reentrant=True)
-        return nn.functional.cross_entropy(model.last(x), batch["y"]), 1.0
+        return {"loss": nn.functional.cross_entropy(model.last(x), batch["y"]), "weight": 1.0}
 
 
 def test_a_gradient_accumulated_twice_is_an_error() -> None:
@@ -345,9 +345,9 @@ class Tiny(Small):
     def __init__(self) -> None:
         super().__init__(torch.float64)
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
-        loss, weight = super().loss(model, batch)
-        return loss * 2.0**-1010, weight
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        loss, weight = super().loss(model, batch).values()
+        return {"loss": loss * 2.0**-1010, "weight": weight}
 
 
 def test_a_process_that_flushes_denormals_to_zero(undisturbed: tuple[str, list[float]]) -> None:

@@ -53,8 +53,8 @@ class Smooth(Task):
         hidden = {name: lambda: nn.Sequential(nn.Linear(6, 6), Scale(), nn.Tanh()) for name in NAMES[:-1]}
         return {**hidden, NAMES[-1]: lambda: nn.Linear(6, 3)}
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
-        return F.cross_entropy(model(batch["x"]), batch["y"]), float(1 + batch["y"].sum())
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": F.cross_entropy(model(batch["x"]), batch["y"]), "weight": float(1 + batch["y"].sum())}
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam([value for _, value in parameters], lr=0.05)
@@ -279,9 +279,9 @@ def test_a_stage_waiting_at_the_end_reports_it_and_keeps_nothing_received() -> N
 
 
 class Explodes(Smooth):
-    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
-        loss, weight = super().loss(model, batch)
-        return loss * (math.inf if float(batch["x"][0, 0]) == float(BAD) else 1.0), weight
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        loss, weight = super().loss(model, batch).values()
+        return {"loss": loss * (math.inf if float(batch["x"][0, 0]) == float(BAD) else 1.0), "weight": weight}
 
 
 BAD = batches(2, (0,))[0][1].batch["x"][0, 0]

@@ -97,9 +97,9 @@ class Deep(Task):
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         scores = model(batch["x"] + 0.1 * torch.randn_like(batch["x"])) + 0.01 * torch.randn(3)
-        return F.cross_entropy(scores, batch["y"]), float(1 + batch["y"].sum())
+        return {"loss": F.cross_entropy(scores, batch["y"]), "weight": float(1 + batch["y"].sum())}
 
 
 def batches(step: int, hosted: tuple[int, ...], data: bool = True) -> dict[int, list[Microbatch]]:
@@ -144,6 +144,11 @@ class RingWorld:
                     part.copy_(total)
                 parts.append(total)
         return _Summed(parts, self.size)
+
+    def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Any:
+        into.zero_()
+        into[self.rank] = tensor
+        return self.reduce(into, name)
 
     def close(self) -> None:
         """Do nothing."""
@@ -409,7 +414,12 @@ class Judged(Deep):
 
     def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         scores = model(batch["x"])
-        return {"loss": F.cross_entropy(scores, batch["y"]), "right": (scores.argmax(1) == batch["y"]).float().mean()}
+        right = (scores.argmax(1) == batch["y"]).float()
+        return {"loss": F.cross_entropy(scores, batch["y"]), "right": right.mean(), "scores": scores, "y": batch["y"]}
+
+    def summarise(self, outputs: Any) -> dict[str, Any]:
+        assert outputs["scores"].shape == (len(outputs["y"]), 3)
+        return {"whole": F.cross_entropy(outputs["scores"], outputs["y"])}
 
 
 def held_out(shard: int, data: bool = True) -> list[Microbatch]:
@@ -439,7 +449,8 @@ def test_an_evaluation_gives_the_metrics_of_one_worker() -> None:
     made = Judged()
     one = stepper(made, [build_model(made, SEED, CPU)], exact=True)
     expected = evaluated(one, SoloWorld(), tuple(range(SHARDS)), True)
-    assert set(expected[1]) == {"loss", "right"}
+    assert set(expected[1]) == {"loss", "right", "whole"}
+    assert expected[1]["whole"] == pytest.approx(expected[1]["loss"])
     for schedule in ("1f1b", "zero-bubble"):
         told = together(Shape(2, 2), schedule, exact=True, task=Judged, act=evaluated)
         assert told == [expected] * 4
@@ -448,7 +459,7 @@ def test_an_evaluation_gives_the_metrics_of_one_worker() -> None:
 class Rewrites(Judged):
     """Writes into its batch."""
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         batch["y"].add_(1).remainder_(3)
         return super().loss(model, batch)
 
@@ -577,9 +588,12 @@ def test_modules_that_share_a_buffer_share_it_after_a_step() -> None:
 class Explodes(Deep):
     """Its loss is NaN for one microbatch of step 1."""
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
-        loss, weight = super().loss(model, batch)
-        return loss * (float("nan") if torch.equal(batch["x"], batches(1, (2,))[2][1].batch["x"]) else 1.0), weight
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        loss, weight = super().loss(model, batch).values()
+        return {
+            "loss": loss * (float("nan") if torch.equal(batch["x"], batches(1, (2,))[2][1].batch["x"]) else 1.0),
+            "weight": weight,
+        }
 
 
 def test_every_stage_reports_a_nan_loss() -> None:

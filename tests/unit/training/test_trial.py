@@ -188,8 +188,8 @@ MISTAKES: list[tuple[type[Task], str, str]] = [
     (Integers, "Integers.loss raised RuntimeError", "fix: convert them, as in batch['bytes'].float()"),
     (Labels, "Labels.loss raised IndexError: Target 2 is out of bounds", "fix: give the last layer at least 3 outputs"),
     (Lookup, "Lookup.loss raised IndexError: index out of range in self", "fix: enlarge the nn.Embedding"),
-    (Pair, "Pair.loss returned", ""),
-    (Vector, "Vector.loss returned", ""),
+    (Pair, "Pair.loss returned a tuple of 2", '"metrics": {"name": number}'),
+    (Vector, "Vector.loss returned a loss of shape (8,)", '{"loss": tensor'),
     (Frozen, "the model has no trainable parameter", "fix: leave requires_grad of what is to be trained"),
     (
         EmptyOptimizer,
@@ -200,7 +200,7 @@ MISTAKES: list[tuple[type[Task], str, str]] = [
     (Width, "mat1 and mat2 shapes cannot be multiplied", "fix: correct the size of the layer"),
     (Detached, "depends on no trained parameter", ""),
     (Attribute, "'dict' object has no attribute 'x'", "expected: batch['x']"),
-    (BadEvaluation, "evaluate returned a metric that is not a single number", ""),
+    (BadEvaluation, "evaluate returned 'loss', of shape (8, 3), which is not a single number", ""),
     (NoStep, "ZeroDivisionError: no step", ""),
 ]
 
@@ -265,3 +265,18 @@ class Eights(Sound):
 def test_a_task_that_takes_no_small_batches_is_tried_with_a_real_one(tmp_path: Path) -> None:
     found = tried(job(tmp_path, Eights))
     assert (found.rows, found.bytes) == (8, None)
+
+
+class Summary(Sound):
+    def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"scores": model(batch["x"])}
+
+    def summarise(self, outputs: Any) -> dict[str, float]:
+        if len(outputs["scores"]) < ROWS:
+            raise ValueError("too few rows")
+        return {"area": 1.0}
+
+
+def test_a_summary_that_needs_more_rows_is_noted(tmp_path: Path, stages: Parallel) -> None:
+    [remark] = tried(replace(job(tmp_path, Summary), parallel=stages)).remarks
+    assert remark.startswith("Summary.summarise raised ValueError: too few rows; it had only 8 held-out rows")

@@ -241,7 +241,7 @@ def test_a_loss_that_changes_gradients_is_refused(how: str) -> None:
         def loss(self, model: nn.Module, batch: Any) -> Any:
             found = super().loss(model, batch)
             if how == "backward":
-                found[0].backward(retain_graph=True)
+                found["loss"].backward(retain_graph=True)
             elif how == "scale":
                 for value in model.parameters():
                     if value.grad is not None:

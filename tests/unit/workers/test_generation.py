@@ -135,13 +135,13 @@ class Raises(Small):
             made.get_lr = self.fail  # type: ignore[method-assign]
         return made
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         if self.place == "loss":
             self.fail()
-        loss, weight = super().loss(model, batch)
+        loss, weight = super().loss(model, batch).values()
         if self.place == "backward":
             loss.register_hook(self.fail)
-        return loss, weight
+        return {"loss": loss, "weight": weight}
 
     def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, float]:
         return self.fail() if self.place == "evaluate" else {"loss": 0.0}

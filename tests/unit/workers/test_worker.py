@@ -78,7 +78,7 @@ class Waits(Small):
         self.reached, self.go = threading.Event(), threading.Event()
         self.go.set()
 
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         result = super().loss(model, batch)
         self.reached.set()
         assert self.go.wait(10)
