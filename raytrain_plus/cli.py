@@ -88,7 +88,7 @@ def run(
 
     if detach:
         handle = start(loaded, address=address, fresh=fresh, roots=roots)
-        ended = Result.load(open_folder(loaded.storage).inside(loaded.name))
+        ended = handle.ended or Result.load(open_folder(loaded.storage).inside(loaded.name))
         if ended is not None:
             # The run had finished earlier, or ended right after it started.
             if not as_json:

@@ -42,6 +42,8 @@ _IF_THERE = {
     "error": has.maybe(lambda value: has.text(value) if isinstance(value, str) else _ERROR(value)),
     "skipped": has.whole(0),
     "show": has.maybe(has.text),
+    "trained_steps": has.maybe(has.whole(0)),
+    "ended": has.maybe(has.number(0, 1e12)),
 }
 """Shapes of the fields that earlier versions did not write."""
 _REMEDY = "move the file away; the run then counts as not ended"
@@ -90,6 +92,10 @@ class Result:
     """Committed steps that changed nothing because their sums were not finite (`elastic.on_nonfinite: skip`)."""
     show: str | None = None
     """The text that `Task.show` returned."""
+    trained_steps: int | None = None
+    """Number of steps that this process of the run trained; 0 if the run had finished before. None: unknown."""
+    ended: float | None = None
+    """When the run ended, in Unix seconds; None if an older version wrote the result."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values."""

@@ -130,8 +130,7 @@ class Journal:
         early, self._early = self._early, []
         self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
         for event in early:
-            kind, moment = event.pop("kind"), event.pop("time")
-            event.pop("generation")
+            kind, moment, _ = (event.pop(name) for name in ("kind", "time", "generation"))
             self._log.write(kind, generation=self.generation, time=moment, fields=event)
 
     @property
@@ -388,6 +387,7 @@ class Journal:
             show=export.show if export else None,
             began=began,
             bubble=self._bubble.share,
+            ended=self._clock(),
         )
         told, parts = self._log, self._parts
         if told is None or parts is None:

@@ -57,9 +57,12 @@ class Totals:
         self.copies = 0
         self.copy_s = 0.0
         self._again_to = -1
+        self._first_step = 0
+        """The first step of this process of the run."""
 
     def back_to(self, step: int, samples: int, made: int) -> None:
         """Continue after `step` and so many rows, though steps up to `made` had been committed."""
+        self._first_step = step + 1 if self.first_time is None else min(self._first_step, step + 1)
         self.steps, self.samples = step + 1, samples
         self._skipped = {skipped for skipped in self._skipped if skipped <= step}
         self._again_to = max(self._again_to, made)
@@ -119,11 +122,12 @@ class Totals:
         show: str | None,
         began: float,
         bubble: float | None,
+        ended: float,
     ) -> Result:
         """Return the run's result.
 
         `began`: Unix seconds at which Ray was available; `bubble`: the share of the stages' time spent waiting for one
-        another.
+        another; `ended`: Unix seconds at the end.
         """
         return Result(
             name=name,
@@ -146,4 +150,6 @@ class Totals:
             error=error,
             skipped=self.skipped,
             show=show,
+            trained_steps=self.steps - self._first_step,
+            ended=ended,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from raytrain_plus.observe.run_progress import RunProgress, after_step, clock_text, metrics_text, plural, speed_text
 from raytrain_plus.result import Result, resume_command
 from raytrain_plus.storage.address import is_address, within
@@ -13,7 +15,10 @@ def summary(result: Result, progress: RunProgress | None) -> list[str]:
     `progress`: the progress that its events added up to; None or an empty one if the run had already ended. The error
     of a failed run is not included: a view shows it where errors belong.
     """
-    lines = [_head(result), *_held_out(result, progress), *_time(result)]
+    if result.trained_steps == 0 and result.status == "finished" and (progress is None or not progress.workers):
+        lines = [_already_finished(result), *_held_out(result, None)]
+    else:
+        lines = [_head(result), *_held_out(result, progress), *_time(result)]
     if result.show and result.show.strip():
         said = result.show.rstrip().splitlines()
         lines += ["", "  the model says:", *(f"    {line}".rstrip() for line in said), ""]
@@ -32,6 +37,15 @@ def summary(result: Result, progress: RunProgress | None) -> list[str]:
     if is_address(folder):
         return [*lines, f"  next     raytrain export '{folder}' --to model.safetensors"]
     return [*lines, f"  next     pip install tensorboard && tensorboard --logdir {within(folder, 'tensorboard')}"]
+
+
+def _already_finished(result: Result) -> str:
+    """Return that a run had finished before, as one sentence with the remedy."""
+    moment = "" if result.ended is None else time.strftime(" on %Y-%m-%d %H:%M", time.localtime(result.ended))
+    return (
+        f"{result.name} was already finished{moment}, after {plural(result.steps, 'step')}: nothing was trained; "
+        "--fresh (fresh=True in Python) trains again"
+    )
 
 
 def _head(result: Result) -> str:

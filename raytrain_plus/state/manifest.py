@@ -120,7 +120,7 @@ class Manifest:
     job: Mapping[str, Any]
     """Every setting of the job."""
     task_sha256: str | None
-    """SHA-256 of the source file of the task's class, if it has one."""
+    """SHA-256 of the task's source (see `job.task_source`); in older versions of the source file of its class."""
     versions: Mapping[str, str]
     data: Mapping[str, Any]
     """Fingerprints, and the position: the number of rows that the run has used."""

@@ -1,5 +1,7 @@
 """The summary at the end of a run."""
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,20 @@ def test_a_run_that_had_already_ended_shows_its_metrics() -> None:
     lines = summary(result(), progress())
     assert lines[1] == "  reached  loss 1.5000, train_loss 1.4000"
     assert summary(result(), None) == lines
+
+
+def test_a_run_that_was_not_run_again_says_so() -> None:
+    lines = summary(result(trained_steps=0, ended=1_790_000_000.0), progress())
+    moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(1_790_000_000.0))
+    assert lines[:3] == [
+        f"gpt was already finished on {moment}, after 300 steps: nothing was trained; "
+        "--fresh (fresh=True in Python) trains again",
+        "  reached  loss 1.5000, train_loss 1.4000",
+        f"  folder   {FOLDER}",
+    ]
+    assert summary(result(trained_steps=0), None)[0].startswith("gpt was already finished, after 300 steps")
+    # Its controller died after the last step: another one has ended the run.
+    assert summary(result(trained_steps=0), replace(progress(), workers=2))[0].startswith("gpt finished: 300 steps")
 
 
 def test_a_single_evaluation_claims_no_progress() -> None:
