@@ -64,7 +64,7 @@ def order_of(
     done = earlier_result(folder, job, fresh, may_change)
     if done is not None:
         _refuse_another_task(folder, source_digests(job, search))
-        return replace(done, trained_steps=0)
+        return replace(done, trained_steps=0, trained_samples=0)
     collective = choose_collective(job.collective, job.workers.gpus)
     if unused := passed_over(job.collective):
         print(f"warning: {unused}", file=sys.stderr)

@@ -18,7 +18,7 @@ def summary(result: Result, progress: RunProgress | None) -> list[str]:
     if result.trained_steps == 0 and result.status == "finished" and (progress is None or not progress.workers):
         lines = [_already_finished(result), *_held_out(result, None)]
     else:
-        lines = [_head(result), *_held_out(result, progress), *_time(result)]
+        lines = [*_head(result), *_held_out(result, progress), *_time(result)]
     if result.show and result.show.strip():
         said = result.show.rstrip().splitlines()
         lines += ["", "  the model says:", *(f"    {line}".rstrip() for line in said), ""]
@@ -48,11 +48,24 @@ def _already_finished(result: Result) -> str:
     )
 
 
-def _head(result: Result) -> str:
+def _head(result: Result) -> list[str]:
     head = f"{result.name} {result.status}: {plural(result.steps, 'step')}, {plural(result.samples, 'sample')}"
+    if not _resumed(result):
+        return [f"{head}{_speed(result, result.samples)}"]
+    samples = result.trained_samples or 0
+    trained = f"{plural(result.trained_steps or 0, 'step')}, {plural(samples, 'sample')}{_speed(result, samples)}"
+    return [head, f"  resumed  since then {trained}"]
+
+
+def _resumed(result: Result) -> bool:
+    """Return whether earlier processes of the run trained some of its steps; False if that is unknown."""
+    return result.trained_steps is not None and result.trained_steps < result.steps
+
+
+def _speed(result: Result, samples: int) -> str:
     if result.seconds <= 0:
-        return head
-    return f"{head} in {clock_text(result.seconds)}, {speed_text(result.samples / result.seconds)} samples/s"
+        return ""
+    return f" in {clock_text(result.seconds)}, {speed_text(samples / result.seconds)} samples/s"
 
 
 def _held_out(result: Result, progress: RunProgress | None) -> list[str]:
@@ -76,7 +89,9 @@ def _time(result: Result) -> list[str]:
     if not result.steps:
         return []
     waited = f"{100 * result.data_wait:.1f} % of step time was spent waiting for data"
-    lines = [f"  time     {'' if result.setup_s is None else f'{result.setup_s:.1f} s of setup; '}{waited}"]
+    lines = []
+    if result.trained_steps != 0:
+        lines.append(f"  time     {'' if result.setup_s is None else f'{result.setup_s:.1f} s of setup; '}{waited}")
     if result.bubble is not None:
         lines.append(
             f"  stages   spent {100 * result.bubble:.0f} % of their time waiting for one another; diagram of one step: "
@@ -89,7 +104,6 @@ def _time(result: Result) -> list[str]:
         lines.append(f"  skipped  {plural(result.skipped, 'step')}, whose loss or gradient was not finite")
     if result.recoveries:
         losses = f"{result.recoveries:,} loss{'' if result.recoveries == 1 else 'es'}"
-        lines.append(
-            f"  losses   recovered from {losses}, {result.stall_s:.2f} s in all; goodput {100 * result.goodput:.1f} %"
-        )
+        goodput = f"goodput {100 * result.goodput:.1f} %{' since the run was resumed' * _resumed(result)}"
+        lines.append(f"  losses   recovered from {losses}, {result.stall_s:.2f} s in all; {goodput}")
     return lines

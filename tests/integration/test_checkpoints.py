@@ -188,10 +188,14 @@ def test_after_the_loss_of_everything_the_same_command_resumes(undisturbed: tupl
     result = json.loads(out)
     assert (result["state_sha256"], result["metrics"]) == (undisturbed[0], undisturbed[2])
     assert (result["steps"], result["samples"]) == (60, 60 * 36)
+    [resumed] = [event for event in read_events(LocalFolder(tmp_path / "runs" / "job")) if event["kind"] == "resumed"]
+    assert result["trained_steps"] == 60 - resumed["step"] - 1 < 60
+    assert result["trained_samples"] == result["trained_steps"] * 36
     assert audit(tmp_path / "runs" / "job").clean
     again = spawn(file)
     out, err = again.communicate(timeout=60)
     assert (again.returncode, json.loads(out)["state_sha256"]) == (0, undisturbed[0]), err
+    assert json.loads(out)["trained_steps"] == 0
     code, out, err = raytrain("status", tmp_path / "runs" / "job")
     assert code == 0, err
     lines = out.splitlines()

@@ -112,10 +112,21 @@ def test_only_the_steps_of_this_process_count_as_trained(tmp_path: Path) -> None
     totals.back_to(3, 32, 5)
     totals.add(record(4, 10.0))
     totals.add(record(5, 11.0))
-    assert (result_of(totals, tmp_path).steps, result_of(totals, tmp_path).trained_steps) == (6, 2)
+    result = result_of(totals, tmp_path)
+    assert (result.steps, result.samples, result.trained_steps, result.trained_samples) == (6, 48, 2, 16)
     # Returned to the state of an earlier process, and to one of its own.
     for step, trained in ((1, 4), (4, 4)):
         totals.back_to(step, 8 * step + 8, 5)
         for again in range(step + 1, 6):
             totals.add(record(again, 12.0))
         assert result_of(totals, tmp_path).trained_steps == trained
+
+
+def test_a_resumed_run_counts_the_recoveries_of_its_earlier_processes(tmp_path: Path) -> None:
+    totals = Totals(2, 5.0, {1, 9})
+    totals.back_to(3, 32, 3)
+    totals.add(record(4, 10.0, seconds=0.0))
+    totals.recovered(1.0)
+    totals.add(record(5, 20.0, seconds=0.0))
+    result = result_of(totals, tmp_path)
+    assert (result.recoveries, result.stall_s, result.skipped, result.goodput) == (3, 6.0, 1, 0.9)

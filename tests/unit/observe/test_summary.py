@@ -92,6 +92,19 @@ def test_a_single_evaluation_claims_no_progress() -> None:
     assert summary(result(), progress((-1, {"loss": 5.5})))[1] == "  held out loss  5.5000 untrained"
 
 
+def test_a_resumed_run_tells_its_last_process_from_the_whole() -> None:
+    changes = {"trained_steps": 20, "trained_samples": 960, "recoveries": 3, "stall_s": 1.5, "goodput": 0.5}
+    lines = summary(result(**changes), progress())
+    assert lines[:2] == [
+        "gpt finished: 300 steps, 14,400 samples",
+        "  resumed  since then 20 steps, 960 samples in 2:00, 8 samples/s",
+    ]
+    assert "  losses   recovered from 3 losses, 1.50 s in all; goodput 50.0 % since the run was resumed" in lines
+    lines = summary(result(trained_steps=0, trained_samples=0, seconds=0.0), replace(progress(), workers=1))
+    assert lines[1:3] == ["  resumed  since then 0 steps, 0 samples", "  reached  loss 1.5000, train_loss 1.4000"]
+    assert not [line for line in lines if "time" in line]
+
+
 def test_a_resumed_run_compares_with_where_it_resumed() -> None:
     lines = summary(result(), progress((99, {"loss": 2.0}), (299, {"loss": 1.5, "new": 1.0})))
     assert lines[1:3] == [
