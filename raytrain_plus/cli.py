@@ -25,7 +25,6 @@ from raytrain_plus.launch.ray_address import is_dashboard
 from raytrain_plus.launch.request import RescaleRequest, StopRequest
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
-from raytrain_plus.storage.address import split
 from raytrain_plus.storage.open import open_folder
 
 _EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid input, 130 and 143 stopped by a signal."
@@ -292,17 +291,20 @@ def status(run: str, storage: str, address: str | None, as_json: bool) -> int | 
 @_run
 @_storage
 @click.option("--to", required=True, type=click.Path(path_type=Path), help="The file to write.")
+@click.option("--best", is_flag=True, help="The best checkpoint, by the metric of checkpoint.keep_best.")
+@click.option("--step", type=click.IntRange(1), help="The checkpoint after this step, as `raytrain status` shows it.")
 @click.option(
     "--format", "kind", type=click.Choice(["safetensors", "torch-export"]), default="safetensors", show_default=True
 )
-def export(run: str, storage: str, to: Path, kind: str) -> int:
-    """Write the newest model of a run to a file. RUN: a folder, an address, or a name."""
-    from raytrain_plus.runs.export import export_program, export_weights
-    from raytrain_plus.runs.folder import find_run
+def export(run: str, storage: str, to: Path, best: bool, step: int | None, kind: str) -> int:
+    """Write the model of a run to a file.
 
-    folder = find_run(run, storage)
-    manifest = export_weights(folder, to) if kind == "safetensors" else export_program(folder, to, [Path.cwd()])
-    click.echo(f"{to}: the model after step {manifest.step + 1} of {split(folder.address)[1]}")
+    It is the newest one, unless --best or --step chooses another. RUN: a folder, an address, or a name; or the folder
+    of a checkpoint.
+    """
+    from raytrain_plus.runs.export import Which, export_to
+
+    click.echo(export_to(run, storage, to, kind, Which(step=None if step is None else step - 1, best=best)))
     return 0
 
 

@@ -27,6 +27,7 @@ from raytrain_plus.job.yaml import read_job
 from raytrain_plus.result import Result
 from raytrain_plus.runs.process import lives, this_process
 from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
+from raytrain_plus.state.manifest import parse_name
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.address import is_address, split, within
 from raytrain_plus.storage.claimed import Claim
@@ -153,6 +154,20 @@ def find_run(name: str, storage: str) -> Folder:
         where=" and ".join(dict.fromkeys(place.where for place in places)),
         remedy=f"did you mean {' or '.join(near)}?" if near else "give the run's folder, or set --storage",
     )
+
+
+def checkpoint_at(where: str | Path) -> tuple[str, str] | None:
+    """Return the run's path or address and the checkpoint's name, if `where` is a checkpoint's folder or manifest.
+
+    >>> checkpoint_at("s3://bucket/runs/digits/checkpoints/000000000059-00000000?region=x")
+    ('s3://bucket/runs/digits?region=x', '000000000059-00000000')
+    """
+    if not is_address(where) and len(Path(where).parts) < 3:
+        return None
+    above, file = split(where)
+    run, folder = split(above)
+    name = file.removesuffix(".json")
+    return (run, name) if folder == CHECKPOINTS and parse_name(name) is not None else None
 
 
 def _runs_beside(storage: Path | None) -> list[str]:

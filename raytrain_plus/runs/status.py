@@ -10,7 +10,7 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result, resume_command
 from raytrain_plus.runs.folder import lease_holder, lost_holder, run_exists, single_writer
 from raytrain_plus.runs.history import Past, load_history
-from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.state.manifest import Manifest, best_of
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.size_text import size_text
@@ -29,6 +29,8 @@ class CheckpointStatus:
     bytes: int
     state: str
     """`complete`, or why it is not complete."""
+    best: bool = False
+    """Whether it is the best one, by the metric of `checkpoint.keep_best`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Status:
         for one in self.checkpoints:
             said.append(
                 f"  {one.name:<24}{one.step + 1:>12,}{_spelled_age(one.age_s):>12}{size_text(one.bytes):>12}"
-                f"  {one.state}"
+                f"  {one.state}{', the best' * one.best}"
             )
         if self.resume:
             said.append(f"  resume with: {self.resume}")
@@ -79,9 +81,15 @@ def status(run: Folder) -> Status:
     state, result = state_of(run), Result.load(run)
     past, now = load_history(run), time.time()
     steps, gap = past.committed + 1, None if state.startswith("running") else _gap(past, result)
+    best = best_of([one.manifest for one in past.found if one.manifest is not None])
     kept = tuple(
         CheckpointStatus(
-            one.name, one.step, max(0.0, now - _moment(one.manifest, one.time)), one.bytes, one.why or "complete"
+            one.name,
+            one.step,
+            max(0.0, now - _moment(one.manifest, one.time)),
+            one.bytes,
+            one.why or "complete",
+            best is not None and one.manifest is best,
         )
         for one in past.found
     )

@@ -528,6 +528,11 @@ def test_the_best_checkpoint_stays_and_a_run_resumes_with_other_arguments(tmp_pa
     worst = max(losses, key=lambda step: losses[step])
     assert worst != 59
     assert kept_steps(run.folder) == [worst, 59]
+    model = torch.nn.ModuleDict({name: build() for name, build in Net().parts().items()})
+    assert (load(run.folder, model, best=True), load(run.folder, model)) == (worst, 59)
+    code, out, err = raytrain("status", run.folder)
+    assert code == 0
+    assert [line.split()[1] for line in out.splitlines() if line.endswith("the best")] == [str(worst + 1)], err
     result = resume(run.folder, ["steps=70", "args.pad_s=0.001"], quiet=True, roots=[TASKS])
     assert (result.status, result.steps) == ("finished", 70)
     begun = [event["job"] for event in run.events("run_started")]

@@ -90,6 +90,20 @@ def test_checkpoints_are_listed_with_age_size_and_state(tmp_path: Path) -> None:
     assert lines[3].split() == [name_of(3, 0), "4", "2", "h", f"{good.bytes / 1000:.1f}", "kB", "complete"]
 
 
+def test_the_best_checkpoint_is_marked(run: Folder) -> None:
+    tell(run, committed(0, *range(6)))
+    judged = {"checkpoint": {"keep_best": {"metric": "loss", "mode": "min"}}}
+    for step, loss in ((1, 2.0), (3, 0.5), (5, 1.0)):
+        shared = shares(run, state(step), name_of(step, 0), 2)
+        commit(run, described(step, 0, shared, job=judged, metrics={"loss": loss}))
+    assert [one.best for one in status(run).checkpoints] == [False, True, False]
+    assert [line.rpartition("  ")[2] for line in status(run).lines()[2:5]] == [
+        "complete",
+        "complete, the best",
+        "complete",
+    ]
+
+
 def test_events_that_are_cut_off_are_reported(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path / "run")
     tell(run, committed(0, 0, 1, 2, 3))
