@@ -242,7 +242,7 @@ def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
     send(folder, StopRequest(), address)
     if not no_wait:
         result = watch(folder, None)
-        click.echo(f"{result.name}: {result.status} after {result.steps:,} steps")
+        click.echo(f"{result.name}: {result.status} after {result.steps:,} step{'s' * (result.steps != 1)}")
         if result.error:
             return _say(result.error, 1)
     return 0
@@ -269,12 +269,21 @@ def rescale(
 
 
 @cli.command()
-@_run
+@click.argument("run", required=False)
 @_storage
 @_dashboard
 @_json
-def status(run: str, storage: str, address: str | None, as_json: bool) -> int | Answer:
-    """Show the state, steps and checkpoints of a run. RUN: a folder, an address, or a name."""
+def status(run: str | None, storage: str, address: str | None, as_json: bool) -> int | Answer:
+    """Show the state, steps and checkpoints of a run.
+
+    RUN: a folder, an address, or a name. Without it, the runs in the storage are listed.
+    """
+    if run is None:
+        if address is not None:
+            raise click.UsageError("--address needs a run.")
+        from raytrain_plus.runs.status import listed
+
+        return _reported(*listed(storage), 0, as_json)
     address = asked_cluster(run, storage, address)
     if address is not None:
         job = jobs_at(address).status(run)
@@ -299,8 +308,7 @@ def status(run: str, storage: str, address: str | None, as_json: bool) -> int | 
 def export(run: str, storage: str, to: Path, best: bool, step: int | None, kind: str) -> int:
     """Write the model of a run to a file.
 
-    It is the newest one, unless --best or --step chooses another. RUN: a folder, an address, or a name; or the folder
-    of a checkpoint.
+    RUN: a folder, an address, or a name; or the folder of a checkpoint. Without --best and --step it is the newest.
     """
     from raytrain_plus.runs.export import Which, export_to
 
@@ -386,12 +394,8 @@ def doctor(as_json: bool) -> int | Answer:
     from raytrain_plus.install.doctor import checks
 
     found = checks()
-    lines = []
-    for check in found:
-        lines.append(f"{check.status}  {check.name}: {check.detail}")
-        if check.remedy:
-            lines.append(f"      fix: {check.remedy}")
     document = {"checks": [{name: getattr(check, name) for name in check.__slots__} for check in found]}
+    lines = [line for check in found for line in check.lines()]
     return _reported(document, lines, int(any(check.status == "FAIL" for check in found)), as_json)
 
 

@@ -49,6 +49,7 @@ WALKS = {
         steps=(
             Step("raytrain validate jobs/digits.yaml", r"digits: OK"),
             Step("raytrain run jobs/digits.yaml", r"digits finished: 30 steps"),
+            Step("raytrain status", r"digits: finished"),
             Step("raytrain status digits", r"finished"),
             Step("raytrain audit digits", r"rows"),
             Step("raytrain export digits --to model.safetensors", r"the model after step 30 of digits"),

@@ -148,7 +148,7 @@ def find_run(name: str, storage: str) -> Folder:
         with contextlib.suppress(FileNotFoundError):
             place.read(JOB)
             return place
-    near = [] if is_address(name) else difflib.get_close_matches(name, _runs_beside(open_folder(storage).path), 3)
+    near = [] if is_address(name) else difflib.get_close_matches(name, runs_beside(open_folder(storage).path), 3)
     raise InputError(
         f"there is no run '{places[0].where if is_address(name) else name}'",
         where=" and ".join(dict.fromkeys(place.where for place in places)),
@@ -170,7 +170,7 @@ def checkpoint_at(where: str | Path) -> tuple[str, str] | None:
     return (run, name) if folder == CHECKPOINTS and parse_name(name) is not None else None
 
 
-def _runs_beside(storage: Path | None) -> list[str]:
+def runs_beside(storage: Path | None) -> list[str]:
     """Return the names of the runs in a folder on a file system; none for an object store, where listing is slow."""
     if storage is None or not storage.is_dir():
         return []

@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain_plus.errors import InputError
+from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.result import Result, resume_command
-from raytrain_plus.runs.folder import lease_holder, lost_holder, run_exists, single_writer
+from raytrain_plus.runs.folder import lease_holder, lost_holder, run_exists, runs_beside, single_writer
 from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.state.manifest import Manifest, best_of
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.size_text import size_text
 
 DIED = "unfinished (its controller died"
@@ -56,7 +58,7 @@ class Status:
 
     def lines(self) -> list[str]:
         """Return lines of text for a person."""
-        said = [f"{self.run}: {self.state}; {self.steps:,} steps"]
+        said = [f"{self.run}: {self.state}; {plural(self.steps, 'step')}"]
         if self.incomplete_from is not None:
             said.append(f"  the record (events.ndjson) is incomplete: it ends after step {self.incomplete_from:,}")
         if not self.checkpoints:
@@ -97,6 +99,23 @@ def status(run: Folder) -> Status:
     if gap is not None:
         steps = max(steps, _reached(past, result) + 1)
     return Status(split(run.address)[1], state, steps, kept, single_writer(run), resume, gap)
+
+
+def listed(storage: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the state of each run in a storage folder, by name, and the same as lines of text.
+
+    Raises `InputError` if there are none, or they cannot be listed.
+    """
+    folder = open_folder(storage)
+    names = sorted(runs_beside(folder.path))
+    if not names:
+        raise InputError(
+            "there are no runs" if folder.path is not None else "runs are listed on a file system only",
+            where=f"storage: {folder.where}",
+            remedy="give a run, or another folder with --storage",
+        )
+    states = {name: state_of(folder.inside(name)) for name in names}
+    return {"runs": states}, [f"{name}: {state}" for name, state in states.items()]
 
 
 def _reached(past: Past, result: Result | None) -> int:
