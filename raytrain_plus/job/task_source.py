@@ -67,7 +67,8 @@ def _of_modules(names: Iterable[str], roots: Sequence[Path]) -> dict[str, str]:
             found |= _read(start, file)[0]
             continue
         levels = start.count(".") + (file.name == "__init__.py")
-        search = [*roots, file.parents[levels]]
+        # Its package's folder; a module that was loaded under another name may have none.
+        search = [*roots, *file.parents[levels : levels + 1]]
         pending = {start: file}
         while pending:
             name, file = pending.popitem()

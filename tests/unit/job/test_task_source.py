@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ def test_an_installed_task_counts_alone_and_a_missing_one_not_at_all(
     assert list(source_digests(job("mine.train:T"), [])) == ["mine.train"]
     assert source_digests(job("no_such_module:T"), [tmp_path]) == {}
     assert whole_digest({}) is None
+
+
+def test_a_module_loaded_under_another_name_counts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    name = ".".join("x" * 40)
+    module = types.ModuleType(name)
+    module.__file__ = str(tmp_path / "mine" / "train.py")
+    monkeypatch.setitem(sys.modules, name, module)
+    assert list(source_digests(job(f"{name}:T"), [])) == [name]
 
 
 NOTEBOOK = """
