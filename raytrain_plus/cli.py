@@ -26,7 +26,6 @@ from raytrain_plus.launch.ray_address import is_dashboard
 from raytrain_plus.launch.request import RescaleRequest, StopRequest
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
-from raytrain_plus.storage.address import split
 from raytrain_plus.storage.open import open_folder
 
 _EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid input, 130 and 143 stopped by a signal."
@@ -89,7 +88,7 @@ def run(
 
     if detach:
         handle = start(loaded, address=address, fresh=fresh, roots=roots)
-        ended = Result.load(open_folder(loaded.storage).inside(loaded.name))
+        ended = handle.ended or Result.load(open_folder(loaded.storage).inside(loaded.name))
         if ended is not None:
             # The run had finished earlier, or ended right after it started.
             if not as_json:
@@ -244,7 +243,7 @@ def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
     send(folder, StopRequest(), address)
     if not no_wait:
         result = watch(folder, None)
-        click.echo(f"{result.name}: {result.status} after {result.steps:,} steps")
+        click.echo(f"{result.name}: {result.status} after {result.steps:,} step{'s' * (result.steps != 1)}")
         if result.error:
             return _say(result.error, 1)
     return 0
@@ -271,12 +270,21 @@ def rescale(
 
 
 @cli.command()
-@_run
+@click.argument("run", required=False)
 @_storage
 @_dashboard
 @_json
-def status(run: str, storage: str, address: str | None, as_json: bool) -> int | Answer:
-    """Show the state, steps and checkpoints of a run. RUN: a folder, an address, or a name."""
+def status(run: str | None, storage: str, address: str | None, as_json: bool) -> int | Answer:
+    """Show the state, steps and checkpoints of a run.
+
+    RUN: a folder, an address, or a name. Without it, the runs in the storage are listed.
+    """
+    if run is None:
+        if address is not None:
+            raise click.UsageError("--address needs a run.")
+        from raytrain_plus.runs.status import listed
+
+        return _reported(*listed(storage), 0, as_json)
     address = asked_cluster(run, storage, address)
     if address is not None:
         job = jobs_at(address).status(run)
@@ -293,17 +301,19 @@ def status(run: str, storage: str, address: str | None, as_json: bool) -> int | 
 @_run
 @_storage
 @click.option("--to", required=True, type=click.Path(path_type=Path), help="The file to write.")
+@click.option("--best", is_flag=True, help="The best checkpoint, by the metric of checkpoint.keep_best.")
+@click.option("--step", type=click.IntRange(1), help="The checkpoint after this step, as `raytrain status` shows it.")
 @click.option(
     "--format", "kind", type=click.Choice(["safetensors", "torch-export"]), default="safetensors", show_default=True
 )
-def export(run: str, storage: str, to: Path, kind: str) -> int:
-    """Write the newest model of a run to a file. RUN: a folder, an address, or a name."""
-    from raytrain_plus.runs.export import export_program, export_weights
-    from raytrain_plus.runs.folder import find_run
+def export(run: str, storage: str, to: Path, best: bool, step: int | None, kind: str) -> int:
+    """Write the model of a run to a file.
 
-    folder = find_run(run, storage)
-    manifest = export_weights(folder, to) if kind == "safetensors" else export_program(folder, to, [Path.cwd()])
-    click.echo(f"{to}: the model after step {manifest.step + 1} of {split(folder.address)[1]}")
+    RUN: a folder, an address, or a name; or the folder of a checkpoint. Without --best and --step it is the newest.
+    """
+    from raytrain_plus.runs.export import Which, export_to
+
+    click.echo(export_to(run, storage, to, kind, Which(step=None if step is None else step - 1, best=best)))
     return 0
 
 
@@ -388,12 +398,8 @@ def doctor(as_json: bool) -> int | Answer:
     from raytrain_plus.install.doctor import checks
 
     found = checks()
-    lines = []
-    for check in found:
-        lines.append(f"{check.status}  {check.name}: {check.detail}")
-        if check.remedy:
-            lines.append(f"      fix: {check.remedy}")
     document = {"checks": [{name: getattr(check, name) for name in check.__slots__} for check in found]}
+    lines = [line for check in found for line in check.lines()]
     return _reported(document, lines, int(any(check.status == "FAIL" for check in found)), as_json)
 
 

@@ -42,6 +42,9 @@ _IF_THERE = {
     "error": has.maybe(lambda value: has.text(value) if isinstance(value, str) else _ERROR(value)),
     "skipped": has.whole(0),
     "show": has.maybe(has.text),
+    "trained_steps": has.maybe(has.whole(0)),
+    "trained_samples": has.maybe(has.whole(0)),
+    "ended": has.maybe(has.number(0, 1e12)),
 }
 """Shapes of the fields that earlier versions did not write."""
 _REMEDY = "move the file away; the run then counts as not ended"
@@ -49,7 +52,11 @@ _REMEDY = "move the file away; the run then counts as not ended"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """How a run ended, and its totals."""
+    """How a run ended, and its totals.
+
+    A run that was resumed had several processes. Times, speeds and copies are those of the last one; steps, samples,
+    recoveries and skipped steps are those of the whole run.
+    """
 
     name: str
     status: str
@@ -67,17 +74,17 @@ class Result:
     state_sha256: str | None = None
     """SHA-256 hash of parameters, persistent buffers and optimizer state at the end; None if unknown."""
     recoveries: int = 0
-    """Number of worker losses that the run recovered from."""
+    """Number of worker losses that the whole run recovered from."""
     stall_s: float = 0.0
-    """Total seconds that the recoveries cost."""
+    """Total seconds that these recoveries cost."""
     goodput: float = 1.0
-    """1 - (stalled + recomputed) / time after the first step."""
+    """1 - (stalled + recomputed) / time after the first step of this process."""
     data_wait: float = 0.0
-    """Share of the step time spent waiting for data, without the first second."""
+    """Share of the step time of this process spent waiting for data, without the first second."""
     setup_s: float | None = None
     """Seconds from Ray being ready to the end of the first step; None if the run made no step."""
     seconds: float = 0.0
-    """Seconds from the end of the first step to the end of the last."""
+    """Seconds from the end of the first step of this process to the end of its last."""
     bubble: float | None = None
     """Share of their time that pipeline stages spent waiting for each other; None without pipeline stages."""
     copies: int = 0
@@ -90,6 +97,12 @@ class Result:
     """Committed steps that changed nothing because their sums were not finite (`elastic.on_nonfinite: skip`)."""
     show: str | None = None
     """The text that `Task.show` returned."""
+    trained_steps: int | None = None
+    """Number of steps that this process of the run trained; 0 if the run had finished before. None: unknown."""
+    trained_samples: int | None = None
+    """Number of rows in these steps; None: unknown."""
+    ended: float | None = None
+    """When the run ended, in Unix seconds; None if an older version wrote the result."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values."""

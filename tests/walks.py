@@ -49,10 +49,12 @@ WALKS = {
         steps=(
             Step("raytrain validate jobs/digits.yaml", r"digits: OK"),
             Step("raytrain run jobs/digits.yaml", r"digits finished: 30 steps"),
+            Step("raytrain status", r"digits: finished"),
             Step("raytrain status digits", r"finished"),
             Step("raytrain audit digits", r"rows"),
             Step("raytrain export digits --to model.safetensors", r"the model after step 30 of digits"),
-            Step("raytrain resume digits", r"digits finished: 30 steps"),
+            Step("raytrain export digits --step 30 --to out/model.safetensors", r"the model after step 30 of digits"),
+            Step("raytrain resume digits", r"digits was already finished on .* nothing was trained"),
         ),
     ),
     "detached": Walk(
@@ -78,7 +80,7 @@ WALKS = {
         steps=(
             Step("raytrain run jobs/digits.yaml --set data.batch_size=192 --fresh", r"digits finished: 15 steps"),
             Step("raytrain run jobs/digits.yaml --set reduction=exact --fresh", r"digits finished: 30 steps"),
-            Step("raytrain resume digits --set 'workers={min: 1}'", r"digits finished: 30 steps"),
+            Step("raytrain resume digits --set 'workers={min: 1}'", r"digits was already finished"),
             Step(
                 "raytrain verify jobs/digits.yaml --set reduction=exact --workers 1,2,4 --kill 1 --steps 200",
                 r"all runs gave the same bits and used every row once",
@@ -103,7 +105,8 @@ WALKS = {
             ),
             Step(
                 "raytrain submit jobs/byte_gpt.yaml --address http://HOST:8265 --set storage=s3://BUCKET/runs",
-                r"byte_gpt finished: 12 steps",
+                # The same run, in the same place.
+                r"byte_gpt was already finished",
                 also="--follow",
                 instead={"s3://BUCKET/runs": "$PWD/runs"},
             ),

@@ -81,7 +81,7 @@ class Journal:
         self._parts: Parts | None = None
         self._trackers: Trackers | None = None
         self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
-        self._totals = Totals()
+        self._totals = Totals(past.recoveries, past.stall_s, past.skipped)
         self.gauges = Gauges(self._totals)
         self._incidents = Incidents()
         self._bubble = Bubble()
@@ -126,12 +126,11 @@ class Journal:
         self._log = EventLog(run, self._clock, self.outages)
         self._followed.read_back(self._log.read)
         self._parts = Parts(run, partial(self._before_entries, self._log), self.outages)
-        self._trackers = Trackers(run, relays, self.outages)
+        self._trackers = Trackers(run, relays, self.outages, self.metrics)
         early, self._early = self._early, []
         self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
         for event in early:
-            kind, moment = event.pop("kind"), event.pop("time")
-            event.pop("generation")
+            kind, moment, _ = (event.pop(name) for name in ("kind", "time", "generation"))
             self._log.write(kind, generation=self.generation, time=moment, fields=event)
 
     @property
@@ -388,6 +387,7 @@ class Journal:
             show=export.show if export else None,
             began=began,
             bubble=self._bubble.share,
+            ended=self._clock(),
         )
         told, parts = self._log, self._parts
         if told is None or parts is None:

@@ -22,6 +22,7 @@ from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase, holders, members_in
 from raytrain_plus.membership.hang_detection import Pulses, judge, overdue, unresponsive
 from raytrain_plus.membership.timeouts import LEAVE_BEFORE_S, PAUSE_BEFORE_S, clock_of, limit_s, stop_limit_s
+from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.training.records import Activity
 
 PULSE_S = 0.5
@@ -143,7 +144,7 @@ class Monitor:
         if have >= need:
             # All of them have started, and are preparing.
             return
-        self.journal.waits(f"{need - have} more of at least {need} workers (each needs {self.loop.need})")
+        self.journal.waits(f"{need - have} more of at least {plural(need, 'worker')} (each needs {self.loop.need})")
 
     def _ask(self, now: float) -> None:
         """Ask the workers what they do; remind those that should leave, with the addresses published so far."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 from raytrain_plus.controller.event_loop import Host
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.order import Order
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.observe.trackers import start_trackers
-from raytrain_plus.runs.folder import claim
+from raytrain_plus.runs.folder import TASK, claim
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.outage import outage_of
 
@@ -20,5 +22,7 @@ def open_run(order: Order, run: Claimed, journal: Journal, host: Host) -> None:
         run.hold(fence.claim)
         relays = start_trackers(plan.job.trackers, run, order.job_yaml, order.environment, plan.roots[0])
         journal.open(fence, order.job_yaml, order.versions, host.cluster, plan.index.to_json(), host.name, relays)
+        source = {"sha256": order.task_sha256, "modules": dict(order.task_modules)}
+        run.write(TASK, [json.dumps(source, indent=1).encode() + b"\n"])
     except StorageError as failure:
         raise RunError(f"the run cannot start in {run.where}: {outage_of(failure, run)}") from failure

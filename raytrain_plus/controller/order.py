@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raytrain_plus.errors import RaytrainError
+from raytrain_plus.job.task_source import whole_digest
 from raytrain_plus.result import Result
 from raytrain_plus.runs.history import Past
 from raytrain_plus.workers.messages import Plan
@@ -22,8 +23,8 @@ class Order:
     """Whether the folder of an earlier run is moved aside."""
     past: Past | None
     """What the run resumes from; None for a new run."""
-    task_sha256: str | None
-    """The hash of the source file of the task's class."""
+    task_modules: Mapping[str, str]
+    """The digests of the task's source, by module: see `job.task_source`."""
     job_yaml: str
     versions: Mapping[str, str]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -31,6 +32,11 @@ class Order:
 
     Not in the actor's `runtime_env`, which Ray's dashboard shows.
     """
+
+    @property
+    def task_sha256(self) -> str | None:
+        """One digest of the task's source."""
+        return whole_digest(self.task_modules)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -37,29 +37,35 @@ class _Sent(Protocol):
 
 
 class Totals:
-    """Running sums over the committed steps."""
+    """Running sums over the committed steps: of the whole run, and of this process of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, recoveries: int = 0, stall_s: float = 0.0, skipped: Collection[int] = ()) -> None:
+        """Begin with the recoveries, their seconds and the skipped steps of the run's earlier processes."""
         self.steps = 0
         self.samples = 0
         self.loss: float | None = None
         self.grad_norm: float | None = None
-        self._skipped: set[int] = set()
+        self._skipped = set(skipped)
         self.first_time: float | None = None
         self.last_time = 0.0
         self._warm_s = 0.0
         self._warm_waited_s = 0.0
         self._begin: float | None = None
-        self.recoveries = 0
-        self.stall_s = 0.0
+        self.recoveries = recoveries
+        self.stall_s = self._earlier_stall_s = stall_s
         self.again_s = 0.0
         """Seconds of recomputed steps."""
         self.copies = 0
         self.copy_s = 0.0
         self._again_to = -1
+        self._first_step = 0
+        """The first step of this process of the run."""
+        self._first_sample = 0
 
     def back_to(self, step: int, samples: int, made: int) -> None:
         """Continue after `step` and so many rows, though steps up to `made` had been committed."""
+        if self.first_time is None or step < self._first_step:
+            self._first_step, self._first_sample = step + 1, samples
         self.steps, self.samples = step + 1, samples
         self._skipped = {skipped for skipped in self._skipped if skipped <= step}
         self._again_to = max(self._again_to, made)
@@ -98,9 +104,10 @@ class Totals:
 
     @property
     def goodput(self) -> float:
-        """1 - (stalled + recomputed) / time after the first step."""
+        """1 - (stalled + recomputed) / time after the first step, in this process."""
         seconds = 0.0 if self.first_time is None else self.last_time - self.first_time
-        return max(0.0, 1 - (self.stall_s + self.again_s) / seconds) if seconds > 0 else 1.0
+        stall_s = self.stall_s - self._earlier_stall_s
+        return max(0.0, 1 - (stall_s + self.again_s) / seconds) if seconds > 0 else 1.0
 
     @property
     def data_wait(self) -> float:
@@ -119,11 +126,12 @@ class Totals:
         show: str | None,
         began: float,
         bubble: float | None,
+        ended: float,
     ) -> Result:
         """Return the run's result.
 
         `began`: Unix seconds at which Ray was available; `bubble`: the share of the stages' time spent waiting for one
-        another.
+        another; `ended`: Unix seconds at the end.
         """
         return Result(
             name=name,
@@ -146,4 +154,7 @@ class Totals:
             error=error,
             skipped=self.skipped,
             show=show,
+            trained_steps=self.steps - self._first_step,
+            trained_samples=self.samples - self._first_sample,
+            ended=ended,
         )

@@ -31,6 +31,11 @@ class Check:
     remedy: str = ""
     """The command that fixes it; empty if nothing is wrong."""
 
+    def lines(self) -> list[str]:
+        """Return lines of text for a person."""
+        fix = [f"      fix: {self.remedy}"] if self.remedy else []
+        return [f"{self.status}  {self.name}: {self.detail}", *fix]
+
 
 def checks() -> list[Check]:
     """Run all checks; takes a few seconds and changes nothing."""

@@ -152,7 +152,7 @@ def trim_traceback(error: BaseException) -> str:
     frames = users_frames(error)
     lines = [line.rstrip() for line in traceback.format_list(frames)]
     if lines:
-        whose = "without raytrain_plus and torch" if _is_librarys(frames[-1].filename) else "your code only"
+        whose = "without raytrain_plus and torch" if is_librarys(frames[-1].filename) else "your code only"
         lines.insert(0, f"Traceback ({whose}):")
     if isinstance(error, SyntaxError):
         lines = [f'  File "{error.filename}", line {error.lineno}', f"    {(error.text or '').strip()}"]
@@ -164,7 +164,7 @@ def users_frames(error: BaseException) -> list[FrameSummary]:
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_BENEATH_TASKS)
     ]
-    return [frame for frame in frames if not _is_librarys(frame.filename)] or frames
+    return [frame for frame in frames if not is_librarys(frame.filename)] or frames
 
 
 def fault_of(error: BaseException) -> str:
@@ -187,7 +187,8 @@ def is_signal(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and bool(frames) and frames[-1].filename.startswith(_OURS)
 
 
-def _is_librarys(filename: str) -> bool:
+def is_librarys(filename: str) -> bool:
+    """Return whether a file belongs to Python or to an installed package."""
     installed = {"site-packages", "dist-packages"} & set(Path(filename).parts)
     return bool(installed) or filename.startswith((*_STANDARD, "<"))
 

@@ -50,8 +50,11 @@ class Handle:
     Only `stop` and `rescale` affect the run; losing the handle does not.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, ended: Result | None = None) -> None:
+        """Build the handle of the run in this folder; `ended`: its result, if it had finished before it was started."""
         self._run = folder
+        self.ended = ended
+        """The result of a run that had finished before it was started, so that nothing was trained; else None."""
         self.name = split(folder.address)[1]
         self.path = folder.path or folder.address
         """The run's folder: a path, or an address if `storage` is one."""
@@ -76,6 +79,9 @@ class Handle:
 
         An interrupt stops only the following, not the run, and raises `FollowInterrupted`.
         """
+        if self.ended is not None:
+            view_for(sys.stdout).finish(self.ended)
+            return self.ended
         with self._waiting():
             return watch(self._run, view_for(sys.stdout))
 
@@ -85,6 +91,8 @@ class Handle:
         Raises `TimeoutError` after `timeout_s`, `RunError` if the run's controller is gone and left no result, and
         `FollowInterrupted` as `follow` does.
         """
+        if self.ended is not None:
+            return self.ended
         with self._waiting():
             return watch(self._run, None, timeout_s=timeout_s)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import inspect
 import os
 import platform
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,18 +22,18 @@ from raytrain_plus.errors import CheckpointError, DamagedError, DataError, Input
 from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
+from raytrain_plus.job.task_source import changed_modules, source_digests
 from raytrain_plus.observe.trackers import check_installed, settings_for
 from raytrain_plus.parallel.sizing import stage_counts, unused_workers
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
-from raytrain_plus.runs.folder import CHANGED, DATASET, check_writable, earlier_result, run_exists
+from raytrain_plus.runs.folder import CHANGED, DATASET, TASK, check_writable, earlier_result, run_exists
 from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.task import Task
 from raytrain_plus.training.layers import layers_of
 from raytrain_plus.workers.messages import Plan
 
@@ -45,6 +43,7 @@ _DATASET = has.object_of(
 )
 
 
+_TASK = has.object_of(modules=has.table_of(has.text))
 _CHANGED = has.object_of(
     path=has.text, file=has.text, bytes=has.whole(0), modified_ns=has.whole(0), footer_sha256=has.text
 )
@@ -61,10 +60,11 @@ def order_of(
     its data or its task is wrong, before any folder is made. Warnings go to stderr.
     """
     folder = check_writable(job.storage).inside(job.name)
+    search = [Path.cwd(), *roots]
     done = earlier_result(folder, job, fresh, may_change)
     if done is not None:
-        return done
-    search = [Path.cwd(), *roots]
+        _refuse_another_task(folder, source_digests(job, search))
+        return replace(done, trained_steps=0, trained_samples=0)
     collective = choose_collective(job.collective, job.workers.gpus)
     if unused := passed_over(job.collective):
         print(f"warning: {unused}", file=sys.stderr)
@@ -77,9 +77,9 @@ def order_of(
         past = load_history(folder)
         check_resumable(past, folder, job, seen)
         _check_restored(folder, seen, held_out)
-    source = None if pickled is not None else source_sha256(code.task)
+    sources = source_digests(job, search)
     if past is not None:
-        _warn_of_another_task(past, source)
+        _warn_of_another_task(folder, sources)
     counts = stage_counts(job, layers_of(job, code.task))
     unformed = unused_workers(job, counts)
     if unformed:
@@ -96,7 +96,7 @@ def order_of(
             folder=folder.address,
         ),
         past=past,
-        task_sha256=source,
+        task_modules=sources,
         stage_counts=counts,
         fresh=fresh,
         job_yaml=job.to_yaml(),
@@ -183,23 +183,28 @@ def _other_data(job: Job, seen: Index, fingerprint: str, when: str) -> DataError
     )
 
 
-def source_sha256(cls: type[Task]) -> str | None:
-    """Return the SHA-256 of the source file of a task's class; None if it has no file."""
+def _changes(folder: Folder, sources: Mapping[str, str]) -> str:
+    """Name the modules of the task whose source is not as recorded in the run's folder; empty without a record."""
     try:
-        file = inspect.getsourcefile(cls)
-        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except (OSError, TypeError):
-        return None
+        then = read_object(folder, TASK, "move the file away; the task's source is then not compared", _TASK)
+    except FileNotFoundError:
+        return ""
+    return ", ".join(changed_modules(then["modules"], sources))
 
 
-def _warn_of_another_task(past: Past, source: str | None) -> None:
-    newest = next((found.manifest for found in past.found if found.manifest is not None), None)
-    if newest is not None and source is not None and newest.task_sha256 not in (None, source):
-        print(
-            "warning: the task's source file has changed since the checkpoint that the run resumes from "
-            f"(step {newest.step}) was written",
-            file=sys.stderr,
+def _refuse_another_task(folder: Folder, sources: Mapping[str, str]) -> None:
+    if changed := _changes(folder, sources):
+        raise InputError(
+            f"the task's source has changed since this run finished: {changed}",
+            where=f"run folder {folder.where}",
+            remedy="train again with raytrain run JOB --fresh (fresh=True in Python), which moves this run aside; or "
+            "choose another name (--set name=...)",
         )
+
+
+def _warn_of_another_task(folder: Folder, sources: Mapping[str, str]) -> None:
+    if changed := _changes(folder, sources):
+        print(f"warning: the task's source has changed since this run was last started: {changed}", file=sys.stderr)
 
 
 def _spelled(task: str | type) -> str:

@@ -37,8 +37,9 @@ def run(
 ) -> Result:
     """Run `job` until it ends and return its result; a failed run is a result too, with its error in words.
 
-    An unfinished run of this name resumes from its newest complete checkpoint. `may_change`: settings in which the job
-    may then differ from the one that started the run, besides those that do not affect results.
+    An unfinished run of this name resumes from its newest complete checkpoint. A finished one is not run again: its
+    result has `trained_steps` 0. `may_change`: settings in which the job may differ from the one that started the run,
+    besides those that do not affect results.
 
     `address`: the Ray cluster to join. An existing connection to Ray comes first; without `address` and RAY_ADDRESS a
     local Ray is started for this run. In a job that was submitted to a cluster, the run survives the end of this
@@ -76,7 +77,8 @@ def start(job: Job, *, address: str | None = None, fresh: bool = False, roots: S
     """Start `job` as `run` does, but detached; return once it trains. The run survives this process.
 
     It uses the named or connected cluster, else a local Ray in separate processes on this machine. A job that has
-    finished already is not run again. Raises the error that prevented the start.
+    finished already is not run again: the handle then has its result in `ended`. Raises the error that prevented the
+    start.
     """
     order = order_of(job, fresh=fresh, roots=roots)
     if not isinstance(order, Result):
@@ -85,7 +87,7 @@ def start(job: Job, *, address: str | None = None, fresh: bool = False, roots: S
                 launch(order, began)
         else:
             begin_in_background(order)
-    return Handle(open_folder(job.storage).inside(job.name))
+    return Handle(open_folder(job.storage).inside(job.name), order if isinstance(order, Result) else None)
 
 
 def resume(

@@ -20,6 +20,7 @@ from raytrain_plus.launch.cluster import connected
 from raytrain_plus.launch.fault import kill_process
 from raytrain_plus.launch.runner import run
 from raytrain_plus.observe.run_events import read_events
+from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.parallel.sizing import shapes_of, stage_counts
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import read_tensors
@@ -198,7 +199,7 @@ def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequ
     with killer:
         result = run(sized, quiet=True, fresh=True, roots=roots)
     if result.status != "finished":
-        raise RunError(f"the run on {size} workers {result.status}: {result.error or 'by a signal'}")
+        raise RunError(f"the run on {plural(size, 'worker')} {result.status}: {result.error or 'by a signal'}")
     assert result.state_sha256 is not None
     return Trial(
         workers=_present(run_folder).most,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raytrain_plus.observe.run_events import RunEvent
@@ -48,5 +49,10 @@ class EventMetrics:
             self._step = max(0, event["step"])
         elif kind == "evaluated":
             self._step = event["step"] + 1
-            found = {f"evaluation/{name}": value for name, value in event["metrics"].items()}
+            return evaluation_metrics(event["step"], event["metrics"], event["time"])
         return [MetricValue(name, float(value), self._step, event["time"]) for name, value in found.items()]
+
+
+def evaluation_metrics(step: int, metrics: Mapping[str, float], time_s: float) -> list[MetricValue]:
+    """Return the metrics of an evaluation of the state after `step`."""
+    return [MetricValue(f"evaluation/{name}", float(value), step + 1, time_s) for name, value in metrics.items()]

@@ -218,7 +218,7 @@ def event_text(event: RunEvent) -> str | None:
 
 def _resumed(step: int, checkpoint: str | None) -> str:
     if checkpoint is not None:
-        return f"resumed {after_step(step)} from {checkpoint}"
+        return f"resumed from the checkpoint {after_step(step)}"
     # No checkpoint was read: workers still held the state, or it was built again.
     return "restarted from the initial state" if step < 0 else f"returned to the state {after_step(step)}"
 

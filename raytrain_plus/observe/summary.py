@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from raytrain_plus.observe.run_progress import RunProgress, after_step, clock_text, metrics_text, plural, speed_text
 from raytrain_plus.result import Result, resume_command
 from raytrain_plus.storage.address import is_address, within
@@ -13,7 +15,10 @@ def summary(result: Result, progress: RunProgress | None) -> list[str]:
     `progress`: the progress that its events added up to; None or an empty one if the run had already ended. The error
     of a failed run is not included: a view shows it where errors belong.
     """
-    lines = [_head(result), *_held_out(result, progress), *_time(result)]
+    if result.trained_steps == 0 and result.status == "finished" and (progress is None or not progress.workers):
+        lines = [_already_finished(result), *_held_out(result, None)]
+    else:
+        lines = [*_head(result), *_held_out(result, progress), *_time(result)]
     if result.show and result.show.strip():
         said = result.show.rstrip().splitlines()
         lines += ["", "  the model says:", *(f"    {line}".rstrip() for line in said), ""]
@@ -34,11 +39,33 @@ def summary(result: Result, progress: RunProgress | None) -> list[str]:
     return [*lines, f"  next     pip install tensorboard && tensorboard --logdir {within(folder, 'tensorboard')}"]
 
 
-def _head(result: Result) -> str:
+def _already_finished(result: Result) -> str:
+    """Return that a run had finished before, as one sentence with the remedy."""
+    moment = "" if result.ended is None else time.strftime(" on %Y-%m-%d %H:%M", time.localtime(result.ended))
+    return (
+        f"{result.name} was already finished{moment}, after {plural(result.steps, 'step')}: nothing was trained; "
+        "--fresh (fresh=True in Python) trains again"
+    )
+
+
+def _head(result: Result) -> list[str]:
     head = f"{result.name} {result.status}: {plural(result.steps, 'step')}, {plural(result.samples, 'sample')}"
+    if not _resumed(result):
+        return [f"{head}{_speed(result, result.samples)}"]
+    samples = result.trained_samples or 0
+    trained = f"{plural(result.trained_steps or 0, 'step')}, {plural(samples, 'sample')}{_speed(result, samples)}"
+    return [head, f"  resumed  since then {trained}"]
+
+
+def _resumed(result: Result) -> bool:
+    """Return whether earlier processes of the run trained some of its steps; False if that is unknown."""
+    return result.trained_steps is not None and result.trained_steps < result.steps
+
+
+def _speed(result: Result, samples: int) -> str:
     if result.seconds <= 0:
-        return head
-    return f"{head} in {clock_text(result.seconds)}, {speed_text(result.samples / result.seconds)} samples/s"
+        return ""
+    return f" in {clock_text(result.seconds)}, {speed_text(samples / result.seconds)} samples/s"
 
 
 def _held_out(result: Result, progress: RunProgress | None) -> list[str]:
@@ -62,7 +89,9 @@ def _time(result: Result) -> list[str]:
     if not result.steps:
         return []
     waited = f"{100 * result.data_wait:.1f} % of step time was spent waiting for data"
-    lines = [f"  time     {'' if result.setup_s is None else f'{result.setup_s:.1f} s of setup; '}{waited}"]
+    lines = []
+    if result.trained_steps != 0:
+        lines.append(f"  time     {'' if result.setup_s is None else f'{result.setup_s:.1f} s of setup; '}{waited}")
     if result.bubble is not None:
         lines.append(
             f"  stages   spent {100 * result.bubble:.0f} % of their time waiting for one another; diagram of one step: "
@@ -75,7 +104,6 @@ def _time(result: Result) -> list[str]:
         lines.append(f"  skipped  {plural(result.skipped, 'step')}, whose loss or gradient was not finite")
     if result.recoveries:
         losses = f"{result.recoveries:,} loss{'' if result.recoveries == 1 else 'es'}"
-        lines.append(
-            f"  losses   recovered from {losses}, {result.stall_s:.2f} s in all; goodput {100 * result.goodput:.1f} %"
-        )
+        goodput = f"goodput {100 * result.goodput:.1f} %{' since the run was resumed' * _resumed(result)}"
+        lines.append(f"  losses   recovered from {losses}, {result.stall_s:.2f} s in all; {goodput}")
     return lines

@@ -6,7 +6,7 @@ This module writes the format itself instead of using tensorboardX, which loads 
     length (8 bytes) | checksum of the length (4) | payload | checksum of the payload (4)
 
 numbers little-endian, checksums CRC-32C, rotated and shifted; a payload is a protocol buffer `Event` {1: wall time,
-2: step, 3: the format's name (first record) or 5: summary {1: value {1: tag, 2: metric}}}.
+2: step, 3: the format's name (first record) or 5: summary {1: value {1: tag, 2: metric}} or 7: session {1: status}}.
 
 On a file system a run's controller appends to one file; elsewhere it writes parts (`storage.growing`), each of which is
 such a file.
@@ -56,7 +56,13 @@ class Scalars:
 
     def add(self, metrics: Sequence[MetricValue]) -> None:
         """See `Tracker`."""
-        records = b"".join(record(scalar_event(one.time_s, one.step, one.name, one.value)) for one in metrics)
+        self._write(b"".join(record(scalar_event(one.time_s, one.step, one.name, one.value)) for one in metrics))
+
+    def restart(self, time_s: float, step: int) -> None:
+        """Make void what the run's files have from this step on: TensorBoard then shows the later values alone."""
+        self._write(record(restart_event(time_s, step)))
+
+    def _write(self, records: bytes) -> None:
         if not records:
             return
         if self._file is None:
@@ -102,6 +108,11 @@ def scalar_event(time_s: float, step: int, name: str, value: float) -> bytes:
     """Return one metric as a protocol buffer `Event`; `time_s`: Unix seconds."""
     metric = _bytes(1, name.encode()) + _key(2, 5) + struct.pack("<f", _single(value))
     return _double(1, time_s) + _key(2, 0) + _varint(step) + _bytes(5, _bytes(1, metric))
+
+
+def restart_event(time_s: float, step: int) -> bytes:
+    """Return the `Event` of a session that starts at `step`, as `SummaryWriter(purge_step=step)` writes it."""
+    return _double(1, time_s) + _key(2, 0) + _varint(step) + _bytes(7, _key(1, 0) + _varint(1))
 
 
 def record(payload: bytes) -> bytes:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import IO, Any, Protocol
 import yaml
 
 from raytrain_plus.errors import FolderGone, InputError
-from raytrain_plus.observe.event_metrics import EventMetrics, MetricValue
+from raytrain_plus.observe.event_metrics import EventMetrics, MetricValue, evaluation_metrics
 from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.observe.tensorboard import Scalars
 from raytrain_plus.storage.document import read_object
@@ -95,11 +95,19 @@ def start_trackers(
 class Trackers:
     """All trackers of a run. A failing tracker is reported once and loses metrics; it never fails the run."""
 
-    def __init__(self, run: Folder, relays: Sequence[Relay] = (), outages: Outages | None = None) -> None:
+    def __init__(
+        self,
+        run: Folder,
+        relays: Sequence[Relay] = (),
+        outages: Outages | None = None,
+        evaluated: Callable[[int], Mapping[str, float]] = lambda step: {},
+    ) -> None:
         """Begin with TensorBoard and the `relays`, the started trackers that the job names.
 
-        `outages` records failed writes of TensorBoard's files.
+        `outages` records failed writes of TensorBoard's files. `evaluated` returns the evaluation metrics of the state
+        after a step, if it was evaluated.
         """
+        self._evaluated = evaluated
         self._scalars = Scalars(run.inside("tensorboard"), outages=outages)
         self._relays = relays
         self._metrics = EventMetrics()
@@ -109,12 +117,22 @@ class Trackers:
         """Send the metrics of one event to all trackers."""
         if event["kind"] == "run_finished":
             self._status = event["status"]
+        if event["kind"] == "resumed":
+            self._restart(event["step"], event["time"])
         metrics = self._metrics.of(event)
         if not metrics:
             return
         for relay in self._relays:
             relay.add(metrics)
         self._scalars.add(metrics)
+
+    def _restart(self, step: int, time_s: float) -> None:
+        """Make the metrics of the steps after `step` void in TensorBoard.
+
+        An evaluation of the state that the run resumes from has the number of the first void step, and still counts.
+        """
+        self._scalars.restart(time_s, step + 1)
+        self._scalars.add(evaluation_metrics(step, self._evaluated(step), time_s))
 
     def close(self) -> None:
         """End all trackers within seconds. Raises `OSError` if TensorBoard's files cannot be written."""

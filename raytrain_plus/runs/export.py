@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from raytrain_plus.data.source import index
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import DamagedError, InputError, first_line
 from raytrain_plus.job.task_loader import build_task, load_user_code
-from raytrain_plus.runs.folder import job_of
+from raytrain_plus.observe.run_progress import after_step
+from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import load_history
-from raytrain_plus.state.checkpoint import read_tensors
+from raytrain_plus.state.checkpoint import Found, read_tensors
 from raytrain_plus.state.finite import not_finite
-from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.state.manifest import Manifest, best_of
 from raytrain_plus.state.transfer import unpacked
 from raytrain_plus.storage import json_shape as has
-from raytrain_plus.storage.address import is_address
+from raytrain_plus.storage.address import is_address, split
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.torch_compat import pytree
@@ -38,70 +40,130 @@ CPU = torch.device("cpu")
 _TREE = has.object_of(persistent=has.list_of(has.text))
 
 
-def load(path: str | Path, model: nn.Module) -> int:
-    """Load the newest weights and persistent buffers of a run, or of a safetensors file, into `model`, in place.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Which:
+    """Which checkpoint of a run to use: the newest, unless one field is set."""
 
-    `path` is the path or address of a run's folder, or the path of a safetensors file. Returns the step of the weights;
-    -1 for a file. Raises `InputError` if there are none or they do not match `model`, which is then left unchanged.
+    step: int | None = None
+    """The one after this step, counted from 0."""
+    best: bool = False
+    """The best one, by the metric of `checkpoint.keep_best`."""
+    name: str = ""
+    """The one of this name."""
+
+
+NEWEST = Which()
+
+
+def load(path: str | Path, model: nn.Module, *, step: int | None = None, best: bool = False) -> int:
+    """Load weights and persistent buffers of a run, or of a safetensors file, into `model`, in place.
+
+    `path` is the path or address of a run's folder or of one of its checkpoints, or the path of a safetensors file. Of
+    a run, the newest checkpoint is used; or the one after `step`, counted from 0 as in `Status.checkpoints`; or the
+    `best` one, by the metric of `checkpoint.keep_best`. Returns the step of the weights; -1 for a file. Raises
+    `InputError` if there are none or they do not match `model`, which is then left unchanged.
     """
-    if not is_address(path) and Path(path).is_file():
-        step, weights, where = -1, _from_file(Path(path)), str(path)
+    if not is_address(path) and Path(path).suffix != ".json" and Path(path).is_file():
+        if step is not None or best:
+            raise InputError("a safetensors file has no checkpoints to choose from", where=str(path))
+        made, weights, where = -1, _from_file(Path(path)), str(path)
     else:
-        run = open_folder(path)
-        manifest, weights = newest_weights(run)
-        step, where = manifest.step, run.where
+        folder, which = which_of(path, Which(step=step, best=best))
+        run = open_folder(folder)
+        manifest, weights = weights_of(run, which)
+        made, where = manifest.step, run.where
     put_weights(weights, model, where)
-    return step
+    return made
 
 
-def newest_weights(run: Folder) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """Return the newest complete checkpoint of a run, and the model's tensors by their names in the `state_dict`.
+def which_of(path: str | Path, which: Which) -> tuple[str | Path, Which]:
+    """Return the run of `path`, which may be a checkpoint's folder, and which checkpoint to use.
 
-    Damaged checkpoints are skipped with a warning on stderr. Raises `InputError` if there is no complete checkpoint, or
-    a still newer one was written by a newer version of this package.
+    Raises `InputError` if more than one is chosen.
+    """
+    at = checkpoint_at(path)
+    if (at is not None) + (which.step is not None) + which.best > 1:
+        raise InputError(
+            "more than one checkpoint is chosen", where=str(path), expected="a step, or the best one, or its folder"
+        )
+    return (path, which) if at is None else (at[0], Which(name=at[1]))
+
+
+def weights_of(run: Folder, which: Which) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """Return a complete checkpoint of a run, and the model's tensors by their names in the `state_dict`.
+
+    If none is chosen, it is the newest that is not damaged; others are skipped with a warning on stderr. Raises
+    `InputError` if there is no complete checkpoint, or not the chosen one, or a still newer one was written by a newer
+    version of this package.
     """
     damages = []
-
-    def passed_over(name: str, why: str) -> None:
-        damages.append(f"{name}: {why}")
-        print(f"warning: the checkpoint {name} cannot be used: {why}", file=sys.stderr)
-
-    for found in load_history(run).found:
+    chosen = which != NEWEST
+    for found in _chosen(run, which) if chosen else load_history(run).found:
         if found.error is not None and not isinstance(found.error, DamagedError):
             raise found.error
-        manifest = found.manifest
-        if manifest is None:
-            if found.damaged:
-                passed_over(found.name, found.why)
-            continue
-        if wrong := _TREE(manifest.tree):
-            passed_over(found.name, f"invalid manifest: {wrong}")
-            continue
-        buffers = set(manifest.tree["persistent"])
-        names = [
-            name
-            for name in manifest.tensors
-            if name.startswith("param/") or (name.startswith("buffer/") and name.partition("/")[2] in buffers)
-        ]
-        try:
-            tensors = read_tensors(run, manifest, dict.fromkeys(names))
-        except DamagedError as error:
-            passed_over(found.name, f"{error.where}: {error.what}")
-            continue
-        weights = {name.partition("/")[2]: unpacked(packed, CPU) for name, packed in tensors.items()}
-        trained = {name for group in manifest.tree.get("groups") or () for name in group["parameters"]}
-        bad = not_finite((name, value) for name, value in weights.items() if name in trained)
-        if bad:
-            # Older versions wrote such checkpoints.
-            passed_over(found.name, f"'{bad[0]}' holds NaN or infinity")
-            continue
-        return manifest, weights
+        manifest, why = found.manifest, found.why if found.damaged or chosen else ""
+        weights: dict[str, torch.Tensor] = {}
+        if manifest is not None:
+            weights, why = _read(run, manifest)
+        if why:
+            damages.append(f"{found.name}: {why}")
+            if not chosen:
+                print(f"warning: the checkpoint {found.name} cannot be used: {why}", file=sys.stderr)
+        elif manifest is not None:
+            return manifest, weights
     raise InputError(
-        "no complete checkpoint" + "".join(f"; {damage}" for damage in damages),
+        ("the checkpoint cannot be used" if chosen else "no complete checkpoint")
+        + "".join(f"; {damage}" for damage in damages),
         where=run.where,
-        expected="the folder of a run with a complete checkpoint",
+        expected="a complete checkpoint" if chosen else "the folder of a run with a complete checkpoint",
         remedy="list the run's checkpoints with: raytrain status RUN",
     )
+
+
+def _chosen(run: Folder, which: Which) -> list[Found]:
+    """Return the chosen checkpoint alone. Raises `InputError` if the run does not have it."""
+    found = load_history(run).found
+    whole = [one.manifest for one in found if one.manifest is not None]
+    if which.best:
+        best = best_of(whole)
+        if best is None:
+            raise InputError(
+                "no checkpoint is known to be the best",
+                where=run.where,
+                expected="a run whose job sets checkpoint.keep_best, after an evaluation",
+                remedy="choose one by its step: raytrain status RUN lists them",
+            )
+        return [one for one in found if one.name == best.name]
+    fits = [one for one in found if which.name == one.name or which.step == one.step]
+    if not fits:
+        asked = which.name or after_step(int(which.step or 0))
+        there = ", ".join(str(manifest.step + 1) for manifest in whole) or "none"
+        raise InputError(
+            f"there is no checkpoint {asked}", where=run.where, expected=f"one of those after step {there}"
+        )
+    # Of a step made again, the newer checkpoint counts; the older one may be void.
+    return fits[:1]
+
+
+def _read(run: Folder, manifest: Manifest) -> tuple[dict[str, torch.Tensor], str]:
+    """Return the model's tensors in a checkpoint, and why they cannot be used; empty if they can."""
+    if wrong := _TREE(manifest.tree):
+        return {}, f"invalid manifest: {wrong}"
+    buffers = set(manifest.tree["persistent"])
+    names = [
+        name
+        for name in manifest.tensors
+        if name.startswith("param/") or (name.startswith("buffer/") and name.partition("/")[2] in buffers)
+    ]
+    try:
+        tensors = read_tensors(run, manifest, dict.fromkeys(names))
+    except DamagedError as error:
+        return {}, f"{error.where}: {error.what}"
+    weights = {name.partition("/")[2]: unpacked(packed, CPU) for name, packed in tensors.items()}
+    trained = {name for group in manifest.tree.get("groups") or () for name in group["parameters"]}
+    bad = not_finite((name, value) for name, value in weights.items() if name in trained)
+    # Older versions wrote such checkpoints.
+    return weights, f"'{bad[0]}' holds NaN or infinity" if bad else ""
 
 
 def _from_file(file: Path) -> dict[str, torch.Tensor]:
@@ -137,22 +199,36 @@ def put_weights(weights: Weights, model: nn.Module, where: str) -> None:
             mine[name].copy_(value)
 
 
-def export_weights(run: Folder, to: Path) -> Manifest:
-    """Write the newest weights of a run to a safetensors file; return the manifest of their checkpoint."""
-    manifest, weights = newest_weights(run)
+def export_to(run: str, storage: str, to: Path, kind: str, which: Which) -> str:
+    """Export a checkpoint of a run, given by name, folder or address, or by the checkpoint's own folder.
+
+    `kind`: `safetensors` or `torch-export`. Returns what was written, as a sentence.
+    """
+    at, which = which_of(run, which)
+    folder = find_run(str(at), storage)
+    if kind == "safetensors":
+        manifest = export_weights(folder, to, which)
+    else:
+        manifest = export_program(folder, to, [Path.cwd()], which)
+    return f"{to}: the model {after_step(manifest.step)} of {split(folder.address)[1]}{', the best' * which.best}"
+
+
+def export_weights(run: Folder, to: Path, which: Which = NEWEST) -> Manifest:
+    """Write the weights of a run to a safetensors file; return the manifest of their checkpoint."""
+    manifest, weights = weights_of(run, which)
     _whole(to, lambda part: safetensors.torch.save_file(weights, part, metadata={"format": "pt"}))
     return manifest
 
 
-def export_program(run: Folder, to: Path, roots: Sequence[Path]) -> Manifest:
-    """Write the newest model of a run as a `torch.export` program, which runs without the task's code.
+def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = NEWEST) -> Manifest:
+    """Write a model of a run as a `torch.export` program, which runs without the task's code.
 
     The example inputs are those with which the task calls the model for a batch of step 0. Returns the manifest of the
     checkpoint. Raises `InputError` if torch cannot export the model.
     """
     job = job_of(run)
     assert isinstance(job.task, str)
-    manifest, weights = newest_weights(run)
+    manifest, weights = weights_of(run, which)
     code = load_user_code(job, roots)
     set_random_key(random_key(job.seed, "task"))
     task = build_task(code.task, job.args)
@@ -193,12 +269,18 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path]) -> Manifest:
 
 
 def _whole(to: Path, write: Any) -> None:
-    """Write a file under a temporary name, then rename it. Raises `InputError` if it cannot be written."""
+    """Write a file under a temporary name, then rename it; make its folder. Raises `InputError` if this fails."""
     part = to.with_name(f".{to.stem}.part{to.suffix}")
     try:
-        write(part)
-        os.replace(part, to)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # Some writers create a file that only its owner may read: it gets the mode of any other new file.
+            part.touch()
+            mode = part.stat().st_mode
+            write(part)
+            part.chmod(mode)
+            os.replace(part, to)
+        finally:
+            part.unlink(missing_ok=True)
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(f"the file cannot be written: {error}", where=str(to)) from None
-    finally:
-        part.unlink(missing_ok=True)

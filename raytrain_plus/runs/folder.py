@@ -27,6 +27,7 @@ from raytrain_plus.job.yaml import read_job
 from raytrain_plus.result import Result
 from raytrain_plus.runs.process import lives, this_process
 from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
+from raytrain_plus.state.manifest import parse_name
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.address import is_address, split, within
 from raytrain_plus.storage.claimed import Claim
@@ -39,6 +40,8 @@ JOB = "job.yaml"
 """File with the resolved job, in the run's folder."""
 DATASET = "dataset.json"
 """File that describes the data at the start of the run, as in `Index.to_json`."""
+TASK = "task.json"
+"""File with the digests of the task's source, by module, as the run was last started."""
 CHANGED = "data_changed.json"
 """File that describes the original state of the data file whose change ended the run: `DataChanged.first`."""
 MODEL = "model.safetensors"
@@ -145,7 +148,7 @@ def find_run(name: str, storage: str) -> Folder:
         with contextlib.suppress(FileNotFoundError):
             place.read(JOB)
             return place
-    near = [] if is_address(name) else difflib.get_close_matches(name, _runs_beside(open_folder(storage).path), 3)
+    near = [] if is_address(name) else difflib.get_close_matches(name, runs_beside(open_folder(storage).path), 3)
     raise InputError(
         f"there is no run '{places[0].where if is_address(name) else name}'",
         where=" and ".join(dict.fromkeys(place.where for place in places)),
@@ -153,7 +156,21 @@ def find_run(name: str, storage: str) -> Folder:
     )
 
 
-def _runs_beside(storage: Path | None) -> list[str]:
+def checkpoint_at(where: str | Path) -> tuple[str, str] | None:
+    """Return the run's path or address and the checkpoint's name, if `where` is a checkpoint's folder or manifest.
+
+    >>> checkpoint_at("s3://bucket/runs/digits/checkpoints/000000000059-00000000?region=x")
+    ('s3://bucket/runs/digits?region=x', '000000000059-00000000')
+    """
+    if not is_address(where) and len(Path(where).parts) < 3:
+        return None
+    above, file = split(where)
+    run, folder = split(above)
+    name = file.removesuffix(".json")
+    return (run, name) if folder == CHECKPOINTS and parse_name(name) is not None else None
+
+
+def runs_beside(storage: Path | None) -> list[str]:
     """Return the names of the runs in a folder on a file system; none for an object store, where listing is slow."""
     if storage is None or not storage.is_dir():
         return []

@@ -30,6 +30,12 @@ class Past:
     """(generation, step) pairs: what older generations did after that step is void."""
     claims: int = 0
     """Number of controllers so far."""
+    recoveries: int = 0
+    """Number of worker losses that the run recovered from so far."""
+    stall_s: float = 0.0
+    """Total seconds that they cost."""
+    skipped: frozenset[int] = frozenset()
+    """The committed steps that were skipped and are not void."""
     found: tuple[Found, ...] = ()
     """The checkpoints, complete or not, newest first."""
     entered: tuple[tuple[int, int], ...] = ()
@@ -41,6 +47,7 @@ def load_history(run: Folder) -> Past:
     # Read first, so that a controller that claims the run in the meantime is noticed.
     claims = claims_of(run)
     generation = committed = -1
+    recoveries, stall_s, skipped = 0, 0.0, set[int]()
     resumptions: list[tuple[int, int]] = []
     # Metrics by step: a resumption voids those of later steps.
     metrics: dict[int, Mapping[str, float]] = {}
@@ -48,12 +55,17 @@ def load_history(run: Folder) -> Past:
         generation = max(generation, event["generation"])
         if event["kind"] == "step_committed" and not _void(event["generation"], event["step"], resumptions):
             committed = max(committed, event["step"])
+            if event.get("skipped"):
+                skipped.add(event["step"])
+        elif event["kind"] == "recovered":
+            recoveries, stall_s = recoveries + 1, stall_s + event["stall_s"]
         elif event["kind"] == "evaluated" and not _void(event["generation"], event["step"], resumptions):
             metrics[event["step"]] = {name: float(value) for name, value in event["metrics"].items()}
         elif event["kind"] == "resumed":
             resumptions.append((event["generation"], event["step"]))
             committed = min(committed, event["step"])
             metrics = {step: values for step, values in metrics.items() if step <= event["step"]}
+            skipped = {step for step in skipped if step <= event["step"]}
     evaluated = max(metrics, default=-2)
     found = tuple(survey(run, resumptions))
     recorded = generation
@@ -72,6 +84,9 @@ def load_history(run: Folder) -> Past:
         metrics=metrics,
         resumptions=tuple(resumptions),
         claims=claims,
+        recoveries=recoveries,
+        stall_s=stall_s,
+        skipped=frozenset(skipped),
         found=found,
         entered=tuple(part for part in entered if not _void(*part, resumptions)),
     )

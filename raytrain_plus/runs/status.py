@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain_plus.errors import InputError
+from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.result import Result, resume_command
-from raytrain_plus.runs.folder import lease_holder, lost_holder, run_exists, single_writer
+from raytrain_plus.runs.folder import lease_holder, lost_holder, run_exists, runs_beside, single_writer
 from raytrain_plus.runs.history import Past, load_history
-from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.state.manifest import Manifest, best_of
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.size_text import size_text
 
 DIED = "unfinished (its controller died"
@@ -29,6 +31,8 @@ class CheckpointStatus:
     bytes: int
     state: str
     """`complete`, or why it is not complete."""
+    best: bool = False
+    """Whether it is the best one, by the metric of `checkpoint.keep_best`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Status:
 
     def lines(self) -> list[str]:
         """Return lines of text for a person."""
-        said = [f"{self.run}: {self.state}; {self.steps:,} steps"]
+        said = [f"{self.run}: {self.state}; {plural(self.steps, 'step')}"]
         if self.incomplete_from is not None:
             said.append(f"  the record (events.ndjson) is incomplete: it ends after step {self.incomplete_from:,}")
         if not self.checkpoints:
@@ -64,7 +68,7 @@ class Status:
         for one in self.checkpoints:
             said.append(
                 f"  {one.name:<24}{one.step + 1:>12,}{_spelled_age(one.age_s):>12}{size_text(one.bytes):>12}"
-                f"  {one.state}"
+                f"  {one.state}{', the best' * one.best}"
             )
         if self.resume:
             said.append(f"  resume with: {self.resume}")
@@ -79,9 +83,15 @@ def status(run: Folder) -> Status:
     state, result = state_of(run), Result.load(run)
     past, now = load_history(run), time.time()
     steps, gap = past.committed + 1, None if state.startswith("running") else _gap(past, result)
+    best = best_of([one.manifest for one in past.found if one.manifest is not None])
     kept = tuple(
         CheckpointStatus(
-            one.name, one.step, max(0.0, now - _moment(one.manifest, one.time)), one.bytes, one.why or "complete"
+            one.name,
+            one.step,
+            max(0.0, now - _moment(one.manifest, one.time)),
+            one.bytes,
+            one.why or "complete",
+            best is not None and one.manifest is best,
         )
         for one in past.found
     )
@@ -89,6 +99,23 @@ def status(run: Folder) -> Status:
     if gap is not None:
         steps = max(steps, _reached(past, result) + 1)
     return Status(split(run.address)[1], state, steps, kept, single_writer(run), resume, gap)
+
+
+def listed(storage: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the state of each run in a storage folder, by name, and the same as lines of text.
+
+    Raises `InputError` if there are none, or they cannot be listed.
+    """
+    folder = open_folder(storage)
+    names = sorted(runs_beside(folder.path))
+    if not names:
+        raise InputError(
+            "there are no runs" if folder.path is not None else "runs are listed on a file system only",
+            where=f"storage: {folder.where}",
+            remedy="give a run, or another folder with --storage",
+        )
+    states = {name: state_of(folder.inside(name)) for name in names}
+    return {"runs": states}, [f"{name}: {state}" for name, state in states.items()]
 
 
 def _reached(past: Past, result: Result | None) -> int:

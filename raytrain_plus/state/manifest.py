@@ -120,7 +120,7 @@ class Manifest:
     job: Mapping[str, Any]
     """Every setting of the job."""
     task_sha256: str | None
-    """SHA-256 of the source file of the task's class, if it has one."""
+    """SHA-256 of the task's source (see `job.task_source`); in older versions of the source file of its class."""
     versions: Mapping[str, str]
     data: Mapping[str, Any]
     """Fingerprints, and the position: the number of rows that the run has used."""
@@ -267,21 +267,39 @@ def _fault(manifest: Manifest, name: str) -> str:
 def kept(found: Iterable[Manifest], keep: int, best: tuple[str, str] | None) -> tuple[list[Manifest], list[Manifest]]:
     """Divide complete checkpoints into those to keep and those to remove, each newest first.
 
-    Keeps the `keep` newest and the best one. `best` is (metric, `min` or `max`). A checkpoint without a finite value of
-    that metric is never the best; of equal ones the older is.
+    Keeps the `keep` newest and the best one. `best` is (metric, `min` or `max`).
     """
     ordered = sorted(found, key=newness, reverse=True)
     stay = ordered[: max(1, keep)]
     if best is not None:
-        metric, mode = best
-        judged = [manifest for manifest in reversed(ordered) if math.isfinite(manifest.metrics.get(metric, math.nan))]
-        sign = 1 if mode == "min" else -1
-        stay += [min(judged, key=lambda manifest: sign * manifest.metrics[metric])] if judged else []
+        found_best = _best(ordered, *best)
+        stay += [] if found_best is None else [found_best]
     names = {manifest.name for manifest in stay}
     return (
         [manifest for manifest in ordered if manifest.name in names],
         [manifest for manifest in ordered if manifest.name not in names],
     )
+
+
+def _best(found: Iterable[Manifest], metric: str, mode: str) -> Manifest | None:
+    """Return the best checkpoint; one without a finite value of `metric` never is, and of equal ones the older is."""
+    ordered = sorted(found, key=newness)
+    judged = [manifest for manifest in ordered if math.isfinite(manifest.metrics.get(metric, math.nan))]
+    sign = 1 if mode == "min" else -1
+    return min(judged, key=lambda manifest: sign * manifest.metrics[metric], default=None)
+
+
+def best_of(found: Iterable[Manifest]) -> Manifest | None:
+    """Return the best of a run's complete checkpoints, by the metric of `checkpoint.keep_best`.
+
+    None if the job of the newest one does not set it, or no checkpoint has the metric.
+    """
+    ordered = sorted(found, key=newness)
+    checkpoint = ordered[-1].job.get("checkpoint") if ordered else None
+    wanted = checkpoint.get("keep_best") if isinstance(checkpoint, Mapping) else None
+    if not isinstance(wanted, Mapping) or "metric" not in wanted:
+        return None
+    return _best(ordered, str(wanted["metric"]), str(wanted.get("mode", "min")))
 
 
 def newness(manifest: Manifest) -> tuple[int, int]:

@@ -188,10 +188,14 @@ def test_after_the_loss_of_everything_the_same_command_resumes(undisturbed: tupl
     result = json.loads(out)
     assert (result["state_sha256"], result["metrics"]) == (undisturbed[0], undisturbed[2])
     assert (result["steps"], result["samples"]) == (60, 60 * 36)
+    [resumed] = [event for event in read_events(LocalFolder(tmp_path / "runs" / "job")) if event["kind"] == "resumed"]
+    assert result["trained_steps"] == 60 - resumed["step"] - 1 < 60
+    assert result["trained_samples"] == result["trained_steps"] * 36
     assert audit(tmp_path / "runs" / "job").clean
     again = spawn(file)
     out, err = again.communicate(timeout=60)
     assert (again.returncode, json.loads(out)["state_sha256"]) == (0, undisturbed[0]), err
+    assert json.loads(out)["trained_steps"] == 0
     code, out, err = raytrain("status", tmp_path / "runs" / "job")
     assert code == 0, err
     lines = out.splitlines()
@@ -524,6 +528,11 @@ def test_the_best_checkpoint_stays_and_a_run_resumes_with_other_arguments(tmp_pa
     worst = max(losses, key=lambda step: losses[step])
     assert worst != 59
     assert kept_steps(run.folder) == [worst, 59]
+    model = torch.nn.ModuleDict({name: build() for name, build in Net().parts().items()})
+    assert (load(run.folder, model, best=True), load(run.folder, model)) == (worst, 59)
+    code, out, err = raytrain("status", run.folder)
+    assert code == 0
+    assert [line.split()[1] for line in out.splitlines() if line.endswith("the best")] == [str(worst + 1)], err
     result = resume(run.folder, ["steps=70", "args.pad_s=0.001"], quiet=True, roots=[TASKS])
     assert (result.status, result.steps) == ("finished", 70)
     begun = [event["job"] for event in run.events("run_started")]

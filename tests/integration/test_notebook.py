@@ -39,7 +39,13 @@ result = run(job)
     """
 assert result.status == "finished", result.error
 again = run(job)
-print(result.steps, result.samples, again.state_sha256 == result.state_sha256)
+print(result.steps, result.trained_steps, again.trained_steps, again.state_sha256 == result.state_sha256)
+class Mine(Mine):
+    width = 7
+try:
+    run(Job(name="cell", task=Mine, data=Data(path="data", batch_size=48), epochs=2, workers=Workers(min=2)))
+except Exception as error:
+    print(error)
 """,
 ]
 
@@ -58,7 +64,8 @@ def test_a_task_from_a_cell_trains(tmp_path: Path) -> None:
     assert "cell finished: 21 steps, 1,000 samples" in text
     assert "2 workers ready" in text
     printed = "".join(output.get("text", "") for output in notebook.cells[2].outputs if output.output_type == "stream")
-    assert "21 1000 True" in printed
+    assert "21 21 0 True" in printed
+    assert "the task's source has changed since this run finished: the code of the notebook" in printed
     page = "".join(shown[0]["data"]["text/html"])
     assert "step 21 of 21, 100 %" in page
     assert escape(text) in page

@@ -31,6 +31,7 @@ def result_of(totals: Totals, path: Path | str) -> Result:
         show=None,
         began=8.0,
         bubble=None,
+        ended=20.0,
     )
 
 
@@ -104,3 +105,28 @@ def test_losses_lower_the_goodput(tmp_path: Path) -> None:
 def test_a_run_without_a_step_has_no_metrics(tmp_path: Path) -> None:
     result = result_of(Totals(), tmp_path)
     assert (result.steps, result.setup_s, result.seconds, result.goodput) == (0, None, 0.0, 1.0)
+
+
+def test_only_the_steps_of_this_process_count_as_trained(tmp_path: Path) -> None:
+    totals = Totals()
+    totals.back_to(3, 32, 5)
+    totals.add(record(4, 10.0))
+    totals.add(record(5, 11.0))
+    result = result_of(totals, tmp_path)
+    assert (result.steps, result.samples, result.trained_steps, result.trained_samples) == (6, 48, 2, 16)
+    # Returned to the state of an earlier process, and to one of its own.
+    for step, trained in ((1, 4), (4, 4)):
+        totals.back_to(step, 8 * step + 8, 5)
+        for again in range(step + 1, 6):
+            totals.add(record(again, 12.0))
+        assert result_of(totals, tmp_path).trained_steps == trained
+
+
+def test_a_resumed_run_counts_the_recoveries_of_its_earlier_processes(tmp_path: Path) -> None:
+    totals = Totals(2, 5.0, {1, 9})
+    totals.back_to(3, 32, 3)
+    totals.add(record(4, 10.0, seconds=0.0))
+    totals.recovered(1.0)
+    totals.add(record(5, 20.0, seconds=0.0))
+    result = result_of(totals, tmp_path)
+    assert (result.recoveries, result.stall_s, result.skipped, result.goodput) == (3, 6.0, 1, 0.9)

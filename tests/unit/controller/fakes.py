@@ -224,7 +224,7 @@ def order_of(job: Job, folder: Path) -> Order:
         stage_counts=stage_counts(job),
         fresh=False,
         past=None,
-        task_sha256=None,
+        task_modules={},
         job_yaml="name: x\n",
         versions={},
     )

@@ -30,6 +30,7 @@ from raytrain_plus.storage.interface import Buffer, Folder
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.records import Remark, StepRecord
 from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
+from tests.unit.observe.test_tensorboard import shown
 
 NOTES = np.zeros(4, NOTE).tobytes()
 
@@ -104,6 +105,22 @@ def test_all_events_are_in_the_folder_in_the_end(run: Folder) -> None:
     assert set(run.files()) >= {"job.yaml", "dataset.json", "result.json", "claims/00000001.json"}
     assert "lease.json" not in run.files()
     assert len(run.files("ledger")) == len(run.files("tensorboard")) == 1
+
+
+def test_a_resumed_run_reports_its_own_figures_and_those_of_the_whole(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path)
+    past = Past(generation=0, committed=4, metrics={1: {"accuracy": 0.5}}, recoveries=2, stall_s=3.0)
+    journal = Journal(run, batch_size=8, rows=80, end=None, past=past)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
+    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.go_back(1, 0, None, made=4, evaluated=1)
+    journal.regroup(0.0, ["a"], 1, 0)
+    journal.report("a", [step(2), step(3)])
+    result = journal.finish("x", "stopped", None, None, 0.0)
+    journal.close()
+    assert (result.steps, result.trained_steps, result.trained_samples) == (4, 2, 16)
+    assert (result.recoveries, result.stall_s) == (2, 3.0)
+    assert shown(tmp_path / "tensorboard", "evaluation/accuracy") == [(2, 0.5)]
 
 
 class Ending(LocalFolder):

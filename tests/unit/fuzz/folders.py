@@ -37,7 +37,7 @@ from raytrain_plus.observe.run_events import EVENTS, EventLog
 from raytrain_plus.observe.trackers import Relay
 from raytrain_plus.result import Result
 from raytrain_plus.runs import folder, follow
-from raytrain_plus.runs.export import newest_weights
+from raytrain_plus.runs.export import NEWEST, weights_of
 from raytrain_plus.runs.folder import DATASET, JOB, LEASE, Fence, Lease, claim, held_at, job_of
 from raytrain_plus.state.checkpoint import commit
 from raytrain_plus.state.manifest import FOLDER, name_of
@@ -470,7 +470,7 @@ def _resumed(run: LocalFolder, base: Base, done: Damage) -> int:
 
 
 def _weights(run: LocalFolder, base: Base, done: Damage) -> int:
-    return _told(lambda: newest_weights(run))
+    return _told(lambda: weights_of(run, NEWEST))
 
 
 def _tracked(run: LocalFolder, base: Base, done: Damage) -> int:

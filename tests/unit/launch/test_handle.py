@@ -53,3 +53,12 @@ def test_an_interrupt_ends_only_the_waiting(
     with pytest.raises(FollowInterrupted, match="gpt continues in the background") as caught:
         wait(attach(str(run.path)))
     assert caught.value._render_traceback_() == [str(caught.value)]
+
+
+def test_the_handle_of_a_run_that_had_finished_before_has_its_result(
+    run: LocalFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = Result(name="gpt", status="finished", exit_code=0, path=run.path, steps=4, samples=32, trained_steps=0)
+    shown = Handle(run, ended)
+    assert shown.result() is shown.follow() is ended
+    assert "gpt was already finished" in capsys.readouterr().out

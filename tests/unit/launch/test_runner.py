@@ -18,7 +18,7 @@ import yaml
 from raytrain_plus import Data, Job, Workers
 from raytrain_plus.data.source import Index, index
 from raytrain_plus.errors import CheckpointError, DataError, InputError, TaskError
-from raytrain_plus.job.task_loader import load_task
+from raytrain_plus.job.task_source import source_digests
 from raytrain_plus.launch import cluster, preflight, runner
 from raytrain_plus.launch.preflight import check_resumable
 from raytrain_plus.result import Result
@@ -218,19 +218,51 @@ def test_a_finished_run_without_a_checkpoint_cannot_resume(begun: Begun) -> None
     assert caught.value.where == f"run folder {begun.run.where}"
 
 
-def test_a_task_changed_since_the_checkpoint_gives_a_warning(
-    begun: Begun, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def job_of_a_task(folder: Path, **changes: Any) -> Job:
+    write(folder / "data" / "a.parquet", 40)
+    (folder / "job_code.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    width = 2\n")
+    data = Data(path=str(folder / "data"), batch_size=8)
+    return Job(name="run", task="job_code:B", data=data, steps=9, storage=str(folder), **changes)
+
+
+def began(job: Job, folder: Path, status: str = "") -> None:
+    """Leave what a run of the job as it is now leaves."""
+    run = LocalFolder(folder / "run")
+    run.write("job.yaml", [job.to_yaml().encode()])
+    run.write("task.json", [json.dumps({"modules": source_digests(job, [folder])}).encode()])
+    if status:
+        result = Result(name="run", status=status, exit_code=0, path=folder / "run", steps=9, samples=72)
+        replace(result, trained_steps=9).save(run)
+
+
+def test_a_finished_run_trains_nothing_and_refuses_an_edited_task(tmp_path: Path) -> None:
+    job = job_of_a_task(tmp_path)
+    began(job, tmp_path, "finished")
+    done = preflight.order_of(job, roots=[tmp_path])
+    assert isinstance(done, Result)
+    assert done.trained_steps == 0
+    (tmp_path / "job_code.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    width = 3\n")
+    with pytest.raises(InputError, match="the task's source has changed since this run finished: job_code") as caught:
+        preflight.order_of(job, roots=[tmp_path])
+    assert "--fresh" in caught.value.remedy
+    (tmp_path / "run" / "task.json").unlink()
+    assert isinstance(preflight.order_of(job, roots=[tmp_path]), Result)
+
+
+def test_an_edited_task_of_an_unfinished_or_extended_run_gives_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "a.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    pass\n")
-    cls = load_task("a:B", [tmp_path])
-    written = preflight.source_sha256(cls)
-    begun.save(5, task_sha256=written)
-    past = load_history(begun.run)
-    for known in (written, None):
-        preflight._warn_of_another_task(past, known)
-        assert capsys.readouterr().err == ""
-    (tmp_path / "a.py").write_text("from raytrain_plus import Task\n\n\nclass B(Task):\n    width = 3\n")
-    preflight._warn_of_another_task(past, preflight.source_sha256(cls))
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: the task's source file has changed since the checkpoint that the run resumes from")
-    assert line.endswith("(step 5) was written")
+    monkeypatch.setattr(preflight, "check_resumable", lambda *given: None)
+    job = job_of_a_task(tmp_path)
+    for status in ("", "finished"):
+        began(job, tmp_path, status)
+        longer = replace(job, steps=12) if status else job
+        preflight.order_of(longer, roots=[tmp_path], may_change=("steps",))
+        assert "source" not in capsys.readouterr().err
+        with (tmp_path / "job_code.py").open("a") as file:
+            file.write("# edited\n")
+        order = preflight.order_of(longer, roots=[tmp_path], may_change=("steps",))
+        assert not isinstance(order, Result)
+        assert order.task_modules == source_digests(job, [tmp_path])
+        warning = "warning: the task's source has changed since this run was last started: job_code\n"
+        assert warning in capsys.readouterr().err

@@ -168,7 +168,7 @@ def test_a_resumed_run_drops_void_steps() -> None:
     events = [view(6), *(step(number, loss=9.0 if number > 4 else 1.0) for number in range(8)), evaluated(7, loss=9.0)]
     root = drawn(fed(*events, event("resumed", step=3, checkpoint="step-3", voided_to=7), step(4, loss=1.5)))
     assert "step 5 of 100, 5 %" in texts(root)
-    assert "resumed after step 4 from step-3" in titles(root)
+    assert "resumed from the checkpoint after step 4" in titles(root)
     assert not any("9.0" in title for title in titles(root))
     assert len(strokes(root)[0]) == 5
 

@@ -122,6 +122,7 @@ def test_during_a_recovery_the_speed_is_zero_and_goodput_matches_the_summary(run
         show=None,
         began=0,
         bubble=None,
+        ended=0.0,
     )
     assert after["goodput"] == result.goodput == 0.25
 

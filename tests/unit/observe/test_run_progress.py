@@ -91,7 +91,7 @@ def lost(number: int) -> dict[str, Any]:
         (event("waiting", **{"for": "2 CPUs"}), "waiting for 2 CPUs"),
         (event("drain_notice", node="ab12" * 10, deadline=1.0), "node ab12ab12ab12 will leave"),
         (event("checkpoint_failed", step=9, error="disk full"), "the checkpoint after step 10 failed: disk full"),
-        (event("resumed", step=9, checkpoint="c-9", voided_to=12), "resumed after step 10 from c-9"),
+        (event("resumed", step=9, checkpoint="c-9", voided_to=12), "resumed from the checkpoint after step 10"),
         (event("resumed", step=9, checkpoint=None, voided_to=12), "returned to the state after step 10"),
         (event("resumed", step=-1, checkpoint=None, voided_to=12), "restarted from the initial state"),
         (event("worker_joined", worker="worker-2", pid=7, node="n"), None),

@@ -1,5 +1,7 @@
 """The summary at the end of a run."""
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +74,35 @@ def test_a_run_that_had_already_ended_shows_its_metrics() -> None:
     assert summary(result(), None) == lines
 
 
+def test_a_run_that_was_not_run_again_says_so() -> None:
+    lines = summary(result(trained_steps=0, ended=1_790_000_000.0), progress())
+    moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(1_790_000_000.0))
+    assert lines[:3] == [
+        f"gpt was already finished on {moment}, after 300 steps: nothing was trained; "
+        "--fresh (fresh=True in Python) trains again",
+        "  reached  loss 1.5000, train_loss 1.4000",
+        f"  folder   {FOLDER}",
+    ]
+    assert summary(result(trained_steps=0), None)[0].startswith("gpt was already finished, after 300 steps")
+    # Its controller died after the last step: another one has ended the run.
+    assert summary(result(trained_steps=0), replace(progress(), workers=2))[0].startswith("gpt finished: 300 steps")
+
+
 def test_a_single_evaluation_claims_no_progress() -> None:
     assert summary(result(), progress((-1, {"loss": 5.5})))[1] == "  held out loss  5.5000 untrained"
+
+
+def test_a_resumed_run_tells_its_last_process_from_the_whole() -> None:
+    changes = {"trained_steps": 20, "trained_samples": 960, "recoveries": 3, "stall_s": 1.5, "goodput": 0.5}
+    lines = summary(result(**changes), progress())
+    assert lines[:2] == [
+        "gpt finished: 300 steps, 14,400 samples",
+        "  resumed  since then 20 steps, 960 samples in 2:00, 8 samples/s",
+    ]
+    assert "  losses   recovered from 3 losses, 1.50 s in all; goodput 50.0 % since the run was resumed" in lines
+    lines = summary(result(trained_steps=0, trained_samples=0, seconds=0.0), replace(progress(), workers=1))
+    assert lines[1:3] == ["  resumed  since then 0 steps, 0 samples", "  reached  loss 1.5000, train_loss 1.4000"]
+    assert not [line for line in lines if "time" in line]
 
 
 def test_a_resumed_run_compares_with_where_it_resumed() -> None:

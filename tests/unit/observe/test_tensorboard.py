@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tensorboardX.crc32c import crc32c as their_crc32c
 from tensorboardX.proto.event_pb2 import Event as Payload
+from tensorboardX.proto.event_pb2 import SessionLog
 
 from raytrain_plus.observe import tensorboard as module
 from raytrain_plus.observe.event_metrics import MetricValue
@@ -43,6 +44,17 @@ def figures(folder: Path) -> list[tuple[str, int, float, float]]:
     first, *rest = payloads(only_file(folder).read_bytes())
     assert first.file_version == "brain.Event:2"
     return [(one.summary.value[0].tag, one.step, one.summary.value[0].simple_value, one.wall_time) for one in rest]
+
+
+def shown(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """Return the steps and values that TensorBoard shows: a session that starts voids what has its step or later."""
+    values: list[tuple[int, float]] = []
+    for file in sorted(folder.iterdir()):
+        for one in payloads(file.read_bytes()):
+            if one.HasField("session_log") and one.session_log.status == SessionLog.START:
+                values = [value for value in values if value[0] < one.step]
+            values += [(one.step, value.simple_value) for value in one.summary.value if value.tag == tag]
+    return values
 
 
 def loss(step: int, value: float) -> MetricValue:
@@ -106,6 +118,18 @@ def test_without_appending_each_part_is_a_separate_file(
     assert all(name.startswith("events.out.tfevents.") for name in folder.files())
     assert [first.file_version for first, *_ in files] == ["brain.Event:2"] * 3
     assert [one.summary.value[0].simple_value for _, *rest in files for one in rest] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_restart_is_written_as_other_writers_do(tmp_path: Path) -> None:
+    scalars = Scalars(LocalFolder(tmp_path))
+    scalars.add([loss(0, 1.0), loss(1, 0.5)])
+    scalars.restart(7.5, 1)
+    scalars.add([loss(1, 0.25)])
+    scalars.end("finished")
+    *_, restart, last = payloads(only_file(tmp_path).read_bytes())
+    theirs = Payload(wall_time=7.5, step=1, session_log=SessionLog(status=SessionLog.START))
+    assert restart == theirs
+    assert (last.step, last.summary.value[0].simple_value) == (1, 0.25)
 
 
 def test_a_run_without_metrics_leaves_no_file(tmp_path: Path) -> None:

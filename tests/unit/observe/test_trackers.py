@@ -16,6 +16,7 @@ from raytrain_plus.observe.event_metrics import MetricValue
 from raytrain_plus.observe.trackers import Relay, Trackers, check_installed, settings_for, start_trackers
 from raytrain_plus.storage.local import LocalFolder
 from tests.unit.observe.feed import event, step
+from tests.unit.observe.test_tensorboard import shown
 
 WANDB = """
 import json, os, sys, time
@@ -205,3 +206,17 @@ def test_only_variables_of_the_named_trackers_are_passed_on() -> None:
     assert settings_for(["wandb"], environment) == {"WANDB_API_KEY": "b"}
     assert settings_for(["mlflow", "wandb"], environment) == {"MLFLOW_TRACKING_URI": "a", "WANDB_API_KEY": "b"}
     assert settings_for([], environment) == {}
+
+
+def test_after_a_resumption_tensorboard_shows_no_step_twice(tmp_path: Path) -> None:
+    reached = {0: {"accuracy": 0.5}}
+    trackers = Trackers(LocalFolder(tmp_path), evaluated=lambda step: reached.get(step, {}))
+    trackers.add(event("evaluated", step=0, metrics=reached[0]))
+    for number in range(3):
+        trackers.add(step(number, loss=float(number)))
+    trackers.add(event("evaluated", step=2, metrics={"accuracy": 0.75}))
+    trackers.add(event("resumed", step=0, checkpoint=None, voided_to=2))
+    trackers.add(step(1, loss=7.0))
+    trackers.close()
+    assert shown(tmp_path / "tensorboard", "train/loss") == [(0, 0.0), (1, 7.0)]
+    assert shown(tmp_path / "tensorboard", "evaluation/accuracy") == [(1, 0.5)]

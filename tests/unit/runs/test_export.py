@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -16,6 +17,7 @@ from raytrain_plus.errors import CheckpointError, InputError
 from raytrain_plus.runs.export import export_program, export_weights, load
 from raytrain_plus.state.checkpoint import commit
 from raytrain_plus.state.manifest import name_of
+from raytrain_plus.storage.address import within
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
 from tests.unit.data.test_source import write
@@ -42,14 +44,14 @@ def model(seed: int) -> Model:
     return made
 
 
-def save(run: Folder, step: int) -> None:
+def save(run: Folder, step: int, **changes: Any) -> None:
     """Write a checkpoint of `model(step)`."""
     of_step = model(step)
     tensors = {f"param/{name}": value.detach() for name, value in of_step.named_parameters()}
     tensors |= {f"buffer/{name}": value for name, value in of_step.named_buffers()}
     tensors["optim/first.weight/exp_avg"] = torch.ones(4, 3)
     written = shares(run, tensors, name_of(step, 0), 2)
-    commit(run, described(step, 0, written, tree={"persistent": ["count"]}))
+    commit(run, described(step, 0, written, tree={"persistent": ["count"]}, **changes))
 
 
 def file_of(run: LocalFolder, step: int) -> Path:
@@ -150,8 +152,62 @@ def test_an_invalid_safetensors_file_is_reported(tmp_path: Path) -> None:
 
 
 def test_an_export_that_cannot_be_written_is_reported(local: LocalFolder, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written"):
-        export_weights(local, tmp_path / "nowhere" / "model.safetensors")
+        export_weights(local, tmp_path / "file" / "model.safetensors")
+
+
+def test_an_exported_file_has_the_mode_of_any_new_file_in_a_folder_that_is_made(
+    local: LocalFolder, tmp_path: Path
+) -> None:
+    to = tmp_path / "out" / "deep" / "model.safetensors"
+    export_weights(local, to)
+    (tmp_path / "plain").touch()
+    assert to.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert [path.name for path in to.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_a_checkpoint_is_chosen_by_its_step_its_folder_or_as_the_best(run: Folder) -> None:
+    judged = {"checkpoint": {"keep_best": {"metric": "loss", "mode": "max"}}}
+    for step, loss in ((4, 0.5), (9, 2.0), (14, 1.0)):
+        save(run, step, job=judged, metrics={"loss": loss})
+
+    def loaded(path: str, **which: Any) -> int:
+        mine = model(0)
+        made = load(path, mine, **which)
+        assert same(mine, model(made))
+        return made
+
+    assert (loaded(run.address), loaded(run.address, step=4), loaded(run.address, best=True)) == (14, 4, 9)
+    folder = within(within(run.address, "checkpoints"), name_of(4, 0))
+    assert (loaded(folder), loaded(within(within(run.address, "checkpoints"), f"{name_of(9, 0)}.json"))) == (4, 9)
+    with pytest.raises(InputError, match="no checkpoint after step 7") as caught:
+        loaded(run.address, step=6)
+    assert caught.value.expected == "one of those after step 15, 10, 5"
+    for which in ({"step": 4}, {"best": True}):
+        with pytest.raises(InputError, match="more than one checkpoint is chosen"):
+            loaded(folder, **which)
+    save(run, 19)
+    with pytest.raises(InputError, match="no checkpoint is known to be the best") as caught:
+        loaded(run.address, best=True)
+    assert "keep_best" in caught.value.expected
+
+
+def test_a_chosen_checkpoint_that_is_damaged_is_not_replaced_by_another(
+    local: LocalFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file_of(local, 9).write_bytes(b"")
+    with pytest.raises(InputError, match=r"the checkpoint cannot be used; 0+9-0+: 00001-of.* has 0 bytes"):
+        load(local.path, model(0), step=9)
+    file_of(local, 4).write_bytes(bytes(file_of(local, 4).stat().st_size))
+    with pytest.raises(InputError, match=r"the checkpoint cannot be used; 0+4-0+: .* is damaged"):
+        load(local.path / "checkpoints" / name_of(4, 0), model(0))
+    shares(local, {"param/first.bias": torch.zeros(4)}, name_of(14, 0), 1)
+    with pytest.raises(InputError, match=r"the checkpoint cannot be used; 0+14-0+: not finished: there is no manifest"):
+        load(local.path, model(0), step=14)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(InputError, match="a safetensors file has no checkpoints"):
+        load(file_of(local, 4), model(0), best=True)
 
 
 TASKS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import os
 import signal
@@ -338,3 +339,11 @@ def test_a_storage_that_cannot_be_written_is_reported(tmp_path: Path, bucket: Fo
         check_writable(bucket.address.replace("contract", "nowhere/runs"))
     with pytest.raises(InputError, match="Unrecognized filesystem"):
         check_writable("ftp://host/runs")
+
+
+def test_a_checkpoints_folder_names_its_run() -> None:
+    assert doctest.testmod(folder).failed == 0
+    name = "000000000059-00000000"
+    assert folder.checkpoint_at(f"/runs/a/checkpoints/{name}.json") == ("/runs/a", name)
+    for other in ("a", f"/runs/a/{name}", "/runs/a/checkpoints", f"/runs/a/checkpoints/{name}/0.safetensors"):
+        assert folder.checkpoint_at(other) is None

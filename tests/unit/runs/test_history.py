@@ -57,6 +57,15 @@ def test_a_resumption_voids_later_steps(run: Folder) -> None:
     assert past.resumptions == ((1, 0),)
 
 
+def test_recoveries_add_up_and_void_skipped_steps_do_not(run: Folder) -> None:
+    skipped = [(0, "step_committed", {**fields, "skipped": True}) for _, _, fields in committed(0, 1, 2)]
+    fields = {"cause": "", "steps_lost": 0, "steps_recomputed": 0, "kept": [], "replaced": [], "phases": {}}
+    recovered = (0, "recovered", {"stall_s": 0.5, **fields})
+    tell(run, [*committed(0, 0), recovered, *skipped, recovered, resumed(1, 1, 2)])
+    past = load_history(run)
+    assert (past.recoveries, past.stall_s, past.skipped) == (2, 1.0, {1})
+
+
 def test_ledger_parts_raise_the_generation(run: Folder) -> None:
     tell(run, committed(0, 0))
     run.write("ledger/00000007-000000000000.parquet", [b""])

@@ -14,7 +14,7 @@ import pytest
 from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import Fence, Lease
-from raytrain_plus.runs.status import status, what_is_kept
+from raytrain_plus.runs.status import listed, status, what_is_kept
 from raytrain_plus.state.checkpoint import commit
 from raytrain_plus.state.manifest import name_of
 from raytrain_plus.storage.interface import Folder
@@ -88,6 +88,34 @@ def test_checkpoints_are_listed_with_age_size_and_state(tmp_path: Path) -> None:
     lines = status(run).lines()
     assert lines[1].split() == ["checkpoint", "after", "step", "age", "size", "state"]
     assert lines[3].split() == [name_of(3, 0), "4", "2", "h", f"{good.bytes / 1000:.1f}", "kB", "complete"]
+
+
+def test_the_runs_of_a_storage_are_listed(tmp_path: Path) -> None:
+    for name, ended in (("b", "stopped"), ("a", "")):
+        run = LocalFolder(tmp_path / name)
+        run.write("job.yaml", [b""])
+        if ended:
+            Result(name=name, status=ended, exit_code=143, path=tmp_path / name, steps=1, samples=8).save(run)
+    (tmp_path / "no run").mkdir()
+    document, lines = listed(str(tmp_path))
+    assert document == {"runs": {"a": "unfinished", "b": "stopped"}}
+    assert lines == ["a: unfinished", "b: stopped"]
+    with pytest.raises(InputError, match="there are no runs"):
+        listed(str(tmp_path / "no run"))
+
+
+def test_the_best_checkpoint_is_marked(run: Folder) -> None:
+    tell(run, committed(0, *range(6)))
+    judged = {"checkpoint": {"keep_best": {"metric": "loss", "mode": "min"}}}
+    for step, loss in ((1, 2.0), (3, 0.5), (5, 1.0)):
+        shared = shares(run, state(step), name_of(step, 0), 2)
+        commit(run, described(step, 0, shared, job=judged, metrics={"loss": loss}))
+    assert [one.best for one in status(run).checkpoints] == [False, True, False]
+    assert [line.rpartition("  ")[2] for line in status(run).lines()[2:5]] == [
+        "complete",
+        "complete, the best",
+        "complete",
+    ]
 
 
 def test_events_that_are_cut_off_are_reported(tmp_path: Path) -> None:
