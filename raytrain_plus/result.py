@@ -42,6 +42,8 @@ _IF_THERE = {
     "error": has.maybe(lambda value: has.text(value) if isinstance(value, str) else _ERROR(value)),
     "skipped": has.whole(0),
     "show": has.maybe(has.text),
+    "saved_step": has.maybe(has.whole(0)),
+    "unsaved": has.maybe(has.text),
 }
 """Shapes of the fields that earlier versions did not write."""
 _REMEDY = "move the file away; the run then counts as not ended"
@@ -90,6 +92,11 @@ class Result:
     """Committed steps that changed nothing because their sums were not finite (`elastic.on_nonfinite: skip`)."""
     show: str | None = None
     """The text that `Task.show` returned."""
+    saved_step: int | None = None
+    """The step of the newest complete checkpoint at the end, counted from 0 like `step` in events and checkpoints; None
+    if there is none."""
+    unsaved: str | None = None
+    """Why the state that a stopped run ended with was not saved; None if it was, and for other runs."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values."""
@@ -121,6 +128,21 @@ class Result:
         if error is not None and not isinstance(error, str):
             error = str(InputError(error["what"], where=error["where"], remedy=error["remedy"]))
         return cls(**{**values, "path": run.path or run.address, "metrics": metrics, "error": error})
+
+
+def saved_text(result: Result) -> str | None:
+    """Return whether the state that a stopped run ended with was saved, in words; None for other runs.
+
+    Also None for a run of an older version, which did not record it.
+    """
+    if result.status != "stopped" or (result.steps and result.saved_step is None and result.unsaved is None):
+        return None
+    if not result.steps:
+        return "no step was completed: there is no state to save"
+    if result.unsaved is None:
+        return f"state after step {result.steps} saved"
+    newest = "none" if result.saved_step is None else f"step {result.saved_step + 1}"
+    return f"state after step {result.steps} NOT saved: {result.unsaved}; newest complete: {newest}"
 
 
 def _misfit(values: Mapping[str, Any]) -> str:

@@ -36,6 +36,10 @@ class RayHost:
         return str(ray.util.get_node_ip_address())
 
     @property
+    def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    @property
     def cluster(self) -> str:
         return str(ray.get_runtime_context().gcs_address)
 
