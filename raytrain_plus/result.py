@@ -141,8 +141,13 @@ def saved_text(result: Result) -> str | None:
         return "no step was completed: there is no state to save"
     if result.unsaved is None:
         return f"state after step {result.steps} saved"
-    newest = "none" if result.saved_step is None else f"step {result.saved_step + 1}"
-    return f"state after step {result.steps} NOT saved: {result.unsaved}; newest complete: {newest}"
+    return unsaved_text(result.steps, result.unsaved, result.saved_step)
+
+
+def unsaved_text(steps: int, why: str, saved_step: int | None) -> str:
+    """Return that the state after so many steps was not saved, and what the newest complete checkpoint is, in words."""
+    newest = "none" if saved_step is None else f"step {saved_step + 1}"
+    return f"state after step {steps} NOT saved: {why}; newest complete: {newest}"
 
 
 def _misfit(values: Mapping[str, Any]) -> str:

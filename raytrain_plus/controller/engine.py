@@ -106,6 +106,11 @@ class Engine:
         """How the run has ended; None while it has not."""
         return self._ending.closing
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self.machine.group.stopping
+
     def run(self) -> Closing:
         """Run the job to its end. Input errors that only a worker can see are raised before a folder is made."""
         # On a cluster this may be another machine than the one that checked the job.

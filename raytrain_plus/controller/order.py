@@ -33,6 +33,15 @@ class Order:
     """
 
 
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The process that follows an attached run, on the controller's node."""
+
+    pid: int
+    identity: Mapping[str, str]
+    """See `runs.process.this_process`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Closing:
     """How a run ended, as the driver receives it."""
