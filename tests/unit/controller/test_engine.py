@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+from raytrain_plus.controller.actor import UNHEARD_S, drives
 from raytrain_plus.controller.event_loop import VACANT_S
 from raytrain_plus.controller.export import ENDS_KEPT, EXPORT_AGAIN_S, EXPORT_TRIES
 from raytrain_plus.controller.formation import STANDBY_S
@@ -621,3 +622,10 @@ def test_nodes_of_workers_that_owe_an_answer_are_probed(started: Started) -> Non
     run.turn(1.0)
     run.turn(1.0)
     assert run.nodes.suspected == {"n"}
+
+
+def test_a_driver_is_there_while_its_process_lives_or_else_while_it_calls() -> None:
+    assert drives(True, 2 * UNHEARD_S)
+    assert not drives(False, 0.0)
+    assert drives(None, UNHEARD_S - 1)
+    assert not drives(None, UNHEARD_S + 1)
