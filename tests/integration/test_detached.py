@@ -242,7 +242,7 @@ def test_a_signal_to_its_watcher_does_not_stop_a_run(tmp_path: Path, cluster: Cl
     seen = len(losses(folder))
     until(lambda: len(losses(folder)) > seen, "a later step")
     code, out, err = raytrain("stop", folder)
-    assert (code, out.splitlines()[-1].endswith(" saved")) == (0, True), err
+    assert (code, out.splitlines()[-1].endswith(" saved")) == (0, True), (out, err)
     driver.kill()
     driver.communicate()
     until(nothing_is_held, "its room to be free again")
