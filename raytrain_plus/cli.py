@@ -25,7 +25,7 @@ from raytrain_plus.launch.bug_report import bug_report
 from raytrain_plus.launch.ray_address import is_dashboard
 from raytrain_plus.launch.request import RescaleRequest, StopRequest
 from raytrain_plus.release import VERSION
-from raytrain_plus.result import Result
+from raytrain_plus.result import Result, saved_text
 from raytrain_plus.storage.open import open_folder
 
 _EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid input, 130 and 143 stopped by a signal."
@@ -170,7 +170,7 @@ _dashboard = click.option(
 def attach(run: str, storage: str, address: str | None, as_json: bool) -> int | Answer:
     """Follow a run until it ends. RUN: a folder, an address, or a name.
 
-    Ctrl-C stops following; SIGTERM stops the run.
+    Ctrl-C and SIGTERM stop only the following, not the run.
     """
     address = asked_cluster(run, storage, address)
     if address is not None:
@@ -183,26 +183,16 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int | 
     from raytrain_plus.runs.follow import watch
 
     folder = find_run(run, storage)
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     # A shell makes its background processes ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def forward_stop() -> None:
-        if asked:
-            asked.clear()
-            from raytrain_plus.launch.control import send
-
-            try:
-                send(folder, StopRequest())
-            except RaytrainError as error:
-                # The run may just have ended.
-                click.echo(str(error), err=True)
-
     try:
-        result = watch(folder, None if as_json else view_for(sys.stdout), forward_stop)
-    except KeyboardInterrupt:
-        return _failed(f"the run continues; stop it with: raytrain stop '{folder.where}'", 130)
+        result = watch(folder, None if as_json else view_for(sys.stdout))
+    except (KeyboardInterrupt, SystemExit) as ended:
+        # The handler of SIGTERM raises `SystemExit`: see `main`.
+        code = 130 if isinstance(ended, KeyboardInterrupt) else ended.code
+        if code not in (130, 143):
+            raise
+        return _failed(f"the run continues; stop it with: raytrain stop '{folder.where}'", int(code))
     return _ended(result, as_json)
 
 
@@ -244,6 +234,8 @@ def stop(run: str, storage: str, address: str | None, no_wait: bool) -> int:
     if not no_wait:
         result = watch(folder, None)
         click.echo(f"{result.name}: {result.status} after {result.steps:,} step{'s' * (result.steps != 1)}")
+        if saved := saved_text(result):
+            click.echo(saved)
         if result.error:
             return _say(result.error, 1)
     return 0

@@ -93,7 +93,7 @@ def _send(
 
 
 def watch_job(jobs: Jobs, job: str, run: str, address: str) -> int:
-    """Print a job's output until it ends; return its exit code. SIGTERM stops the job."""
+    """Print a job's output until it ends; return its exit code. SIGINT and SIGTERM end only the printing."""
 
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -102,9 +102,6 @@ def watch_job(jobs: Jobs, job: str, run: str, address: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return jobs.watch(job, sys.stdout)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:
         click.echo(f"the run continues; stop it with: raytrain stop {run} --address {address}", err=True)
-        return 130
-    except SystemExit as error:
-        click.echo(jobs.stop(job, wait=False), err=True)
-        return int(str(error.code))
+        return 130 if isinstance(ended, KeyboardInterrupt) else int(str(ended.code))

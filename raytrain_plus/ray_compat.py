@@ -308,6 +308,28 @@ def our_own_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def outliving_this_process() -> Iterator[None]:
+    """Start Ray's processes in this context without the kernel's order to kill them when this process ends.
+
+    A stopped run saves its state although its driver was killed; the reaper ends these processes after that.
+    """
+
+    def theirs() -> Any:
+        from ray._private import utils
+
+        return utils, utils.set_kill_on_parent_death_linux
+
+    found = _or_nothing(theirs, "a stopped run on a Ray of its own is cut off when its driver is killed")
+    if found is not None:
+        found[0].set_kill_on_parent_death_linux = lambda: None
+    try:
+        yield
+    finally:
+        if found is not None:
+            found[0].set_kill_on_parent_death_linux = found[1]
+
+
+@contextlib.contextmanager
 def silent_about_deaths() -> Iterator[None]:
     """Suppress Ray's own messages about worker deaths in this context: this package reports each in one line.
 

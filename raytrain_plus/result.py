@@ -45,6 +45,8 @@ _IF_THERE = {
     "trained_steps": has.maybe(has.whole(0)),
     "trained_samples": has.maybe(has.whole(0)),
     "ended": has.maybe(has.number(0, 1e12)),
+    "saved_step": has.maybe(has.whole(0)),
+    "unsaved": has.maybe(has.text),
 }
 """Shapes of the fields that earlier versions did not write."""
 _REMEDY = "move the file away; the run then counts as not ended"
@@ -103,6 +105,11 @@ class Result:
     """Number of rows in these steps; None: unknown."""
     ended: float | None = None
     """When the run ended, in Unix seconds; None if an older version wrote the result."""
+    saved_step: int | None = None
+    """The step of the newest complete checkpoint at the end, counted from 0 like `step` in events and checkpoints; None
+    if there is none."""
+    unsaved: str | None = None
+    """Why the state that a stopped run ended with was not saved; None if it was, and for other runs."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values."""
@@ -134,6 +141,26 @@ class Result:
         if error is not None and not isinstance(error, str):
             error = str(InputError(error["what"], where=error["where"], remedy=error["remedy"]))
         return cls(**{**values, "path": run.path or run.address, "metrics": metrics, "error": error})
+
+
+def saved_text(result: Result) -> str | None:
+    """Return whether the state that a stopped run ended with was saved, in words; None for other runs.
+
+    Also None for a run of an older version, which did not record it.
+    """
+    if result.status != "stopped" or (result.steps and result.saved_step is None and result.unsaved is None):
+        return None
+    if not result.steps:
+        return "no step was completed: there is no state to save"
+    if result.unsaved is None:
+        return f"state after step {result.steps} saved"
+    return unsaved_text(result.steps, result.unsaved, result.saved_step)
+
+
+def unsaved_text(steps: int, why: str, saved_step: int | None) -> str:
+    """Return that the state after so many steps was not saved, and what the newest complete checkpoint is, in words."""
+    newest = "none" if saved_step is None else f"step {saved_step + 1}"
+    return f"state after step {steps} NOT saved: {why}; newest complete: {newest}"
 
 
 def _misfit(values: Mapping[str, Any]) -> str:

@@ -51,6 +51,7 @@ WALKS = {
             Step("raytrain run jobs/digits.yaml", r"digits finished: 30 steps"),
             Step("raytrain status", r"digits: finished"),
             Step("raytrain status digits", r"finished"),
+            Step("raytrain status digits --json", r'"saved_step": 29'),
             Step("raytrain audit digits", r"rows"),
             Step("raytrain export digits --to model.safetensors", r"the model after step 30 of digits"),
             Step("raytrain export digits --step 30 --to out/model.safetensors", r"the model after step 30 of digits"),

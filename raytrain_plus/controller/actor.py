@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -15,15 +17,20 @@ from raytrain_plus.controller.formation import Formed
 from raytrain_plus.controller.members import Reported
 from raytrain_plus.controller.metrics import Metrics
 from raytrain_plus.controller.nodes import Nodes
-from raytrain_plus.controller.order import Closing, Order
+from raytrain_plus.controller.order import Closing, Driver, Order
 from raytrain_plus.controller.rescaling import requested
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Limits
+from raytrain_plus.runs.process import lives
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.workers.imports import imports_of
 from raytrain_plus.workers.messages import Sent, Written
 from raytrain_plus.workers.pool import Pool
 
+LOOK_S = 0.5
+"""Seconds between two looks at the driver of an attached run."""
+UNHEARD_S = 60.0
+"""Seconds without a call of the driver after which it counts as gone, if its process cannot be seen from here."""
 LINGER_S = 5.0
 """Seconds for which the controller of a detached run can still be asked how the run ended."""
 
@@ -34,6 +41,10 @@ class RayHost:
     @cached_property
     def address(self) -> str:
         return str(ray.util.get_node_ip_address())
+
+    @property
+    def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
 
     @property
     def cluster(self) -> str:
@@ -48,15 +59,26 @@ class RayHost:
         return ray.get_runtime_context().current_actor
 
 
+def drives(lives: bool | None, unheard_s: float) -> bool:
+    """Return whether the driver is still there: its process `lives` if known, else it was heard a moment ago."""
+    return unheard_s <= UNHEARD_S if lives is None else lives
+
+
 class Controller:
     """The controller; `launch.cluster.begin` creates its Ray actor. Public methods may run while `run` does."""
 
-    def __init__(self, order: Order, limits: Limits, began: float) -> None:
-        """Prepare the run of this order; `began`: Unix seconds at which Ray was available."""
+    def __init__(self, order: Order, limits: Limits, began: float, driver: Driver | None = None) -> None:
+        """Prepare the run of this order; `began`: Unix seconds at which Ray was available.
+
+        An attached run has a `driver`, and this process ends with it.
+        """
         job = order.plan.job
         self._job = job
         self._over = True
         """Whether the job has not started or has ended."""
+        self._ended = threading.Event()
+        self._heard = time.monotonic()
+        """When the driver called last."""
         self._engine = Engine(
             order,
             limits,
@@ -67,6 +89,8 @@ class Controller:
             host=RayHost(),
             clock=Clock(),
         )
+        if driver is not None and driver.identity:
+            threading.Thread(target=self._end_with, args=(driver,), name="driver", daemon=True).start()
 
     def run(self, detached: bool = False) -> Closing:
         """Run the job to its end. Input errors that only a worker can see are raised before a folder is made.
@@ -80,6 +104,7 @@ class Controller:
             return self._engine.run()
         finally:
             self._over = True
+            self._ended.set()
             if detached:
                 threading.Timer(LINGER_S, ray.kill, [me]).start()
 
@@ -101,6 +126,7 @@ class Controller:
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """Return the events from number `cursor` on; wait up to `timeout_s` for the first of them."""
+        self._heard = time.monotonic()
         return self._engine.journal.follow(cursor, timeout_s)
 
     def folder(self) -> str | None:
@@ -110,6 +136,15 @@ class Controller:
     def stop(self) -> None:
         """Ask the run to stop at the next step boundary."""
         self._engine.loop.put(e.Stop())
+
+    def _end_with(self, driver: Driver) -> None:
+        """End this process when the driver's has ended; a stop that was requested before is completed first."""
+        while drives(lives(driver.pid, **driver.identity), time.monotonic() - self._heard):
+            time.sleep(LOOK_S)
+        # Each wait of a run that stops has a limit.
+        while self._engine.stopping and not self._ended.wait(LOOK_S):
+            continue
+        os._exit(0)
 
     def rescale(self, minimum: int | None, maximum: int | None, spares: int | None) -> None:
         """Request other numbers of workers; None keeps a number.

@@ -82,6 +82,8 @@ class Checkpoints:
         self._writers: dict[int, Sequence[Member]] = {}
         self._layout: Sequence[Member] = ()
         self._resumptions = list((order.past or Past()).resumptions)
+        self._failure = -1, ""
+        """The last step whose state was not saved, and why."""
         self._last = clock.now()
         self._requested_in: int | None = None
         """The generation in which a checkpoint was requested."""
@@ -105,6 +107,17 @@ class Checkpoints:
     def busy(self) -> bool:
         """Whether any checkpoint is in progress."""
         return bool(self._saving) or self.publishing
+
+    @property
+    def writers(self) -> Sequence[str]:
+        """The workers that write shares of checkpoints in progress."""
+        return self._saving.writers
+
+    def why_unsaved(self, step: int) -> str:
+        """Return why the state after `step` is in no complete checkpoint."""
+        if self.busy:
+            return "the checkpoint was not complete when the run ended"
+        return self._failure[1] if self._failure[0] == step and self._failure[1] else "no worker could write it"
 
     def request_in_time(self, now: float) -> None:
         """Request a checkpoint, once per generation, if the last one is too old."""
@@ -247,9 +260,9 @@ class Checkpoints:
         self.restart_clock()
         self._publishing.discard(manifest.name)
         if published.error:
-            self._journal.not_saved(manifest.step, published.error)
+            self._not_saved(manifest.step, published.error)
         elif void(manifest.name, self._resumptions):
-            self._journal.not_saved(manifest.step, "the run has resumed from an earlier step meanwhile")
+            self._not_saved(manifest.step, "the run has resumed from an earlier step meanwhile")
         else:
             self._journal.outages.worked(WRITER)
             self._journal.saved(manifest.step, self._clock.unix() - manifest.time, manifest.stall_s)
@@ -259,9 +272,13 @@ class Checkpoints:
     def _give_up(self, abandoned: Sequence[Abandoned]) -> None:
         for one in abandoned:
             self.restart_clock()
-            self._journal.not_saved(one.step, one.why)
+            self._not_saved(one.step, one.why)
             self._publisher.discard(name_of(one.step, one.generation))
             self._settled(one.step, one.generation)
+
+    def _not_saved(self, step: int, why: str) -> None:
+        self._failure = step, why
+        self._journal.not_saved(step, why)
 
     def _settled(self, step: int, number: int) -> None:
         """Announce that a checkpoint is no longer in progress: the next one may begin."""

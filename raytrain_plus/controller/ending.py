@@ -37,12 +37,18 @@ class Ending:
         if isinstance(error, DataChanged) and error.first is not None:
             self.journal.data_changed(error.first)
         why = None if error is None else str(error)
-        result = self.journal.finish(self.job, status, why, self.hand_over.export, self.began)
+        result = self.journal.finish(self.job, status, why, self.hand_over.export, self.began, self._unsaved(status))
         self.closing = Closing(result=result, error=error)
 
     def fail(self, why: str) -> None:
         """End the run because the controller cannot continue it. Raises `RunError` if that cannot be written."""
         self.journal.finish(self.job, "failed", why, None, self.began)
+
+    def _unsaved(self, status: str) -> str | None:
+        """Return why the state that a stopped run ends with was not saved; None if it was."""
+        committed, checkpoints = self.journal.committed, self.hand_over.checkpoints
+        saved = committed <= checkpoints.durable
+        return None if status != "stopped" or saved else checkpoints.why_unsaved(committed)
 
     def _found(self, command: e.End) -> tuple[str, RaytrainError | None]:
         """Return the run's status, and the error that it ends with, if any."""

@@ -19,6 +19,7 @@ from raytrain_plus.controller.executor import Executor
 from raytrain_plus.controller.export import Exported, Exporter, ModelHandOver
 from raytrain_plus.controller.formation import Formation, Formed
 from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.last_progress import LastProgress
 from raytrain_plus.controller.losses import Losses
 from raytrain_plus.controller.members import Members, Reported
 from raytrain_plus.controller.metrics import Metrics
@@ -88,8 +89,8 @@ class Engine:
         )
         losses = Losses(loop, machine, journal, roster, pulses, checkpoints, hand_over, clock)
         self._monitor = monitor = Monitor(
-            loop, machine, journal, roster, pulses, formation, members, losses, checkpoints, hand_over, nodes,
-            job.elastic, clock,
+            loop, machine, journal, roster, pulses, formation, members, losses, checkpoints, hand_over,
+            LastProgress(loop, checkpoints, hand_over, journal), nodes, job.elastic, clock, host.node,
         )  # fmt: skip
         self._arrivals = arrivals = Arrivals(
             loop, machine, journal, roster, partitions, pulses, losses, monitor, clock, order.plan
@@ -104,6 +105,11 @@ class Engine:
     def closing(self) -> Closing | None:
         """How the run has ended; None while it has not."""
         return self._ending.closing
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self.machine.group.stopping
 
     def run(self) -> Closing:
         """Run the job to its end. Input errors that only a worker can see are raised before a folder is made."""

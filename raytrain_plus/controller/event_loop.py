@@ -75,6 +75,10 @@ class Host(Protocol):
         """The address of its node."""
 
     @property
+    def node(self) -> str:
+        """The id of its node."""
+
+    @property
     def cluster(self) -> str:
         """The address of its Ray cluster."""
 

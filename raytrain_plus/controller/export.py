@@ -27,6 +27,7 @@ from raytrain_plus.membership.group import Phase
 from raytrain_plus.membership.mesh import Donor
 from raytrain_plus.membership.timeouts import EXPORT_S
 from raytrain_plus.runs.folder import MODEL
+from raytrain_plus.state.checkpoint import chunked
 from raytrain_plus.state.whole import model_file
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
@@ -79,6 +80,12 @@ class Exporter:
         self._done = done
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exporter")
         self._wanted = 0
+        self._written_bytes = self._all_bytes = 0
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """Bytes of the model that the storage has taken, and all of them: see `Saver.writing`."""
+        return self._written_bytes, self._all_bytes
 
     def export(self, holders: tuple[Donor, ...], step: int) -> None:
         """Export the model after `step`, of which each of the `holders` has that stage; return at once.
@@ -125,15 +132,18 @@ class Exporter:
         digest = hashlib.sha256()
 
         def pieces() -> Generator[Any, None, None]:
+            self._written_bytes = 0
             for piece in model_file(inventories, begin, digest):
-                if number != self._wanted:
-                    raise Interrupted("the export was cancelled")
-                yield piece
+                for chunk in chunked(piece):
+                    if number != self._wanted:
+                        raise Interrupted("the export was cancelled")
+                    yield chunk
+                    self._written_bytes += len(chunk)
             # Writing took a while: check the claim again before the file gets its name.
             self._ours()
 
         # Closed here, so that no worker's memory stays referenced.
-        size = sum(entry.size for inventory in inventories for entry in inventory if entry.of_model)
+        size = self._all_bytes = sum(entry.size for inventory in inventories for entry in inventory if entry.of_model)
         with contextlib.closing(pieces()) as file, self._outages.watching("model", self._run, lambda: size):
             self._run.write(MODEL, file)
         return digest.hexdigest()
@@ -161,6 +171,17 @@ class ModelHandOver:
         self._step = -1
         """The step whose model is being exported."""
         self._ends_kept = self._tries = 0
+
+    @property
+    def written(self) -> tuple[int, int] | None:
+        """Bytes of the model that the storage has taken, and all of them; None before they are known."""
+        written, total = self.exporter.written
+        return (min(written, total), total) if total else None
+
+    @property
+    def step(self) -> int:
+        """The step that the run ends with."""
+        return self._step
 
     @property
     def over(self) -> bool:

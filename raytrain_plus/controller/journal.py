@@ -18,6 +18,7 @@ from raytrain_plus.controller.followed import Followed
 from raytrain_plus.controller.incidents import Incidents, Recovery
 from raytrain_plus.controller.last_writes import LastWrites
 from raytrain_plus.controller.ownership import Ownership
+from raytrain_plus.controller.roster import seated, who
 from raytrain_plus.controller.totals import Totals
 from raytrain_plus.credentials import hide_credentials, without_credentials
 from raytrain_plus.data.parts import Parts
@@ -215,7 +216,7 @@ class Journal:
         self._incidents.gone(worker)
         location = self._locations.get(worker)
         if location is not None:
-            self._tell("worker_lost", **_who(location), cause=cause)
+            self._tell("worker_lost", **who(location), cause=cause)
 
     def broke(self, now: float, cause: str, follows: bool = False) -> None:
         """Record that the group's world broke: see `Incidents.broke`."""
@@ -295,6 +296,10 @@ class Journal:
         self._tell_of_outages()
         self._tell("checkpoint_failed", step=step, error=error)
 
+    def saving(self, step: int, written: int, total: int, per_s: float | None) -> None:
+        """Record how far the last writes of the run are, in bytes; the state is that after `step`."""
+        self._tell("saving", step=step, written=written, total=total, per_s=per_s)
+
     def metrics(self, step: int) -> Mapping[str, float]:
         """Return the evaluation metrics of the state after `step`; empty if it was not evaluated."""
         return self._metrics.get(step, {})
@@ -321,28 +326,19 @@ class Journal:
         if before:
             for name in self._members:
                 if name not in before:
-                    self._tell("worker_joined", **_who(self._locations[name]))
+                    self._tell("worker_joined", **who(self._locations[name]))
             if len(before) != len(self._members):
                 self._tell("rescaled", **{"from": len(before), "to": len(self._members)})
         self._tell(
             "view_formed",
-            members=[
-                {
-                    **_who(self._locations[member.worker]),
-                    "replica": member.replica,
-                    "stage": member.stage,
-                    "params": params[member.worker],
-                    "shards": list(member.shards),
-                }
-                for member in view.members
-            ],
+            members=seated(view, self._locations, params),
             spares=list(spares),
             collective=collective if len(view.members) > 1 else "none (one worker)",
             moved_bytes=moved_bytes,
             **({"cause": cause} if (cause := self._incidents.last_world) else {}),
             **({"repartitioned": True} if repartitioned else {}),
         )
-        self._incidents.joined(now, {name: _who(self._locations[name]) for name in self._members}, form_s)
+        self._incidents.joined(now, {name: who(self._locations[name]) for name in self._members}, form_s)
 
     def waits(self, what: str) -> None:
         """Record that the run waits for something."""
@@ -366,8 +362,12 @@ class Journal:
 
         self._last_writes.write(write, self._newest)
 
-    def finish(self, name: str, status: str, error: str | None, export: Export | None, began: float) -> Result:
+    def finish(
+        self, name: str, status: str, error: str | None, export: Export | None, began: float, unsaved: str | None = None
+    ) -> Result:
         """End the run: write its last event and its result, if it has a folder, and return the result.
+
+        `unsaved`: why the state that a stopped run ends with was not saved, if it was not.
 
         The result is written last: if it exists, nothing of the run is missing, and nobody continues the run.
 
@@ -377,6 +377,7 @@ class Journal:
         if status == "finished":
             self._recovered(self._incidents.ended(self._clock()))
         sha = export.state_sha256 if export else None
+        saved: dict[str, Any] = {"saved_step": None if self._newest < 0 else self._newest, "unsaved": unsaved}
         result = self._totals.result(
             name=name,
             status=status,
@@ -389,6 +390,7 @@ class Journal:
             bubble=self._bubble.share,
             ended=self._clock(),
         )
+        result = replace(result, **saved)
         told, parts = self._log, self._parts
         if told is None or parts is None:
             return result
@@ -411,6 +413,7 @@ class Journal:
             steps=self._totals.steps,
             samples=self._totals.samples,
             state_sha256=sha,
+            **saved,
         )
         self._last_writes.write(over, self._newest)
         return result
@@ -494,7 +497,3 @@ class Journal:
             self._trackers.add(event)
         self.gauges.add(event)
         self._followed.add(event)
-
-
-def _who(location: WorkerLocation) -> dict[str, Any]:
-    return {"worker": location.worker, "pid": location.pid, "node": location.node}

@@ -13,6 +13,7 @@ from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
 from raytrain_plus.controller.export import ModelHandOver
 from raytrain_plus.controller.formation import Formation
 from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.last_progress import LastProgress
 from raytrain_plus.controller.losses import Losses
 from raytrain_plus.controller.members import Members
 from raytrain_plus.controller.nodes import Draining
@@ -64,9 +65,12 @@ class Monitor:
     losses: Losses
     checkpoints: Checkpoints
     hand_over: ModelHandOver
+    last_progress: LastProgress
     nodes: NodeWatch
     elastic: Elastic
     clock: Clock
+    here: str
+    """The controller's own node."""
 
     def __post_init__(self) -> None:
         now = self.clock.now()
@@ -114,6 +118,8 @@ class Monitor:
         """Have the run stop at the next step boundary."""
         if self._stopping_since is None and self.machine.group.phase is not Phase.CLOSE:
             self._stopping_since = self.clock.now()
+            if self.machine.group.phase in (Phase.TRAIN, Phase.PAUSE):
+                self.journal.waits(f"the end of this step, for at most {self.elastic.stop_grace_s:g} s")
         self.machine.feed(message)
 
     def drains(self, message: Draining) -> None:
@@ -175,7 +181,8 @@ class Monitor:
         group = self.machine.group
         if clock_of(group) != self._phase[0]:
             self._phase = (clock_of(group), now)
-        since = now - self._phase[1]
+            self.last_progress.begin(now)
+        since = now - (self.last_progress.look(now) if group.phase is Phase.CLOSE else self._phase[1])
         if group.phase is Phase.GATHER and group.generation < 0 and since > EARLY_WAIT_S:
             self._waits(len([worker for worker in group.workers.values() if worker.state != "coming"]))
         if not self._late(now, since):
@@ -188,11 +195,15 @@ class Monitor:
             self.journal.broke(self.clock.unix(), f"{group.phase.value} took too long")
         for name in members_in(group) if group.phase is Phase.LEAVE else ():
             self.journal.gone(name, "it did not leave its world in time")
-        if group.phase is Phase.CLOSE and self.hand_over.over:
-            # The model is exported; only the last checkpoint is late.
-            self.checkpoints.wait_no_longer("it was not written before the run ended")
-            self.machine.feed(e.Handed())
-            return
+        if group.phase is Phase.CLOSE:
+            leaves = self._goes_within(LEAVE_BEFORE_S, self._last_writers(), untold=False)
+            self.checkpoints.wait_no_longer(
+                "a machine that writes it leaves now" if leaves else f"nothing of it was written for {since:.0f} s"
+            )
+            if self.hand_over.over:
+                # The model is exported; only the last checkpoint is late.
+                self.machine.feed(e.Handed())
+                return
         self.machine.feed(e.Late(group.generation))
 
     def _late(self, now: float, since: float) -> bool:
@@ -205,12 +216,20 @@ class Monitor:
             rest = stop_limit_s(group, self.elastic.stop_grace_s, self._asked_aside)
             if rest is not None and now - self._stopping_since > rest:
                 return True
+        if group.phase is Phase.CLOSE:
+            return self._goes_within(LEAVE_BEFORE_S, self._last_writers(), untold=False)
         if group.phase is Phase.PAUSE:
-            return self._goes_within(LEAVE_BEFORE_S, untold=False)
-        return group.phase is Phase.TRAIN and self._goes_within(PAUSE_BEFORE_S, untold=True)
+            return self._goes_within(LEAVE_BEFORE_S, self.roster.nodes(members_in(group)), untold=False)
+        if group.phase is not Phase.TRAIN:
+            return False
+        return self._goes_within(PAUSE_BEFORE_S, self.roster.nodes(members_in(group)), untold=True)
 
-    def _goes_within(self, seconds: float, untold: bool) -> bool:
-        """Return whether a node that hosts a member leaves so soon; `untold` is the answer without a known deadline."""
-        nodes = self.roster.nodes(members_in(self.machine.group))
+    def _last_writers(self) -> Set[str]:
+        """Return the nodes that write the end of the run."""
+        leads = () if self.hand_over.over else dict(self.machine.group.leads)
+        return {*self.roster.nodes([*self.checkpoints.writers, *leads]), self.here}
+
+    def _goes_within(self, seconds: float, nodes: Set[str], untold: bool) -> bool:
+        """Return whether one of these nodes leaves so soon; `untold` is the answer without a known deadline."""
         deadlines = [deadline for node, deadline in self._draining.items() if node in nodes]
         return any(untold if deadline is None else self.clock.unix() > deadline - seconds for deadline in deadlines)

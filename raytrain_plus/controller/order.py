@@ -39,6 +39,15 @@ class Order:
         return whole_digest(self.task_modules)
 
 
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The process that follows an attached run, on the controller's node."""
+
+    pid: int
+    identity: Mapping[str, str]
+    """See `runs.process.this_process`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Closing:
     """How a run ended, as the driver receives it."""

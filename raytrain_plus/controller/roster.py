@@ -4,9 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from raytrain_plus.data.sight import Sight
+from raytrain_plus.membership.view import View
 from raytrain_plus.workers.messages import PreparedReport, WorkerLocation
+
+
+def who(location: WorkerLocation) -> dict[str, Any]:
+    """Return how events name a worker."""
+    return {"worker": location.worker, "pid": location.pid, "node": location.node}
+
+
+def seated(view: View, locations: Mapping[str, WorkerLocation], params: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return how events name the members of a view; `params`: how many parameters each of them trains."""
+    return [
+        {
+            **who(locations[member.worker]),
+            "replica": member.replica,
+            "stage": member.stage,
+            "params": params[member.worker],
+            "shards": list(member.shards),
+        }
+        for member in view.members
+    ]
 
 
 class Roster:

@@ -41,6 +41,11 @@ class Saving:
         """Return whether any checkpoint is in progress."""
         return bool(self._open)
 
+    @property
+    def writers(self) -> list[str]:
+        """The workers whose shares of checkpoints in progress are not written yet."""
+        return sorted({name for one in self._open.values() for name in one.missing()})
+
     def begin(self, step: int, generation: int, names: Sequence[str]) -> None:
         """Begin the checkpoint of this step, written by these workers in this order; repeated calls change nothing."""
         if (step, generation) not in self._over:

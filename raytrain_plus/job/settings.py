@@ -154,7 +154,8 @@ class Elastic:
     higher values cost less time, but more steps are recomputed if that worker is lost."""
 
     stop_grace_s: float = 3.0
-    """Seconds that a stopped run has to reach a step boundary and save its result. Default 3."""
+    """Seconds that a stopped run has to reach a step boundary; a step that would take longer is dropped. Default 3.
+    Saving the state after that lasts as long as its writes advance."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when the loss or gradient of a step is not finite; the step is never applied.

@@ -21,7 +21,7 @@ from ray.util.client import ray as client
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_plus.controller.actor import Controller
-from raytrain_plus.controller.order import Order
+from raytrain_plus.controller.order import Driver, Order
 from raytrain_plus.errors import InputError, RunError, first_line
 from raytrain_plus.job.settings import Job
 from raytrain_plus.launch.machine_check import check_machine, check_seen, needs_of
@@ -38,6 +38,7 @@ from raytrain_plus.ray_compat import (
     hide_token,
     most_there_can_be,
     our_own_signals,
+    outliving_this_process,
     settings_of_our_own_ray,
     show_token,
     show_token_if_any,
@@ -45,6 +46,7 @@ from raytrain_plus.ray_compat import (
     socket_of_our_own_ray,
     without_its_gcs,
 )
+from raytrain_plus.runs.process import this_process
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import leave_probe
@@ -99,7 +101,7 @@ def _our_own_ray(job: Job) -> Iterator[None]:
     before = set(psutil.Process().children())
     with reaper() as over_it:
         try:
-            with _answering("local", "see Ray's own message"), _starting():
+            with _answering("local", "see Ray's own message"), _starting(), outliving_this_process():
                 ray.init(
                     address="local",
                     num_cpus=max(1, math.ceil((most_workers(job) + job.workers.spares) * job.workers.cpus)),
@@ -248,7 +250,8 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
     """Start the controller of a run on this node; return its actor and the reference that is ready when it ends.
 
     `began`: Unix seconds at which Ray was ready. If `detached`, the controller outlives this process and ends by
-    itself. Raises `InputError` if the cluster cannot provide what the job asks for, or already has a run of this name.
+    itself. Otherwise it ends with this process, except that it completes a stop that was requested before. Raises
+    `InputError` if the cluster cannot provide what the job asks for, or already has a run of this name.
     """
     job = order.plan.job
     limits = limits_of(job, order.plan.steps, order.stage_counts)
@@ -263,19 +266,21 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
                 )
     here = ray.get_runtime_context().get_node_id()
     _ask_machines(order, here)
+    driver = None if detached else Driver(os.getpid(), this_process())
     controller: Any = (
         ray.remote(Controller)
         .options(
             name=f"{job.name}/{secrets.token_hex(4)}",
             namespace=NAMESPACE,
-            lifetime="detached" if detached else None,
+            # Ray would end it with its driver, even while it saves the state of a stopped run.
+            lifetime="detached" if detached or (driver and driver.identity) else None,
             num_cpus=0,
             max_concurrency=CALLS,
             # As in `workers.pool`: Ray's head need not record each report.
             enable_task_events=False,
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
         )
-        .remote(order, limits, began)
+        .remote(order, limits, began, driver)
     )
     try:
         return controller, controller.run.remote(detached)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -13,13 +14,13 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from raytrain_plus.controller.order import Closing, Order
-from raytrain_plus.errors import RunError
+from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.launch.cluster import begin
 from raytrain_plus.observe.progress import ProgressView
 from raytrain_plus.observe.run_events import RunEvent
-from raytrain_plus.result import Result
+from raytrain_plus.result import Result, unsaved_text
 from raytrain_plus.runs.folder import holder_lives, lease_document
-from raytrain_plus.runs.status import what_is_kept
+from raytrain_plus.runs.status import newest_saved, what_is_kept
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.workers.pool import cause_of_death
@@ -62,6 +63,8 @@ def drive(order: Order, began: float, view: ProgressView | None, signals: Signal
             ray.wait([controller.stop.remote()], timeout=FOLLOW_S)
         if view is not None:
             view.close()
+        if signals.again:
+            print(_cut_off(followed.steps, run, detached=detached), file=sys.stderr)
     if result.status == "stopped" and signals.heard:
         result = replace(result, exit_code=signals.exit_code)
     if view is not None:
@@ -97,6 +100,8 @@ class _Followed:
         self._run = run
         self._cursor = 0
         self._kinds: set[str] = set()
+        self.steps = 0
+        """Committed steps."""
         self._over_since = 0.0
         self._gone = False
         """Whether the controller has ended and left a result."""
@@ -117,6 +122,9 @@ class _Followed:
             return []
         self._cursor += len(events)
         self._kinds |= {event["kind"] for event in events}
+        for event in events:
+            if event["kind"] in ("step_committed", "resumed"):
+                self.steps = event["step"] + 1
         if self.over and not self._over_since:
             self._over_since = time.monotonic()
         return events
@@ -145,6 +153,19 @@ class _Followed:
     def _begun(self) -> bool:
         """Whether this controller has taken the run's folder."""
         return "run_started" in self._kinds
+
+
+def _cut_off(steps: int, run: Folder, *, detached: bool) -> str:
+    """Return what a second signal leaves of a run that was in this folder after so many steps, in words."""
+    if detached:
+        return f"the run saves its state and ends without this process; see: raytrain status '{run.where}'"
+    try:
+        saved = newest_saved(run)
+    except (OSError, InputError) as error:
+        return f"a second signal ended the run, and its checkpoints cannot be read: {error}"
+    if saved is not None and saved + 1 >= steps:
+        return f"state after step {saved + 1} saved"
+    return unsaved_text(steps, "a second signal ended the run", saved)
 
 
 def _died(why: str, run: Folder) -> RunError:
@@ -193,6 +214,11 @@ class Signals:
     def heard(self) -> bool:
         """Whether any signal came."""
         return self._count > 0
+
+    @property
+    def again(self) -> bool:
+        """Whether a second signal came."""
+        return self._count > 1
 
     def listen(self) -> None:
         """Install our handlers; the previous ones are restored on exit. Does nothing outside the main thread."""

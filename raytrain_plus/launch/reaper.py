@@ -1,7 +1,11 @@
 """End the processes of a local Ray that its driver could not end: Ray's agents outlive a killed driver by a minute.
 
 A worker that is just starting and finds no raylet outlives the driver, too, and its process id is unknown. It is found
-by its command, which names the raylet's socket; no other Ray has the same one.
+by its command, which names the raylet's socket; no other Ray has the same one. While Ray is just starting, its
+processes are found by its session's name, which ends with the driver's process id.
+
+A controller ends with its driver by itself, unless its run was stopped before: then it saves the state first. It is
+waited for.
 
 Run as a module, this is the reaper process. Its argument is the driver's process id. Its standard input holds lines of
 JSON and closes when the driver ends, however it ends.
@@ -12,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -23,8 +28,14 @@ import psutil
 MODULE = "raytrain_plus.launch.reaper"
 LOOK_S = 1.0
 """Seconds between two checks of the driver: a child that it forked may keep its end of the pipe open."""
+PAUSE_S = 0.2
+"""Seconds between two looks at a controller."""
 LATE_S = 1.0
 """Seconds after which to look again for workers that the raylet was just starting when it was killed."""
+SAVING_S = 6 * 3600.0
+"""Maximum seconds to wait for a controller. Its own waits have shorter limits, unless its writes advance."""
+CONTROLLER = "ray::Controller"
+"""How Ray names the process of a controller."""
 END_S = 10.0
 """Maximum seconds for the reaper to end."""
 
@@ -100,6 +111,34 @@ def _workers(sockets: Iterable[str]) -> list[psutil.Process]:
     return [process for process in found if wanted & set(process.info["cmdline"] or ())]
 
 
+def _of_session(driver: int, since: float) -> list[psutil.Process]:
+    """Return the processes of the Ray that this driver has started since then, in Unix seconds."""
+    name = re.compile(rf"session_[\d_-]+_{driver}\b")
+    found = psutil.process_iter(["cmdline", "create_time"])
+    return [
+        process
+        for process in found
+        if process.info["create_time"] >= since and any(map(name.search, process.info["cmdline"] or ()))
+    ]
+
+
+def _controllers(minded: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return the running controllers among the descendants of these processes; a suspended one saves nothing."""
+    found = []
+    for process in {one for parent in minded for one in _family(parent)}:
+        with contextlib.suppress(psutil.Error):
+            ended = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+            if not ended and "".join(process.cmdline()[:1]).startswith(CONTROLLER):
+                found.append(process)
+    return found
+
+
+def _await_controllers(minded: Iterable[psutil.Process]) -> None:
+    until = time.monotonic() + SAVING_S
+    while _controllers(minded) and time.monotonic() < until:
+        time.sleep(PAUSE_S)
+
+
 def _kill(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -108,7 +147,12 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
 
 def main() -> None:
     """Wait until the driver has ended or let go, then kill what it named."""
-    driver, minded, sockets = int(sys.argv[1]), list[psutil.Process](), set[str]()
+    driver, minded, sockets, since = (
+        int(sys.argv[1]),
+        list[psutil.Process](),
+        set[str](),
+        psutil.Process().create_time(),
+    )
     alive = True
     # Unbuffered: `select` does not see what a buffer holds.
     with open(sys.stdin.fileno(), "rb", buffering=0) as orders:
@@ -125,6 +169,9 @@ def main() -> None:
                 # Checked only when nothing is left to read: the driver may end before this process starts to read.
                 alive = False
                 break
+    if not alive:
+        _await_controllers(minded)
+        minded += _of_session(driver, since)
     _kill(minded)
     _kill(_workers(sockets))
     if not alive:

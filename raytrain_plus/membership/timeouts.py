@@ -27,11 +27,11 @@ recomputed."""
 PAUSE_BEFORE_S = 10.0
 """Seconds before its node goes at which a worker without a replacement stops, so that its state can be kept."""
 EXPORT_S = 120.0
-"""Maximum seconds to export the model."""
-PAUSE_SHARE = 0.25
-"""Share of a stopped run's grace time spent waiting for a step boundary."""
-CLOSE_SHARE = 0.65
-"""Share of that time at which everything must be written: the driver takes the rest to exit, most of a second."""
+"""Maximum seconds without an advance while the model is exported and the last checkpoint is written."""
+PAUSE_SHARE = 0.7
+"""Share of a stopped run's grace time spent waiting for a step boundary; what follows needs the rest."""
+LEAVE_SHARE = 0.85
+"""Share of that time at which the workers that can leave a broken world have done so."""
 
 
 def clock_of(group: Group) -> object:
@@ -43,7 +43,10 @@ def clock_of(group: Group) -> object:
 
 
 def limit_s(group: Group, wait_s: float, state_bytes: int) -> float | None:
-    """Return the seconds after which the current phase is late; None if only hang detection bounds it."""
+    """Return the seconds after which the current phase is late; None if only hang detection bounds it.
+
+    The end of a run (`CLOSE`) may last as long as its writes advance: its seconds count from the last advance.
+    """
     if group.phase is Phase.GATHER:
         if any(worker.state == "restoring" for worker in group.workers.values()):
             return PREPARE_S + state_bytes / BYTES_PER_S
@@ -59,12 +62,12 @@ def stop_limit_s(group: Group, grace_s: float, aside: bool = False) -> float | N
     """Return the phase's limit once the run is to stop: seconds since the stop request, out of `grace_s`.
 
     The group waits for a boundary first; then workers that can leave the world do so. Workers that still compute are
-    then asked to provide their state `aside` of that step, and get a little longer for it.
+    then asked to provide their state `aside` of that step, until the end of the grace time. It does not limit what is
+    written after that.
     """
     share = {
         Phase.JOIN: PAUSE_SHARE,
         Phase.PAUSE: PAUSE_SHARE,
-        Phase.LEAVE: PAUSE_SHARE + (0.2 if aside else 0.1),
-        Phase.CLOSE: CLOSE_SHARE,
+        Phase.LEAVE: 1.0 if aside else LEAVE_SHARE,
     }.get(group.phase)
     return None if share is None else share * grace_s

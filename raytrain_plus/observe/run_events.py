@@ -42,6 +42,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "evaluated": ("step", "metrics"),
     "checkpoint_saved": ("step", "seconds", "stall_s"),
     "checkpoint_failed": ("step", "error"),
+    "saving": ("step", "written", "total", "per_s"),
     "noted": ("text",),
     "resumed": ("step", "checkpoint", "voided_to"),
     "storage_failed": ("place", "error", "wanted", "free"),
@@ -49,7 +50,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "run_finished": ("status", "error", "steps", "samples", "state_sha256"),
 }
 """The fields of each kind, besides `time` (Unix seconds), `generation` and `kind`."""
-_OPTIONAL = {"step_committed": frozenset({"skipped", "metrics"}), "view_formed": frozenset({"cause", "repartitioned"})}
+_OPTIONAL = {
+    "step_committed": frozenset({"skipped", "metrics"}),
+    "view_formed": frozenset({"cause", "repartitioned"}),
+    "run_finished": frozenset({"saved_step", "unsaved"}),
+}
 """Optional fields of a kind. The cause of a view is what broke the worlds before it, if anything did."""
 _LATER = {"step_committed": frozenset({"grad_norm"}), "view_formed": frozenset({"moved_bytes"})}
 """Fields that are missing in the events of older versions."""
@@ -102,6 +107,11 @@ _SHAPES: dict[str, has.JsonShape] = {
     "free": has.maybe(has.whole(0)),
     "checkpoint": has.maybe(has.text),
     "voided_to": has.whole(-1),
+    "written": has.whole(0),
+    "total": has.whole(0),
+    "per_s": has.maybe(has.number(0)),
+    "saved_step": has.maybe(has.whole(0)),
+    "unsaved": has.maybe(has.text),
     "status": has.text,
     "steps": has.whole(0),
     "state_sha256": has.maybe(has.text),

@@ -71,6 +71,10 @@ class RunProgress:
         if kind == "waiting":
             self.waiting = event["for"]
             return "; ".join([*self._untold(), f"waiting for {event['for']}"])
+        if kind == "saving":
+            text = saving_text(event["step"], event["written"], event["total"], event["per_s"])
+            self.waiting = f"the storage: {text}"
+            return text
         if kind == "recovered":
             self._recovering = False
             causes = self._untold() or [event["cause"]]
@@ -192,6 +196,22 @@ def clock_text(seconds: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
     return f"{whole // 60}:{whole % 60:02d}"
+
+
+def saving_text(step: int, written: int, total: int, per_s: float | None) -> str:
+    """Return how far the last writes of a run are, given bytes and bytes per second.
+
+    >>> saving_text(30, 120_000_000, 270_000_000, 12e6)
+    'saving the state after step 31: 120.0 of 270.0 MB written, 12.0 MB/s, 0:12 left'
+    >>> saving_text(30, 0, 270_000_000, None)
+    'saving the state after step 31: 0.0 of 270.0 MB written'
+    >>> saving_text(30, 270_000_000, 270_000_000, 12e6)
+    'saving the state after step 31: 270.0 of 270.0 MB written; completing the checkpoint'
+    """
+    line = f"saving the state {after_step(step)}: {written / 1e6:,.1f} of {total / 1e6:,.1f} MB written"
+    if written >= total:
+        return f"{line}; completing the checkpoint"
+    return line if not per_s else f"{line}, {per_s / 1e6:,.1f} MB/s, {clock_text((total - written) / per_s)} left"
 
 
 def event_text(event: RunEvent) -> str | None:

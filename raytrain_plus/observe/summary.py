@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from raytrain_plus.observe.run_progress import RunProgress, after_step, clock_text, metrics_text, plural, speed_text
-from raytrain_plus.result import Result, resume_command
+from raytrain_plus.result import Result, resume_command, saved_text
 from raytrain_plus.storage.address import is_address, within
 
 
@@ -33,7 +33,9 @@ def summary(result: Result, progress: RunProgress | None) -> list[str]:
         restart = "or start over: raytrain run JOB --fresh"
         return [*lines, f"  next     fix the error above, then resume: {resume}; {restart}"]
     if result.status == "stopped":
-        return [*lines, f"  next     to resume: {resume}, or repeat raytrain run JOB"]
+        lines.append(f"  next     to resume: {resume}, or repeat raytrain run JOB")
+        saved = saved_text(result)
+        return lines if saved is None else [*lines, saved]
     if is_address(folder):
         return [*lines, f"  next     raytrain export '{folder}' --to model.safetensors"]
     return [*lines, f"  next     pip install tensorboard && tensorboard --logdir {within(folder, 'tensorboard')}"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import TextIO
 
 from raytrain_plus.data.of_job import steps_of
@@ -28,12 +27,10 @@ ELSEWHERE_S = 2.0
 _DATASET = has.object_of(rows=has.whole(1, 2**48))
 
 
-def watch(
-    run: Folder, view: ProgressView | None, heard: Callable[[], None] = lambda: None, timeout_s: float | None = None
-) -> Result:
+def watch(run: Folder, view: ProgressView | None, timeout_s: float | None = None) -> Result:
     """Show all past and new events in `view` until the run ends; return its result.
 
-    `heard` is called before each read. Raises `RunError` if the run's controller is gone and left no result, and
+    Raises `RunError` if the run's controller is gone and left no result, and
     `TimeoutError` if the run is still running after `timeout_s`.
     """
     name = split(run.address)[1]
@@ -43,7 +40,6 @@ def watch(
     until = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         while True:
-            heard()
             # Read before the events: the result is written after the last event.
             result = Result.load(run)
             if view is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe.run_progress import plural
-from raytrain_plus.result import Result, resume_command
+from raytrain_plus.result import Result, resume_command, saved_text
 from raytrain_plus.runs.folder import lease_holder, lost_holder, run_exists, runs_beside, single_writer
 from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.state.manifest import Manifest, best_of
@@ -51,6 +51,10 @@ class Status:
     """The command that resumes the run, if its controller died."""
     incomplete_from: int | None = None
     """The first step, from 0, whose events are missing; None if none are, or while the run is alive."""
+    saved_step: int | None = None
+    """The step, from 0, of the newest complete checkpoint; None if there is none."""
+    saved: str | None = None
+    """Whether the state that a stopped run ended with was saved, in words; None for other runs."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -70,6 +74,8 @@ class Status:
                 f"  {one.name:<24}{one.step + 1:>12,}{_spelled_age(one.age_s):>12}{size_text(one.bytes):>12}"
                 f"  {one.state}{', the best' * one.best}"
             )
+        if self.saved is not None:
+            said.append(f"  {self.saved}")
         if self.resume:
             said.append(f"  resume with: {self.resume}")
         if not self.single_writer:
@@ -98,7 +104,17 @@ def status(run: Folder) -> Status:
     resume = resume_command(run) if state.startswith("unfinished (") else ""
     if gap is not None:
         steps = max(steps, _reached(past, result) + 1)
-    return Status(split(run.address)[1], state, steps, kept, single_writer(run), resume, gap)
+    saved = saved_text(result) if result is not None and state == result.status else None
+    return Status(split(run.address)[1], state, steps, kept, single_writer(run), resume, gap, _newest(past), saved)
+
+
+def newest_saved(run: Folder) -> int | None:
+    """Return the step of the newest complete checkpoint in a run's folder; None if there is none."""
+    return _newest(load_history(run)) if run_exists(run) else None
+
+
+def _newest(past: Past) -> int | None:
+    return next((found.step for found in past.found if found.manifest is not None), None)
 
 
 def listed(storage: str) -> tuple[dict[str, Any], list[str]]:

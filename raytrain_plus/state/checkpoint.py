@@ -20,7 +20,7 @@ from raytrain_plus.errors import CheckpointError, DamagedError
 from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state import manifest as m
 from raytrain_plus.state.tensorfile import header
-from raytrain_plus.storage.interface import Folder, Stat
+from raytrain_plus.storage.interface import Buffer, Folder, Stat
 
 Array = npt.NDArray[Any]
 CHUNK = 8 << 20
@@ -84,22 +84,25 @@ def write_share(
     writer: int,
     writers: int,
     copies: Sequence[Copy],
-    moved: Callable[[], None] = lambda: None,
+    moved: Callable[[int], None] = lambda done: None,
 ) -> m.Share:
     """Write one writer's share of the checkpoint `name` durably, and return its description for the manifest.
 
-    `moved` is called whenever the storage asks for more bytes. Raises `OSError` if the share cannot be written.
+    `moved` gets the number of bytes that the storage has taken, whenever it asks for more. Raises `OSError` if the
+    share cannot be written.
     """
     head = header([(_label(copy), copy.dtype, _rows(copy), copy.data.nbytes) for copy in copies])
     total = xxhash.xxh3_128()
+    done = 0
 
     def chunks() -> Iterator[memoryview]:
+        nonlocal done
         for part in (memoryview(head), *(copy.data.data for copy in copies)):
-            for start in range(0, len(part), CHUNK):
-                chunk = part[start : start + CHUNK]
+            for chunk in chunked(part):
                 total.update(chunk)
-                moved()
+                moved(done)
                 yield chunk
+                done += len(chunk)
 
     file = f"{writer:05d}-of-{writers:05d}.safetensors"
     run.write(f"{m.FOLDER}/{name}/{file}", chunks())
@@ -112,6 +115,12 @@ def write_share(
         tensors[name] = m.StoredTensor(copy.dtype, copy.shape, (*before, stored))
         at += copy.data.nbytes
     return m.Share(m.File(file, at, total.hexdigest(), len(head), xxhash.xxh3_128(head).hexdigest()), tensors)
+
+
+def chunked(data: Buffer) -> Iterator[memoryview]:
+    """Yield bytes in chunks of at most `CHUNK`."""
+    view = memoryview(data).cast("B")
+    return (view[start : start + CHUNK] for start in range(0, len(view), CHUNK))
 
 
 def _label(copy: Copy) -> str:

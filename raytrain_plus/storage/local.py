@@ -24,6 +24,8 @@ from raytrain_plus.errors import InputError, StorageError
 from raytrain_plus.storage.address import check_name
 from raytrain_plus.storage.interface import Buffer, Folder, Stat
 
+SYNC_BYTES = 32 << 20
+"""Bytes of a file between two fsyncs. Otherwise a large file is in memory at once, and nobody sees the disk take it."""
 PART = ".part"
 """Suffix of unfinished files, which are not listed as files of a folder."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -242,10 +244,15 @@ class LocalFolder:
     def _fill(self, file: int, data: Iterable[Buffer]) -> None:
         """Write a new file, make it durable, and close it."""
         try:
+            unsynced = 0
             for piece in data:
                 rest = memoryview(piece).cast("B")
                 while rest:
-                    rest = rest[self._disk.write(file, rest) :]
+                    if unsynced >= SYNC_BYTES:
+                        self._disk.fsync(file)
+                        unsynced = 0
+                    count = self._disk.write(file, rest[:SYNC_BYTES])
+                    rest, unsynced = rest[count:], unsynced + count
             self._disk.fsync(file)
         finally:
             self._disk.close(file)

@@ -31,6 +31,7 @@ from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.task import Task
 from raytrain_plus.training.build import build_stepper
 from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.footprint import Footprint, measure_footprint, total_memory
 from raytrain_plus.training.loss import held_out_metrics
 from raytrain_plus.training.measure import Alone, backward, each_layer, forward, measure_layers
@@ -153,7 +154,14 @@ def try_whole(job: Job, task: Task, device: torch.device, rows: Rows, held_out: 
     seconds = time.monotonic() - start
     if applied.skipped:
         remarks.append(f"the first microbatch gives a loss of {applied.loss} and gradients that are not all finite")
-    metrics = {} if held_out is None else _evaluated(job, task, stepper, _batch(job, task, held_out, count))
+    metrics = {}
+    if held_out is not None:
+        few = _batch(job, task, held_out, count)
+
+        def evaluated() -> dict[str, float]:
+            return evaluate(stepper, lambda _: [few], [0], _context(), shards=job.data.shards, step=-1)
+
+        metrics = _tried(job, task, few, evaluated, remarks)
     return Trial(rows=batch.rows, of_rows=wanted, seconds=seconds, bytes=need, metrics=metrics, remarks=tuple(remarks))
 
 

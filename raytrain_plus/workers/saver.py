@@ -26,8 +26,8 @@ from raytrain_plus.workers.messages import ShareOf, Written
 
 STILL_S = 300.0
 """Seconds without progress after which a share is given up."""
-FREE_S = 60.0
-"""Maximum seconds to wait for an earlier share at the end of a run; during training, no step waits for one."""
+LOOK_S = 1.0
+"""Seconds between two looks at an earlier share that the last one of a run waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class Saver:
         self._free = threading.Event()
         self._free.set()
         self._progress = 0.0
+        self._taken = self._total = 0
+        """Bytes of the share being written that the storage has taken, and all of its bytes."""
         self._late: Callable[[], None] | None = None
         self._open: tuple[int, int] | None = None
         """Step and generation of the checkpoint whose end has not been reported yet."""
@@ -90,6 +92,10 @@ class Saver:
             self._threads.submit(late)
         return True
 
+    def writing(self) -> tuple[int, int] | None:
+        """Return how many bytes of the share being written the storage has taken, and of how many; None without one."""
+        return None if self._free.is_set() else (self._taken, self._total)
+
     def check(self) -> None:
         """Raise `TrainingError` if a state to be saved is not finite."""
         if self._unfit is not None:
@@ -104,8 +110,10 @@ class Saver:
         """Copy this worker's share of the state after `step`, with those metrics, and write it in the background."""
         part = self._part
         assert part is not None
-        if not self._free.wait(FREE_S):
-            raise WaitExpired(f"an earlier checkpoint was still being written after {FREE_S:g} s")
+        # During training, no step comes here before an earlier share is written.
+        while not self._free.wait(LOOK_S):
+            if time.monotonic() - self._progress > STILL_S:
+                raise WaitExpired(f"of an earlier checkpoint nothing was written for {STILL_S:g} s")
         began, start = time.time(), time.monotonic()
         holding = self._holding()
         copies, tree = self._memory.copy(holding, part.of.writer, part.of.holders_of)
@@ -130,12 +138,13 @@ class Saver:
             )
 
         what = f"{self._run.where} has accepted no data of it for {STILL_S:g} s"
-        self._moved()
+        self._total = sum(copy.data.nbytes for copy in copies)
+        self._moved(0)
         self._late = lambda: part.tell(told(None, what))
         self._threads.submit(self._write, part, step, copies, holding.allowed, told)
 
-    def _moved(self) -> None:
-        self._progress = time.monotonic()
+    def _moved(self, taken: int) -> None:
+        self._taken, self._progress = taken, time.monotonic()
 
     def _write(
         self,

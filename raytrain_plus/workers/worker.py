@@ -207,6 +207,10 @@ class Worker:
         if self._preparation is not None:
             self._preparation.saver.settled(step, generation)
 
+    def writing(self) -> tuple[int, int] | None:
+        """Return the bytes written of its share of a checkpoint, and all of them; None if it writes none."""
+        return None if self._preparation is None else self._preparation.saver.writing()
+
     def interrupt(
         self, generation: int, rings: frozenset[tuple[str, int]], replicas: frozenset[tuple[str, int]]
     ) -> Activity:

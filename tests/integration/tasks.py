@@ -28,6 +28,7 @@ from raytrain_plus.collective.horovod_world import HorovodWorld
 from raytrain_plus.data.reader import PREFETCH_STEPS
 from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.ray_compat import drain_this_node
+from raytrain_plus.storage import local
 from raytrain_plus.training import synchronous
 from raytrain_plus.training.replica import ReplicaStage
 from raytrain_plus.workers.notices import listen
@@ -123,6 +124,19 @@ class Sleeps(Net):
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         time.sleep(0.05)
         return super().loss(model, batch)
+
+
+class SlowDisk(Sleeps):
+    """The same on workers whose disk takes some seconds for a checkpoint."""
+
+    def parts(self) -> dict[str, Any]:
+        def fsync(disk: local.Disk, file: int) -> None:
+            time.sleep(0.4)
+            os.fsync(file)
+
+        # Only workers write checkpoints; the controller never builds a task.
+        local.Disk.fsync, local.SYNC_BYTES = fsync, 300  # type: ignore[method-assign]
+        return super().parts()
 
 
 class Paced(Sleeps):

@@ -24,6 +24,7 @@ import ray
 
 from raytrain_plus import Data, Job, TaskError, run
 from raytrain_plus.observe.run_events import read_events
+from raytrain_plus.result import Result
 from raytrain_plus.runs.status import state_of, status
 from raytrain_plus.storage.local import LocalFolder
 from tests.integration.conftest import TASKS
@@ -324,6 +325,50 @@ def test_a_driver_that_dies_takes_the_run_with_it(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=10)
     # Two of Ray's agents outlived it by a minute.
+    assert not outliving(family)
+
+
+def slowly_stopped(tmp_path: Path, workers: int = 1) -> subprocess.Popen[str]:
+    """Stop a run whose disk is slow; return its driver, which waits for the last checkpoint."""
+    write_data(tmp_path / "data")
+    job = write_job(tmp_path, task="tasks:SlowDisk", steps=500, workers={"min": workers}, elastic={"stop_grace_s": 2})
+    process = command("run", job)
+    events = wait_for_a_step(tmp_path)
+    process.send_signal(signal.SIGINT)
+    until = time.monotonic() + 60
+    while '"kind": "saving"' not in events.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return process
+
+
+def test_the_last_checkpoint_of_a_stopped_run_is_waited_for_beyond_its_grace(tmp_path: Path) -> None:
+    process = slowly_stopped(tmp_path)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
+    steps = result["steps"]
+    assert (result["saved_step"], result["unsaved"]) == (steps - 1, None)
+    assert f"saving the state after step {steps}: " in out
+    assert out.splitlines()[-1] == f"state after step {steps} saved"
+    code, out, err = raytrain("status", "job", "--storage", tmp_path / "runs", "--json")
+    assert (code, json.loads(out)["saved_step"]) == (0, steps - 1), err
+    code, out, err = raytrain("resume", "job", "--storage", tmp_path / "runs", "--set", f"steps={steps + 2}")
+    assert code == 0, err
+    assert f"resumed after step {steps} from " in out
+
+
+def test_the_last_checkpoint_is_completed_although_its_driver_was_killed(tmp_path: Path) -> None:
+    process = slowly_stopped(tmp_path)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate(timeout=10)
+    run = LocalFolder(tmp_path / "runs" / "job")
+    until = time.monotonic() + 60
+    while (result := Result.load(run)) is None:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert (result.status, result.saved_step) == ("stopped", result.steps - 1)
     assert not outliving(family)
 
 

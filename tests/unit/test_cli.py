@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,10 +15,13 @@ import click.testing
 import pytest
 
 from raytrain_plus import cli
+from raytrain_plus.cli_submitted import watch_job
 from raytrain_plus.errors import InputError, RunError, TrainingError
 from raytrain_plus.job.task_loader import load_task
+from raytrain_plus.launch import control
 from raytrain_plus.launch.handle import Handle
 from raytrain_plus.result import Result
+from raytrain_plus.runs import folder, follow
 from raytrain_plus.storage.local import LocalFolder
 
 REPOSITORY = Path(__file__).parents[2]
@@ -236,3 +241,45 @@ def test_the_help_shows_every_command_once_with_a_whole_sentence() -> None:
         assert line.endswith(".")
         assert not line.endswith("...")
         assert len(line.split(maxsplit=1)[1]) < 60
+
+
+class Watched:
+    """The jobs of a cluster; whoever watches one gets a signal. Anything else is an error."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def watch(self, job: str, stream: TextIO) -> int:
+        signal.raise_signal(self.number)
+        raise AssertionError("the signal is lost")
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restore the handlers of signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_a_watcher_ends_only_the_watching(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    handlers: None,
+    number: int,
+    code: int,
+) -> None:
+    jobs: Any = Watched(number)
+    assert watch_job(jobs, "job-1", "x", "http://head:8265") == code
+    assert "the run continues; stop it with: raytrain stop x --address http://head:8265" in capsys.readouterr().err
+    sent: list[object] = []
+    monkeypatch.setattr(control, "send", lambda *arguments: sent.append(arguments))
+    monkeypatch.setattr(follow, "watch", lambda *arguments: jobs.watch("", sys.stdout))
+    monkeypatch.setattr(folder, "find_run", lambda *arguments: LocalFolder(tmp_path))
+    with pytest.raises(SystemExit) as left:
+        cli.main(["attach", "x"])
+    assert (left.value.code, sent) == (code, [])
+    assert f"the run continues; stop it with: raytrain stop '{tmp_path}'" in capsys.readouterr().err

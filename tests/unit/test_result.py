@@ -6,12 +6,13 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raytrain_plus.controller.totals import WARM_UP_S, Totals
 from raytrain_plus.errors import InputError
-from raytrain_plus.result import Result
+from raytrain_plus.result import Result, saved_text
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.training.records import StepRecord
 
@@ -130,3 +131,23 @@ def test_a_resumed_run_counts_the_recoveries_of_its_earlier_processes(tmp_path: 
     totals.add(record(5, 20.0, seconds=0.0))
     result = result_of(totals, tmp_path)
     assert (result.recoveries, result.stall_s, result.skipped, result.goodput) == (3, 6.0, 1, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"saved_step": 30}, "state after step 31 saved"),
+        (
+            {"saved_step": 19, "unsaved": "nothing of it was written for 121 s"},
+            "state after step 31 NOT saved: nothing of it was written for 121 s; newest complete: step 20",
+        ),
+        ({"unsaved": "no space"}, "state after step 31 NOT saved: no space; newest complete: none"),
+        ({"steps": 0}, "no step was completed: there is no state to save"),
+        ({"status": "finished", "saved_step": 30}, None),
+        # The result of an older version.
+        ({}, None),
+    ],
+)
+def test_a_stopped_run_says_whether_its_state_is_saved(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    result = replace(result_of(Totals(), tmp_path), **{"status": "stopped", "steps": 31, **changes})
+    assert saved_text(result) == text

@@ -168,6 +168,7 @@ class FakeMetrics:
 
 class FakeHost:
     address = "127.0.0.1"
+    node = "here"
     cluster = "127.0.0.1:6379"
     name = "run/1"
     actor = "the controller"

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+from raytrain_plus.controller.actor import UNHEARD_S, drives
 from raytrain_plus.controller.event_loop import VACANT_S
 from raytrain_plus.controller.export import ENDS_KEPT, EXPORT_AGAIN_S, EXPORT_TRIES
 from raytrain_plus.controller.formation import STANDBY_S
@@ -29,6 +30,7 @@ from raytrain_plus.errors import (
 from raytrain_plus.job.settings import Checkpoint, Parallel
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.sizes import FRUITLESS
+from raytrain_plus.membership.timeouts import EXPORT_S
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.manifest import name_of
 from raytrain_plus.workers.messages import Outcome, Sent, WorkerLocation, Written
@@ -222,7 +224,7 @@ def test_a_member_that_left_twice_is_heard_once(started: Started) -> None:
     run.turn()
     # Its run is to stop, and it still computes: it provides what it held before, and comes out a moment later too.
     run.put(e.Stop())
-    run.turn(1.1)
+    run.turn(2.6)
     assert run.workers.take("stand_aside") == [(A, "stand_aside")]
     run.workers.answer(A, "stand_aside", None)
     run.turn()
@@ -414,7 +416,8 @@ def test_a_rescaled_run_pauses_and_forms_the_requested_group(started: Started) -
     assert B not in run.workers
 
 
-def test_a_stopped_run_exports_what_it_has(started: Started) -> None:
+def stopped(started: Started) -> Run:
+    """A run that was stopped after a step; its two workers write the last checkpoint, and the model is exported."""
     run = started(A, B)
     for name in (A, B):
         run.report(name, 0)
@@ -425,12 +428,56 @@ def test_a_stopped_run_exports_what_it_has(started: Started) -> None:
         run.leave(name, 0, "paused")
     assert run.workers.take("keep") == [(A, "keep"), (B, "keep")]
     run.export(A)
-    # What the grace time leaves for the last checkpoint is over.
-    run.turn(2.0)
-    assert run.told("checkpoint_failed")["error"] == "it was not written before the run ended"
+    return run
+
+
+def test_the_last_checkpoint_of_a_stopped_run_is_waited_for_as_long_as_it_advances(started: Started) -> None:
+    run = stopped(started)
+    for done in range(0, 100, 10):
+        # Far beyond the grace time, and in all far beyond the limit of a wait without an advance.
+        run.turn(1.0)
+        for name in (A, B):
+            assert run.workers.owes(name, "writing")
+            run.workers.answer(name, "writing", (done * 1_000_000, 100_000_000))
+        run.turn()
+        run.turn(EXPORT_S / 2)
+    told = [event for event in run.events if event["kind"] == "saving"]
+    assert [(event["step"], event["written"], event["total"]) for event in told[:2]] == [
+        (0, 0, 200_000_000),
+        (0, 20_000_000, 200_000_000),
+    ]
+    assert "checkpoint_failed" not in run.kinds()
+    assert run.engine.closing is None
+    written_shares = shares(run.engine.run_folder, state(0), name_of(0, 1), 2)
+    tree = {"optimizer": {}, "groups": [], "scheduler": {}, "scales": {}, "persistent": []}
+    for writer, share in enumerate(written_shares):
+        run.put(replace(written(0, writer, ""), generation=1, share=share, tree=None if writer else tree))
+    run.until(lambda: run.engine.closing is not None)
     assert run.engine.closing is not None
-    assert run.engine.closing.result.status == "stopped"
-    assert run.engine.closing.result.steps == 1
+    result = run.engine.closing.result
+    assert (result.status, result.steps, result.saved_step, result.unsaved) == ("stopped", 1, 0, None)
+
+
+def test_a_last_checkpoint_that_does_not_advance_is_given_up(started: Started) -> None:
+    run = stopped(started)
+    run.turn(EXPORT_S - 1)
+    assert run.engine.closing is None
+    run.turn(2)
+    assert run.engine.closing is not None
+    result = run.engine.closing.result
+    assert (result.status, result.steps, result.saved_step) == ("stopped", 1, None)
+    assert result.unsaved == run.told("checkpoint_failed")["error"] == "nothing of it was written for 121 s"
+    assert run.told("run_finished")["unsaved"] == result.unsaved
+
+
+def test_the_deadline_of_a_writer_s_machine_cuts_the_last_checkpoint(started: Started) -> None:
+    run = stopped(started)
+    run.put(Draining({"other": 1e9 + run.time.now + 5, "n": 1e9 + run.time.now + 20}))
+    run.turn(10)
+    assert run.engine.closing is None
+    run.turn(8.5)
+    assert run.engine.closing is not None
+    assert run.engine.closing.result.unsaved == "a machine that writes it leaves now"
 
 
 def test_a_member_lost_while_the_last_state_is_kept_ends_the_run_as_finished(started: Started) -> None:
@@ -575,3 +622,10 @@ def test_nodes_of_workers_that_owe_an_answer_are_probed(started: Started) -> Non
     run.turn(1.0)
     run.turn(1.0)
     assert run.nodes.suspected == {"n"}
+
+
+def test_a_driver_is_there_while_its_process_lives_or_else_while_it_calls() -> None:
+    assert drives(True, 2 * UNHEARD_S)
+    assert not drives(False, 0.0)
+    assert drives(None, UNHEARD_S - 1)
+    assert not drives(None, UNHEARD_S + 1)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
+from raytrain_plus.launch.reaper import LOOK_S
 from tests.processes import runs, still_alive
 
 LASTS = "import time; time.sleep(600)"
 # The child has a child, as Ray's raylet has agents.
-PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {LASTS!r}])"
+PARENT = f"""
+import subprocess, sys
+title = "ray::Controller.run" if sys.argv[1] == "saves" else sys.executable
+subprocess.run([title, "-c", {LASTS!r}], executable=sys.executable)
+"""
 DRIVER = f"""
 import os, subprocess, sys, time
 import psutil
@@ -23,7 +29,7 @@ unminded = subprocess.Popen([sys.executable, "-c", {LASTS!r}], **quiet)
 # Like a worker that the driver's raylet starts later, and a worker of another raylet.
 worker = lambda name: subprocess.Popen([sys.executable, "-c", {LASTS!r}, "--raylet-name=" + name], **quiet)
 stranger = worker("/tmp/other/raylet")
-child = subprocess.Popen([sys.executable, "-c", {PARENT!r}], **quiet)
+child = subprocess.Popen([sys.executable, "-c", {PARENT!r}, sys.argv[1]], **quiet)
 while not psutil.Process(child.pid).children():
     time.sleep(0.01)
 with reaper() as over_it:
@@ -37,6 +43,16 @@ with reaper() as over_it:
         time.sleep(600)
     family = [child.pid, psutil.Process(child.pid).children()[0].pid]
     print(unminded.pid, stranger.pid, forked, over_it._process.pid, late.pid, *family, flush=True)
+    sys.stdin.readline()
+"""
+
+STARTING = f"""
+import os, subprocess, sys
+from raytrain_plus.launch.reaper import reaper
+session = "--logs=/tmp/ray/session_2026-01-02_03-04-05_678901_"
+raylet = lambda pid: subprocess.Popen([sys.executable, "-c", {LASTS!r}, session + str(pid)], stdout=subprocess.DEVNULL)
+with reaper():
+    print(raylet(os.getpid()).pid, raylet(str(os.getpid()) + "0").pid, flush=True)
     sys.stdin.readline()
 """
 
@@ -85,3 +101,27 @@ def test_registered_processes_end_when_the_driver_lets_go(started: list[subproce
     living = runs(one) and runs(other)
     end(*alive, one, other)
     assert (process.returncode, alive, living) == (0, [], True)
+
+
+def test_a_controller_that_still_saves_is_waited_for(started: list[subprocess.Popen[str]]) -> None:
+    process, (*others, reaper, late, child, controller) = driver(started, "saves")
+    process.kill()
+    # Longer than without a controller.
+    time.sleep(2 * LOOK_S)
+    living = [runs(one) for one in (reaper, child, controller)]
+    controller.kill()
+    alive = still_alive([reaper, late, child, controller], 8)
+    end(*alive, *others)
+    assert not alive
+    assert all(living)
+
+
+def test_a_ray_that_was_just_starting_ends_with_its_killed_driver(started: list[subprocess.Popen[str]]) -> None:
+    command = [sys.executable, "-c", STARTING]
+    started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    assert started[-1].stdout is not None
+    raylet, other = (psutil.Process(int(pid)) for pid in started[-1].stdout.readline().split())
+    started[-1].kill()
+    alive, living = still_alive([raylet], 8), runs(other)
+    end(*alive, other)
+    assert (alive, living) == ([], True)

@@ -33,12 +33,14 @@ def test_training_has_no_limit_and_closing_has_one() -> None:
     assert limit_s(replace(GROUP, phase=Phase.CLOSE), 60.0, 0) == EXPORT_S
 
 
-def test_a_run_that_stops_is_over_before_its_grace() -> None:
-    limits = [stop_limit_s(replace(GROUP, phase=phase), 3.0) for phase in (Phase.PAUSE, Phase.LEAVE, Phase.CLOSE)]
+def test_the_grace_of_a_stop_limits_the_way_to_a_step_boundary_and_no_write() -> None:
+    limits = [stop_limit_s(replace(GROUP, phase=phase), 3.0) for phase in (Phase.JOIN, Phase.PAUSE, Phase.LEAVE)]
     assert limits == sorted(limits, key=lambda limit: limit or 0.0)
     assert all(limit is not None and limit < 3.0 for limit in limits)
+    assert stop_limit_s(replace(GROUP, phase=Phase.CLOSE), 3.0) is None
     leaving = replace(GROUP, phase=Phase.LEAVE)
     asked, given_up = stop_limit_s(leaving, 3.0), stop_limit_s(leaving, 3.0, aside=True)
     assert asked is not None
     assert given_up is not None
-    assert limits[0] < asked < given_up < limits[-1]
+    assert limits[1] is not None
+    assert limits[1] < asked < given_up <= 3.0

@@ -136,7 +136,8 @@ def test_a_failed_run_names_its_model_if_any_and_leaves_its_error_to_the_view() 
     ],
 )
 def test_a_stopped_run_names_the_command_that_resumes_it(path: Path | str, words: str) -> None:
-    last = summary(result(status="stopped", exit_code=130, path=path), progress())[-1]
+    *_, last, saved = summary(result(status="stopped", exit_code=130, path=path, saved_step=19), progress())
+    assert saved.startswith("state after step ")
     assert last == f"  next     to resume: {words} or repeat raytrain run JOB"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus.errors import InputError, StorageError
+from raytrain_plus.storage import local
 from raytrain_plus.storage.local import Disk, LocalFolder
 from raytrain_plus.storage.open import open_folder
 from tests.unit.storage.disk import Full, Linkless, after_every_stop
@@ -159,3 +160,21 @@ def test_parts_of_files_are_read(tmp_path: Path) -> None:
     run.remove("sub")
     run.remove("sub")
     assert dict(run.files()) == {}
+
+
+def test_a_large_file_reaches_the_disk_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Otherwise all of it waits in memory for the last fsync, and nobody sees how far the disk is.
+    monkeypatch.setattr(local, "SYNC_BYTES", 4)
+    written, synced = [0], list[int]()
+
+    class Recording(Disk):
+        def write(self, file: int, data: memoryview) -> int:
+            written[0] += len(data)
+            return super().write(file, data)
+
+        def fsync(self, file: int) -> None:
+            synced.append(written[0])
+
+    LocalFolder(tmp_path, Recording()).write("file", [b"0123456", b"789"])
+    assert synced == [4, 10]
+    assert LocalFolder(tmp_path).read("file") == b"0123456789"
