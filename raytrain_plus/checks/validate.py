@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from raytrain_plus.checks.trial import Trying
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.data.files import data_exists
-from raytrain_plus.data.of_job import sample_order_of
+from raytrain_plus.data.of_job import odd_sizes, sample_order_of
 from raytrain_plus.data.page_checksum import HOW, LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable
 from raytrain_plus.data.sample_order import read_factor
@@ -98,6 +98,8 @@ class Report:
     storage: str = ""
     """Why a storage that is an address cannot be read from here; empty if it can."""
 
+    odd_sizes: tuple[str, ...] = ()
+    """What is unusual about the number of rows in the steps."""
     trial: Trial | None = None
     """What a trial of the task found; None if nothing of it was run."""
 
@@ -119,8 +121,12 @@ class Report:
         if self.rows is None:
             said.append("  data: will be prepared by data.prepare when the job runs")
         else:
-            said.append(f"  data: {self.rows:,} rows in {self.units:,} row groups, {self.steps:,} steps")
+            assert self.units is not None
+            assert self.steps is not None
             assert self.read_factor is not None
+            where = f"{plural(self.rows, 'row')} in {plural(self.units, 'row group')}"
+            said.append(f"  data: {where}, {plural(self.steps, 'step')}")
+            said += [f"  warning: {odd}" for odd in self.odd_sizes]
             said.append(
                 f"  each row group is read {self.read_factor:.2f} times in an epoch, because shards share row groups"
             )
@@ -262,6 +268,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         files=len(looked_at),
         files_in_all=len(files),
         without_checksums=tuple(map(str, without_checksums(looked_at))),
+        odd_sizes=tuple(odd_sizes(job, seen)),
         trial=trial,
     )
 

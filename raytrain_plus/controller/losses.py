@@ -12,7 +12,7 @@ from raytrain_plus.controller.nodes import NodeLost
 from raytrain_plus.controller.roster import Roster
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
-from raytrain_plus.workers.pool import PROCESS_ONLY
+from raytrain_plus.workers.pool import OUT_OF_MEMORY, PROCESS_ONLY
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Losses:
         self._dismiss(name, vacate=vacate)
         # If only this worker's share delayed the end, the run can end now.
         self.hand_over.look()
-        self.machine.feed(e.Lost(name, cause))
+        self.machine.feed(e.Lost(name, cause, starved=cause == OUT_OF_MEMORY))
 
     def died(self, message: Died) -> None:
         """Handle the death of a worker's process."""

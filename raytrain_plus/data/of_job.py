@@ -42,6 +42,21 @@ def evaluation_order_of(job: Job, data: Index) -> SampleOrder:
     )
 
 
+def odd_sizes(job: Job, data: Index) -> list[str]:
+    """Return what is unusual about the number of rows in the steps of a job, in words."""
+    size = job.data.batch_size
+    if size > data.rows:
+        instead = "use a smaller one" if job.steps is None else "a step uses rows repeatedly"
+        return [f"data.batch_size = {size:,} is more than the {data.rows:,} rows of the data: {instead}"]
+    order = sample_order_of(job, data)
+    last = sum(order.rows_in_step(shard, order.steps - 1) for shard in range(order.shards))
+    if last <= size:
+        return []
+    # Each shard needs two rows in a step: see `steps_of_epochs`.
+    left = "the rows left over are too few for a step of their own"
+    return [f"the last step has {last:,} rows, more than data.batch_size = {size:,}: {left}"]
+
+
 def rows_of(job: Job, data: Index, transform: Transform | None) -> Rows:
     """Return what reads the rows that the job trains on."""
     return _rows(job, data, sample_order_of(job, data), transform)

@@ -171,6 +171,8 @@ class Batches:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
+        self.failed: tuple[int, int] | None = None
+        """The step and shard whose rows could not be collated."""
         self.streamed_reads = 0
         """The number of reads that came through the stream."""
         self.direct_reads = 0
@@ -250,8 +252,10 @@ class Batches:
                 for shard, source in sources.items():
                     if self._closing.is_set():
                         return
-                    at = source.at
-                    made[shard] = cut(source.take(step), self._microbatch_rows, self._collate, at)
+                    at, rows = source.at, source.take(step)
+                    self.failed = (step, shard)
+                    made[shard] = cut(rows, self._microbatch_rows, self._collate, at)
+                    self.failed = None
                 if not self._offer(made):
                     return
         except BaseException as error:

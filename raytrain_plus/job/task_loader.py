@@ -223,9 +223,12 @@ def _not_imported(error: BaseException, module: str, where: str, roots: Sequence
             expected=f"module:name, importable from {searched}",
             remedy="run from the folder that contains it, or correct the name",
         )
+    relative = isinstance(error, ImportError) and "relative import" in str(error)
+    remedy = "import by absolute names, or name the module with its package, such as package.module:Name"
     return TaskError(
         f"importing '{module}' raised {type(error).__name__}: {error}",
         where=where,
+        remedy=remedy if relative else "",
         user_traceback=trim_traceback(error),
     )
 

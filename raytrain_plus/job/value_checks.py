@@ -197,7 +197,10 @@ def _gpus(gpus: float) -> _Problem:
 def _reference(spec: str | type | None) -> _Problem:
     if not isinstance(spec, str) or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", spec):
         return None
-    return f"{spec!r} is not an import path", "module:name, such as examples.digits:Digits", ""
+    module, dot, name = spec.rpartition(".")
+    near = f"{module}:{name}"
+    remedy = f"did you mean '{near}'?" if dot and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", near) else ""
+    return f"{spec!r} is not an import path", "module:name, such as examples.digits:Digits", remedy
 
 
 def _best(metric: str, evaluate: None) -> _Problem:

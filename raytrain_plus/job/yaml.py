@@ -161,7 +161,10 @@ def _no_yaml(error: yaml.YAMLError, where: str) -> InputError:
     place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
     if isinstance(error, _TooLarge):
         return InputError(f"is too large for a job: {error.problem}", where=place)
-    return InputError(f"is not valid YAML: {error.problem or error.context}", where=place)
+    problem = error.problem or error.context
+    if problem is not None and "'\\t'" in problem:
+        return InputError("a tab indents this line", where=place, expected="spaces, as in all YAML")
+    return InputError(f"is not valid YAML: {problem}", where=place)
 
 
 class _YamlReader:

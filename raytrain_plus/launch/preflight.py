@@ -15,7 +15,7 @@ import cloudpickle
 import yaml
 
 from raytrain_plus.controller.order import Order
-from raytrain_plus.data.of_job import sample_order_of
+from raytrain_plus.data.of_job import odd_sizes, sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare
 from raytrain_plus.data.source import Index, check_alike, check_enough, check_restored, differences, index
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
@@ -82,8 +82,8 @@ def order_of(
         _warn_of_another_task(folder, sources)
     counts = stage_counts(job, layers_of(job, code.task))
     unformed = unused_workers(job, counts)
-    if unformed:
-        print(f"warning: {unformed}", file=sys.stderr)
+    for warning in [*[unformed] * bool(unformed), *odd_sizes(job, seen)]:
+        print(f"warning: {warning}", file=sys.stderr)
     return Order(
         plan=Plan(
             job=job if pickled is None else replace(job, task=_spelled(job.task)),

@@ -85,6 +85,8 @@ class Lost:
 
     worker: str
     cause: str = ""
+    starved: bool = False
+    """Whether its node ran out of memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,8 @@ class Group:
     """Why the run has failed; empty if it has not."""
     faults: tuple[tuple[int, str, int], ...] = ()
     """(step, fault, generation) of the task's errors so far."""
+    starved: tuple[tuple[int, int, int], ...] = ()
+    """(members, generation, committed step) of the groups that lost a member because memory ran out."""
     failures: int = 0
     fruitless: int = 0
     """The number of failures since the last one that followed a newly committed step."""

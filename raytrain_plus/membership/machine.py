@@ -32,7 +32,7 @@ from raytrain_plus.membership.group import (
     without,
 )
 from raytrain_plus.membership.mesh import seated, stages_of
-from raytrain_plus.membership.sizes import FRUITLESS, backoff_s
+from raytrain_plus.membership.sizes import FRUITLESS, STARVED_STEPS, backoff_s
 from raytrain_plus.membership.view import form_view
 
 Outcome = tuple[Group, list[e.Command]]
@@ -493,7 +493,22 @@ def _left_leave(group: Group, event: e.Left) -> Outcome:
 
 def _gone(group: Group, event: e.Lost) -> Group:
     born = group.workers[event.worker].state in ("idle", "in")
+    if event.starved and event.worker in group.seats:
+        group = _starved(group)
     return replace(without(group, event.worker), stillborn=group.stillborn + (not born), cause=event.cause)
+
+
+def _starved(group: Group) -> Group:
+    """Record that memory ran out; twice with as many members, within `STARVED_STEPS`, ends the run."""
+    members = len(group.seats)
+    recent = [one for one in group.starved if group.committed - one[2] < STARVED_STEPS]
+    if any(count == members and before < group.generation for count, before, _ in recent) and not group.failure:
+        failure = (
+            f"memory ran out twice with {members} {'worker' if members == 1 else 'workers'}: use more "
+            "parallel.microbatches or data.shards, a smaller data.batch_size, or machines with more memory"
+        )
+        return replace(group, failure=failure)
+    return replace(group, starved=(*recent, (members, group.generation, group.committed)))
 
 
 def _lost_gather(group: Group, event: e.Lost) -> Outcome:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from raytrain_plus.membership.mesh import Shape
 
 VERY_MANY = 1_000_000
+STARVED_STEPS = 100
+"""Steps within which a second lack of memory ends the run: a microbatch that is too large fails at once."""
 FRUITLESS = 10
 """Number of consecutive failures without a committed step between them that end a run."""
 

@@ -27,6 +27,7 @@ from raytrain_plus.training.header import Flags, ShardReport
 from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.randomness import MicrobatchKeys
 from raytrain_plus.training.replica import ReplicaStage, StagePasses
+from raytrain_plus.training.thread_control import Place
 
 
 class PipeDream(StagePasses):
@@ -181,7 +182,8 @@ class _WindowWork:
         self.end_due()
         part, (step, shard, index) = self._part, self.places[number]
         self._control.check()
-        self._control.enter("computing")
+        before = sum(one.rows for one in self._counted[step][shard][:index])
+        self._control.compute(Place(step, shard, before, self.rows(number)))
         start, timed = time.time(), time.perf_counter()
         if kind == "F":
             self._weights.forward(number)

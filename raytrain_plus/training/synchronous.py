@@ -26,6 +26,7 @@ from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.randomness import MicrobatchKeys
 from raytrain_plus.training.replica import ReplicaStage, StagePasses
+from raytrain_plus.training.thread_control import Place
 
 
 class Synchronous(StagePasses):
@@ -95,7 +96,8 @@ class _ReplicaStep:
         last_of_shard = index + 1 == len(self._shards[shard])
         reducing = self._reducing(kind, chunk)
         self._control.check()
-        self._control.enter("computing")
+        before = sum(one.rows for one in self._shards[shard][:index])
+        self._control.compute(Place(self._step, shard, before, self.rows(number)))
         start = time.perf_counter()
         if kind == "F":
             part.buffers.renew(committed=index == 0)

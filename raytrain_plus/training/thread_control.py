@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.training.records import Activity
 
 Doing = Literal["idle", "preparing", "joining", "data", "computing", "collective", "applying", "saving", "leaving"]
 """Activities of a training thread. `membership.hang_detection` says which of them wait for other members."""
+
+
+class Place(NamedTuple):
+    """The rows of a microbatch."""
+
+    step: int
+    shard: int
+    offset: int
+    """The number of the shard's rows of that step before them."""
+    rows: int
 
 
 class Control:
@@ -24,6 +34,8 @@ class Control:
         self._pause_at = self._interrupt_at = self._save_at = -2
         self._limit_s = float("inf")
         self._doing: tuple[Doing, float, float] = ("idle", time.monotonic(), self._limit_s)
+        self.place: Place | None = None
+        """The rows that the training thread computes with; None if it does something else."""
 
     @property
     def generation(self) -> int:
@@ -78,6 +90,12 @@ class Control:
     def enter(self, doing: Doing) -> None:
         """Record the activity of the training thread from now on."""
         self._doing = (doing, time.monotonic(), self._limit_s)
+        self.place = None
+
+    def compute(self, place: Place) -> None:
+        """Record that the training thread computes with these rows from now on."""
+        self.enter("computing")
+        self.place = place
 
     def activity(self) -> Activity:
         """Return what the training thread does, for how long it has done so, and the limit."""

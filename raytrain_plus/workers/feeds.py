@@ -21,11 +21,13 @@ from raytrain_plus.data.reader import (
     held_out_counts,
     microbatch_rows,
 )
+from raytrain_plus.data.row_names import named_rows
 from raytrain_plus.data.transform_block import Rows, Transform
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.ray_compat import ray_data_on_the_head
 from raytrain_plus.training.loop import Evaluation, Feed, Window
+from raytrain_plus.training.thread_control import Place
 from raytrain_plus.workers.messages import Plan
 
 
@@ -45,6 +47,18 @@ class Feeds:
     def first(self) -> Microbatch:
         """Return the first microbatch of shard 0 in step 0."""
         return first_microbatch(self.rows, self._plan.job.parallel.microbatches, self._collate)
+
+    @property
+    def failed(self) -> Place | None:
+        """The rows that could not be collated, if any could not since the last `batches`."""
+        found = None if self._last is None else self._last.failed
+        return None if found is None else Place(*found, 0, self.rows.sample_order.rows_in_step(found[1], found[0]))
+
+    def named(self, place: Place) -> str:
+        """Return which rows these are, for people."""
+        start = place.step * self.rows.sample_order.per_shard + place.offset
+        rows = named_rows(self.rows.index, self.rows.sample_order, place.shard, start, place.rows)
+        return f"of shard {place.shard} in step {place.step}, {rows}"
 
     def batches(self, shards: Sequence[int], first_step: int, *, stream: bool) -> Batches:
         """Return the batches of these shards from `first_step` on. `stream`: Ray Data reads ahead."""

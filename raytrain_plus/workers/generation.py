@@ -72,10 +72,11 @@ class Generation:
         except BaseException as error:
             if is_signal(error):
                 raise
-            in_step = self._control.activity().doing in ("computing", "applying")
-            step = prepared.own.stepper.begun if in_step else None
+            doing = self._control.activity().doing
+            step = prepared.own.stepper.begun if doing in ("computing", "applying") else None
+            place = prepared.feeds.failed if doing == "data" else self._control.place
             prepared.own.go_back()
-            outcome = self._ended_by(error, step)
+            outcome = self._ended_by(error, step, "" if place is None else prepared.feeds.named(place))
         prepared.copier.end()
         prepared.source.forget_given()
         self._control.enter("idle")
@@ -103,8 +104,11 @@ class Generation:
         outcome = prepared.outcome(why)
         return replace(outcome, state_sha256=sha256_of(prepared.own.stepper)) if why == "finished" else outcome
 
-    def _ended_by(self, error: BaseException, step: int | None) -> Outcome:
-        """Return the outcome of a generation that `error` has ended here, in a step or outside of any."""
+    def _ended_by(self, error: BaseException, step: int | None, rows: str) -> Outcome:
+        """Return the outcome of a generation that `error` has ended here, in a step or outside of any.
+
+        `rows`: which rows it computed with, or read, at that moment.
+        """
         if isinstance(error, (Interrupted, WaitExpired)):
             # If it was told to leave, what made the others leave is the reason.
             told = self._control.interrupted()
@@ -113,7 +117,7 @@ class Generation:
         if isinstance(error, RaytrainError):
             final = isinstance(error, (TrainingError, TaskError, DataChanged))
             return replace(failed, error=error, fault=f"{type(error).__name__}: {error}", final=final)
-        return replace(failed, error=as_training_error(error, step), fault=fault_of(error))
+        return replace(failed, error=as_training_error(error, step, rows), fault=fault_of(error))
 
     def _take_place(self) -> Stepper:
         """Return the stepper of what this member is to hold, built if it holds something else or must start over."""

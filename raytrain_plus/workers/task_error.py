@@ -8,17 +8,22 @@ from raytrain_plus.errors import TrainingError
 from raytrain_plus.job.task_loader import trim_traceback
 
 
-def as_training_error(error: BaseException, step: int | None = None) -> TrainingError:
+def as_training_error(error: BaseException, step: int | None = None, rows: str = "") -> TrainingError:
     """Return the `TrainingError` that reports `error`, with the user's part of its traceback.
 
-    `step`: the step that was computed or applied, if any; it does not count.
+    `step`: the step that was computed or applied, if any; it does not count. `rows`: which rows it was computed with.
     """
     kind = type(error).__name__
     what = f"the task raised {kind}: {error}"
     if step is not None:
         what += f" (in step {step}, which was not applied)"
+    if out_of_memory(error):
+        what = f"out of memory ({kind}): {error}; use more microbatches, a smaller batch, or a larger machine"
+    return TrainingError(f"{what}; the rows: {rows}" if rows else what, trim_traceback(error))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation has failed."""
     # What torch's CPU allocator raises has no type of its own.
     no_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    if no_memory or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        what = f"out of memory ({kind}): {error}; use more microbatches, a smaller batch, or a larger machine"
-    return TrainingError(what, trim_traceback(error))
+    return no_memory or isinstance(error, (MemoryError, torch.OutOfMemoryError))

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections import UserDict
@@ -76,6 +77,14 @@ class Net(Task):
         return loss
 
 
+def in_trial() -> bool:
+    """Return whether the platform tries the task, before the run begins."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "try_task":
+        frame = frame.f_back
+    return frame is not None
+
+
 class Raises(Net):
     """A task that fails as users' code does."""
 
@@ -93,7 +102,7 @@ class Raises(Net):
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if self.where == "loss":
             raise KeyError("label")
-        if self.where == "step":
+        if self.where == "step" and not in_trial():
             raise KeyboardInterrupt("enough")
         return super().loss(model, batch)
 
@@ -115,6 +124,8 @@ class Repeats(Net):
         self.address = address
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if in_trial():
+            return super().loss(model, batch)
         raise ConnectionError(f"no answer from '{self.address}'")
 
 
@@ -223,7 +234,7 @@ class Faulty(Net):
         what, _, after = rest.partition(":")
         self.calls[place] = self.calls.get(place, 0) + 1
         late = self.calls[place] - int(after or 0)
-        if place != where or late < 1 or (late > 1 and not self.always):
+        if place != where or late < 1 or (late > 1 and not self.always) or in_trial():
             return
         if not self.always:
             try:
@@ -381,7 +392,7 @@ class Stumbles(Net):
         self.chance = random.Random(os.getpid())
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if self.chance.random() < 0.01:
+        if self.chance.random() < 0.01 and not in_trial():
             raise type(f"Error{self.chance.randrange(10**9)}", (ValueError,), {})("stumbled")
         return super().loss(model, batch)
 

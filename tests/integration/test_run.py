@@ -197,7 +197,7 @@ def test_credentials_are_stripped_from_a_librarys_error_everywhere(tmp_path: Pat
             "layers", 2, ["Raises cannot be built: ZeroDivisionError: in layers", "tasks.py"], marks=pytest.mark.slow
         ),
         pytest.param(
-            "loss", 1, ["the task raised KeyError: 'label'", 'raise KeyError("label")'], marks=pytest.mark.slow
+            "loss", 2, ["Raises.loss raised KeyError: 'label'", 'raise KeyError("label")'], marks=pytest.mark.slow
         ),
         ("step", 1, ["the task raised KeyboardInterrupt: enough", 'raise KeyboardInterrupt("enough")']),
     ],

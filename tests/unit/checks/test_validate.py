@@ -126,6 +126,20 @@ def test_unreadable_data_is_named(tmp_path: Path) -> None:
             validate_job(job(tmp_path, "examples.digits:prepare", **paths), [])
 
 
+def test_steps_of_unusual_sizes_are_reported(tmp_path: Path) -> None:
+    write(tmp_path / "data", "x")
+    plain = replace(job(tmp_path), evaluate=None)
+    large = replace(plain, data=replace(plain.data, batch_size=80))
+    [found] = validate_job(large, []).odd_sizes
+    assert found == "data.batch_size = 80 is more than the 20 rows of the data: a step uses rows repeatedly"
+    assert f"  warning: {found}" in validate_job(large, []).lines()
+    whole = replace(plain, steps=None, epochs=1, data=replace(plain.data, batch_size=16))
+    assert validate_job(whole, []).odd_sizes == (
+        "the last step has 20 rows, more than data.batch_size = 16: the rows left over are too few for a step of their own",
+    )
+    assert validate_job(plain, []).odd_sizes == ()
+
+
 def test_arguments_that_the_task_does_not_take(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"^args.widht: \w+\(...\) takes no argument 'widht'\n  expected: "):
         validate_job(replace(job(tmp_path), args={"widht": 3}), [])

@@ -102,6 +102,12 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD + "parallel: {microbatches: 3}\n", [], "parallel.microbatches: 3 does not divide the 8 rows"),
         (GOOD + "evaluate: {path: x}\n", [], "evaluate.every_steps: is missing"),
         (GOOD.replace("examples.digits:Digits", "digits"), [], "task: 'digits' is not an import path"),
+        (
+            GOOD.replace("examples.digits:Digits", "examples.digits.Digits"),
+            [],
+            "did you mean 'examples.digits:Digits'?",
+        ),
+        (GOOD + "data2:\n\tpath: x\n", [], "a tab indents this line"),
         (GOOD, ["data.batchsize=3"], "--set data.batchsize=3: unknown setting"),
         (GOOD, ["data.batch_size=100"], "--set data.batch_size=100: 100 is not a multiple"),
         (GOOD, ["nonsense"], "--set nonsense: is not an override"),

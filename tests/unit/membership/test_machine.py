@@ -305,6 +305,34 @@ def test_another_error_or_another_step_is_retried() -> None:
         assert [type(command) for command in commands] == [e.Join]
 
 
+def test_a_second_lack_of_memory_with_as_many_members_ends_the_run() -> None:
+    def starved(group: Group) -> tuple[Group, list[e.Command]]:
+        group, _ = step(group, e.Lost("a", "out of memory", starved=True))
+        return step(group, left("b", group.generation, group.committed, "interrupted"))
+
+    def again(group: Group, members: tuple[str, ...], committed: int) -> Group:
+        fresh = group_in(T)
+        workers = {name: fresh.workers[name] for name in members}
+        return replace(
+            fresh,
+            generation=group.generation + 1,
+            seats=members,
+            workers=workers,
+            committed=committed,
+            starved=group.starved,
+        )
+
+    first, commands = starved(group_in(T))
+    assert [type(command) for command in commands] == [e.Join]
+    # With another number of members, and much later, it is not the same.
+    alone, _ = starved(again(first, ("a",), 1))
+    assert not alone.failure
+    assert not starved(again(alone, ("a", "b"), 150))[0].failure
+    ended, commands = starved(again(alone, ("a", "b"), 50))
+    assert ended.failure.startswith("memory ran out twice with 2 workers: use more parallel.microbatches")
+    assert commands == [e.HandOver((("b", WHOLE),), 50)]
+
+
 def test_failures_are_bounded() -> None:
     group = replace(group_in(T), limits=replace(LIMITS, max_failures=0))
     group, _ = step(group, e.Lost("a"))

@@ -1,0 +1,27 @@
+"""Name rows by their place in the data's files, for people."""
+
+from __future__ import annotations
+
+from raytrain_plus.data.sample_order import SampleOrder
+from raytrain_plus.data.source import Index
+
+NAMED = 8
+"""Maximum number of rows that are named."""
+
+
+def named_rows(data: Index, sample_order: SampleOrder, shard: int, start: int, rows: int) -> str:
+    """Return the names of `rows` rows of a shard's own sequence, from position `start` on.
+
+    Rows are counted from 0 in each row group: "rows 4, 17 of row group 0 of a.parquet".
+    """
+    said, left = [], NAMED
+    for row_range in sample_order.row_ranges_between(shard, start, start + rows):
+        if not left:
+            break
+        order = sample_order.permutation(row_range.epoch, row_range.unit)
+        count = min(left, row_range.rows)
+        places = range(row_range.start, row_range.start + count)
+        listed = [place if order is None else int(order[place]) for place in places]
+        said.append(f"{'row' if count == 1 else 'rows'} {', '.join(map(str, listed))} of {data.name(row_range.unit)}")
+        left -= count
+    return "; ".join([*said, *[f"{rows - NAMED:,} more"] * (rows > NAMED)])
