@@ -18,7 +18,7 @@ from raytrain_plus.controller.members import Reported
 from raytrain_plus.controller.metrics import Metrics
 from raytrain_plus.controller.nodes import Nodes
 from raytrain_plus.controller.order import Closing, Driver, Order
-from raytrain_plus.controller.rescaling import requested
+from raytrain_plus.controller.rescaling import effect, requested
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Limits
 from raytrain_plus.runs.process import lives
@@ -146,10 +146,12 @@ class Controller:
             continue
         os._exit(0)
 
-    def rescale(self, minimum: int | None, maximum: int | None, spares: int | None) -> None:
-        """Request other numbers of workers; None keeps a number.
+    def rescale(self, minimum: int | None, maximum: int | None, spares: int | None) -> str:
+        """Request other numbers of workers; None keeps a number. Return what that changes, in words.
 
         Raises `InputError` if the job does not support them.
         """
-        now = self._engine.machine.group.limits
-        self._engine.loop.put(requested(self._job, now, minimum, maximum, spares))
+        group = self._engine.machine.group
+        wanted = requested(self._job, group.limits, minimum, maximum, spares)
+        self._engine.loop.put(wanted)
+        return effect(self._job, group.limits, wanted, len(group.seats))

@@ -8,7 +8,7 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.events import Rescale
 from raytrain_plus.membership.group import Limits
-from raytrain_plus.parallel.sizing import stage_counts
+from raytrain_plus.parallel.sizing import stage_counts, unused_workers
 
 
 def requested(job: Job, now: Limits, minimum: int | None, maximum: int | None, spares: int | None) -> Rescale:
@@ -32,3 +32,19 @@ def requested(job: Job, now: Limits, minimum: int | None, maximum: int | None, s
             remedy="stop the run, and continue with: raytrain resume RUN --set 'workers={min: ...}'",
         )
     return Rescale(workers.min, workers.max or workers.min, workers.spares)
+
+
+def effect(job: Job, now: Limits, wanted: Rescale, members: int) -> str:
+    """Return what a request changes for a run in which `members` workers train, or why it changes nothing."""
+    numbers = f"workers.min {wanted.minimum}, max {wanted.maximum}, spares {wanted.spares}"
+    if (wanted.minimum, wanted.maximum, wanted.spares) == (now.minimum, now.maximum, now.spares):
+        return f"nothing changes: the run has {numbers} already"
+    workers = replace(job.workers, min=wanted.minimum, max=wanted.maximum, spares=wanted.spares)
+    counts = now.stage_counts
+    unused = unused_workers(replace(job, workers=workers), counts)
+    said = [f"the run has {numbers} from now on, and {members} train now"]
+    if unused:
+        said.append(unused)
+    elif wanted.maximum > members:
+        said.append("more join at a step boundary as soon as the cluster has room for them")
+    return "; ".join(said)

@@ -17,8 +17,8 @@ ANSWER_S = 10.0
 """Maximum seconds for a controller's answer."""
 
 
-def send(run: Folder, request: Request, address: str | None = None) -> None:
-    """Send a request to the run in this folder; return once its controller has it.
+def send(run: Folder, request: Request, address: str | None = None) -> str | None:
+    """Send a request to the run in this folder, and return what its controller says of its effect, if anything.
 
     `address`: the run's Ray cluster, if the address that the run recorded cannot be reached from here. It joins that
     cluster, so this process must not be connected to one. Raises `InputError` if the run is not running or its job
@@ -30,7 +30,9 @@ def send(run: Folder, request: Request, address: str | None = None) -> None:
     address = address or holder.address
     with joined(address, token=holder.token):
         try:
-            ray.get(_call(ray.get_actor(holder.controller, namespace=NAMESPACE), request), timeout=ANSWER_S)
+            actor = ray.get_actor(holder.controller, namespace=NAMESPACE)
+            said: str | None = ray.get(_call(actor, request), timeout=ANSWER_S)
+            return said
         except RayTaskError as error:
             raise error.cause from None
         except (RayError, ValueError) as error:

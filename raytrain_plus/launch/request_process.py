@@ -60,7 +60,7 @@ def main() -> None:
         answer.write(pickle.dumps(_error_of(lambda: send(open_folder(address), request))))
 
 
-def _error_of(call: Callable[[], None]) -> RaytrainError | None:
+def _error_of(call: Callable[[], object]) -> RaytrainError | None:
     try:
         call()
     except RaytrainError as error:

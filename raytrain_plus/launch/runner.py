@@ -24,6 +24,9 @@ from raytrain_plus.runs.folder import job_of
 from raytrain_plus.storage.address import is_address, split
 from raytrain_plus.storage.open import open_folder
 
+RESUMED = ("args", "steps")
+"""Settings that affect results, in which a resumed run may still differ."""
+
 
 def run(
     job: Job,
@@ -73,14 +76,21 @@ def _warn_of_a_copy(job: Job) -> None:
         )
 
 
-def start(job: Job, *, address: str | None = None, fresh: bool = False, roots: Sequence[Path] = ()) -> Handle:
+def start(
+    job: Job,
+    *,
+    address: str | None = None,
+    fresh: bool = False,
+    roots: Sequence[Path] = (),
+    may_change: Collection[str] = (),
+) -> Handle:
     """Start `job` as `run` does, but detached; return once it trains. The run survives this process.
 
     It uses the named or connected cluster, else a local Ray in separate processes on this machine. A job that has
-    finished already is not run again: the handle then has its result in `ended`. Raises the error that prevented the
-    start.
+    finished already is not run again: the handle then has its result in `ended`. `may_change`: as for `run`. Raises the
+    error that prevented the start.
     """
-    order = order_of(job, fresh=fresh, roots=roots)
+    order = order_of(job, fresh=fresh, roots=roots, may_change=may_change)
     if not isinstance(order, Result):
         if address or ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
             with connected(job, address) as began:
@@ -105,6 +115,19 @@ def resume(
     `steps`; more `steps` continue a finished run. The task and relative paths are resolved from the working directory,
     as when the run started. Raises `InputError` if the run cannot be resumed like this.
     """
+    job = _resumed(run_folder, overrides)
+    return run(job, address=address, view=view, quiet=quiet, roots=roots, may_change=RESUMED)
+
+
+def start_again(
+    run_folder: str | Path, overrides: Sequence[str] = (), *, address: str | None = None, roots: Sequence[Path] = ()
+) -> Handle:
+    """Resume the run in this folder as `resume` does, but detached; return once it trains, as `start` does."""
+    return start(_resumed(run_folder, overrides), address=address, roots=roots, may_change=RESUMED)
+
+
+def _resumed(run_folder: str | Path, overrides: Sequence[str]) -> Job:
+    """Return the job of the run in this folder with these overrides. Raises `InputError` if they are not allowed."""
     storage, name = split(run_folder)
     folder = open_folder(run_folder)
     if job_of(folder).epochs is not None and any(override.split("=")[0] == "steps" for override in overrides):
@@ -114,5 +137,4 @@ def resume(
             expected="a run whose job sets `steps`",
         )
     own = [f"name={json.dumps(name)}", f"storage={json.dumps(storage)}"]
-    job = job_of(folder, [*overrides, *own])
-    return run(job, address=address, view=view, quiet=quiet, roots=roots, may_change=("args", "steps"))
+    return job_of(folder, [*overrides, *own])

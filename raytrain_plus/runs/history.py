@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from raytrain_plus.data.parts import FOLDER as LEDGER
 from raytrain_plus.observe.run_events import read_events
@@ -24,6 +25,8 @@ class Past:
     """The highest committed step that is not void."""
     evaluated: int = -2
     """The highest step whose evaluation was reported and is not void."""
+    members: tuple[Mapping[str, Any], ...] = ()
+    """The members of the newest group: `worker`, `pid`, `node` and more."""
     metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """Held-out metrics by step."""
     resumptions: tuple[tuple[int, int], ...] = ()
@@ -49,6 +52,7 @@ def load_history(run: Folder) -> Past:
     generation = committed = -1
     recoveries, stall_s, skipped = 0, 0.0, set[int]()
     resumptions: list[tuple[int, int]] = []
+    members: tuple[Mapping[str, Any], ...] = ()
     # Metrics by step: a resumption voids those of later steps.
     metrics: dict[int, Mapping[str, float]] = {}
     for event in read_events(run):
@@ -57,6 +61,8 @@ def load_history(run: Folder) -> Past:
             committed = max(committed, event["step"])
             if event.get("skipped"):
                 skipped.add(event["step"])
+        elif event["kind"] == "view_formed":
+            members = tuple(event["members"])
         elif event["kind"] == "recovered":
             recoveries, stall_s = recoveries + 1, stall_s + event["stall_s"]
         elif event["kind"] == "evaluated" and not _void(event["generation"], event["step"], resumptions):
@@ -80,6 +86,7 @@ def load_history(run: Folder) -> Past:
         generation=generation,
         recorded=recorded,
         committed=committed,
+        members=members,
         evaluated=evaluated,
         metrics=metrics,
         resumptions=tuple(resumptions),

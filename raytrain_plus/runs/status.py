@@ -36,6 +36,15 @@ class CheckpointStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where a worker runs."""
+
+    worker: str
+    pid: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """The status of a run."""
 
@@ -56,6 +65,9 @@ class Status:
     saved: str | None = None
     """Whether the state that a stopped run ended with was saved, in words; None for other runs."""
 
+    workers: tuple[WorkerPlace, ...] = ()
+    """The workers that train, if the run is alive."""
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
         return asdict(self)
@@ -65,6 +77,7 @@ class Status:
         said = [f"{self.run}: {self.state}; {plural(self.steps, 'step')}"]
         if self.incomplete_from is not None:
             said.append(f"  the record (events.ndjson) is incomplete: it ends after step {self.incomplete_from:,}")
+        said += [f"  {at.worker}: process {at.pid} on the node {at.node[:12]}" for at in self.workers]
         if not self.checkpoints:
             said.append("  no checkpoints yet")
         else:
@@ -105,7 +118,19 @@ def status(run: Folder) -> Status:
     if gap is not None:
         steps = max(steps, _reached(past, result) + 1)
     saved = saved_text(result) if result is not None and state == result.status else None
-    return Status(split(run.address)[1], state, steps, kept, single_writer(run), resume, gap, _newest(past), saved)
+    alive = past.members if state.startswith("running") else ()
+    return Status(
+        split(run.address)[1],
+        state,
+        steps,
+        kept,
+        single_writer(run),
+        resume,
+        gap,
+        saved_step=_newest(past),
+        saved=saved,
+        workers=tuple(WorkerPlace(one["worker"], one["pid"], one["node"]) for one in alive),
+    )
 
 
 def newest_saved(run: Folder) -> int | None:

@@ -543,7 +543,7 @@ def test_the_best_checkpoint_stays_and_a_run_resumes_with_other_arguments(tmp_pa
 
 def test_an_unknown_metric_is_an_error_that_lists_the_known_ones(undisturbed: tuple[Any, ...], tmp_path: Path) -> None:
     wrong = Checkpoint(keep_best=KeepBest(metric="accuracy", mode="max"))
-    with pytest.raises(InputError, match="the task's evaluate does not return 'accuracy'") as caught:
+    with pytest.raises(InputError, match="evaluate returns no metric 'accuracy'") as caught:
         Run(exact(tmp_path, "wrong", workers=Workers(min=1), checkpoint=wrong)).finish()
     assert caught.value.expected == "one of loss"
 

@@ -355,7 +355,7 @@ def test_the_last_checkpoint_of_a_stopped_run_is_waited_for_beyond_its_grace(tmp
     assert (code, json.loads(out)["saved_step"]) == (0, steps - 1), err
     code, out, err = raytrain("resume", "job", "--storage", tmp_path / "runs", "--set", f"steps={steps + 2}")
     assert code == 0, err
-    assert f"resumed after step {steps} from " in out
+    assert f"resumed from the checkpoint after step {steps}" in out
 
 
 def test_the_last_checkpoint_is_completed_although_its_driver_was_killed(tmp_path: Path) -> None:
