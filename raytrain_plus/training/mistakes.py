@@ -72,14 +72,13 @@ def _integers(kind: str, text: str, batch: Described) -> Advice | None:
         text,
     ):
         return None
-    whole = [name for name, value in batch.items() if re.match(r"(u?int\d+|bool)\b", value)]
+    # Of several dimensions, because a vector of integers is likely to be the labels.
+    whole = [name for name, value in batch.items() if re.match(r"(u?int\d+|bool) \(\d+, ", value)]
     doubles = [name for name, value in batch.items() if value.startswith("float64")]
     named = (whole + doubles)[:1]
-    if not named:
-        return None
     return Advice(
-        expected=f"values of the model's type; the batch has {spelled(batch)}",
-        remedy=f"convert them, as in batch['{named[0]}'].float()",
+        expected="input of the model's type" + (f"; the batch has {spelled(batch)}" if batch else ""),
+        remedy=f"convert it, as in batch['{named[0]}'].float()" if named else "convert the model's input with .float()",
     )
 
 

@@ -185,7 +185,7 @@ class NoStep(Sound):
 MISTAKES: list[tuple[type[Task], str, str]] = [
     (WrongColumn, "WrongColumn.loss raised KeyError: 'labels'", "fix: did you mean 'label'?"),
     (WrongColumnInCollate, "WrongColumnInCollate.collate raised KeyError", "expected: one of the batch's names: x, "),
-    (Integers, "Integers.loss raised RuntimeError", "fix: convert them, as in batch['bytes'].float()"),
+    (Integers, "Integers.loss raised RuntimeError", "fix: convert it, as in batch['bytes'].float()"),
     (Labels, "Labels.loss raised IndexError: Target 2 is out of bounds", "fix: give the last layer at least 3 outputs"),
     (Lookup, "Lookup.loss raised IndexError: index out of range in self", "fix: enlarge the nn.Embedding"),
     (Pair, "Pair.loss returned a tuple of 2", '"metrics": {"name": number}'),
