@@ -93,11 +93,15 @@ def head(cpus: int = 4, **environment: str) -> Iterator[Head]:
 
 
 def _of(folder: Path) -> list[psutil.Process]:
-    """Return the processes that have this folder in their command or environment."""
+    """Return the processes that have this folder in their command or environment, or a file in it open.
+
+    Ray's workers write their title over their command and environment; they still write logs.
+    """
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            known = [*process.cmdline(), *process.environ().values()]
+            opened = [file.path for file in process.open_files()]
+            known = [*process.cmdline(), *process.environ().values(), *opened]
             if process.pid != os.getpid() and any(str(folder) in word for word in known):
                 found.append(process)
     return found
