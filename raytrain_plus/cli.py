@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from raytrain_plus.cli_answer import Answer, answer_of, failure, print_document, stdout_apart, wants_json
+from raytrain_plus.cli_begin import init, new_job
 from raytrain_plus.cli_submitted import asked_cluster, jobs_at, submit_resume, submit_run, watch_job
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError, RaytrainError, first_line
@@ -30,8 +31,8 @@ from raytrain_plus.storage.open import open_folder
 
 _EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid input, 130 and 143 stopped by a signal."
 
-
 _GROUPS = {
+    "Begin": ("init", "new-job"),
     "Run a job": ("validate", "run", "submit", "resume", "stop", "rescale"),
     "Watch a run": ("attach", "logs", "status", "export"),
     "Prove a result": ("audit", "verify"),
@@ -57,6 +58,8 @@ def cli() -> None:
     """Elastic PyTorch training on Ray: training continues while machines join and leave."""
 
 
+cli.add_command(init)
+cli.add_command(new_job)
 _job = click.argument("job")
 _set = click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override a setting of the job file.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout.")

@@ -58,6 +58,22 @@ WALKS = {
             Step("raytrain resume digits", r"digits was already finished on .* nothing was trained"),
         ),
     ),
+    "begin": Walk(
+        steps=(
+            # It writes the data.
+            Step("raytrain validate jobs/digits.yaml", r"digits: OK"),
+            Step("raytrain new-job examples.digits:Digits --data data/digits/train --to first.yaml", r"wrote a job"),
+            Step("raytrain init first", r"wrote digits.py, digits.yaml, test_digits.py"),
+            Step("cd first"),
+            Step("pytest test_digits.py", r"test_digits.py"),
+            Step("raytrain validate digits.yaml", r"digits: OK"),
+            Step("raytrain run digits.yaml", r"digits finished: 300 steps"),
+            Step(
+                "raytrain verify digits.yaml --set reduction=exact --workers 1,2 --kill 1",
+                r"all runs gave the same bits and used every row once",
+            ),
+        ),
+    ),
     "detached": Walk(
         steps=(
             Step("raytrain run jobs/digits.yaml --fresh --detach", r"digits runs detached", also="--set epochs=5000"),
@@ -130,6 +146,8 @@ WALKS = {
             Step("pip install '.[mlflow]'", r"Successfully installed raytrain-plus"),
             # The packages of wandb are not among those of the tests.
             Step("pip install '.[wandb]'", r"Successfully installed raytrain-plus", also="--no-deps"),
+            # Nor are all of those of transformers.
+            Step("pip install '.[transformers]'", r"Successfully installed raytrain-plus", also="--no-deps"),
             Step("pip install 'ray[serve]'", r"already satisfied"),
             Step("pip wheel . --no-deps -w clusters/wheels", r"raytrain_plus-\S+\.whl"),
             Step("raytrain install-horovod --to clusters/wheels", r"copied to clusters/wheels/horovod-"),

@@ -8,7 +8,8 @@ from raytrain_plus.job import settings
 
 PACKAGE = Path(__file__).parents[2] / "raytrain_plus"
 PAGE = (PACKAGE / "README.md").read_text()
-SOURCES = sorted(PACKAGE.rglob("*.py"))
+# What `raytrain init` writes is no module of this package.
+SOURCES = sorted(file for file in PACKAGE.rglob("*.py") if "templates" not in file.parts)
 
 
 def section(title: str) -> str:

@@ -1,0 +1,38 @@
+"""The commands of the first minutes: a new folder with a task, and a job for an existing task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from raytrain_plus.begin.catalogue import TEMPLATES
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--template", type=click.Choice(list(TEMPLATES)), default="digits", show_default=True)
+def init(folder: Path, template: str) -> int:
+    """Write a task, its job and a test into a new folder.
+
+    \b
+    Examples:
+      raytrain init first
+      raytrain init first --template transformers
+    """
+    from raytrain_plus.begin.write import write_template
+
+    click.echo("\n".join(write_template(template, folder)))
+    return 0
+
+
+@click.command("new-job")
+@click.argument("task", metavar="MODULE:CLASS")
+@click.option("--data", metavar="PATH", help="Parquet file, folder or pattern: gives the sizes, if it can be read.")
+@click.option("--to", type=click.Path(path_type=Path), help="The file to write. Default: NAME.yaml, from the class.")
+def new_job(task: str, data: str | None, to: Path | None) -> int:
+    """Write a job file for a task that you have."""
+    from raytrain_plus.begin.write import write_job
+
+    click.echo("\n".join(write_job(task, data, to)))
+    return 0
