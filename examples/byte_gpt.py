@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from raytrain_plus import Task
+from raytrain_plus import Task, schedules
 
 CONTEXT = 128
 VOCABULARY = 256
@@ -88,10 +88,9 @@ class ByteGPT(Task):
         dropout: float = 0.1,
         lr: float = 2e-3,
         warmup: int = 20,
-        decay_steps: int = 300,
     ) -> None:
         self.width, self.depth, self.heads, self.dropout = width, depth, heads, dropout
-        self.lr, self.warmup, self.decay_steps = lr, warmup, decay_steps
+        self.lr, self.warmup = lr, warmup
 
     def layers(self) -> dict[str, Callable[[], nn.Module]]:
         blocks = {
@@ -107,13 +106,7 @@ class ByteGPT(Task):
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        def rate(step: int) -> float:
-            if step < self.warmup:
-                return (step + 1) / self.warmup
-            done = min(1.0, (step - self.warmup) / max(1, self.decay_steps - self.warmup))
-            return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
-
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        return schedules.warmup_cosine(optimizer, self.run.total_steps, warmup=self.warmup, end=0.1)
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         text = batch["bytes"].long()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from raytrain_plus.launch.handle import Handle, attach
     from raytrain_plus.launch.runner import resume, run, start
     from raytrain_plus.runs.export import load
-    from raytrain_plus.task import Task
+    from raytrain_plus.task import RunFacts, Task
 
 __all__ = [
     "Checkpoint",
@@ -33,6 +33,7 @@ __all__ = [
     "RaytrainError",
     "Result",
     "RunError",
+    "RunFacts",
     "Task",
     "TaskError",
     "Workers",
@@ -46,10 +47,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load names that need torch or Ray on first use, because these take seconds to import."""
-    if name == "Task":
-        from raytrain_plus.task import Task
+    if name in ("Task", "RunFacts"):
+        from raytrain_plus import task
 
-        return Task
+        return getattr(task, name)
     if name in ("run", "resume", "start"):
         from raytrain_plus.launch import runner
 

@@ -11,6 +11,7 @@ class Digits(Task):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -20,11 +21,44 @@ from torch import nn
 BufferRule = Literal["mean", "first", "max", "refuse"]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What a task knows of the run that it is built for."""
+
+    total_steps: int
+    """Steps of the whole run: the job's `steps`, or as many as its `epochs` have; for example for a schedule."""
+    batch_size: int
+    """Rows of a step, over all shards: the job's `data.batch_size`."""
+
+
 class Task:
     """One training task. The job's `args` become the constructor's keyword arguments.
 
     Only `loss`, and one of `model` and `layers`, must be defined; everything else has a default.
     """
+
+    @property
+    def run(self) -> RunFacts:
+        """The run that the task is built for; set after the constructor, for `optimizer`, `scheduler` and `loss`.
+
+        `model` and `layers` must not depend on it: they are also called where no run is known. Outside a run, as in a
+        test of your own, set it first: `task.run = RunFacts(total_steps=300, batch_size=48)`.
+        """
+        facts: RunFacts | None = vars(self).get("run")
+        if facts is None:
+            raise AttributeError(
+                f"{type(self).__name__}.run is not known in the constructor, nor outside a run; in a test of your own "
+                "set it first: task.run = RunFacts(total_steps=..., batch_size=...)"
+            )
+        return facts
+
+    @run.setter
+    def run(self, facts: RunFacts) -> None:
+        if not isinstance(facts, RunFacts):
+            raise AttributeError(
+                "`run` of a task holds the facts of its run (RunFacts): give this attribute another name"
+            )
+        vars(self)["run"] = facts
 
     def layers(self) -> Mapping[str, Callable[[], nn.Module]] | None:
         """Return the model as consecutive layers, name -> builder; each layer takes what the one before it returns.
@@ -55,7 +89,13 @@ class Task:
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
         """Return a learning-rate scheduler, stepped once after every optimizer step, or None (the default).
 
-        Its `step` must need no argument: a scheduler that needs a metric is refused.
+        For a schedule as long as the run, whether the job gives `steps` or `epochs`:
+
+            def scheduler(self, optimizer):
+                return schedules.warmup_cosine(optimizer, self.run.total_steps, warmup=0.05)
+
+        `raytrain_plus.schedules` has this one, and others. A scheduler's `step` must need no argument: one that needs a
+        metric is refused.
         """
         return None
 

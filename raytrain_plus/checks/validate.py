@@ -23,7 +23,7 @@ from raytrain_plus.data.source import check_alike, check_enough, index
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import as_task_error, build_task, load_user_code
+from raytrain_plus.job.task_loader import as_task_error, build_task, load_user_code, run_facts
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.observe.trackers import check_installed
 from raytrain_plus.parallel.pipeline.layout import result_depends_on_partition
@@ -232,7 +232,9 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
     code = load_user_code(job, search)
     build_task(code.task, job.args)
     if trying is None:
-        _check_model(job, build_task(code.task, job.args))
+        # Without the data, the length of a job in epochs is not known: its workers check a scheduler that needs it.
+        facts = None if job.steps is None else run_facts(job, job.steps)
+        _check_model(job, build_task(code.task, job.args, facts))
     check_preparable(job, search)
     choose_collective(job.collective, job.workers.gpus)
     check_installed(job.trackers)

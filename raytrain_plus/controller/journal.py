@@ -15,6 +15,7 @@ from typing import Any
 from raytrain_plus.controller.bubble import Bubble, Drawing
 from raytrain_plus.controller.clocks import Clocks
 from raytrain_plus.controller.followed import Followed
+from raytrain_plus.controller.gathered import Gathered, optional_fields
 from raytrain_plus.controller.incidents import Incidents, Recovery
 from raytrain_plus.controller.last_writes import LastWrites
 from raytrain_plus.controller.ownership import Ownership
@@ -86,8 +87,7 @@ class Journal:
         self.gauges = Gauges(self._totals)
         self._incidents = Incidents()
         self._bubble = Bubble()
-        self._waited: dict[int, float] = {}
-        """For steps not yet committed: the longest that any member waited for data."""
+        self._gathered = Gathered()
         self._remarked: set[str] = set()
         """The keys of the remarks that are reported."""
         self._metrics: dict[int, Mapping[str, float]] = dict(past.metrics)
@@ -234,7 +234,7 @@ class Journal:
                     self._remarked.add(remark.key)
                     self._tell("noted", text=remark.text)
             if record.step > self.committed:
-                self._waited[record.step] = max(record.waited_s, self._waited.get(record.step, 0.0))
+                self._gathered.add(record)
             drawing = self._bubble.report(worker, record, self._clocks.offset(worker))
             if drawing is not None:
                 self._draw(record.step, drawing)
@@ -260,7 +260,7 @@ class Journal:
         self.generation = self.base + generation
         self._incidents.forgot(made - step)
         self._commits = Commits(["nobody yet"], first_step=step + 1)
-        self._waited.clear()
+        self._gathered.clear()
         self._totals.back_to(step, self.samples(step), made)
         self.evaluated = evaluated
         self._metrics = {at: metrics for at, metrics in self._metrics.items() if at <= step}
@@ -452,8 +452,7 @@ class Journal:
 
     def _commit(self, records: Iterable[StepRecord]) -> None:
         for record in records:
-            # In a model of several stages, those that read no data do not wait for it.
-            record = replace(record, waited_s=self._waited.pop(record.step, record.waited_s))
+            record = self._gathered.whole(record)
             self._enter(record)
             self._totals.add(record)
             self._tell(
@@ -465,7 +464,7 @@ class Journal:
                 loss=record.loss,
                 grad_norm=record.grad_norm,
                 seconds=record.seconds,
-                **{name: value for name in ("skipped", "metrics") if (value := getattr(record, name))},
+                **optional_fields(record),
             )
             self._recovered(self._incidents.committed(record.time))
 

@@ -25,7 +25,7 @@ import torch
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job.secret_refs import resolved
 from raytrain_plus.job.settings import Job
-from raytrain_plus.task import Task
+from raytrain_plus.task import RunFacts, Task
 
 
 def _folder(file: str | None) -> str:
@@ -71,14 +71,26 @@ def load_function(spec: str, roots: Sequence[Path]) -> Callable[..., Any]:
     return value  # type: ignore[no-any-return]
 
 
-def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
+def run_facts(job: Job, total_steps: int) -> RunFacts:
+    """Return what the job's task is told of its run, which has that many steps."""
+    return RunFacts(total_steps=total_steps, batch_size=job.data.batch_size)
+
+
+def build_task(cls: type[Task], args: Mapping[str, Any], run: RunFacts | None = None) -> Task:
     """Return an instance of the task, with `${env:NAME}` in its arguments resolved from this process's environment.
 
-    Raises `TaskError` with the user's own frames if the constructor raises, or if it does not take an argument, and
-    `InputError` if a variable is not set.
+    `run`: becomes the task's `run`; None if it is not built for a run. Raises `TaskError` with the user's own frames if
+    the constructor raises, if it does not take an argument, or if the class has a `run` of its own, and `InputError` if
+    a variable is not set.
     """
     known = resolved(args, os.environ)
     _check_taken(cls, known)
+    if inspect.getattr_static(cls, "run") is not vars(Task)["run"]:
+        raise TaskError(
+            f"{cls.__name__} has an attribute 'run' of its own, and Task.run holds the facts of the run",
+            where=f"task: {cls.__module__}:{cls.__qualname__}",
+            remedy="give it another name",
+        )
 
     def report(error: BaseException) -> TaskError:
         given = ", ".join(args) or "none"
@@ -91,7 +103,11 @@ def build_task(cls: type[Task], args: Mapping[str, Any]) -> Task:
         )
 
     with reporting(report):
-        return cls(**known)
+        task = cls(**known)
+    if run is not None:
+        # Whatever the class does when an attribute is set: a frozen dataclass refuses it.
+        object.__setattr__(task, "run", run)
+    return task
 
 
 @contextmanager

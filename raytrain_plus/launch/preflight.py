@@ -80,6 +80,7 @@ def order_of(
     sources = source_digests(job, search)
     if past is not None:
         _warn_of_another_task(folder, sources)
+        _warn_of_an_ended_schedule(folder, past)
     counts = stage_counts(job, layers_of(job, code.task))
     unformed = unused_workers(job, counts)
     for warning in [*[unformed] * bool(unformed), *odd_sizes(job, seen)]:
@@ -205,6 +206,21 @@ def _refuse_another_task(folder: Folder, sources: Mapping[str, str]) -> None:
 def _warn_of_another_task(folder: Folder, sources: Mapping[str, str]) -> None:
     if changed := _changes(folder, sources):
         print(f"warning: the task's source has changed since this run was last started: {changed}", file=sys.stderr)
+
+
+def _warn_of_an_ended_schedule(folder: Folder, past: Past) -> None:
+    """Warn if a finished run is to be extended, and its state has a learning rate of 0 for the next step."""
+    manifest = next((found.manifest for found in past.found if found.manifest is not None), None)
+    result = Result.load(folder)
+    if manifest is None or result is None or result.status != "finished":
+        return
+    rates = [group["settings"].get("lr") for group in manifest.tree.get("groups") or ()]
+    if rates and all(rate == 0 for rate in rates):
+        print(
+            f"warning: this run finished after {manifest.step + 1} steps with a learning rate of 0: more steps change "
+            "no weights, unless the task's schedule depends on the length of the run (self.run.total_steps)",
+            file=sys.stderr,
+        )
 
 
 def _spelled(task: str | type) -> str:

@@ -39,6 +39,10 @@ class EventMetrics:
             found["train/loss"] = event["loss"]
             if "grad_norm" in event:
                 found["train/grad_norm"] = event["grad_norm"]
+            if isinstance(rates := event.get("lr", []), list):
+                found |= {f"train/lr/{group}": rate for group, rate in enumerate(rates)}
+            else:
+                found["train/lr"] = rates
             if event["seconds"] > 0:
                 found["train/samples_per_second"] = event["samples"] / event["seconds"]
         elif kind == "view_formed":

@@ -51,11 +51,14 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 """The fields of each kind, besides `time` (Unix seconds), `generation` and `kind`."""
 _OPTIONAL = {
-    "step_committed": frozenset({"skipped", "metrics"}),
+    "step_committed": frozenset({"skipped", "metrics", "lr"}),
     "view_formed": frozenset({"cause", "repartitioned"}),
     "run_finished": frozenset({"saved_step", "unsaved"}),
 }
-"""Optional fields of a kind. The cause of a view is what broke the worlds before it, if anything did."""
+"""Optional fields of a kind. The cause of a view is what broke the worlds before it, if anything did.
+
+`lr`: the learning rate with which the step was made; a list if the optimizer has several parameter groups.
+"""
 _LATER = {"step_committed": frozenset({"grad_norm"}), "view_formed": frozenset({"moved_bytes"})}
 """Fields that are missing in the events of older versions."""
 
@@ -68,6 +71,7 @@ _MEMBER = has.object_of(
     params=has.whole(0),
     shards=has.list_of(has.whole(0)),
 )
+_RATES = has.list_of(has.number_or_nonfinite)
 _SHAPES: dict[str, has.JsonShape] = {
     "time": _SECONDS,
     "generation": has.whole(-1),
@@ -86,6 +90,7 @@ _SHAPES: dict[str, has.JsonShape] = {
     "loss": has.number_or_nonfinite,
     "grad_norm": has.number_or_nonfinite,
     "skipped": has.truth,
+    "lr": lambda value: (_RATES if isinstance(value, list) else has.number_or_nonfinite)(value),
     "seconds": _SECONDS,
     **_WHO,
     "cause": has.text,

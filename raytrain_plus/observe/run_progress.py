@@ -30,6 +30,8 @@ class RunProgress:
     """(step after which, metrics), in order."""
     metrics: str = ""
     """The metrics of the newest step, as text."""
+    lr: str = ""
+    """The learning rate of the newest step, as text; empty if it is not known."""
     waiting: str = ""
     """The condition that the run waits for; empty while it trains."""
     _recent: deque[tuple[int, float]] = field(default_factory=deque)
@@ -52,7 +54,7 @@ class RunProgress:
         kind = event["kind"]
         if kind == "step_committed":
             self.step, self.loss, self.waiting = event["step"] + 1, float(event["loss"]), ""
-            self.metrics = metrics_text(event.get("metrics", {}))
+            self.metrics, self.lr = metrics_text(event.get("metrics", {})), rate_text(event.get("lr", []))
             self._time(event["samples"], event["seconds"])
             if event.get("skipped"):
                 return f"step {event['step'] + 1} was skipped: its loss or gradient is not finite"
@@ -155,6 +157,8 @@ class RunProgress:
             parts.append(f"loss {self.loss:.4f}")
         if 0 < len(self.metrics) <= SHORT:
             parts.append(self.metrics)
+        if self.lr:
+            parts.append(f"lr {self.lr}")
         if self.waiting:
             # Placed first, so that a narrow screen does not truncate it. The last speed no longer applies.
             return "  ".join([*parts, f"waiting for {self.waiting}"])
@@ -263,6 +267,17 @@ def after_step(step: int) -> str:
     ('untrained', 'after step 100')
     """
     return "untrained" if step < 0 else f"after step {step + 1}"
+
+
+def rate_text(lr: Any) -> str:
+    """Return the learning rate of a step's event, a number or one for each parameter group; empty if there is none.
+
+    >>> rate_text(0.0005), rate_text([3e-05, 3e-05]), rate_text([0.1, 0.001, 0.01]), rate_text([])
+    ('0.0005', '3e-05', '0.001 to 0.1', '')
+    """
+    rates = sorted(map(float, lr if isinstance(lr, list) else [lr]))
+    texts = [f"{rate:.3g}" for rate in rates]
+    return " to ".join(dict.fromkeys(texts[:1] + texts[-1:]))
 
 
 def metrics_text(metrics: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.source import index
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import DamagedError, InputError, first_line
-from raytrain_plus.job.task_loader import build_task, load_user_code
+from raytrain_plus.job.task_loader import build_task, load_user_code, run_facts
 from raytrain_plus.observe.run_progress import after_step
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import load_history
@@ -230,13 +230,13 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = 
     assert isinstance(job.task, str)
     manifest, weights = weights_of(run, which)
     code = load_user_code(job, roots)
+    seen = index(job.data.path)
+    sample_order = sample_order_of(job, seen)
     set_random_key(random_key(job.seed, "task"))
-    task = build_task(code.task, job.args)
+    task = build_task(code.task, job.args, run_facts(job, sample_order.steps))
     module = build_model(task, job.seed, CPU).module
     put_weights(weights, module, run.where)
     module.eval()
-    seen = index(job.data.path)
-    sample_order = sample_order_of(job, seen)
     rows = Rows(
         index=seen, sample_order=sample_order, seed=job.seed, transform=code.transform, block_rows=job.data.granule
     )

@@ -267,6 +267,7 @@ def _make(
             reduce_s=one.reduce_s,
             grad_norm=one.grad_norm,
             skipped=one.skipped,
+            lr=one.lr,
             remarks=one.remarks,
             time=now - seconds * (steps[-1] - step) / len(steps),
             metrics=one.metrics,

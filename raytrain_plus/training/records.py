@@ -33,6 +33,8 @@ class StepRecord:
     """Global norm of the gradient before clipping."""
     skipped: bool = False
     """The step's sums were not finite, and it changed nothing."""
+    lr: tuple[float, ...] = ()
+    """The learning rate of each parameter group in this step; empty if this stage's optimizer has none."""
     remarks: tuple[Remark, ...] = ()
     time: float
     """Unix seconds on this worker's clock."""

@@ -1,4 +1,4 @@
-"""Build a task's learning-rate scheduler, and refuse one that a run cannot step."""
+"""Build a task's learning-rate scheduler, refuse one that a run cannot step, and read the rates."""
 
 from __future__ import annotations
 
@@ -41,6 +41,22 @@ def check_scheduler(task: Task, named: Sequence[tuple[str, nn.Parameter]]) -> No
             raise
     except Exception:
         return
+
+
+def rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, ...]:
+    """Return the learning rate of each parameter group in the optimizer's next step.
+
+    Empty without an optimizer, and for one that has no learning rate, or none that is a number.
+    """
+    rates = []
+    for group in () if optimizer is None else optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, torch.Tensor) and rate.numel() == 1:
+            rate = rate.item()
+        if not isinstance(rate, (int, float)):
+            return ()
+        rates.append(float(rate))
+    return tuple(rates)
 
 
 def _needed(step: Any) -> list[str]:

@@ -38,8 +38,9 @@ from raytrain_plus.training.model import Built
 from raytrain_plus.training.part import make_parts
 from raytrain_plus.training.passes import Overlapping, Passes, Shards
 from raytrain_plus.training.records import Remark
+from raytrain_plus.training.remarks import STANDING, standing_still, too_small, without_gradient
 from raytrain_plus.training.replica import whole_replica
-from raytrain_plus.training.scheduler import build_scheduler
+from raytrain_plus.training.scheduler import build_scheduler, rates_of
 from raytrain_plus.training.step_sums import StepSums
 from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.verdict import (
@@ -54,9 +55,6 @@ from raytrain_plus.training.verdict import (
 
 TRIES = 3
 """How often a step is computed until its sums are fit or known to stay unfit; a reproducible step needs at most two."""
-
-NAMED = 5
-"""Maximum number of parameters that a remark names."""
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +75,8 @@ class Applied:
     """Global norm of the gradient before clipping; NaN or infinite if the step was skipped for it."""
     skipped: bool = False
     """Sums were not finite: weights, optimizer, scheduler and buffers are unchanged."""
+    lr: tuple[float, ...] = ()
+    """The learning rate of each parameter group in this step; empty if this worker's optimizer has none."""
     remarks: tuple[Remark, ...] = ()
     reduce_s: float = field(compare=False)
     """Seconds of waiting for the sums after this worker's own part; ignored in comparisons of results."""
@@ -113,6 +113,7 @@ class _WindowSums:
     totals: list[StepTotals] = field(default_factory=list)
     reduce_s: list[float] = field(default_factory=list)
     """For each step, the seconds of waiting for its sums."""
+    lr: list[tuple[float, ...]] = field(default_factory=list)
     remarks: list[tuple[Remark, ...]] = field(default_factory=list)
 
 
@@ -171,6 +172,8 @@ class Stepper:
         self.allowed: frozenset[str] = frozenset()
         """Names of values that are not finite from the beginning, such as a mask with infinities."""
         self._summed: _Summed | None = None
+        self._standing = 0
+        """The consecutive steps, up to the last one, with a learning rate of 0."""
         self._ended: int | None = None
         """The last step of a window that is complete here, and not known to be complete everywhere."""
         self.squares: dict[str, float] = {}
@@ -206,11 +209,11 @@ class Stepper:
         # A worker that must leave may have handed over its state, so it must not change it.
         context.control.check()
         context.control.enter("applying")
-        squares = computed.status.squares
+        squares, lr = computed.status.squares, rates_of(self.optimizer)
         self._apply(squares)
-        remarks = () if computed.refused else self._remarks(step, computed.absent)
+        remarks = () if computed.refused else self._remarks(step, computed.absent, lr)
         return _applied(
-            computed.totals, gradient_norm(squares), computed.reduce_s, remarks, skipped=bool(computed.refused)
+            computed.totals, gradient_norm(squares), computed.reduce_s, lr, remarks, skipped=bool(computed.refused)
         )
 
     def _settle(self, step: int, shards: Shards, context: StepContext) -> _Computed:
@@ -309,9 +312,9 @@ class Stepper:
         context.control.check()
         self.finish({})
         return [
-            _applied(totals, gradient_norm(squares_of(step, status.squares)), reduce_s, remarks)
-            for step, totals, reduce_s, remarks in zip(
-                steps, window.totals, window.reduce_s, window.remarks, strict=True
+            _applied(totals, gradient_norm(squares_of(step, status.squares)), reduce_s, lr, remarks)
+            for step, totals, reduce_s, lr, remarks in zip(
+                steps, window.totals, window.reduce_s, window.lr, window.remarks, strict=True
             )
         ]
 
@@ -344,9 +347,10 @@ class Stepper:
         control.check()
         control.enter("applying")
         self.last_applied = None
+        window.lr.append(rates_of(self.optimizer))
         with passes.updating():
             self._change(step, absent)
-        window.remarks.append(self._remarks(step, absent))
+        window.remarks.append(self._remarks(step, absent, window.lr[-1]))
         self._count_metrics(totals)
         self._begin_window_step()
         window.totals.append(totals)
@@ -443,21 +447,17 @@ class Stepper:
             )
         raise TrainingError(refused)
 
-    def _remarks(self, step: int, absent: Collection[str]) -> tuple[Remark, ...]:
-        """Return what users should know of a step's sums; `absent`: the parameters held here without a gradient."""
+    def _remarks(self, step: int, absent: Collection[str], lr: Sequence[float]) -> tuple[Remark, ...]:
+        """Return what users should know of a step; `absent`: the parameters held here without a gradient."""
         found = []
         if step == 0 and absent and self.rules[LEFT_ALONE]:
-            names = sorted(absent)
-            found.append(Remark(f"absent {names[0]}", _absent_text(names)))
+            found.append(without_gradient(sorted(absent)))
         # The journal reports each remark once.
         if flushed := self._sums.flushed():
-            found.append(
-                Remark(
-                    "flushed",
-                    f"{flushed:,} gradient values of step {step + 1} are too small beside others to be sent in 16 bits "
-                    "and count as zero; later ones are not reported",
-                )
-            )
+            found.append(too_small(flushed, step))
+        self._standing = self._standing + 1 if lr and not any(lr) else 0
+        if self._standing == STANDING:
+            found.append(standing_still(step))
         return tuple(found)
 
     def _change(self, step: int, absent: Collection[str]) -> None:
@@ -471,17 +471,13 @@ class Stepper:
             self.scheduler.step()
 
 
-def _absent_text(names: Sequence[str]) -> str:
-    many = f"{len(names)} parameters" if len(names) > 1 else "the parameter"
-    which = ", ".join(f"'{name}'" for name in names[:NAMED]) + ", ..." * (len(names) > NAMED)
-    return (
-        f"the first step gives {many} {which} no gradient; without one a parameter keeps its value. If a parameter is "
-        "never to be trained, freeze it with requires_grad_(False)"
-    )
-
-
 def _applied(
-    totals: StepTotals, grad_norm: float, reduce_s: float, remarks: tuple[Remark, ...], skipped: bool = False
+    totals: StepTotals,
+    grad_norm: float,
+    reduce_s: float,
+    lr: tuple[float, ...],
+    remarks: tuple[Remark, ...],
+    skipped: bool = False,
 ) -> Applied:
     return Applied(
         rows=totals.rows,
@@ -491,6 +487,7 @@ def _applied(
         metrics=totals.metrics,
         grad_norm=grad_norm,
         skipped=skipped,
+        lr=lr,
         remarks=remarks,
         reduce_s=reduce_s,
     )

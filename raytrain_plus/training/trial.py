@@ -22,7 +22,7 @@ from raytrain_plus.data.reader import Microbatch, first_rows, microbatch_of, mic
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import InputError, RaytrainError, TaskError, TrainingError
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import build_task, reporting, trim_traceback, users_frames
+from raytrain_plus.job.task_loader import build_task, reporting, run_facts, trim_traceback, users_frames
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.message import classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
@@ -122,7 +122,7 @@ def try_task(job: Job, cls: type[Task], device: torch.device, rows: Rows, held_o
     Raises the errors of `build_task`, `try_whole` and `try_layers`.
     """
     set_random_key(random_key(job.seed, "task"))
-    task = build_task(cls, job.args)
+    task = build_task(cls, job.args, run_facts(job, rows.sample_order.steps))
     if job.parallel.pipeline == 1:
         return try_whole(job, task, device, rows, held_out, total_memory(device))
     return try_layers(job, task, device, rows, held_out)

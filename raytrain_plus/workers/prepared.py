@@ -16,7 +16,7 @@ from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import as_task_error, build_task, load_function, load_task
+from raytrain_plus.job.task_loader import as_task_error, build_task, load_function, load_task, run_facts
 from raytrain_plus.membership.events import Why
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
 from raytrain_plus.storage.interface import Folder
@@ -99,7 +99,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         held_out = None if plan.held_out is None else held_out_rows_of(job, plan.held_out, transform)
         try_task(job, cls, device, rows_of(job, plan.index, transform), held_out)
     set_random_key(random_key(job.seed, "task"))
-    task = build_task(cls, job.args)
+    task = build_task(cls, job.args, run_facts(job, plan.steps))
 
     def build(layers: Layers) -> Stepper:
         with as_task_error(f"{type(task).__name__} cannot be built", f"task: {job.task}"):

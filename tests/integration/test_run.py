@@ -290,6 +290,9 @@ def test_a_signal_drains_the_run(tmp_path: Path, number: int, code: int) -> None
     )
     assert code == 0, err
     assert json.loads(out)["steps"] == result["steps"] + 3
+    events = read_events(LocalFolder(tmp_path / "runs" / "job"))
+    rates = {event["step"]: event["lr"] for event in events if event["kind"] == "step_committed"}
+    assert rates == pytest.approx({step: 1e-2 * 0.99**step for step in range(result["steps"] + 3)})
 
 
 @pytest.mark.slow

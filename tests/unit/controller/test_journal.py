@@ -87,6 +87,20 @@ def test_a_remark_is_reported_once_whoever_makes_it(journal: Journal, run: Folde
     assert [event["text"] for event in read_events(run) if event["kind"] == "noted"] == ["seen", "too"]
 
 
+def test_a_step_has_the_learning_rate_of_a_stage_that_has_one(journal: Journal, run: Folder) -> None:
+    for name in "ab":
+        journal.came(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a", "b"], -1, 0)
+    for rates in ((0.5,), (0.5, 0.25), ()):
+        number = journal.committed + 1
+        journal.report("a", [replace(step(number), lr=rates, waited_s=1.0)])
+        # The record that completes the step is of a stage without an optimizer.
+        journal.report("b", [step(number)])
+    journal.settle()
+    told = [event.get("lr") for event in read_events(run) if event["kind"] == "step_committed"]
+    assert told == [0.5, [0.5, 0.25], None]
+
+
 def test_all_events_are_in_the_folder_in_the_end(run: Folder) -> None:
     journal = journal_of(run)
     journal.waits("a worker")

@@ -13,6 +13,7 @@ from torch import nn
 
 from examples import byte_gpt
 from examples.byte_gpt import CONTEXT, VOCABULARY, ByteGPT, held_out, prepare, printable, sources
+from raytrain_plus import RunFacts
 from raytrain_plus.data.page_checksum import without_checksums
 from raytrain_plus.job.yaml import load_job
 
@@ -87,7 +88,8 @@ def test_a_shorter_text_is_accepted() -> None:
 
 
 def test_weight_decay_is_for_matrices_and_the_rate_warms_up_and_falls() -> None:
-    task = ByteGPT(lr=1.0, warmup=4, decay_steps=12)
+    task = ByteGPT(lr=1.0, warmup=4)
+    task.run = RunFacts(total_steps=12, batch_size=48)
     model = whole(task)
     optimizer = task.optimizer(model.named_parameters())
     decayed, free = optimizer.param_groups
@@ -107,7 +109,7 @@ def test_weight_decay_is_for_matrices_and_the_rate_warms_up_and_falls() -> None:
 
 
 def test_a_few_steps_learn_a_pattern() -> None:
-    task = ByteGPT(width=32, depth=2, lr=5e-3, warmup=2, decay_steps=30, dropout=0.0)
+    task = ByteGPT(width=32, depth=2, lr=5e-3, warmup=2, dropout=0.0)
     model = whole(task)
     optimizer = task.optimizer(model.named_parameters())
     text = {"bytes": torch.arange(CONTEXT + 1, dtype=torch.uint8).remainder(7).expand(4, -1)}
@@ -208,6 +210,5 @@ def test_row_groups_are_small(tmp_path: Path, library: Path) -> None:
 def test_its_job_file_is_a_job() -> None:
     job, _ = load_job("jobs/byte_gpt.yaml")
     assert (job.data.shards, job.data.batch_size, job.task) == (12, 48, "examples.byte_gpt:ByteGPT")
-    assert job.steps == ByteGPT().decay_steps
     assert job.evaluate is not None
     assert Path(job.data.path).parent == Path(job.evaluate.path).parent

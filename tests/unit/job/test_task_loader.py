@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
-from raytrain_plus import Task
+from raytrain_plus import RunFacts, Task
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job import task_loader
 from raytrain_plus.job.task_loader import as_task_error, build_task, load_function, load_task, trim_traceback
@@ -76,6 +78,45 @@ def test_an_argument_that_the_constructor_does_not_take(cls: type[Task], args: d
     with pytest.raises(TaskError) as caught:
         build_task(cls, args)
     assert str(caught.value) == said
+
+
+FACTS = RunFacts(total_steps=300, batch_size=48)
+
+
+@dataclass(frozen=True)
+class Frozen(Task):
+    width: int = 1
+
+
+def test_a_task_is_told_of_its_run() -> None:
+    assert build_task(Open, {"width": 3}, FACTS).run is FACTS
+    assert build_task(Frozen, {"width": 3}, FACTS).run == RunFacts(total_steps=300, batch_size=48)
+    pickled = cloudpickle.dumps(build_task(Open, {}, FACTS))
+    assert cloudpickle.loads(pickled).run == FACTS
+
+
+def test_outside_a_run_the_user_says_what_it_is() -> None:
+    task = build_task(Open, {})
+    with pytest.raises(AttributeError, match=r"Open.run is not known .* set it first: task.run = RunFacts\("):
+        _ = task.run
+    task.run = FACTS
+    assert task.run is FACTS
+
+
+class Method(Task):
+    def run(self) -> None:  # type: ignore[override]
+        pass
+
+
+class Assigned(Task):
+    def __init__(self) -> None:
+        self.run = "mine"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("cls", [Method, Assigned])
+def test_a_task_with_an_attribute_run_of_its_own_is_refused(cls: type[Task]) -> None:
+    with pytest.raises(TaskError, match=r"holds the facts of (the|its) run[\s\S]*another name"):
+        build_task(cls, {}, FACTS)
 
 
 def test_other_mistakes_of_a_constructor_show_its_frames() -> None:

@@ -51,6 +51,12 @@ def test_a_steps_metrics_are_named_after_training() -> None:
     assert told(measured)[0] == ("train/accuracy", 3, 0.5, told(measured)[2][3])
 
 
+def test_a_learning_rate_has_one_name_for_each_group() -> None:
+    one, two = ({**step(3, seconds=0.0), "lr": rate} for rate in (0.5, [0.5, 0.25]))
+    assert [metric[:3] for metric in told(one)][1:] == [("train/lr", 3, 0.5)]
+    assert [metric[:3] for metric in told(two)][1:] == [("train/lr/0", 3, 0.5), ("train/lr/1", 3, 0.25)]
+
+
 def test_a_loss_that_is_not_finite_is_kept() -> None:
     """Events write numbers that JSON cannot express as text."""
     assert all(math.isnan(told(step(0, seconds=0.0, loss=loss))[0][2]) for loss in (math.nan, "nan"))

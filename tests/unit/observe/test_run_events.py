@@ -202,9 +202,8 @@ def test_optional_fields_of_a_step_and_those_older_versions_lack(tmp_path: Path)
     run = LocalFolder(tmp_path)
     fields = {"step": 0, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": float("nan"), "seconds": 0.1}
     log = EventLog(run, clock=lambda: 0.0)
-    log.write(
-        "step_committed", generation=0, fields={**fields, "skipped": True, "metrics": {"a": 1.5, "b": float("nan")}}
-    )
+    optional = {"skipped": True, "metrics": {"a": 1.5, "b": float("nan")}, "lr": [0.5, float("inf")]}
+    log.write("step_committed", generation=0, fields={**fields, **optional})
     with pytest.raises(ValueError, match="skipt"):
         log.write("step_committed", generation=0, fields={**fields, "skipt": True})
     log.close()
@@ -213,8 +212,14 @@ def test_optional_fields_of_a_step_and_those_older_versions_lack(tmp_path: Path)
     new, old = read_events(run)
     assert new["skipped"]
     assert new["metrics"] == {"a": 1.5, "b": "nan"}
+    assert new["lr"] == [0.5, "inf"]
     assert math.isnan(float(new["grad_norm"]))
     assert "grad_norm" not in old
+    path.write_bytes(path.read_bytes().replace(b'"lr": [0.5, "inf"]', b'"lr": 0.5'))
+    assert next(iter(read_events(run)))["lr"] == 0.5
+    path.write_bytes(path.read_bytes().replace(b'"lr": 0.5', b'"lr": [null]'))
+    with pytest.raises(InputError, match="lr: entry 0: None is not a number"):
+        list(read_events(run))
 
 
 def test_a_view_says_what_broke_the_one_before_it_if_anything_did(local: Folder) -> None:

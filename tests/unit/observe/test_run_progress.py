@@ -33,6 +33,8 @@ def test_the_examples_in_the_docstrings_hold() -> None:
         ([view(12), step(0, loss="nan")], "step 1/10  loss nan  1 worker"),
         ([view(12), {**step(0), "metrics": {"accuracy": 0.5}}], "step 1/10  loss 1.2500  accuracy 0.5000  1 worker"),
         ([view(12), {**step(0), "metrics": {"a" * 40: 0.5}}], "step 1/10  loss 1.2500  1 worker"),
+        ([view(12), {**step(0), "lr": [0.001, 0.001]}], "step 1/10  loss 1.2500  lr 0.001  1 worker"),
+        ([view(12), {**step(0), "lr": 2e-05}, step(1)], "step 2/10  loss 1.2500  96 samples/s  1 worker  0:04 left"),
         (
             [view(12), {**step(0), "metrics": {"a": 0.5}}, step(1)],
             "step 2/10  loss 1.2500  96 samples/s  1 worker  0:04 left",

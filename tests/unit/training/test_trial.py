@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from raytrain_plus import Checkpoint, Data, Evaluate, Job, KeepBest, Parallel, Task, Workers
+from raytrain_plus import Checkpoint, Data, Evaluate, Job, KeepBest, Parallel, RunFacts, Task, Workers, schedules
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.source import index
 from raytrain_plus.errors import InputError, TaskError
@@ -214,6 +214,16 @@ def test_a_mistake_becomes_a_sentence(
     text = str(caught.value)
     assert what in text
     assert remedy in text
+
+
+class Scheduled(Sound):
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        assert self.run == RunFacts(total_steps=4, batch_size=32)
+        return schedules.warmup_cosine(optimizer, self.run.total_steps)
+
+
+def test_the_length_of_a_run_in_epochs_is_known(tmp_path: Path, stages: Parallel) -> None:
+    tried(replace(job(tmp_path, Scheduled), steps=None, epochs=2, parallel=stages))
 
 
 def test_the_metric_of_the_best_checkpoint_is_returned(tmp_path: Path, stages: Parallel) -> None:

@@ -54,6 +54,7 @@ def test_a_worker_whose_model_is_whole_holds_its_initial_state(tmp_path: Path) -
     outcome = prepared.outcome("paused")
     assert (outcome.holds, outcome.stage, outcome.ready, outcome.copy) == (-1, WHOLE.stage, None, None)
     assert prepared.classes == KNOWN
+    assert prepared.task.run.total_steps == plan_of(tmp_path).steps
 
 
 def test_a_worker_whose_model_has_stages_measures_its_layers_and_holds_nothing(tmp_path: Path) -> None:

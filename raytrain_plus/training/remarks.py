@@ -1,0 +1,41 @@
+"""Word what users should know of a step. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raytrain_plus.training.records import Remark
+
+NAMED = 5
+"""Maximum number of parameters that a remark names."""
+STANDING = 10
+"""Consecutive steps with a learning rate of 0 after which a remark says so."""
+
+
+def without_gradient(names: Sequence[str]) -> Remark:
+    """Return that the first step gives these parameters no gradient."""
+    many = f"{len(names)} parameters" if len(names) > 1 else "the parameter"
+    which = ", ".join(f"'{name}'" for name in names[:NAMED]) + ", ..." * (len(names) > NAMED)
+    return Remark(
+        f"absent {names[0]}",
+        f"the first step gives {many} {which} no gradient; without one a parameter keeps its value. If a parameter is "
+        "never to be trained, freeze it with requires_grad_(False)",
+    )
+
+
+def too_small(values: int, step: int) -> Remark:
+    """Return that so many gradient values of a step were lost on a wire of 16 bits."""
+    return Remark(
+        "flushed",
+        f"{values:,} gradient values of step {step + 1} are too small beside others to be sent in 16 bits "
+        "and count as zero; later ones are not reported",
+    )
+
+
+def standing_still(step: int) -> Remark:
+    """Return that the steps up to this one change no weights."""
+    return Remark(
+        "standing still",
+        f"the learning rate is 0 in {STANDING} steps in a row, up to step {step + 1}: such steps change no weights; "
+        "if the task's schedule has ended too early, give it the length of the run: self.run.total_steps",
+    )
