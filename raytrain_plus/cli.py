@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from raytrain_plus.cli_answer import Answer, answer_of, failure, print_document, stdout_apart, wants_json
+from raytrain_plus.cli_answer import Answer, answer_of, failure, print_document, stdout_apart, view_of, wants_json
 from raytrain_plus.cli_submitted import asked_cluster, jobs_at, submit_resume, submit_run, watch_job
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError, RaytrainError, first_line
@@ -29,7 +29,6 @@ from raytrain_plus.result import Result, saved_text
 from raytrain_plus.storage.open import open_folder
 
 _EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid input, 130 and 143 stopped by a signal."
-
 
 _GROUPS = {
     "Run a job": ("validate", "run", "submit", "resume", "stop", "rescale"),
@@ -60,6 +59,7 @@ def cli() -> None:
 _job = click.argument("job")
 _set = click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override a setting of the job file.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout.")
+_quiet = click.option("-q", "--quiet", is_flag=True, help="Print only the summary and errors.")
 
 
 @cli.command()
@@ -68,9 +68,10 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 @click.option("--address", help="Ray cluster to join. Default: RAY_ADDRESS, else a local Ray for this run.")
 @click.option("--fresh", is_flag=True, help="Move an earlier run of this name aside and start over.")
 @click.option("--detach", is_flag=True, help="Return once training has started; the run continues in the background.")
+@_quiet
 @_json
 def run(
-    job: str, overrides: Sequence[str], address: str | None, fresh: bool, detach: bool, as_json: bool
+    job: str, overrides: Sequence[str], address: str | None, fresh: bool, detach: bool, quiet: bool, as_json: bool
 ) -> int | Answer:
     """Run a job until it ends. JOB: path of the job file.
 
@@ -86,21 +87,20 @@ def run(
     from raytrain_plus.launch.runner import run as run_job
     from raytrain_plus.launch.runner import start
 
+    view = view_of(as_json, quiet)
     if detach:
         handle = start(loaded, address=address, fresh=fresh, roots=roots)
         ended = handle.ended or Result.load(open_folder(loaded.storage).inside(loaded.name))
         if ended is not None:
             # The run had finished earlier, or ended right after it started.
-            if not as_json:
-                from raytrain_plus.observe.progress import view_for
-
-                view_for(sys.stdout).finish(ended)
+            if view is not None:
+                view.finish(ended)
             return _ended(ended, as_json)
         if as_json:
             return Answer(0, {"name": handle.name, "path": str(handle.path)})
         click.echo(f"{handle.name} runs detached; follow it with: raytrain attach '{handle.path}'")
         return 0
-    result = run_job(loaded, address=address, fresh=fresh, quiet=as_json, roots=roots)
+    result = run_job(loaded, address=address, fresh=fresh, view=view, quiet=as_json, roots=roots)
     return _ended(result, as_json)
 
 
@@ -141,8 +141,11 @@ _storage = click.option(
     help="Ray cluster to join, or dashboard URL (http://HOST:8265) to submit to. Default: RAY_ADDRESS, else a local "
     "Ray for this run.",
 )
+@_quiet
 @_json
-def resume(run: str, storage: str, overrides: Sequence[str], address: str | None, as_json: bool) -> int | Answer:
+def resume(
+    run: str, storage: str, overrides: Sequence[str], address: str | None, quiet: bool, as_json: bool
+) -> int | Answer:
     """Resume a run from its newest complete checkpoint. RUN: a folder, an address, or a name."""
     if is_dashboard(address):
         return submit_resume(str(address), run, storage, overrides, as_json)
@@ -151,7 +154,7 @@ def resume(run: str, storage: str, overrides: Sequence[str], address: str | None
     folder = find_run(run, storage)
     from raytrain_plus.launch.runner import resume as resume_run
 
-    result = resume_run(folder.address, overrides, address=address, quiet=as_json)
+    result = resume_run(folder.address, overrides, address=address, view=view_of(as_json, quiet), quiet=as_json)
     return _ended(result, as_json)
 
 
@@ -166,8 +169,9 @@ _dashboard = click.option(
 @_run
 @_storage
 @_dashboard
+@_quiet
 @_json
-def attach(run: str, storage: str, address: str | None, as_json: bool) -> int | Answer:
+def attach(run: str, storage: str, address: str | None, quiet: bool, as_json: bool) -> int | Answer:
     """Follow a run until it ends. RUN: a folder, an address, or a name.
 
     Ctrl-C and SIGTERM stop only the following, not the run.
@@ -178,7 +182,6 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int | 
             raise click.UsageError("--json is not supported when attaching through a dashboard.")
         jobs = jobs_at(address)
         return watch_job(jobs, str(jobs.find(run).submission_id), run, address)
-    from raytrain_plus.observe.progress import view_for
     from raytrain_plus.runs.folder import find_run
     from raytrain_plus.runs.follow import watch
 
@@ -186,7 +189,7 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int | 
     # A shell makes its background processes ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        result = watch(folder, None if as_json else view_for(sys.stdout))
+        result = watch(folder, view_of(as_json, quiet))
     except (KeyboardInterrupt, SystemExit) as ended:
         # The handler of SIGTERM raises `SystemExit`: see `main`.
         code = 130 if isinstance(ended, KeyboardInterrupt) else ended.code

@@ -1,4 +1,4 @@
-"""The one JSON object that a command prints with `--json`, whatever its exit code."""
+"""How a command answers: the view of a run, or with `--json` one JSON object, whatever its exit code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from raytrain_plus.errors import InputError, JobError, RaytrainError
 from raytrain_plus.result import Result
 from raytrain_plus.storage.json_text import json_text
+
+if TYPE_CHECKING:
+    from raytrain_plus.observe.progress import ProgressView
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 _COMMAND = re.compile(r"; ((?:resume with|follow it again with|see): [^\n]+)$")
@@ -25,6 +28,15 @@ class Answer:
 
     code: int
     document: Mapping[str, Any] | None = None
+
+
+def view_of(as_json: bool, quiet: bool) -> ProgressView | None:
+    """Return what shows a run to the user; None if JSON is requested."""
+    if as_json:
+        return None
+    from raytrain_plus.observe.progress import view_for
+
+    return view_for(sys.stdout, quiet=quiet)
 
 
 def answer_of(result: Result) -> Answer:

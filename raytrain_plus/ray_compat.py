@@ -365,12 +365,12 @@ def silent_about_deaths() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_lines_apart(name: str) -> Iterator[Callable[[], Path | None]]:
+def own_lines_apart(name: str, *, prints: bool = True) -> Iterator[Callable[[], Path | None]]:
     """Let Ray's own lines be written to a file in this context, instead of this process's output.
 
-    What workers print is still shown, marked by their processes. Open the context before Ray starts, so that it covers
-    the end of Ray; the yielded function, called once Ray runs, begins and returns the file. It is beside Ray's logs,
-    and its name includes `name`; None if this Ray lacks the interface.
+    What workers print is still shown, marked by their processes, unless `prints` is False. Open the context before Ray
+    starts, so that it covers the end of Ray; the yielded function, called once Ray runs, begins and returns the file.
+    It is beside Ray's logs, and its name includes `name`; None if this Ray lacks the interface.
     """
 
     def theirs() -> Any:
@@ -399,7 +399,7 @@ def own_lines_apart(name: str) -> Iterator[Callable[[], Path | None]]:
         def sort(data: dict[str, Any], print_file: Any, ignore_prefix: bool = False) -> None:
             own: dict[bool, list[str]] = {True: [], False: []}
             for line in data.get("lines", []):
-                own[file is not None and rays_own(data.get("pid"), line)].append(line)
+                own[file is not None and (not prints or rays_own(data.get("pid"), line))].append(line)
             if own[True]:
                 kept = io.StringIO()
                 show({**data, "lines": own[True]}, kept, False)

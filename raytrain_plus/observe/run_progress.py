@@ -32,6 +32,15 @@ class RunProgress:
     """The metrics of the newest step, as text."""
     waiting: str = ""
     """The condition that the run waits for; empty while it trains."""
+    epoch: int | None = None
+    """The epoch of the newest step, counted from 0."""
+    lr: float | None = None
+    """The learning rate of the newest step, if its event has one."""
+    places: list[str | None] = field(default_factory=list)
+    """The members of the group; None for one that was lost and is not replaced."""
+    spares: int = 0
+    incident: str = ""
+    """The newest loss of a member and what it cost, in words."""
     _recent: deque[tuple[int, float]] = field(default_factory=deque)
     """(rows, seconds) of the latest steps. Seconds are the steps' own, so evaluations between them do not count."""
     _recent_s: float = 0.0
@@ -39,6 +48,8 @@ class RunProgress:
     _members: list[str] = field(default_factory=list)
     _lost: list[str] = field(default_factory=list)
     """Losses of members that have not been reported yet."""
+    _in_incident: list[str] = field(default_factory=list)
+    """Members that were lost since the last recovery, each with the cause, in words."""
     _recovering: bool = False
     _told_repartitioned: bool = False
     _outages: set[tuple[str, str]] = field(default_factory=set)
@@ -53,6 +64,8 @@ class RunProgress:
         if kind == "step_committed":
             self.step, self.loss, self.waiting = event["step"] + 1, float(event["loss"]), ""
             self.metrics = metrics_text(event.get("metrics", {}))
+            self.epoch, lr = event["epoch"], event.get("lr")
+            self.lr = float(lr) if isinstance(lr, int | float) else None
             self._time(event["samples"], event["seconds"])
             if event.get("skipped"):
                 return f"step {event['step'] + 1} was skipped: its loss or gradient is not finite"
@@ -66,6 +79,7 @@ class RunProgress:
                 return what
             self._lost.append(what)
             self._recovering = True
+            self._place_lost(event["worker"], event["cause"])
             self.waiting = "the recovery from a lost worker"
             return None
         if kind == "waiting":
@@ -81,12 +95,17 @@ class RunProgress:
             steps = f"{plural(event['steps_lost'], 'step')} lost"
             if event["steps_recomputed"]:
                 steps += f", {plural(event['steps_recomputed'], 'step')} recomputed"
+            if self.incident:
+                self.incident = f"{self.incident}; {_cost(event)}"
+                self._in_incident.clear()
             who = f"{len(event['kept'])} kept, {len(event['replaced'])} replaced"
             return f"recovered in {event['stall_s']:.2f} s: {'; '.join(causes)}; {steps}; {who}"
         if kind == "run_finished":
             # Losses without a recovery are still unreported.
             return "; ".join(self._untold()) or None
-        if kind == "evaluated":
+        if kind == "rescaled":
+            self.places = [name for name in self.places if name is not None]
+        elif kind == "evaluated":
             self.evaluations.append((event["step"], event["metrics"]))
         elif kind == "storage_failed":
             self._outages.add((event["place"], event["error"]))
@@ -101,9 +120,29 @@ class RunProgress:
         lost, self._lost = self._lost, []
         return lost
 
+    def _place_lost(self, worker: str, cause: str) -> None:
+        """Empty the place of a lost member, and begin or continue the words on its loss."""
+        self.places = [None if name == worker else name for name in self.places]
+        self._in_incident.append(f"{worker} lost: {cause}")
+        self.incident = "; ".join(self._in_incident)
+
+    def _take_places(self) -> None:
+        """Let the members of a new view take the places of lost ones first; a planned departure closes its place."""
+        places = [name for name in self.places if name is None or name in self._members]
+        for name in self._members:
+            if name in places:
+                continue
+            if None in places:
+                places[places.index(None)] = name
+            else:
+                places.append(name)
+        self.places = places
+
     def _view(self, event: RunEvent) -> str | None:
         before, self._members = self._members, [member["worker"] for member in event["members"]]
         self.workers, self.collective, self.waiting = len(self._members), event["collective"], ""
+        self.spares = len(event["spares"])
+        self._take_places()
         self._recent.clear()
         self._recent_s = 0.0
         self._first_of_view = True
@@ -166,6 +205,13 @@ class RunProgress:
         if (left := self.seconds_left) is not None:
             parts.append(f"{clock_text(left)} left")
         return "  ".join(parts)
+
+
+def _cost(event: RunEvent) -> str:
+    """Return what a recovery cost, in words."""
+    lost, recomputed = event["steps_lost"], event["steps_recomputed"]
+    steps = f"{plural(lost, 'step')} lost" if lost else "no step lost"
+    return f"back after {event['stall_s']:.2f} s, {steps}" + (f", {recomputed:,} recomputed" if recomputed else "")
 
 
 def speed_text(per_s: float) -> str:
