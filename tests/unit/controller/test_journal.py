@@ -28,7 +28,7 @@ from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.interface import Buffer, Folder
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.training.records import Remark, StepRecord
+from raytrain_plus.training.records import Evaluated, Remark, StepRecord
 from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
 from tests.unit.observe.test_tensorboard import shown
 
@@ -85,6 +85,18 @@ def test_a_remark_is_reported_once_whoever_makes_it(journal: Journal, run: Folde
     journal.report("b", [replace(step(0), remarks=(Remark("x", "seen by another"),))])
     journal.settle()
     assert [event["text"] for event in read_events(run) if event["kind"] == "noted"] == ["seen", "too"]
+
+
+def test_evaluations_appear_after_their_steps(journal: Journal, run: Folder) -> None:
+    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+    measured = [Evaluated(step=number, metrics={"loss": 1.0}) for number in (-1, 1)]
+    journal.report("a", [measured[0], step(0), step(1), measured[1], step(2)])
+    journal.settle()
+    told = [event for event in read_events(run) if "step" in event]
+    assert [(event["kind"] == "evaluated", event["step"]) for event in told] == [
+        (True, -1), (False, 0), (False, 1), (True, 1), (False, 2)
+    ]  # fmt: skip
 
 
 def test_all_events_are_in_the_folder_in_the_end(run: Folder) -> None:
