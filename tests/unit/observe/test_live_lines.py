@@ -54,10 +54,11 @@ def test_boxes_change_when_workers_are_lost_and_join() -> None:
     three = members("worker-0", "worker-1", "worker-2")
     assert boxes(three, LOST) == "[w0][··][w2]"
     two = members("worker-0", "worker-2")
-    assert boxes(three, LOST, two) == "[w0][··][w2]", "until a replacement joins"
+    fewer = event("rescaled", **{"from": 3, "to": 2})
+    assert boxes(three, LOST, fewer, two, RECOVERED) == "[w0][··][w2]", "until a replacement joins"
     assert boxes(three, LOST, two, members("worker-0", "worker-2", "worker-3")) == "[w0][w3][w2]"
     assert boxes(three, two) == "[w0][w2]", "a planned departure leaves no gap"
-    assert boxes(three, LOST, two, event("rescaled", **{"from": 3, "to": 2})) == "[w0][w2]"
+    assert boxes(three, LOST, fewer, two, RECOVERED, fewer) == "[w0][w2]", "nobody waits for a replacement"
     assert boxes(members("worker-0", spares=1)) == "[w0] and 1 spare"
 
 
@@ -69,6 +70,9 @@ def test_the_last_incident_is_told_in_words() -> None:
     assert lines(*told, RECOVERED)[-1] == after
     costly = {**RECOVERED, "steps_lost": 2, "steps_recomputed": 1}
     assert lines(*told, costly)[-1].endswith("; back after 0.31 s, 2 steps lost, 1 recomputed")
+    assert lines(*told, RECOVERED, RECOVERED)[-1] == "last incident: x; back after 0.31 s, no step lost", (
+        "a broken world"
+    )
     again = {**LOST, "worker": "worker-0", "cause": "its node is gone"}
     assert lines(*told, RECOVERED, again)[-1] == "last incident: worker-0 lost: its node is gone"
 
