@@ -28,8 +28,8 @@ $(VENV)/.horovod: $(BIN)/raytrain $(wildcard raytrain_plus/install/*.py)
 
 setup: $(VENV)/.horovod  ## make .venv with everything in it, Horovod built
 
-demo: setup  ## train the byte GPT on the source of Python's standard library
-	$(BIN)/raytrain run jobs/byte_gpt.yaml --fresh
+demo: setup  ## train a byte-level GPT, kill one of its workers half-way, and show what that cost
+	$(BIN)/python -m examples.demo
 
 unit: $(BIN)/raytrain  ## the pure tests, under a minute
 	@# Without bytecode each process takes seconds to rewrite the assertions of all tests again.

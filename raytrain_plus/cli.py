@@ -6,18 +6,17 @@ Each command imports what it needs itself, so that `raytrain --help` stays fast.
 from __future__ import annotations
 
 import io
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from raytrain_plus.cli_answer import Answer, answer_of, failure, print_document, stdout_apart, wants_json
-from raytrain_plus.cli_begin import init, new_job
+from raytrain_plus.cli_answer import Answer, ended, failure, print_document, stdout_apart, view_of, wants_json
+from raytrain_plus.cli_begin import init, install_horovod, new_job
 from raytrain_plus.cli_submitted import asked_cluster, jobs_at, submit_resume, submit_run, watch_job
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError, RaytrainError, first_line
@@ -28,6 +27,10 @@ from raytrain_plus.launch.request import RescaleRequest, StopRequest
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result, saved_text
 from raytrain_plus.storage.open import open_folder
+
+if TYPE_CHECKING:
+    from raytrain_plus.launch.handle import Handle
+    from raytrain_plus.observe.progress import ProgressView
 
 _EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid input, 130 and 143 stopped by a signal."
 
@@ -58,11 +61,14 @@ def cli() -> None:
     """Elastic PyTorch training on Ray: training continues while machines join and leave."""
 
 
-cli.add_command(init)
-cli.add_command(new_job)
+for _verb in (init, new_job, install_horovod):
+    cli.add_command(_verb)
+
 _job = click.argument("job")
 _set = click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override a setting of the job file.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout.")
+_detach = click.option("--detach", is_flag=True, help="Return once training has started; the run goes on by itself.")
+_quiet = click.option("-q", "--quiet", is_flag=True, help="Print only the summary and errors.")
 
 
 @cli.command()
@@ -70,10 +76,11 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 @_set
 @click.option("--address", help="Ray cluster to join. Default: RAY_ADDRESS, else a local Ray for this run.")
 @click.option("--fresh", is_flag=True, help="Move an earlier run of this name aside and start over.")
-@click.option("--detach", is_flag=True, help="Return once training has started; the run continues in the background.")
+@_detach
+@_quiet
 @_json
 def run(
-    job: str, overrides: Sequence[str], address: str | None, fresh: bool, detach: bool, as_json: bool
+    job: str, overrides: Sequence[str], address: str | None, fresh: bool, detach: bool, quiet: bool, as_json: bool
 ) -> int | Answer:
     """Run a job until it ends. JOB: path of the job file.
 
@@ -89,22 +96,25 @@ def run(
     from raytrain_plus.launch.runner import run as run_job
     from raytrain_plus.launch.runner import start
 
+    view = view_of(as_json, quiet)
     if detach:
-        handle = start(loaded, address=address, fresh=fresh, roots=roots)
-        ended = handle.ended or Result.load(open_folder(loaded.storage).inside(loaded.name))
-        if ended is not None:
-            # The run had finished earlier, or ended right after it started.
-            if not as_json:
-                from raytrain_plus.observe.progress import view_for
+        return _began(start(loaded, address=address, fresh=fresh, roots=roots), view, as_json)
+    result = run_job(loaded, address=address, fresh=fresh, view=view, quiet=as_json, roots=roots)
+    return ended(result, as_json)
 
-                view_for(sys.stdout).finish(ended)
-            return _ended(ended, as_json)
-        if as_json:
-            return Answer(0, {"name": handle.name, "path": str(handle.path)})
-        click.echo(f"{handle.name} runs detached; follow it with: raytrain attach '{handle.path}'")
-        return 0
-    result = run_job(loaded, address=address, fresh=fresh, quiet=as_json, roots=roots)
-    return _ended(result, as_json)
+
+def _began(handle: Handle, view: ProgressView | None, as_json: bool) -> int | Answer:
+    """Return the answer of a run that was started detached."""
+    # The run had finished earlier, or ended right after it started.
+    result = handle.ended or Result.load(open_folder(handle.path))
+    if result is not None:
+        if view is not None:
+            view.finish(result)
+        return ended(result, as_json)
+    if as_json:
+        return Answer(0, {"name": handle.name, "path": str(handle.path)})
+    click.echo(f"{handle.name} runs detached; follow it with: raytrain attach '{handle.path}'")
+    return 0
 
 
 @cli.command()
@@ -144,8 +154,12 @@ _storage = click.option(
     help="Ray cluster to join, or dashboard URL (http://HOST:8265) to submit to. Default: RAY_ADDRESS, else a local "
     "Ray for this run.",
 )
+@_detach
+@_quiet
 @_json
-def resume(run: str, storage: str, overrides: Sequence[str], address: str | None, as_json: bool) -> int | Answer:
+def resume(
+    run: str, storage: str, overrides: Sequence[str], address: str | None, detach: bool, quiet: bool, as_json: bool
+) -> int | Answer:
     """Resume a run from its newest complete checkpoint. RUN: a folder, an address, or a name."""
     if is_dashboard(address):
         return submit_resume(str(address), run, storage, overrides, as_json)
@@ -153,9 +167,12 @@ def resume(run: str, storage: str, overrides: Sequence[str], address: str | None
 
     folder = find_run(run, storage)
     from raytrain_plus.launch.runner import resume as resume_run
+    from raytrain_plus.launch.runner import start_again
 
-    result = resume_run(folder.address, overrides, address=address, quiet=as_json)
-    return _ended(result, as_json)
+    if detach:
+        return _began(start_again(folder.address, overrides, address=address), view_of(as_json, quiet), as_json)
+    result = resume_run(folder.address, overrides, address=address, view=view_of(as_json, quiet), quiet=as_json)
+    return ended(result, as_json)
 
 
 _dashboard = click.option(
@@ -169,8 +186,9 @@ _dashboard = click.option(
 @_run
 @_storage
 @_dashboard
+@_quiet
 @_json
-def attach(run: str, storage: str, address: str | None, as_json: bool) -> int | Answer:
+def attach(run: str, storage: str, address: str | None, quiet: bool, as_json: bool) -> int | Answer:
     """Follow a run until it ends. RUN: a folder, an address, or a name.
 
     Ctrl-C and SIGTERM stop only the following, not the run.
@@ -181,7 +199,6 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int | 
             raise click.UsageError("--json is not supported when attaching through a dashboard.")
         jobs = jobs_at(address)
         return watch_job(jobs, str(jobs.find(run).submission_id), run, address)
-    from raytrain_plus.observe.progress import view_for
     from raytrain_plus.runs.folder import find_run
     from raytrain_plus.runs.follow import watch
 
@@ -189,14 +206,14 @@ def attach(run: str, storage: str, address: str | None, as_json: bool) -> int | 
     # A shell makes its background processes ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        result = watch(folder, None if as_json else view_for(sys.stdout))
-    except (KeyboardInterrupt, SystemExit) as ended:
+        result = watch(folder, view_of(as_json, quiet))
+    except (KeyboardInterrupt, SystemExit) as signalled:
         # The handler of SIGTERM raises `SystemExit`: see `main`.
-        code = 130 if isinstance(ended, KeyboardInterrupt) else ended.code
+        code = 130 if isinstance(signalled, KeyboardInterrupt) else signalled.code
         if code not in (130, 143):
             raise
         return _failed(f"the run continues; stop it with: raytrain stop '{folder.where}'", int(code))
-    return _ended(result, as_json)
+    return ended(result, as_json)
 
 
 @cli.command()
@@ -260,7 +277,7 @@ def rescale(
     from raytrain_plus.launch.control import send
     from raytrain_plus.runs.folder import find_run
 
-    send(find_run(run, storage), RescaleRequest(minimum, maximum, spares), address)
+    click.echo(send(find_run(run, storage), RescaleRequest(minimum, maximum, spares), address))
     return 0
 
 
@@ -398,19 +415,6 @@ def doctor(as_json: bool) -> int | Answer:
     return _reported(document, lines, int(any(check.status == "FAIL" for check in found)), as_json)
 
 
-@cli.command("install-horovod")
-@click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="Also copy the wheel to this folder.")
-def install_horovod(to: Path | None) -> int:
-    """Build, install and test Horovod for the installed torch."""
-    from raytrain_plus.install.horovod import install_horovod
-
-    wheel = install_horovod(lambda line: click.echo(line))
-    if to is not None:
-        to.mkdir(parents=True, exist_ok=True)
-        click.echo(f"copied to {shutil.copy(wheel, to)}")
-    return 0
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command `raytrain` and end the process with one of the exit codes listed in its help."""
     for stream in (sys.stdout, sys.stderr):
@@ -477,15 +481,6 @@ def _reported(document: Mapping[str, Any], lines: Sequence[str], code: int, as_j
         return Answer(code, document)
     click.echo("\n".join(lines))
     return code
-
-
-def _ended(result: Result, as_json: bool) -> int | Answer:
-    """Return the answer for a run that has ended. A view has shown its result already, unless JSON is requested."""
-    if not as_json:
-        return result.exit_code
-    if result.error:
-        click.echo(result.error, err=True)
-    return answer_of(result)
 
 
 def _failed(error: RaytrainError | str, code: int, shown: str | None = None) -> Answer:

@@ -1,4 +1,4 @@
-"""The one JSON object that a command prints with `--json`, whatever its exit code."""
+"""How a command answers: the view of a run, or with `--json` one JSON object, whatever its exit code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from raytrain_plus.errors import InputError, JobError, RaytrainError
 from raytrain_plus.result import Result
 from raytrain_plus.storage.json_text import json_text
+
+if TYPE_CHECKING:
+    from raytrain_plus.observe.progress import ProgressView
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 _COMMAND = re.compile(r"; ((?:resume with|follow it again with|see): [^\n]+)$")
@@ -27,6 +30,15 @@ class Answer:
     document: Mapping[str, Any] | None = None
 
 
+def view_of(as_json: bool, quiet: bool) -> ProgressView | None:
+    """Return what shows a run to the user; None if JSON is requested."""
+    if as_json:
+        return None
+    from raytrain_plus.observe.progress import view_for
+
+    return view_for(sys.stdout, quiet=quiet)
+
+
 def answer_of(result: Result) -> Answer:
     """Return the answer for a run that has ended: its result, with the error as an object."""
     error = None
@@ -34,6 +46,15 @@ def answer_of(result: Result) -> Answer:
         error = error_fields(result.error)
         error["where"] = error["where"] or str(result.path)
     return Answer(result.exit_code, {**result.to_json(), "error": error})
+
+
+def ended(result: Result, as_json: bool) -> int | Answer:
+    """Return the answer for a run that has ended. A view has shown its result already, unless JSON is requested."""
+    if not as_json:
+        return result.exit_code
+    if result.error:
+        print(result.error, file=sys.stderr)
+    return answer_of(result)
 
 
 def failure(error: RaytrainError | str, code: int) -> Answer:

@@ -1,7 +1,8 @@
-"""The commands of the first minutes: a new folder with a task, and a job for an existing task."""
+"""The commands of the first minutes: a new folder with a task, a job for an existing task, and Horovod."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import click
@@ -35,4 +36,17 @@ def new_job(task: str, data: str | None, to: Path | None) -> int:
     from raytrain_plus.begin.write import write_job
 
     click.echo("\n".join(write_job(task, data, to)))
+    return 0
+
+
+@click.command("install-horovod")
+@click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="Also copy the wheel to this folder.")
+def install_horovod(to: Path | None) -> int:
+    """Build, install and test Horovod for the installed torch."""
+    from raytrain_plus.install.horovod import install_horovod
+
+    wheel = install_horovod(lambda line: click.echo(line))
+    if to is not None:
+        to.mkdir(parents=True, exist_ok=True)
+        click.echo(f"copied to {shutil.copy(wheel, to)}")
     return 0

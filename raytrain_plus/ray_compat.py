@@ -6,13 +6,17 @@ If a version of Ray lacks one, the function logs a warning and returns less: Non
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
 import re
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
 
 import ray
 
@@ -33,6 +37,14 @@ WITHOUT_GCS_S = 7 * 24 * 3600
 
 DRAIN_S = 10.0
 """Maximum seconds to report to Ray that a node is leaving."""
+
+OF_LIBRARIES = re.compile(
+    r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+:? [A-Z]\b"  # C++ of Ray and Horovod
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\t[A-Z]+ \S+:\d+ -- "  # Ray's Python logger
+    r"|\*\*\* SIG[A-Z]+ received at time=|(PC: )? *@ +0x[0-9a-f]+ "  # Ray's report of a fatal signal
+)
+"""Start of a line that a library writes in a worker's process, not the task."""
+COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 T = TypeVar("T")
 
@@ -350,6 +362,104 @@ def silent_about_deaths() -> Iterator[None]:
     finally:
         for filter_ in changed:
             filter_.skip_re = None
+
+
+@contextlib.contextmanager
+def own_lines_apart(name: str, *, prints: bool = True) -> Iterator[Callable[[], Path | None]]:
+    """Let Ray's own lines be written to a file in this context, instead of this process's output.
+
+    What workers print is still shown, marked by their processes, unless `prints` is False. Open the context before Ray
+    starts, so that it covers the end of Ray; the yielded function, called once Ray runs, begins and returns the file.
+    It is beside Ray's logs, and its name includes `name`; None if this Ray lacks the interface.
+    """
+
+    def theirs() -> Any:
+        from ray._private import worker
+
+        return worker, worker.print_worker_logs
+
+    found = _or_nothing(theirs, "Ray's own lines appear between those of the run")
+    if found is None:
+        yield lambda: None
+        return
+    module, show = found
+    logger = logging.getLogger("ray")
+    handlers = logger.handlers[:]
+    with contextlib.ExitStack() as opened:
+        file: TextIO | None = None
+
+        def begin() -> Path:
+            nonlocal file
+            file = opened.enter_context(_beside_rays_logs(f"raytrain-{name}-{os.getpid()}.log"))
+            into_file = logging.StreamHandler(file)
+            into_file.setFormatter(handlers[0].formatter if handlers else None)
+            logger.handlers[:] = [into_file]
+            return Path(file.name)
+
+        def sort(data: dict[str, Any], print_file: Any, ignore_prefix: bool = False) -> None:
+            own: dict[bool, list[str]] = {True: [], False: []}
+            for line in data.get("lines", []):
+                own[file is not None and (not prints or rays_own(data.get("pid"), line))].append(line)
+            if own[True]:
+                kept = io.StringIO()
+                show({**data, "lines": own[True]}, kept, False)
+                # The thread that prints must survive a full disk, and lines that come after the end of the run.
+                with contextlib.suppress(OSError, ValueError):
+                    print(COLORS.sub("", kept.getvalue()), end="", file=file, flush=True)
+            if own[False]:
+                show({**data, "lines": own[False]}, print_file, ignore_prefix)
+
+        module.print_worker_logs = sort
+        try:
+            yield begin
+        finally:
+            module.print_worker_logs = show
+            logger.handlers[:] = handlers
+
+
+def _beside_rays_logs(name: str) -> TextIO:
+    """Open a file of this name beside Ray's logs; in a temporary folder if Ray's belongs to another user."""
+
+    def theirs() -> Path:
+        from ray._private import worker
+
+        node: Any = worker._global_node
+        return Path(node.get_logs_dir_path())
+
+    folder = _or_nothing(theirs, "Ray's own lines are written to a temporary folder")
+    with contextlib.suppress(OSError):
+        if folder is not None:
+            return (folder / name).open("a", errors="backslashreplace")
+    return Path(tempfile.mkdtemp(prefix="raytrain-"), name).open("a", errors="backslashreplace")
+
+
+def rays_own(pid: object, line: str) -> bool:
+    """Return whether Ray or Horovod wrote this line of the process `pid`, rather than the user's code there.
+
+    >>> rays_own("raylet", "Spilled 2 objects"), rays_own(17, "[2026-01-05 10:00:00,123 E 17 17] rpc.cc:1: no answer")
+    (True, True)
+    >>> rays_own(17, "UserWarning: the learning rate is 0")
+    False
+    """
+    # Ray gives its own processes a name: raylet, autoscaler, gcs_server.
+    return not str(pid).isdigit() or OF_LIBRARIES.match(line) is not None
+
+
+def show_repeated_prints() -> None:
+    """Show how often workers repeated a line that Ray has shown only once; by default Ray does so when it ends."""
+
+    def flush() -> None:
+        from ray._private import ray_logging, worker
+
+        prefixed = worker._should_ignore_worker_log_prefix(worker.global_worker)
+        for filter_, stream in (
+            (ray_logging.stdout_deduplicator, sys.stdout),
+            (ray_logging.stderr_deduplicator, sys.stderr),
+        ):
+            for batch in filter_.flush():
+                worker.print_worker_logs(batch, stream, prefixed)
+
+    _or_nothing(flush, "repeated lines are counted after the end of the run")
 
 
 def _or_nothing(ask: Callable[[], T | None], consequence: str) -> T | None:

@@ -77,7 +77,7 @@ WALKS = {
     "detached": Walk(
         steps=(
             Step("raytrain run jobs/digits.yaml --fresh --detach", r"digits runs detached", also="--set epochs=5000"),
-            Step("raytrain rescale digits --max 8"),
+            Step("raytrain rescale digits --max 8", r"workers.min 1, max 8, spares 0 from now on"),
             Step("raytrain stop digits", r"digits: stopped after"),
             Step("raytrain attach digits", r"digits stopped", code=143),
             Step("raytrain logs digits -f", r"2 workers ready"),

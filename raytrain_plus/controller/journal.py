@@ -35,7 +35,7 @@ from raytrain_plus.runs.folder import CHANGED, DATASET, JOB, PICTURE, TRACE, Fen
 from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages, outage_of
-from raytrain_plus.training.records import Evaluated, StepRecord
+from raytrain_plus.training.records import Evaluated, StepRecord, in_order
 from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
 
 log = logging.getLogger(__name__)
@@ -222,9 +222,8 @@ class Journal:
         """Record that the group's world broke: see `Incidents.broke`."""
         self._incidents.broke(now, cause, follows)
 
-    def report(self, worker: str, records: Iterable[StepRecord | Evaluated]) -> None:
+    def report(self, worker: str, records: Sequence[StepRecord | Evaluated]) -> None:
         """Record what a member of the current generation has applied and evaluated."""
-        records = list(records)
         steps = [record for record in records if isinstance(record, StepRecord)]
         moved = [self._clocks.ours(worker, record) for record in steps]
         for record in steps:
@@ -238,9 +237,10 @@ class Journal:
             drawing = self._bubble.report(worker, record, self._clocks.offset(worker))
             if drawing is not None:
                 self._draw(record.step, drawing)
-        self._commit(self._commits.report(worker, moved))
-        for told in records:
-            if isinstance(told, Evaluated) and told.step > self.evaluated:
+        for told in in_order(self._commits.report(worker, moved), records):
+            if isinstance(told, StepRecord):
+                self._commit([told])
+            elif told.step > self.evaluated:
                 self.evaluated = told.step
                 self._metrics[told.step] = dict(told.metrics)
                 self._tell("evaluated", step=told.step, metrics=dict(told.metrics))

@@ -18,6 +18,7 @@ from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.launch.cluster import begin
 from raytrain_plus.observe.progress import ProgressView
 from raytrain_plus.observe.run_events import RunEvent
+from raytrain_plus.ray_compat import show_repeated_prints
 from raytrain_plus.result import Result, unsaved_text
 from raytrain_plus.runs.folder import holder_lives, lease_document
 from raytrain_plus.runs.status import newest_saved, what_is_kept
@@ -67,6 +68,7 @@ def drive(order: Order, began: float, view: ProgressView | None, signals: Signal
             print(_cut_off(followed.steps, run, detached=detached), file=sys.stderr)
     if result.status == "stopped" and signals.heard:
         result = replace(result, exit_code=signals.exit_code)
+    show_repeated_prints()
     if view is not None:
         view.finish(result)
     return result

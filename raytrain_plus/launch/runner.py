@@ -17,8 +17,8 @@ from raytrain_plus.launch.cluster import connected
 from raytrain_plus.launch.driver import Signals, drive, launch
 from raytrain_plus.launch.handle import Handle
 from raytrain_plus.launch.preflight import order_of
-from raytrain_plus.observe.progress import ProgressView, view_for
-from raytrain_plus.ray_compat import is_submitted
+from raytrain_plus.observe.progress import ProgressView, SummaryView, view_for
+from raytrain_plus.ray_compat import is_submitted, own_lines_apart
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import job_of
 from raytrain_plus.storage.address import is_address, split
@@ -59,9 +59,14 @@ def run(
     submitted = is_submitted()
     if submitted:
         _warn_of_a_copy(job)
-    with Signals() as signals, connected(job, address) as began:
+    shown = not isinstance(view, SummaryView)
+    with Signals() as signals, own_lines_apart(job.name, prints=shown) as keep_apart, connected(job, address) as began:
         # Ray's C++ code has replaced our signal handlers.
         signals.listen()
+        # A submitted job's output is its log already.
+        log = None if submitted else keep_apart()
+        if log is not None and view is not None and shown:
+            print(f"messages of Ray and Horovod go to {log}", file=sys.stderr)
         # Detached if submitted: Ray ends the driver a few seconds after a stop request, even if the state is not saved.
         return drive(order, began, view, signals, detached=submitted)
 

@@ -635,7 +635,8 @@ def _late_gather(group: Group, event: e.Late) -> Outcome:
             group, commands = _lost_gather(group, e.Lost(name, f"{name} did not read the checkpoint in time"))
             return group, [e.Dismiss(name), *commands]
     limits = group.limits
-    why = f"only {len(free(group))} of at least {limits.minimum} workers were available within elastic.wait_s"
+    needed = f"{limits.minimum} worker{'s' * (limits.minimum != 1)}"
+    why = f"only {len(free(group))} of at least {needed} were available within elastic.wait_s"
     return _close(replace(group, failure=why))
 
 

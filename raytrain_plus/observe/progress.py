@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from raytrain_plus.observe.live_lines import EMPTY, live_lines
 from raytrain_plus.observe.page import Page
 from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.observe.run_progress import RunProgress, plural
@@ -80,8 +81,29 @@ class PlainView:
         say(text, self._stream)
 
 
+class SummaryView:
+    """Nothing until the end; then the summary, and the error of a failed run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._progress = RunProgress(total=0)
+
+    def start(self, name: str, steps: int) -> None:
+        self._progress = RunProgress(total=steps)
+
+    def event(self, event: RunEvent) -> None:
+        self._progress.add(event)
+
+    def finish(self, result: Result) -> None:
+        say("\n".join(summary(result, self._progress)), self._stream)
+        _say_error(result)
+
+    def close(self) -> None:
+        """Do nothing: nothing is displayed before the end."""
+
+
 class TerminalView:
-    """A bar and a line that are redrawn in place; lines for incidents scroll above them."""
+    """A bar and a few lines that are redrawn in place; lines for incidents scroll above them."""
 
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         self._console = console
@@ -120,19 +142,21 @@ class TerminalView:
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _picture(self) -> Group:
-        """Return the bar and the text as exactly one line: a second one would leave remains when it is redrawn."""
-        line = self._progress.line()
-        # Two columns stay free for the ^C that a terminal echoes: if it wrapped, the line would move.
-        room = self._console.width - cell_len(line) - 4
-        text = Text(line, no_wrap=True, overflow="ellipsis")
+        # Some columns stay free for the ^C that a terminal echoes: if it wrapped, the lines would move.
+        width = max(1, self._console.width - 4)
+        first, *rest = live_lines(self._progress, width)
+        room = width - cell_len(first) - 1
+        texts = [Text(line, no_wrap=True, overflow="crop") for line in [first, *rest]]
+        for text in texts[1:]:
+            text.highlight_words([f"[{EMPTY}]"], "red")
         if room < BAR.start:
-            return Group(text)
+            return Group(*texts)
         bar = ProgressBar(
             total=max(1, self._progress.total), completed=self._progress.step, width=min(room, BAR.stop - 1)
         )
         grid = Table.grid(padding=(0, 1))
-        grid.add_row(bar, text)
-        return Group(grid)
+        grid.add_row(bar, texts[0])
+        return Group(grid, *texts[1:])
 
 
 class NotebookView:
@@ -203,8 +227,13 @@ def _forget(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-def view_for(stream: TextIO) -> ProgressView:
-    """Return the view for the current environment: a notebook's cell, a terminal, or any other output."""
+def view_for(stream: TextIO, *, quiet: bool = False) -> ProgressView:
+    """Return the view for the current environment: a notebook's cell, a terminal, or any other output.
+
+    If `quiet`, it shows only the summary and the error of a failed run.
+    """
+    if quiet:
+        return SummaryView(stream)
     draw = _cell()
     if draw is not None:
         return NotebookView(draw)

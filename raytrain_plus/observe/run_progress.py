@@ -9,6 +9,7 @@ from typing import Any
 
 from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.storage.outage import outage_text
+from raytrain_plus.storage.size_text import size_text
 
 WINDOW_S = 10.0
 """Approximate seconds of steps over which the speed is averaged."""
@@ -34,6 +35,21 @@ class RunProgress:
     """The learning rate of the newest step, as text; empty if it is not known."""
     waiting: str = ""
     """The condition that the run waits for; empty while it trains."""
+    epoch: int | None = None
+    """The epoch of the newest step, counted from 0."""
+    places: list[str | None] = field(default_factory=list)
+    """The members of the group; None for one that was lost and is not replaced."""
+    spares: int = 0
+    recoveries: int = 0
+    """The recoveries among the events."""
+    steps_lost: int = 0
+    """Committed steps that these recoveries lost."""
+    waits: list[float] = field(default_factory=list)
+    """Seconds of each recovery that waited for a replacement, because `workers.min` forbids fewer workers."""
+    enough: int | None = None
+    """The `workers.min` with which none of them would have waited; None with stages, which need certain numbers."""
+    incident: str = ""
+    """The newest loss of a member and what it cost, in words."""
     _recent: deque[tuple[int, float]] = field(default_factory=deque)
     """(rows, seconds) of the latest steps. Seconds are the steps' own, so evaluations between them do not count."""
     _recent_s: float = 0.0
@@ -41,7 +57,14 @@ class RunProgress:
     _members: list[str] = field(default_factory=list)
     _lost: list[str] = field(default_factory=list)
     """Losses of members that have not been reported yet."""
+    _in_incident: list[str] = field(default_factory=list)
+    """Members that were lost since the last recovery, each with the cause, in words."""
+    _moved_bytes: int = 0
+    """Bytes of the state that members took from others when the newest group formed."""
     _recovering: bool = False
+    _waited: bool = False
+    """Whether the recovery that is in progress waits for a replacement."""
+    _staged: bool = False
     _told_repartitioned: bool = False
     _outages: set[tuple[str, str]] = field(default_factory=set)
     """(place, error) of each storage that does not accept writes now."""
@@ -55,6 +78,7 @@ class RunProgress:
         if kind == "step_committed":
             self.step, self.loss, self.waiting = event["step"] + 1, float(event["loss"]), ""
             self.metrics, self.lr = metrics_text(event.get("metrics", {})), rate_text(event.get("lr", []))
+            self.epoch = event["epoch"]
             self._time(event["samples"], event["seconds"])
             if event.get("skipped"):
                 return f"step {event['step'] + 1} was skipped: its loss or gradient is not finite"
@@ -68,27 +92,28 @@ class RunProgress:
                 return what
             self._lost.append(what)
             self._recovering = True
+            self._moved_bytes = 0
+            self._place_lost(event["worker"], event["cause"])
             self.waiting = "the recovery from a lost worker"
             return None
         if kind == "waiting":
             self.waiting = event["for"]
+            if self._recovering:
+                self._waits_for_replacement()
             return "; ".join([*self._untold(), f"waiting for {event['for']}"])
         if kind == "saving":
             text = saving_text(event["step"], event["written"], event["total"], event["per_s"])
             self.waiting = f"the storage: {text}"
             return text
         if kind == "recovered":
-            self._recovering = False
-            causes = self._untold() or [event["cause"]]
-            steps = f"{plural(event['steps_lost'], 'step')} lost"
-            if event["steps_recomputed"]:
-                steps += f", {plural(event['steps_recomputed'], 'step')} recomputed"
-            who = f"{len(event['kept'])} kept, {len(event['replaced'])} replaced"
-            return f"recovered in {event['stall_s']:.2f} s: {'; '.join(causes)}; {steps}; {who}"
+            return self._recovered(event)
         if kind == "run_finished":
             # Losses without a recovery are still unreported.
             return "; ".join(self._untold()) or None
-        if kind == "evaluated":
+        if kind == "rescaled" and not self._recovering:
+            # A request, not a loss: the places that are empty now are given up.
+            self.places = [name for name in self.places if name is not None]
+        elif kind == "evaluated":
             self.evaluations.append((event["step"], event["metrics"]))
         elif kind == "storage_failed":
             self._outages.add((event["place"], event["error"]))
@@ -99,13 +124,59 @@ class RunProgress:
             return None
         return event_text(event)
 
+    def _recovered(self, event: RunEvent) -> str:
+        """Count a recovery, and return its line."""
+        self._recovering = False
+        self.recoveries += 1
+        self.steps_lost += event["steps_lost"]
+        if self._waited:
+            self._waited = False
+            self.waits.append(event["stall_s"])
+        self.incident = f"{'; '.join(self._in_incident) or event['cause']}; {_cost(event)}"
+        self._in_incident.clear()
+        causes = self._untold() or [event["cause"]]
+        steps = f"{plural(event['steps_lost'], 'step')} lost"
+        if event["steps_recomputed"]:
+            steps += f", {plural(event['steps_recomputed'], 'step')} recomputed"
+        who = f"{len(event['kept'])} kept, {len(event['replaced'])} replaced"
+        copied = _copied(self._moved_bytes, event["phases"].get("transfer", 0.0))
+        return f"recovered in {event['stall_s']:.2f} s: {'; '.join(causes)}; {steps}; {who}{copied}"
+
     def _untold(self) -> list[str]:
         lost, self._lost = self._lost, []
         return lost
 
+    def _place_lost(self, worker: str, cause: str) -> None:
+        """Empty the place of a lost member, and begin or continue the words on its loss."""
+        self.places = [None if name == worker else name for name in self.places]
+        self._in_incident.append(f"{worker} lost: {cause}")
+        self.incident = "; ".join(self._in_incident)
+
+    def _waits_for_replacement(self) -> None:
+        """Note how many workers are left in a recovery that waits for more."""
+        self._waited = True
+        left = sum(name is not None for name in self.places)
+        self.enough = None if self._staged or not left else min(left, self.enough or left)
+
+    def _take_places(self) -> None:
+        """Let the members of a new view take the places of lost ones first; a planned departure closes its place."""
+        places = [name for name in self.places if name is None or name in self._members]
+        for name in self._members:
+            if name in places:
+                continue
+            if None in places:
+                places[places.index(None)] = name
+            else:
+                places.append(name)
+        self.places = places
+
     def _view(self, event: RunEvent) -> str | None:
         before, self._members = self._members, [member["worker"] for member in event["members"]]
         self.workers, self.collective, self.waiting = len(self._members), event["collective"], ""
+        self.spares = len(event["spares"])
+        self._moved_bytes = event.get("moved_bytes", 0)
+        self._staged = any(member["stage"] for member in event["members"])
+        self._take_places()
         self._recent.clear()
         self._recent_s = 0.0
         self._first_of_view = True
@@ -170,6 +241,20 @@ class RunProgress:
         if (left := self.seconds_left) is not None:
             parts.append(f"{clock_text(left)} left")
         return "  ".join(parts)
+
+
+def _cost(event: RunEvent) -> str:
+    """Return what a recovery cost, in words."""
+    lost, recomputed = event["steps_lost"], event["steps_recomputed"]
+    steps = f"{plural(lost, 'step')} lost" if lost else "no step lost"
+    return f"back after {event['stall_s']:.2f} s, {steps}" + (f", {recomputed:,} recomputed" if recomputed else "")
+
+
+def _copied(moved: int, seconds: float) -> str:
+    """Return how much of the state a recovery copied between workers, and how fast; empty if nothing."""
+    if not moved:
+        return ""
+    return f"; {size_text(moved)} of state copied" + (f" at {size_text(int(moved / seconds))}/s" if seconds > 0 else "")
 
 
 def speed_text(per_s: float) -> str:

@@ -18,7 +18,7 @@ def summary(result: Result, progress: RunProgress | None) -> list[str]:
     if result.trained_steps == 0 and result.status == "finished" and (progress is None or not progress.workers):
         lines = [_already_finished(result), *_held_out(result, None)]
     else:
-        lines = [*_head(result), *_held_out(result, progress), *_time(result)]
+        lines = [*_head(result), *_held_out(result, progress), *_time(result, progress)]
     if result.show and result.show.strip():
         said = result.show.rstrip().splitlines()
         lines += ["", "  the model says:", *(f"    {line}".rstrip() for line in said), ""]
@@ -87,7 +87,7 @@ def _held_out(result: Result, progress: RunProgress | None) -> list[str]:
     return lines
 
 
-def _time(result: Result) -> list[str]:
+def _time(result: Result, progress: RunProgress | None) -> list[str]:
     if not result.steps:
         return []
     waited = f"{100 * result.data_wait:.1f} % of step time was spent waiting for data"
@@ -107,5 +107,19 @@ def _time(result: Result) -> list[str]:
     if result.recoveries:
         losses = f"{result.recoveries:,} loss{'' if result.recoveries == 1 else 'es'}"
         goodput = f"goodput {100 * result.goodput:.1f} %{' since the run was resumed' * _resumed(result)}"
-        lines.append(f"  losses   recovered from {losses}, {result.stall_s:.2f} s in all; {goodput}")
+        # A run that was resumed had more recoveries than the events of its last process.
+        known = progress is not None and progress.recoveries == result.recoveries
+        steps = f", {plural(progress.steps_lost, 'step')} lost" if progress and known else ""
+        lines.append(f"  losses   recovered from {losses}, {result.stall_s:.2f} s in all{steps}; {goodput}")
+    if progress is not None and progress.waits:
+        lines.append(f"  waits    {_remedy(progress)}")
     return lines
+
+
+def _remedy(progress: RunProgress) -> str:
+    """Return what would have avoided waiting for replacements of lost workers, as one sentence."""
+    spare = "workers: {spares: 1} keeps a replacement ready"
+    fewer = f"workers: {{min: {progress.enough}}} lets the others continue meanwhile, "
+    avoid = spare if progress.enough is None else f"{fewer}{spare}"
+    recoveries = f"{len(progress.waits):,} recover{'y' if len(progress.waits) == 1 else 'ies'}"
+    return f"{recoveries} waited for a replacement, {sum(progress.waits):.2f} s in all; {avoid}"

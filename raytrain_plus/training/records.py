@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,3 +68,15 @@ class Activity:
     since_s: float
     limit_s: float
     """How long it may last."""
+
+
+def in_order(
+    committed: Iterable[StepRecord], reported: Iterable[StepRecord | Evaluated]
+) -> list[StepRecord | Evaluated]:
+    """Return committed steps and the reported evaluations in order: each evaluation follows its step.
+
+    One report holds the evaluations of several steps.
+    """
+    evaluated = [record for record in reported if isinstance(record, Evaluated)]
+    # The sort is stable.
+    return sorted([*committed, *evaluated], key=lambda record: record.step)

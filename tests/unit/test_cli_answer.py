@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus import cli
+from raytrain_plus import cli, cli_answer
 from raytrain_plus.cli_answer import error_fields
 from raytrain_plus.errors import InputError, JobError, RaytrainError, RunError, TaskError, TrainingError
 from raytrain_plus.install.doctor import Check
 from raytrain_plus.launch.handle import Handle
+from raytrain_plus.observe.progress import PlainView, SummaryView
 from raytrain_plus.result import Result
 from raytrain_plus.storage.local import LocalFolder
 
@@ -242,3 +243,9 @@ def test_a_result_is_read_with_its_error_as_a_text_or_an_object(tmp_path: Path) 
     folder.write("result.json", [json.dumps({**FAILED.to_json(), "error": {"what": 7}}).encode()])
     with pytest.raises(InputError, match="error: what: 7 is not a string"):
         Result.load(folder)
+
+
+def test_quiet_and_json_choose_the_view() -> None:
+    assert cli_answer.view_of(as_json=True, quiet=True) is None
+    assert isinstance(cli_answer.view_of(as_json=False, quiet=True), SummaryView)
+    assert isinstance(cli_answer.view_of(as_json=False, quiet=False), PlainView)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,6 +158,70 @@ def test_rays_messages_about_deaths_are_suppressed() -> None:
         assert shown(death) == []
         assert shown("what a worker printed") == ["what a worker printed"]
     assert shown(death) == [death]
+
+
+def printed(pid: object, line: str) -> None:
+    """Let Ray's driver receive a line that this process wrote on its standard output."""
+    worker.print_to_stdstream({"lines": [line], "pid": pid, "is_err": False, "actor_name": "Worker"}, False)
+
+
+RAYS = "[2026-01-05 10:00:00,123 E 17 17] rpc.cc:1: no answer"
+
+
+def test_rays_own_lines_go_to_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_COLOR_PREFIX", "0")
+    monkeypatch.setattr(ray_logging, "RAY_DEDUP_LOGS", False)
+    node = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path), node_ip_address="127.0.0.1")
+    monkeypatch.setattr(worker, "_global_node", node)
+    logger = logging.getLogger("ray")
+    before = logger.handlers[:]
+    with ray_compat.own_lines_apart("digits") as begin:
+        printed(17, RAYS)
+        assert RAYS in capsys.readouterr().out, "Ray's lines are shown while it starts"
+        file = begin()
+        assert file is not None
+        assert file.parent == tmp_path
+        printed("raylet", "spilled 2 objects")
+        printed(17, RAYS)
+        printed(17, "from the task")
+        logger.error("from the driver")
+    assert capsys.readouterr().out == "(Worker pid=17) from the task\n"
+    kept = file.read_text().splitlines()
+    assert kept[:2] == ["(raylet) spilled 2 objects", f"(Worker pid=17) {RAYS}"]
+    assert kept[2].endswith("from the driver")
+    assert logger.handlers == before
+    printed("raylet", "spilled 3 objects")
+    assert "spilled 3" in capsys.readouterr().out
+
+
+def test_repeated_prints_are_counted_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_logging, "RAY_DEDUP_LOGS", True)
+    for pid in (17, 18, 19):
+        printed(pid, "a line of all workers")
+    capsys.readouterr()
+    ray_compat.show_repeated_prints()
+    assert "[repeated 2x across cluster]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "own"),
+    [
+        (RAYS, True),
+        ("[2026-01-05 10:00:00.123: W horovod/common/stall_inspector.cc:107] One or more tensors", True),
+        ("2026-01-05 10:00:00,123\tWARNING worker.py:12 -- slow", True),
+        ("*** SIGTERM received at time=1795581655 on cpu 1 ***", True),
+        ("    @     0x7f2a4f0 (unknown)", True),
+        ("2026-01-05 10:00:00,123 WARNING digits: slow", False),
+        ("[2026-01-05] epoch 3", False),
+        ("/task.py:3: UserWarning: slow", False),
+    ],
+)
+def test_lines_of_libraries_are_recognised(line: str, own: bool) -> None:
+    assert ray_compat.rays_own(17, line) == own
 
 
 def test_a_missing_filter_of_rays_output_is_tolerated(

@@ -28,7 +28,7 @@ from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.interface import Buffer, Folder
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.training.records import Remark, StepRecord
+from raytrain_plus.training.records import Evaluated, Remark, StepRecord
 from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
 from tests.unit.observe.test_tensorboard import shown
 
@@ -99,6 +99,18 @@ def test_a_step_has_the_learning_rate_of_a_stage_that_has_one(journal: Journal, 
     journal.settle()
     told = [event.get("lr") for event in read_events(run) if event["kind"] == "step_committed"]
     assert told == [0.5, [0.5, 0.25], None]
+
+
+def test_evaluations_appear_after_their_steps(journal: Journal, run: Folder) -> None:
+    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a"], -1, 0)
+    measured = [Evaluated(step=number, metrics={"loss": 1.0}) for number in (-1, 1)]
+    journal.report("a", [measured[0], step(0), step(1), measured[1], step(2)])
+    journal.settle()
+    told = [event for event in read_events(run) if "step" in event]
+    assert [(event["kind"] == "evaluated", event["step"]) for event in told] == [
+        (True, -1), (False, 0), (False, 1), (True, 1), (False, 2)
+    ]  # fmt: skip
 
 
 def test_all_events_are_in_the_folder_in_the_end(run: Folder) -> None:

@@ -117,7 +117,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (G, e.Rescale): (G, ["Dismiss", "Wait"], {**FEWER, "b": None}),
     (G, e.Stop): (E, ["End"], {"stopping": True}),
     (G, e.Fitted): (G, [], {"limits": replace(LIMITS, minimum=2, stage_counts=(2,))}),
-    (G, e.Late): (E, ["End"], {"failure": "only 0 of at least 1 workers were available within elastic.wait_s"}),
+    (G, e.Late): (E, ["End"], {"failure": "only 0 of at least 1 worker were available within elastic.wait_s"}),
     (J, e.Joined): (T, [], {"a.joined": True, "a.proved": True, "b.proved": True}),
     (J, e.Committed): (T, [], {"committed": 2, "a.proved": True, "b.proved": True}),
     (J, e.Left): (J, [], {"a.state": "idle"}),

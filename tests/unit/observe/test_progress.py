@@ -134,7 +134,7 @@ def test_the_terminal_view_redraws_no_faster_than_it_can_be_read() -> None:
     assert len(written(console)) == before
     clock.now = LIVE_S
     live.event(step(50))
-    assert "step 51/1000" in written(console)[before:]
+    assert "step 51 of 1,000" in written(console)[before:]
     live.close()
 
 
@@ -147,17 +147,30 @@ def test_the_terminal_view_prints_text_without_markup_or_wrapping() -> None:
     assert "  next     pip install tensorboard && tensorboard --logdir" in written(console)
 
 
-@pytest.mark.parametrize("width", [20, 40, 61, 70, 80, 200])
-def test_the_live_line_is_one_line_at_every_width(width: int) -> None:
+@pytest.mark.parametrize("width", [20, 40, 60, 70, 80, 200])
+def test_no_line_of_the_live_view_wraps(width: int) -> None:
     console = terminal(width)
     live = TerminalView(console, Clock())
     feed(live)
     lines = console.render_lines(live._picture(), console.options)
     live.close()
-    assert len(lines) == 1
-    shown = "".join(segment.text for segment in lines[0])
-    assert shown.startswith("step 9/9") if width < 61 else "2 workers  0:00 left" in shown
-    assert ("━" in shown) == (width >= 70)
+    shown = ["".join(segment.text for segment in line).rstrip() for line in lines]
+    assert len(shown) == 4
+    assert max(map(len, shown)) <= width - 4, "room for the ^C that a terminal echoes"
+    assert "step 9 of 9" in shown[0]
+    assert ("━" in shown[0]) == (width >= 60)
+    assert shown[3] == "[w0][w1]"
+
+
+def test_the_quiet_view_prints_only_the_summary() -> None:
+    stream = io.StringIO()
+    quiet = view_for(stream, quiet=True)
+    feed(quiet)
+    quiet.close()
+    assert stream.getvalue() == ""
+    quiet.finish(RESULT)
+    assert stream.getvalue().startswith("gpt finished: 9 steps")
+    assert "held out loss  1.5000 after step 9" in stream.getvalue()
 
 
 def test_the_terminal_view_restores_the_cursor_after_an_error() -> None:

@@ -78,6 +78,15 @@ def recovered(recomputed: int = 0) -> dict[str, Any]:
     )
 
 
+def test_a_recovery_says_how_much_of_the_state_it_copied() -> None:
+    formed = {**view(6, 6), "moved_bytes": 3_500_000_000}
+    progress = after(formed, lost(1))
+    came_back = {**recovered(), "phases": {"transfer": 1.75}}
+    assert "copied" not in str(progress.add(came_back)), "that was copied before the loss"
+    progress = after(view(6, 6), lost(1), formed)
+    assert str(progress.add(came_back)).endswith("; 2 kept, 1 replaced; 3.5 GB of state copied at 2.0 GB/s")
+
+
 def lost(number: int) -> dict[str, Any]:
     return event("worker_lost", worker=f"worker-{number}", pid=7, node="n", cause="killed")
 

@@ -10,6 +10,7 @@ import pytest
 from raytrain_plus.observe.run_progress import RunProgress
 from raytrain_plus.observe.summary import summary
 from raytrain_plus.result import Result
+from tests.unit.observe.feed import event, view
 
 FOLDER = Path("runs/gpt")
 
@@ -103,6 +104,38 @@ def test_a_resumed_run_tells_its_last_process_from_the_whole() -> None:
     lines = summary(result(trained_steps=0, trained_samples=0, seconds=0.0), replace(progress(), workers=1))
     assert lines[1:3] == ["  resumed  since then 0 steps, 0 samples", "  reached  loss 1.5000, train_loss 1.4000"]
     assert not [line for line in lines if "time" in line]
+
+
+def recovered(*, waited: bool, stages: int = 1) -> RunProgress:
+    """Return the progress after a loss, whose recovery has waited for a replacement or not."""
+    seen = RunProgress(total=300)
+    formed = view(6, 6)
+    formed["members"][1]["stage"] = stages - 1
+    seen.add(formed)
+    seen.add(event("worker_lost", worker="worker-1", pid=1, node="n", cause="killed"))
+    if waited:
+        seen.add(event("waiting", **{"for": "1 more worker"}))
+    seen.add(
+        event("recovered", cause="x", stall_s=4.25, steps_lost=2, steps_recomputed=0, kept=[], replaced=[], phases={})
+    )
+    return seen
+
+
+def test_the_steps_that_losses_cost_are_told_if_all_are_known() -> None:
+    one, two = ({"recoveries": count, "stall_s": 4.25, "goodput": 0.5} for count in (1, 2))
+    line = "  losses   recovered from 1 loss, 4.25 s in all, 2 steps lost; goodput 50.0 %"
+    assert line in summary(result(**one), recovered(waited=False))
+    lines = summary(result(**two), recovered(waited=False))
+    assert "  losses   recovered from 2 losses, 4.25 s in all; goodput 50.0 %" in lines
+
+
+def test_a_recovery_that_waited_names_what_would_have_avoided_it() -> None:
+    told = "  waits    1 recovery waited for a replacement, 4.25 s in all; "
+    spare = "workers: {spares: 1} keeps a replacement ready"
+    lines = summary(result(recoveries=1), recovered(waited=True))
+    assert f"{told}workers: {{min: 1}} lets the others continue meanwhile, {spare}" in lines
+    assert f"{told}{spare}" in summary(result(recoveries=1), recovered(waited=True, stages=2))
+    assert not [line for line in summary(result(recoveries=1), recovered(waited=False)) if "waited" in line]
 
 
 def test_a_resumed_run_compares_with_where_it_resumed() -> None:
