@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -14,18 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raytrain_plus.data.of_job import data_paths, held_out_rows_of, rows_of
-from raytrain_plus.data.prepare import prepare
+from raytrain_plus.data.prepare import LOCK_S, prepare
 from raytrain_plus.data.source import index
 from raytrain_plus.errors import RaytrainError, RunError, TaskError, WaitExpired
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
-from raytrain_plus.membership.timeouts import PREPARE_S
 
 if TYPE_CHECKING:
     from raytrain_plus.training.trial import Trial
 
 TRIAL_S = 300.0
 """Maximum seconds of a trial, once the data is there."""
+TIDY_S = 5.0
+"""Maximum seconds in which a trial that is ended may remove its temporary files."""
 
 
 class Trying(Protocol):
@@ -74,7 +76,7 @@ class _TryingApart:
     def data(self) -> None:
         """See `Trying`."""
         if not self._prepared:
-            self._take(PREPARE_S, "data.prepare to write the data")
+            self._take(LOCK_S, "data.prepare to write the data")
             self._prepared = True
 
     def result(self) -> Trial:
@@ -104,21 +106,32 @@ def trying_apart(job: Job, roots: Sequence[Path]) -> Iterator[Trying]:
     """
     context = get_context("spawn")
     answers, ours = context.Pipe(duplex=False)
-    process = context.Process(target=_try, args=(ours, job, [str(root) for root in roots]), daemon=True)
+    # Not a daemon, because those may have no processes of their own, such as a pool that prepares data.
+    process = context.Process(target=_try, args=(ours, job, [str(root) for root in roots]), daemon=False)
     process.start()
     ours.close()
     try:
         yield _TryingApart(job, process, answers)
     finally:
-        process.kill()
-        process.join(1.0)
+        _end(process)
         answers.close()
+
+
+def _end(process: Any) -> None:
+    """End a trial and all processes that it has started; it may remove its temporary files first."""
+    process.terminate()
+    process.join(TIDY_S)
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join(TIDY_S)
 
 
 def _try(answers: Connection, job: Job, roots: Sequence[str]) -> None:
     """Make a trial and send what it found, or its error."""
-    # A terminal's Ctrl-C is for the process that waits for this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # In a session of its own: a terminal's Ctrl-C is for the process that waits for this one.
+    os.setsid()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     # stdout belongs to the report.
     sys.stdout.flush()
     os.dup2(2, 1)
@@ -127,6 +140,9 @@ def _try(answers: Connection, job: Job, roots: Sequence[str]) -> None:
         here.data()
         answers.send(None)
         answers.send(here.result())
+    except SystemExit:
+        # Ended by the process that waits for this one.
+        raise
     except BaseException as error:
         answers.send(_sendable(error))
 

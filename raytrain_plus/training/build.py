@@ -40,6 +40,13 @@ def build_stepper(
     return stepper
 
 
+def initial_sums(stepper: Stepper) -> tuple[float, ...]:
+    """Return the sum of each parameter and buffer: other values of the same model have, as good as surely, others."""
+    values = [*stepper.module.parameters(), *stepper.module.buffers()]
+    plain = (torch.view_as_real(value) if value.is_complex() else value for value in values)
+    return tuple(float(value.detach().nan_to_num().sum(dtype=torch.float64)) for value in plain)
+
+
 def _wire(job: Job) -> MakeWire:
     """Return how gradients travel if their sums need not be exact."""
     if job.compression == "none":

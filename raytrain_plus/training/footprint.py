@@ -74,29 +74,25 @@ class SavedBytes:
 
 
 def measure_footprint(
-    device: torch.device, module: nn.Module, step: Callable[[int], object], small: int, large: int
+    device: torch.device, module: nn.Module, forward: Callable[[int], object], small: int, large: int
 ) -> Footprint:
-    """Measure what a step needs; `step` makes one with that many rows.
+    """Measure what a step needs; `forward` runs a forward pass with that many rows.
 
-    On a GPU these are all bytes that are allocated. On a CPU these are this process's own memory with the model, and
-    what the forward pass keeps; values that live only within an operation are not counted.
+    Fixed are the memory that is in use now, on a CPU that of this process, and an optimizer with two values for each
+    trained weight. What the forward pass keeps grows with the rows; values that live only within an operation are not
+    counted.
     """
-    # The first step allocates what stays, such as the optimizer's state.
-    step(small)
+    kept = through(*((rows, _kept(module, forward, rows)) for rows in (small, large)))
     if device.type == "cuda":
-        return through(*((rows, _peak_on_gpu(device, step, rows)) for rows in (small, large)))
-    kept = through(*((rows, _kept(module, step, rows)) for rows in (small, large)))
-    return Footprint(kept.fixed + psutil.Process().memory_info().rss, kept.per_row)
+        held = torch.cuda.memory_allocated(device)
+    else:
+        held = psutil.Process().memory_info().rss
+    trained = sum(value.nbytes for value in module.parameters() if value.requires_grad)
+    return Footprint(kept.fixed + held + 2 * trained, kept.per_row)
 
 
-def _peak_on_gpu(device: torch.device, step: Callable[[int], object], rows: int) -> float:
-    torch.cuda.reset_peak_memory_stats(device)
-    step(rows)
-    return float(torch.cuda.max_memory_allocated(device))
-
-
-def _kept(module: nn.Module, step: Callable[[int], object], rows: int) -> float:
+def _kept(module: nn.Module, forward: Callable[[int], object], rows: int) -> float:
     saved = SavedBytes(module)
     with saved.counting():
-        step(rows)
+        forward(rows)
     return float(saved.bytes)

@@ -24,6 +24,10 @@ class Advice:
 
 def advice_for(kind: str, text: str, batch: Described) -> Advice:
     """Return the advice for an exception of the type `kind` with that text, which the task raised on that batch."""
+    if kind in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in text:
+        return Advice(
+            remedy="use more parallel.microbatches or data.shards, a smaller data.batch_size, or a larger machine"
+        )
     for rule in (
         _missing_key,
         _integers,

@@ -56,6 +56,9 @@ from raytrain_plus.training.verdict import (
 TRIES = 3
 """How often a step is computed until its sums are fit or known to stay unfit; a reproducible step needs at most two."""
 
+UNDEFINED = "the mean loss is undefined"
+"""How the error about a step of weight 0 ends."""
+
 log = logging.getLogger(__name__)
 
 
@@ -264,9 +267,7 @@ class Stepper:
         start = time.monotonic()
         totals = sums.wait(works, passes.metrics, step, context)
         if not totals.weight:
-            raise TrainingError(
-                f"the weights that the task's loss returned in step {step} sum to 0: the mean loss is undefined"
-            )
+            raise TrainingError(f"the weights that the task's loss returned in step {step} sum to 0: {UNDEFINED}")
         sums.reduce_buffers(step, context)
         reading = sums.read()
         if reading.settled:

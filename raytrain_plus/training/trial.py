@@ -5,6 +5,7 @@ A mistake becomes one sentence with the remedy (`mistakes`). Nothing that is mad
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import time
@@ -29,22 +30,24 @@ from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.task import Task
-from raytrain_plus.training.build import build_stepper
+from raytrain_plus.training.build import build_stepper, initial_sums
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.footprint import Footprint, measure_footprint, total_memory
-from raytrain_plus.training.loss import held_out_metrics
+from raytrain_plus.training.loss import held_out_metrics, on_device, task_loss
 from raytrain_plus.training.measure import Alone, backward, each_layer, forward, measure_layers
 from raytrain_plus.training.metric_sums import checked, numbers
 from raytrain_plus.training.mistakes import Described, advice_for
 from raytrain_plus.training.model import layer_names
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.scheduler import build_scheduler
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.step import UNDEFINED, Stepper
 from raytrain_plus.training.thread_control import Control
 
 SMALL, LARGE = 2, 4
-"""Rows of the two steps from which the memory of larger ones is extrapolated; BatchNorm needs two rows."""
+"""Rows of the two forward passes from which the memory of larger ones is extrapolated; BatchNorm needs two rows."""
+BACKWARD = 3
+"""How much longer a step takes than its forward pass."""
 LONG_S = 3.0
 """Expected seconds above which a microbatch is tried with fewer rows."""
 WAIT_S = 300.0
@@ -80,6 +83,8 @@ class Trial:
     """What `evaluate` returned for a held-out microbatch."""
     remarks: tuple[str, ...] = ()
     """What was not tried, and what looks wrong."""
+    initial: tuple[float, ...] = ()
+    """The sum of each of the model's initial values, for `check_alike`; empty for a model in stages."""
     layers: tuple[Layer, ...] = ()
     """The cost of each layer, if the model is to be partitioned into stages."""
 
@@ -87,8 +92,19 @@ class Trial:
 def check_signatures(task: Task) -> None:
     """Raise `TaskError` if a method of the task cannot be called with what a run gives it."""
     for method, names in _TAKES.items():
+        called = getattr(task, method)
+        if not callable(called):
+            raise TaskError(
+                f"the attribute '{method}' hides the method {method}() that a run calls",
+                where=f"the task {type(task).__name__}",
+                remedy="give the attribute another name",
+            )
         try:
-            signature = inspect.signature(getattr(task, method))
+            signature = inspect.signature(called)
+        except (TypeError, ValueError):
+            # A function of an extension module may have no signature.
+            continue
+        try:
             signature.bind(*names)
         except TypeError:
             raise TaskError(
@@ -96,9 +112,6 @@ def check_signatures(task: Task) -> None:
                 where=f"the task {type(task).__name__}",
                 expected=f"def {method}({', '.join(('self', *names))})",
             ) from None
-        except ValueError:
-            # A function of an extension module may have no signature.
-            continue
 
 
 def try_on_cpu(job: Job, cls: type[Task], rows: Rows, held_out: Rows | None) -> Trial:
@@ -137,6 +150,7 @@ def try_whole(job: Job, task: Task, device: torch.device, rows: Rows, held_out: 
     check_signatures(task)
     with explained(job, task):
         stepper = build_stepper(job, task, device, skip_nonfinite=True)
+    initial = initial_sums(stepper)
     wanted, remarks = microbatch_rows(rows.sample_order, job.parallel.microbatches), list[str]()
     found = _footprint(job, task, stepper, rows, device) if wanted > LARGE else None
     count, need = wanted, None
@@ -149,11 +163,16 @@ def try_whole(job: Job, task: Task, device: torch.device, rows: Rows, held_out: 
             remarks.append(f"a microbatch of {wanted:,} rows takes long, so one of {count:,} rows was tried")
     batch = _batch(job, task, rows, count)
     start = time.monotonic()
-    with explained(job, task, batch.batch):
-        applied = stepper.run(0, {0: [batch]}, _context())
+    try:
+        with explained(job, task, batch.batch):
+            if stepper.run(0, {0: [batch]}, _context()).skipped:
+                remarks.append("the first microbatch gives a loss or gradients that are not all finite")
+    except TaskError as error:
+        # Other microbatches of a step may have a weight.
+        if not error.what.endswith(UNDEFINED):
+            raise
+        remarks.append("the loss of the first microbatch has the weight 0, so neither it nor the optimizer was tried")
     seconds = time.monotonic() - start
-    if applied.skipped:
-        remarks.append(f"the first microbatch gives a loss of {applied.loss} and gradients that are not all finite")
     metrics = {}
     if held_out is not None:
         few = _batch(job, task, held_out, count)
@@ -162,7 +181,26 @@ def try_whole(job: Job, task: Task, device: torch.device, rows: Rows, held_out: 
             return evaluate(stepper, lambda _: [few], [0], _context(), shards=job.data.shards, step=-1)
 
         metrics = _tried(job, task, few, evaluated, remarks)
-    return Trial(rows=batch.rows, of_rows=wanted, seconds=seconds, bytes=need, metrics=metrics, remarks=tuple(remarks))
+    return Trial(
+        rows=batch.rows,
+        of_rows=wanted,
+        seconds=seconds,
+        bytes=need,
+        metrics=metrics,
+        remarks=tuple(remarks),
+        initial=initial,
+    )
+
+
+def check_alike(trial: Trial, stepper: Stepper, where: str) -> None:
+    """Raise `TaskError` if the model that was built after a trial in the same process has other initial values."""
+    if trial.initial != initial_sums(stepper):
+        raise TaskError(
+            "the model has other initial values when it is built a second time in the same process, as after a loss",
+            where=where,
+            expected="values that depend on the global generators of torch, NumPy and Python alone",
+            remedy="build the model, and generators of its own, inside model() or layers(), not once per process",
+        )
 
 
 def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out: Rows | None) -> Trial:
@@ -295,7 +333,8 @@ def describe(batch: Any) -> Described:
     """Return the type and shape of each value of a batch, if it is a mapping, or of the batch itself."""
     if isinstance(batch, pa.Table):
         return {name: str(batch.schema.field(name).type) for name in batch.column_names}
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+    # A class of the task's own may look like a mapping and be none.
+    with contextlib.suppress(Exception):
         return {str(name): _described(batch[name]) for name in batch.keys()}  # noqa: SIM118
     return {}
 
@@ -340,21 +379,26 @@ def _speaker(task: Task, error: BaseException) -> str:
 def _footprint(
     job: Job, task: Task, stepper: Stepper, rows: Rows, device: torch.device
 ) -> tuple[Footprint, float] | None:
-    """Return what a step needs, and its seconds for each row; None if the task does not take so few rows."""
+    """Return what a step needs, and its expected seconds for each row; None if the task does not take so few rows."""
     seconds = 0.0
+    # A task of its own, because one may keep something of its first batch's size.
+    other = build_task(type(task), job.args, run_facts(job, rows.sample_order.steps))
 
-    def step(count: int) -> None:
+    def forward(count: int) -> None:
         nonlocal seconds
-        batch = _batch(job, task, rows, count)
+        batch = _batch(job, other, rows, count)
         start = time.monotonic()
-        stepper.run(0, {0: [batch]}, _context())
-        seconds = (time.monotonic() - start) / batch.rows
+        task_loss(other, stepper.module, on_device(batch.batch, device), batch.rows)
+        seconds = BACKWARD * (time.monotonic() - start) / batch.rows
 
     try:
-        return measure_footprint(device, stepper.module, step, SMALL, LARGE), seconds
+        stepper.module.train()
+        return measure_footprint(device, stepper.module, forward, SMALL, LARGE), seconds
     except Exception:
         # Whatever is wrong is reported with the microbatch that a run would use.
         return None
+    finally:
+        stepper.restore_buffers()
 
 
 def _batch(job: Job, task: Task, rows: Rows, count: int) -> Microbatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from raytrain_plus.training.build import build_stepper
 from raytrain_plus.training.footprint import total_memory
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.step import Stepper
-from raytrain_plus.training.trial import try_task
+from raytrain_plus.training.trial import check_alike, try_task
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.data_check import same_data, sights_of
 from raytrain_plus.workers.feeds import Feeds
@@ -95,9 +96,11 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     )
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
     transform = load_function(job.data.transform, roots) if job.data.transform else None
+    trial = None
     if plan.trial:
         held_out = None if plan.held_out is None else held_out_rows_of(job, plan.held_out, transform)
-        try_task(job, cls, device, rows_of(job, plan.index, transform), held_out)
+        trial = try_task(job, cls, device, rows_of(job, plan.index, transform), held_out)
+        _free(device)
     set_random_key(random_key(job.seed, "task"))
     task = build_task(cls, job.args, run_facts(job, plan.steps))
 
@@ -107,7 +110,9 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
 
     own = OwnState(build)
     if job.parallel.pipeline == 1:
-        own.build(WHOLE)
+        built = own.build(WHOLE)
+        if trial is not None:
+            check_alike(trial, built, f"task: {job.task}")
     copier = Copier(worker, own.holding, job.elastic.copy_every)
     best = job.checkpoint.keep_best is not None
     saver = Saver(open_folder(plan.folder), own.holding, job.checkpoint.every_steps, best)
@@ -129,6 +134,13 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         saver=saver,
     )
     return made, replace(ready, sights=sights_of(plan))
+
+
+def _free(device: torch.device) -> None:
+    """Free what a trial has built: hooks tie a model and its gradients into cycles."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _check_storage(plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import socket
@@ -288,6 +289,34 @@ def test_a_trial_makes_missing_data_and_says_what_it_tried(tmp_path: Path) -> No
     assert report.trial is not None
     assert report.lines()[1].startswith("  tried: a step with 2 rows took ")
     assert set(report.trial.metrics) == {"loss", "accuracy"}
+
+
+class Pooled(Layered):
+    def collate(self, table: pa.Table) -> dict[str, torch.Tensor]:
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            assert pool.apply(abs, (-1,)) == 1
+        return super().collate(table)
+
+
+def test_a_task_may_start_processes_in_a_trial_of_its_own(tmp_path: Path) -> None:
+    sound = replace(staged(tmp_path), parallel=Parallel())
+    with trying_apart(replace(sound, task=Pooled), []) as trying:
+        assert trying.result().rows == 4
+
+
+def slowly(folder: Path, name: str) -> None:
+    (folder / "half").write_text("x")
+    time.sleep(60)
+
+
+def test_an_ended_trial_leaves_no_half_of_the_data(tmp_path: Path) -> None:
+    wished = replace(job(tmp_path, f"{__name__}:slowly"), task=Layered)
+    with trying_apart(wished, []):
+        until = time.monotonic() + 60
+        while not list(tmp_path.glob(".data.*/half")):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    assert not list(tmp_path.glob(".data.*/*"))
 
 
 class Ended(Layered):

@@ -20,8 +20,9 @@ from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.source import index
 from raytrain_plus.errors import InputError, TaskError
 from raytrain_plus.training import trial
+from raytrain_plus.training.build import build_stepper
 from raytrain_plus.training.footprint import Footprint
-from raytrain_plus.training.trial import Trial, check_fits, try_on_cpu
+from raytrain_plus.training.trial import Trial, check_alike, check_fits, try_on_cpu
 
 ROWS, WIDTH = 64, 6
 
@@ -264,7 +265,7 @@ class Infinite(Sound):
 def test_a_loss_that_is_not_finite_is_noted(tmp_path: Path) -> None:
     """Whether it ends a run is decided in its first step."""
     [remark] = tried(job(tmp_path, Infinite)).remarks
-    assert remark.startswith("the first microbatch gives a loss of inf")
+    assert remark.startswith("the first microbatch gives a loss or gradients")
 
 
 class Eights(Sound):
@@ -290,3 +291,84 @@ class Summary(Sound):
 def test_a_summary_that_needs_more_rows_is_noted(tmp_path: Path, stages: Parallel) -> None:
     [remark] = tried(replace(job(tmp_path, Summary), parallel=stages)).remarks
     assert remark.startswith("Summary.summarise raised ValueError: too few rows; it had only 8 held-out rows")
+
+
+class Bounded(Sound):
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1)
+
+
+def test_a_trial_makes_one_step(tmp_path: Path) -> None:
+    assert tried(replace(job(tmp_path, Bounded), steps=1)).remarks == ()
+
+
+class SizedByItsFirstBatch(Sound):
+    scale: torch.Tensor | None = None
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = torch.ones(len(batch["label"]))
+        return (F.cross_entropy(model(batch["x"]), batch["label"], reduction="none") * self.scale).mean()
+
+
+def test_a_task_may_keep_something_of_its_first_batchs_size(tmp_path: Path) -> None:
+    found = tried(job(tmp_path, SizedByItsFirstBatch))
+    assert (found.rows, found.bytes) == (8, None)
+
+
+class Weightless(Sound):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        return {"loss": super().loss(model, batch), "weight": 0}
+
+
+def test_a_microbatch_of_weight_0_is_noted(tmp_path: Path) -> None:
+    [remark] = tried(job(tmp_path, Weightless)).remarks
+    assert remark.startswith("the loss of the first microbatch has the weight 0")
+
+
+class Hidden(Sound):
+    show = True  # type: ignore[assignment]
+
+
+def test_an_attribute_that_hides_a_method_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"the attribute 'show' hides the method show\(\)"):
+        tried(job(tmp_path, Hidden))
+
+
+SHARED = nn.Linear(WIDTH, 3)
+
+
+class Shared(Sound):
+    layers = Task.layers
+
+    def model(self) -> nn.Module:
+        return SHARED
+
+
+@pytest.mark.parametrize(("task", "alike"), [(Sound, True), (Shared, False)])
+def test_a_model_that_a_trial_has_changed_is_refused(tmp_path: Path, task: type[Task], alike: bool) -> None:
+    """A worker's trial runs in its process, and other workers make none: their initial values would differ."""
+    wished = job(tmp_path, task)
+    found = tried(wished)
+    built = build_stepper(wished, task(), torch.device("cpu"))
+    if alike:
+        check_alike(found, built, "task: a:B")
+        return
+    with pytest.raises(TaskError, match="other initial values when it is built a second time in the same process"):
+        check_alike(found, built, "task: a:B")
+
+
+class Walks:
+    """A batch that looks like a mapping, and is none."""
+
+    keys = 3
+
+
+class Strange(Sound):
+    def collate(self, table: pa.Table) -> Any:
+        return Walks()
+
+
+def test_an_error_about_a_strange_batch_is_the_tasks_own(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="'Walks' object is not subscriptable"):
+        tried(job(tmp_path, Strange))
