@@ -451,3 +451,15 @@ Pair::Pair(
 """,
     ),
 )
+
+WITHOUT_CUDA = Edit(
+    name="without-cuda",
+    file="cmake/Modules/FindPytorch.cmake",
+    reason="a torch with CUDA and a folder /usr/local/cuda, as in images with CUDA's runtime alone, make CMake require "
+    "the CUDA toolkit, although no operation on GPUs is wanted",
+    old="""string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)
+""",
+    new="""set(Pytorch_CUDA FALSE)
+""",
+)
+"""For builds without NCCL. Not one of `EDITS`: it changes whether Horovod can be built, not what is built."""

@@ -21,7 +21,8 @@ from pathlib import Path
 import platformdirs
 
 from raytrain_plus.errors import InputError, RunError
-from raytrain_plus.install.fixes import EDITS, HOROVOD_VERSION, apply_all, digest
+from raytrain_plus.install.build_log import error_lines
+from raytrain_plus.install.fixes import EDITS, HOROVOD_VERSION, WITHOUT_CUDA, apply_all, digest
 from raytrain_plus.install.prove import prove
 from raytrain_plus.install.state import fixed_version
 
@@ -32,6 +33,11 @@ FETCH_S = 600.0
 
 BUILD_PACKAGES = ("setuptools", "wheel", "packaging", "cffi")
 
+NO_TOOLKIT = (
+    "torch has CUDA, but nvcc is missing: Horovod is built with its CPU operations only, without NCCL, and jobs with "
+    "workers.gpus use torch.distributed"
+)
+
 
 def install_horovod(say: Callable[[str], None]) -> Path:
     """Install a working Horovod, from the cache or newly built; return the path of its wheel in the cache.
@@ -39,13 +45,10 @@ def install_horovod(say: Callable[[str], None]) -> Path:
     `say` receives a line for each stage. Raises `InputError` if a build tool is missing, `RunError` if a stage fails.
     """
     torch = _torch_version()
-    cuda = _torch_has_cuda()
-    nccl = cuda and shutil.which("nvcc") is not None
-    if cuda and not nccl:
-        say(
-            "torch has CUDA, but nvcc is missing: this Horovod is built without NCCL, and jobs with workers.gpus use "
-            "torch.distributed; to get NCCL, install the CUDA toolkit and run this again"
-        )
+    lacks_toolkit = no_toolkit()
+    nccl = not lacks_toolkit and _torch_has_cuda()
+    if lacks_toolkit:
+        say(f"{NO_TOOLKIT}; to get NCCL, install the CUDA toolkit and run this again")
     kept = wheel_folder(torch, nccl)
     wheel = next(iter(sorted(kept.glob(f"horovod-{fixed_version(torch, nccl)}-*.whl"))), None)
     if wheel is None:
@@ -73,6 +76,11 @@ def install_horovod(say: Callable[[str], None]) -> Path:
         raise
     say("Horovod works: two processes summed a tensor through it")
     return wheel
+
+
+def no_toolkit() -> bool:
+    """Return whether torch has CUDA, and this machine no compiler for it."""
+    return shutil.which("nvcc") is None and _torch_has_cuda()
 
 
 def wheel_folder(torch: str, nccl: bool) -> Path:
@@ -135,7 +143,7 @@ def _build(kept: Path, torch: str, nccl: bool, say: Callable[[str], None]) -> Pa
             else:
                 tar.extractall(work)
         source = work / archive.name.removesuffix(".tar.gz")
-        apply_all(source, EDITS)
+        apply_all(source, EDITS if nccl else (*EDITS, WITHOUT_CUDA))
         package = source / "horovod" / "__init__.py"
         package.write_text(package.read_text().replace(f"'{HOROVOD_VERSION}'", f"'{fixed_version(torch, nccl)}'"))
         say(f"applied {len(EDITS)} fixes; compiling")
@@ -191,8 +199,20 @@ def _pip(arguments: Sequence[str], timeout_s: float, what: str, environment: dic
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, env=environment
         )
     except subprocess.TimeoutExpired as error:
-        raise RunError(f"{what} took more than {timeout_s:g} s") from error
+        # Python reports it as bytes, although `text` is set.
+        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        raise RunError(f"{what} took more than {timeout_s:g} s; its output is in {_keep_log(said)}") from error
     if done.returncode:
-        errors = [line for line in done.stdout.splitlines() if "error" in line.lower()]
-        tail = "\n".join((errors or done.stdout.splitlines())[-15:])
-        raise RunError(f"{what} failed (pip exited with {done.returncode}); the end of its output:\n{tail}")
+        shown = "\n".join(error_lines(done.stdout))
+        raise RunError(
+            f"{what} failed (pip exited with {done.returncode}):\n{shown}\nits whole output is in "
+            f"{_keep_log(done.stdout)}"
+        )
+
+
+def _keep_log(output: str) -> Path:
+    """Write the output of what failed beside the cached wheels, in place of an earlier one; return the file."""
+    path = platformdirs.user_cache_path("raytrain_plus") / "horovod" / "failed.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(output)
+    return path
