@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import subprocess
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import pytest
 
 from raytrain_plus.errors import RunError
 from raytrain_plus.install import horovod
-from raytrain_plus.install.fixes import EDITS, digest
+from raytrain_plus.install.fixes import EDITS, WITHOUT_CUDA, digest
 from raytrain_plus.install.state import fixed_version
 
 
@@ -64,6 +67,49 @@ def test_a_build_without_nccl_despite_cuda_is_reported_and_cached_separately(
     assert with_nccl.parent.name == f"{plain.parent.name}-nccl"
     assert horovod.install_horovod(said.append) == with_nccl
     assert done.count("build") == 2
+
+
+@pytest.mark.parametrize("nccl", [False, True])
+def test_only_a_build_with_nccl_may_ask_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: bool) -> None:
+    def pip(arguments: Sequence[str], *rest: Any) -> None:
+        folder = Path(arguments[arguments.index("-d" if arguments[0] == "download" else "-w") + 1])
+        folder.mkdir(exist_ok=True)
+        if arguments[0] == "download":
+            with tarfile.open(folder / "horovod-0.28.1.tar.gz", "w:gz") as tar:
+                tar.addfile(tarfile.TarInfo("horovod-0.28.1/horovod/__init__.py"), io.BytesIO())
+        else:
+            (folder / "horovod-0.28.1-cp.whl").touch()
+
+    applied: list[Any] = []
+    monkeypatch.setattr(horovod, "_pip", pip)
+    monkeypatch.setattr(horovod, "apply_all", lambda source, edits: applied.extend(edits))
+    assert horovod._build(tmp_path / "kept", "2.13.0+cu130", nccl, lambda line: None).exists()
+    assert (WITHOUT_CUDA in applied) == (not nccl)
+    assert set(applied) >= set(EDITS)
+
+
+def test_the_log_of_what_failed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(horovod.platformdirs, "user_cache_path", lambda name: tmp_path)
+    log = tmp_path / "horovod" / "failed.log"
+    output = "cc -c a.cc\na.cc:1: error: no such type\n  note: it ends\n"
+
+    def fails(*arguments: Any, **settings: Any) -> Any:
+        return subprocess.CompletedProcess(arguments, 1, output)
+
+    def hangs(*arguments: Any, **settings: Any) -> Any:
+        raise subprocess.TimeoutExpired("pip", 2, output=b"half of it")
+
+    monkeypatch.setattr(horovod.subprocess, "run", fails)
+    with pytest.raises(RunError) as caught:
+        horovod._pip(["wheel"], 2, "building Horovod")
+    assert str(caught.value) == (
+        f"building Horovod failed (pip exited with 1):\na.cc:1: error: no such type\nits whole output is in {log}"
+    )
+    assert log.read_text() == output
+    monkeypatch.setattr(horovod.subprocess, "run", hangs)
+    with pytest.raises(RunError, match=r"took more than 2 s; its output is in .*failed\.log"):
+        horovod._pip(["wheel"], 2, "building Horovod")
+    assert log.read_text() == "half of it"
 
 
 def test_the_cache_folder_of_a_cpu_build_is_stable(done: list[str]) -> None:
