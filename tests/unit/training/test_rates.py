@@ -21,20 +21,23 @@ CPU = torch.device("cpu")
 
 
 class Line(Task):
-    """The first rate of two groups falls to 0 after `ends` steps, for `zeros` steps; the second is `second` of it."""
+    """After `ends` steps the rates are 0, except in each step that follows `zeros` such steps."""
 
-    def __init__(self, ends: int, zeros: int = 1000, second: float = 0.5) -> None:
-        self.ends, self.zeros, self.second = ends, zeros, second
+    def __init__(self, ends: int, zeros: int = 1000) -> None:
+        self.ends, self.zeros = ends, zeros
 
     def model(self) -> nn.Module:
         return nn.Linear(2, 1)
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         one, other = [value for _, value in parameters]
-        return torch.optim.SGD([{"params": [one], "lr": 0.25}, {"params": [other], "lr": 0.25 * self.second}])
+        return torch.optim.SGD([{"params": [one], "lr": 0.25}, {"params": [other], "lr": 0.125}])
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
-        return LambdaLR(optimizer, lambda step: 0.0 if self.ends <= step < self.ends + self.zeros else 1.0)
+        return LambdaLR(optimizer, self.rate)
+
+    def rate(self, step: int) -> float:
+        return 0.0 if step >= self.ends and (step - self.ends) % (self.zeros + 1) < self.zeros else 1.0
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return model(batch).square().mean()
@@ -54,7 +57,7 @@ def test_a_rate_of_0_for_ten_steps_is_remarked_once() -> None:
     remarks = [[remark.text for remark in one.remarks] for one in made(Line(ends=1), 13)]
     assert [len(texts) for texts in remarks] == [0] * 10 + [1] + [0] * 2
     assert remarks[10][0].startswith("the learning rate is 0 in 10 steps in a row, up to step 11: ")
-    assert not any(one.remarks for one in made(Line(ends=1, zeros=9), 20))
+    assert not any(one.remarks for one in made(Line(ends=1, zeros=9), 25))
 
 
 @pytest.mark.parametrize(
