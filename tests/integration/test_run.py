@@ -461,6 +461,8 @@ def test_a_lost_worker_is_reported_in_one_line_and_replaced(tmp_path: Path) -> N
     assert "0 steps lost" in line
     assert "1 kept, 1 replaced" in line
     assert "recovered from 1 loss" in out
+    assert "1 recovery waited for a replacement" in out
+    assert "workers: {min: 1} lets the others continue meanwhile" in out
 
 
 def test_a_corrupt_file_is_reported_with_its_name(tmp_path: Path) -> None:
