@@ -298,6 +298,7 @@ class Pooled(Layered):
         return super().collate(table)
 
 
+@pytest.mark.slow
 def test_a_task_may_start_processes_in_a_trial_of_its_own(tmp_path: Path) -> None:
     sound = replace(staged(tmp_path), parallel=Parallel())
     with trying_apart(replace(sound, task=Pooled), []) as trying:

@@ -106,6 +106,7 @@ print(source_digests(job, [Path(sys.argv[1])]))
 """
 
 
+@pytest.mark.slow
 def test_a_class_of_a_notebook_is_told_by_its_code_and_the_values_that_it_uses(tmp_path: Path) -> None:
     write(tmp_path)
 
