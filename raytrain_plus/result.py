@@ -152,13 +152,17 @@ def saved_text(result: Result) -> str | None:
         return None
     if not result.steps:
         return "no step was completed: there is no state to save"
-    if result.unsaved is None:
-        return f"state after step {result.steps} saved"
-    return unsaved_text(result.steps, result.unsaved, result.saved_step)
+    return state_text(result.steps, result.unsaved, result.saved_step)
 
 
-def unsaved_text(steps: int, why: str, saved_step: int | None) -> str:
-    """Return that the state after so many steps was not saved, and what the newest complete checkpoint is, in words."""
+def state_text(steps: int, why: str | None, saved_step: int | None) -> str:
+    """Return whether the state after so many steps was saved, in words.
+
+    `why`: why it was not, or None if it was; then the text names the newest complete checkpoint, that after
+    `saved_step`.
+    """
+    if why is None:
+        return f"state after step {steps} saved"
     newest = "none" if saved_step is None else f"step {saved_step + 1}"
     return f"state after step {steps} NOT saved: {why}; newest complete: {newest}"
 

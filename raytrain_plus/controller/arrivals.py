@@ -39,7 +39,7 @@ class Arrivals:
     data_changed: DataChanged | None = field(default=None, init=False)
     """Why the run has failed, though it stops as if it was asked to: a worker found changed data before it joined."""
     _trying: str = field(default="", init=False)
-    """The worker that tries the task, or has tried it; the first group does not form without it."""
+    """The worker that tries the task, or has tried it. While it does, it is preparing, and the first group waits."""
 
     def start(self, command: e.Start) -> None:
         """Start workers."""

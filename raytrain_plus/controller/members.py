@@ -11,12 +11,13 @@ from raytrain_plus.controller.checkpointing import Checkpoints
 from raytrain_plus.controller.event_loop import TICK_S, Clock, EventLoop, Machine, stale
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.replication import Replication
-from raytrain_plus.errors import InputError, RaytrainError
+from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job.settings import KeepBest
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase, members_in
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.view import View
+from raytrain_plus.training.mistakes import check_best
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.workers.messages import Outcome
 
@@ -117,14 +118,10 @@ class Members:
         generation, records = message.generation, message.records
         if stale(self._machine.group, generation, f"a report from {message.worker}"):
             return
-        before, best = self._journal.committed, self._keep_best
+        before = self._journal.committed
         for record in records:
-            if best is not None and isinstance(record, Evaluated) and best.metric not in record.metrics:
-                raise InputError(
-                    f"the task's evaluate does not return {best.metric!r}",
-                    where="checkpoint.keep_best.metric",
-                    expected=f"one of {', '.join(record.metrics)}",
-                )
+            if isinstance(record, Evaluated):
+                check_best(self._keep_best, record.metrics)
         self._journal.report(message.worker, records)
         self._replication.settle()
         if self._journal.committed > before:

@@ -190,6 +190,13 @@ def fault_of(error: BaseException) -> str:
     return f"{type(error).__name__}{place}"
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation has failed."""
+    # What torch's CPU allocator raises has no type of its own.
+    no_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return no_memory or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
 def is_signal(error: BaseException) -> bool:
     """Return whether a signal raised this `KeyboardInterrupt` or `SystemExit`, and not the task's code.
 

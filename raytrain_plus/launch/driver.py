@@ -19,7 +19,7 @@ from raytrain_plus.launch.cluster import begin
 from raytrain_plus.observe.progress import ProgressView
 from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.ray_compat import show_repeated_prints
-from raytrain_plus.result import Result, unsaved_text
+from raytrain_plus.result import Result, state_text
 from raytrain_plus.runs.folder import holder_lives, lease_document
 from raytrain_plus.runs.status import newest_saved, what_is_kept
 from raytrain_plus.storage.interface import Folder
@@ -166,8 +166,8 @@ def _cut_off(steps: int, run: Folder, *, detached: bool) -> str:
     except (OSError, InputError) as error:
         return f"a second signal ended the run, and its checkpoints cannot be read: {error}"
     if saved is not None and saved + 1 >= steps:
-        return f"state after step {saved + 1} saved"
-    return unsaved_text(steps, "a second signal ended the run", saved)
+        return state_text(saved + 1, None, saved)
+    return state_text(steps, "a second signal ended the run", saved)
 
 
 def _died(why: str, run: Folder) -> RunError:

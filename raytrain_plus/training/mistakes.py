@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from raytrain_plus.errors import TaskError
+from raytrain_plus.job.settings import KeepBest
+
 Described = Mapping[str, str]
 """The values of a batch: name -> type and shape, such as `float32 (8, 64)`."""
 
@@ -22,12 +25,27 @@ class Advice:
     remedy: str = ""
 
 
+NO_MEMORY = Advice(
+    remedy="use more parallel.microbatches or data.shards, a smaller data.batch_size, or a larger machine"
+)
+"""The advice if memory ran out."""
+
+
+def check_best(best: KeepBest | None, metrics: Mapping[str, float]) -> None:
+    """Raise `TaskError` if `evaluate`, which returned `metrics`, does not return the one that chooses the best."""
+    if best is None or best.metric in metrics:
+        return
+    near = difflib.get_close_matches(best.metric, metrics, 1)
+    raise TaskError(
+        f"evaluate returns no metric '{best.metric}'",
+        where="checkpoint.keep_best.metric",
+        expected=f"one of {', '.join(metrics)}" if metrics else "a metric that evaluate returns; it returns none",
+        remedy=f"did you mean '{near[0]}'?" if near else "",
+    )
+
+
 def advice_for(kind: str, text: str, batch: Described) -> Advice:
     """Return the advice for an exception of the type `kind` with that text, which the task raised on that batch."""
-    if kind in ("MemoryError", "OutOfMemoryError") or "can't allocate memory" in text:
-        return Advice(
-            remedy="use more parallel.microbatches or data.shards, a smaller data.batch_size, or a larger machine"
-        )
     for rule in (
         _missing_key,
         _integers,

@@ -6,7 +6,6 @@ A mistake becomes one sentence with the remedy (`mistakes`). Nothing that is mad
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,14 @@ from raytrain_plus.data.reader import Microbatch, first_rows, microbatch_of, mic
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import InputError, RaytrainError, TaskError, TrainingError
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import build_task, reporting, run_facts, trim_traceback, users_frames
+from raytrain_plus.job.task_loader import (
+    build_task,
+    out_of_memory,
+    reporting,
+    run_facts,
+    trim_traceback,
+    users_frames,
+)
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.message import classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
@@ -37,7 +43,7 @@ from raytrain_plus.training.footprint import Footprint, measure_footprint, total
 from raytrain_plus.training.loss import held_out_metrics, on_device, task_loss
 from raytrain_plus.training.measure import Alone, backward, each_layer, forward, measure_layers
 from raytrain_plus.training.metric_sums import checked, numbers
-from raytrain_plus.training.mistakes import Described, advice_for
+from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, check_best
 from raytrain_plus.training.model import layer_names
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.scheduler import build_scheduler
@@ -289,20 +295,6 @@ class _Evaluated(Alone):
         return held_out_metrics(self._task, model, batch, self.rows(microbatch))
 
 
-def check_best(job: Job, metrics: Mapping[str, float]) -> None:
-    """Raise `TaskError` if `evaluate` does not return the metric by which the best checkpoint is chosen."""
-    best = job.checkpoint.keep_best
-    if best is None or best.metric in metrics:
-        return
-    near = difflib.get_close_matches(best.metric, metrics, 1)
-    raise TaskError(
-        f"evaluate returns no metric '{best.metric}'",
-        where="checkpoint.keep_best.metric",
-        expected=f"one of {', '.join(metrics)}" if metrics else "a metric that evaluate returns; it returns none",
-        remedy=f"did you mean '{near[0]}'?" if near else "",
-    )
-
-
 def check_fits(job: Job, footprint: Footprint, rows: int, room: int) -> None:
     """Raise `InputError` if a step with microbatches of `rows` rows needs more than `room` bytes of memory."""
     need = footprint.at(rows)
@@ -355,7 +347,7 @@ def explained(job: Job, task: Task, batch: Any = None) -> Iterator[None]:
         if isinstance(error, RaytrainError):
             return None
         kind, text = type(error).__name__, str(error)
-        advice = advice_for(kind, text, describe(batch))
+        advice = NO_MEMORY if out_of_memory(error) else advice_for(kind, text, describe(batch))
         return TaskError(
             f"{_speaker(task, error)} raised {kind}: {text}",
             where=f"task: {job.task}",
@@ -420,7 +412,7 @@ def _tried(
             raise
         remarks.append(f"{error.what}; it had only {batch.rows:,} held-out rows, and gets all of them in a run")
         return {}
-    check_best(job, metrics)
+    check_best(job.checkpoint.keep_best, metrics)
     return metrics
 
 

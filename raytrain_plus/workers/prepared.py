@@ -13,19 +13,19 @@ import torch
 
 from raytrain_plus.collective.horovod_world import load_horovod
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
-from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import REMEDY
-from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, build_task, load_function, load_task, run_facts
 from raytrain_plus.membership.events import Why
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
+from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
 from raytrain_plus.training.build import build_stepper
 from raytrain_plus.training.footprint import total_memory
+from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.step import Stepper
 from raytrain_plus.training.trial import check_alike, try_task
@@ -121,7 +121,11 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         ready, classes = _size_of(own.stepper), KNOWN
     else:
         first = feeds.first()
-        ready, classes = _measured(task, job, device, first), classes_of(first.batch)
+        # To measure the layers warms up what a first step needs; a trial has done so.
+        layers = (
+            trial.layers if trial is not None else measure_layers(task, job.seed, device, first, job.parallel.overlaps)
+        )
+        ready, classes = _size_of_layers(layers, device), classes_of(first.batch)
     made = Prepared(
         plan=plan,
         task=task,
@@ -181,13 +185,11 @@ def _size_of(stepper: Stepper) -> PreparedReport:
     )
 
 
-def _measured(task: Task, job: Job, device: torch.device, batch: Microbatch) -> PreparedReport:
-    """Measure the cost of each layer, which also warms up what a first step needs."""
+def _size_of_layers(found: tuple[Layer, ...], device: torch.device) -> PreparedReport:
+    """Return the size of the model, given the cost of its layers."""
     # Loads torch's schedules before the first world forms.
     from raytrain_plus.parallel.pipeline import schedule  # noqa: F401
-    from raytrain_plus.training.measure import measure_layers
 
-    found = measure_layers(task, job.seed, device, batch, overlaps=job.parallel.overlaps)
     return PreparedReport(
         parameters=sum(layer.parameters for layer in found),
         state_bytes=sum(layer.bytes for layer in found),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.job.task_loader import trim_traceback
+from raytrain_plus.job.task_loader import out_of_memory, trim_traceback
 
 
 def as_training_error(error: BaseException, step: int | None = None, rows: str = "") -> TrainingError:
@@ -20,10 +18,3 @@ def as_training_error(error: BaseException, step: int | None = None, rows: str =
     if out_of_memory(error):
         what = f"out of memory ({kind}): {error}; use more microbatches, a smaller batch, or a larger machine"
     return TrainingError(f"{what}; the rows: {rows}" if rows else what, trim_traceback(error))
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation has failed."""
-    # What torch's CPU allocator raises has no type of its own.
-    no_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return no_memory or isinstance(error, (MemoryError, torch.OutOfMemoryError))
