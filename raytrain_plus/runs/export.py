@@ -55,13 +55,16 @@ class Which:
 NEWEST = Which()
 
 
-def load(path: str | Path, model: nn.Module, *, step: int | None = None, best: bool = False) -> int:
+def load(
+    path: str | Path, model: nn.Module, *, step: int | None = None, best: bool = False, storage: str = "runs"
+) -> int:
     """Load weights and persistent buffers of a run, or of a safetensors file, into `model`, in place.
 
-    `path` is the path or address of a run's folder or of one of its checkpoints, or the path of a safetensors file. Of
-    a run, the newest checkpoint is used; or the one after `step`, counted from 0 as in `Status.checkpoints`; or the
-    `best` one, by the metric of `checkpoint.keep_best`. Returns the step of the weights; -1 for a file. Raises
-    `InputError` if there are none or they do not match `model`, which is then left unchanged.
+    `path` is the path or address of a run's folder or of one of its checkpoints, the name of a run under `storage`, or
+    the path of a safetensors file. Of a run, the newest checkpoint is used; or the one after `step`, counted from 0 as
+    in `Status.checkpoints`; or the `best` one, by the metric of `checkpoint.keep_best`. Returns the step of the
+    weights; -1 for a file. Raises `InputError` if there are none or they do not match `model`, which is then left
+    unchanged.
     """
     if not is_address(path) and Path(path).suffix != ".json" and Path(path).is_file():
         if step is not None or best:
@@ -69,7 +72,8 @@ def load(path: str | Path, model: nn.Module, *, step: int | None = None, best: b
         made, weights, where = -1, _from_file(Path(path)), str(path)
     else:
         folder, which = which_of(path, Which(step=step, best=best))
-        run = open_folder(folder)
+        known = is_address(folder) or Path(folder).is_dir()
+        run = open_folder(folder) if known else find_run(str(folder), storage)
         manifest, weights = weights_of(run, which)
         made, where = manifest.step, run.where
     put_weights(weights, model, where)

@@ -129,7 +129,9 @@ def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[st
         raise InputError(
             f"the folder has the run of another job; they differ in {', '.join(differing)}",
             where=where,
-            remedy="move that run aside with --fresh, or choose another name (--set name=...)",
+            remedy=f"only {' and '.join(may_change)} may change when a run is resumed"
+            if may_change
+            else "move that run aside with --fresh, or choose another name (--set name=...)",
         )
     result = Result.load(run)
     done = result is not None and result.status == "finished" and "steps" not in differs

@@ -133,8 +133,19 @@ def test_a_run_without_a_complete_checkpoint_is_refused_with_each_reason(local: 
         file_of(local, step).unlink()
     with pytest.raises(InputError, match=r"no complete checkpoint; 0+9-0+: 00001.* missing; 0+4-0+: 00001.* missing"):
         load(local.path, model(0))
+    (local.path / "nothing").mkdir()
     with pytest.raises(InputError, match="no complete checkpoint"):
         load(local.path / "nothing", model(0))
+
+
+def test_a_run_is_found_by_its_name(local: LocalFolder) -> None:
+    local.write("job.yaml", [b"{}"])
+    mine, storage = model(0), str(local.path.parent)
+    assert load(local.path.name, mine, storage=storage) == 9
+    assert same(mine, model(9))
+    with pytest.raises(InputError, match="there is no run 'runn'") as caught:
+        load("runn", mine, storage=storage)
+    assert caught.value.remedy == "did you mean run?"
 
 
 def test_another_models_weights_change_nothing(local: LocalFolder) -> None:
