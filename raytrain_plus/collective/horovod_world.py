@@ -122,9 +122,9 @@ class _HorovodWork:
         self._handle = handle
         self._into = into
 
-    def done(self) -> bool:
+    def ended(self, within_s: float) -> bool:
         try:
-            return bool(self._hvd.poll(self._handle))
+            return bool(self._hvd.mpi_ops.mpi_lib.horovod_torch_wait(self._handle, within_s))
         except Exception as error:
             # Horovod's own thread has stopped because a peer is gone, and no longer knows any handles.
             raise Interrupted(f"the world is broken: {error}") from error

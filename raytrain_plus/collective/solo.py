@@ -8,7 +8,7 @@ from raytrain_plus.collective.world import Operation, Work
 
 
 class _Done:
-    def done(self) -> bool:
+    def ended(self, within_s: float) -> bool:
         return True
 
     def finish(self) -> None:

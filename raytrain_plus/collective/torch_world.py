@@ -14,6 +14,7 @@ connection of two others. It does not cover an attacker who can change packets o
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.client
 import secrets
@@ -228,7 +229,11 @@ class _TorchWork:
         self._work = work
         self._name = name
 
-    def done(self) -> bool:
+    def ended(self, within_s: float) -> bool:
+        if not self._work.is_completed():
+            # It raises an error if the time is over, and that of an operation that failed, which `finish` raises again.
+            with contextlib.suppress(RuntimeError):
+                self._work.wait(timedelta(seconds=within_s))
         return bool(self._work.is_completed())
 
     def finish(self) -> None:
@@ -246,8 +251,8 @@ class _Summing:
         self._parts = parts
         self._into = into
 
-    def done(self) -> bool:
-        return self._exchange.done()
+    def ended(self, within_s: float) -> bool:
+        return self._exchange.ended(within_s)
 
     def finish(self) -> None:
         self._exchange.finish()

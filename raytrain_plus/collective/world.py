@@ -8,7 +8,7 @@ names.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -21,13 +21,17 @@ Operation = Literal["sum", "max"]
 class Work(Protocol):
     """One operation under way."""
 
-    def done(self) -> bool:
-        """Return whether it has ended, successfully or not; never blocks. Raises `Interrupted` if the world itself is
-        broken.
+    def ended(self, within_s: float) -> bool:
+        """Return whether it has ended, successfully or not, after waiting for at most `within_s` seconds.
+
+        Raises `Interrupted` if the world itself is broken.
         """
 
-    def finish(self) -> None:
-        """Take the result of an operation that is done. Raises `Interrupted` if it failed."""
+    def finish(self) -> Work | None:
+        """Take the result of an operation that has ended; start and return the one that follows it, if any.
+
+        Raises `Interrupted` if it failed.
+        """
 
 
 class World(Protocol):
@@ -65,21 +69,28 @@ class Transfer(Protocol):
         """Wait until it has arrived. Raises `Interrupted`, naming `what`, if the world breaks."""
 
 
-_SPIN_S = 0.002
-"""Seconds for which a wait polls in short steps; later it sleeps longer and longer."""
+LOOK_S = 0.02
+"""Seconds for which a wait sleeps before it looks for an interrupt again; the end of the operation wakes it."""
 
 
-def wait(work: Work, what: str, timeout_s: float, interrupted: Callable[[], bool] = lambda: False) -> None:
-    """Wait for `work` by polling with short sleeps, so that an interrupt is seen at once.
+def wait(works: Sequence[Work], what: str, timeout_s: float, interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Wait for `works`, then for those that follow them, each in order: every member starts them in the same order.
 
-    Raises `Interrupted` if the operation failed or `interrupted` returns True, `WaitExpired` after `timeout_s` seconds.
+    `what` describes them. Raises `Interrupted` if an operation failed or `interrupted` returns True, `WaitExpired`
+    after `timeout_s` seconds in one operation.
     """
+    while works:
+        following = []
+        for work in works:
+            _await(work, what, timeout_s, interrupted)
+            following.append(work.finish())
+        works = [work for work in following if work is not None]
+
+
+def _await(work: Work, what: str, timeout_s: float, interrupted: Callable[[], bool]) -> None:
     start = time.monotonic()
-    while not work.done():
-        waited = time.monotonic() - start
+    while not work.ended(LOOK_S):
         if interrupted():
             raise Interrupted(f"stopped waiting for {what}")
-        if waited > timeout_s:
+        if time.monotonic() - start > timeout_s:
             raise WaitExpired(f"{what} did not complete within {timeout_s:g} s: a worker is stuck or gone")
-        time.sleep(0.00005 if waited < _SPIN_S else min(0.001, waited / 20))
-    work.finish()

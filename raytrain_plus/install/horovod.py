@@ -22,7 +22,8 @@ import platformdirs
 
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.install.build_log import error_lines
-from raytrain_plus.install.fixes import EDITS, HOROVOD_VERSION, WITHOUT_CUDA, apply_all, digest
+from raytrain_plus.install.edit import apply_all, digest
+from raytrain_plus.install.fixes import EDITS, HOROVOD_VERSION, WITHOUT_CUDA
 from raytrain_plus.install.prove import prove
 from raytrain_plus.install.state import fixed_version
 

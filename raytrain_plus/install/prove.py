@@ -23,7 +23,7 @@ given = json.load(sys.stdin)
 given["credentials"] = Credentials(given["credentials"]["token"], tuple(given["credentials"]["link_keys"]))
 world = HorovodWorld(Invitation(**{**given, "server": tuple(given["server"])}))
 tensor = torch.full((1000,), world.rank + 1.0)
-wait(world.reduce(tensor, "proof"), "the proof's sum", 30)
+wait([world.reduce(tensor, "proof")], "the proof's sum", 30)
 assert tensor.eq(3.0).all(), tensor
 world.close()
 """

@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.install.fixes import EDITS, HOROVOD_VERSION, digest
+from raytrain_plus.install.edit import digest
+from raytrain_plus.install.fixes import EDITS, HOROVOD_VERSION
 
 REMEDY = "raytrain install-horovod"
 PROBE_S = 120.0

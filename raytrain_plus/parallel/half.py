@@ -28,6 +28,7 @@ from raytrain_plus.parallel.wire import Named, Plain, Rider, Wire, allocate_buck
 from raytrain_plus.torch_compat import write_count
 
 HALVES = (torch.float16, torch.bfloat16)
+Summed = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 _TOP = 2.0**15
 """The largest value of a part in its unit lies below this and is at least half of it."""
 _SMALLEST = {torch.float32: 2.0**-110, torch.float64: 2.0**-900}
@@ -97,7 +98,7 @@ class Half:
         """See `Wire`."""
         works = [world.reduce(self.rider, f"{name}.rider")] if len(self.rider) else []
         if len(self.given) and not (world.size == 1 and self._bucket.dtype in HALVES):
-            works.append(_HalfSum(world, self._bucket, self.given, self._dtype, name, self._summed))
+            works.append(_Exchange(world, self._bucket, self.given, self._dtype, name, self._summed))
         return works
 
     def _summed(self, values: torch.Tensor, given: torch.Tensor, flushed: torch.Tensor) -> None:
@@ -121,12 +122,8 @@ class Half:
         self._bucket.mul_(factor)
 
 
-class _HalfSum:
-    """The sum of a bucket over a world, under way: a `Work` of two collectives, one after the other.
-
-    The second one begins in `done`. Worlds that match operations by their order need every member to wait in one order,
-    and nothing to be submitted meanwhile, as the step does.
-    """
+class _Exchange:
+    """The sum of a bucket over a world, under way: the first of two collectives; see `world.Work`."""
 
     def __init__(
         self,
@@ -135,7 +132,7 @@ class _HalfSum:
         given: torch.Tensor,
         dtype: torch.dtype,
         name: str,
-        summed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+        summed: Summed,
     ) -> None:
         """Begin; `summed` is called at the end with the sums, which parameters have a gradient, and how many values
         were sent as zero.
@@ -154,30 +151,43 @@ class _HalfSum:
         )
         self._sent.put(values, given.ne(0), 0)
         self._exchanged = world.exchange(self._sent.bytes, self._received.bytes, f"{name}.exchange")
-        self._gathered: Work | None = None
 
-    def done(self) -> bool:
+    def ended(self, within_s: float) -> bool:
         """See `Work`."""
-        if self._gathered is None:
-            if not self._exchanged.done():
-                return False
-            self._exchanged.finish()
-            total = self._received.values(self._added_in).sum(0, keepdim=True)
-            self._sums.put(total, self._received.given.amax(0), self._received.flushed.sum())
-            # The bytes sent have arrived, so their memory can be reused.
-            del self._received
-            self._gathered = self._world.gather(self._sums.bytes, self._sent.bytes, f"{self._name}.gather")
-        return self._gathered.done()
+        return self._exchanged.ended(within_s)
+
+    def finish(self) -> Work:
+        """Add what has arrived, and start to gather the sums."""
+        self._exchanged.finish()
+        total = self._received.values(self._added_in).sum(0, keepdim=True)
+        self._sums.put(total, self._received.given.amax(0), self._received.flushed.sum())
+        # The bytes sent have arrived, so their memory can be reused.
+        every, mine = self._sent, self._sums.bytes
+        del self._received, self._sent, self._sums
+        gathering = self._world.gather(mine, every.bytes, f"{self._name}.gather")
+        return _Gather(gathering, every, self._count, self._added_in, self._summed)
+
+
+class _Gather:
+    """The second collective of a sum; see `world.Work`."""
+
+    def __init__(self, work: Work, every: _Parts, count: int, added_in: torch.dtype, summed: Summed) -> None:
+        """Follow the gathering of `every` part; see `_Exchange` for the rest."""
+        self._work = work
+        self._every = every
+        self._count = count
+        self._added_in = added_in
+        self._summed = summed
+
+    def ended(self, within_s: float) -> bool:
+        """See `Work`."""
+        return self._work.ended(within_s)
 
     def finish(self) -> None:
-        """See `Work`."""
-        assert self._gathered is not None, "it is done"
-        self._gathered.finish()
-        every = self._sent
-        values = every.values(self._added_in).view(-1)[: self._count]
-        self._summed(values, every.given.amax(0), every.flushed.sum())
-        # The step keeps its works until the last one has ended.
-        del self._sent, self._sums
+        """Hand over the sums."""
+        self._work.finish()
+        values = self._every.values(self._added_in).view(-1)[: self._count]
+        self._summed(values, self._every.given.amax(0), self._every.flushed.sum())
 
 
 @dataclass(frozen=True, slots=True)

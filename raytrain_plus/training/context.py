@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +26,10 @@ class StepContext:
     meanwhile: Callable[[], None] = lambda: None
     """Called once this worker's own part of a step is computed, before the wait for the others."""
 
-    def wait(self, work: Work, what: str) -> None:
-        """Wait for a collective. Raises `Interrupted` if the world breaks, or `WaitExpired` after `wait_s`."""
-        wait(work, what, self.wait_s, self.control.interrupted)
+    def wait(self, works: Sequence[Work], what: str) -> None:
+        """Wait for collectives. Raises `Interrupted` if the world breaks, or `WaitExpired` after `wait_s` in one."""
+        wait(works, what, self.wait_s, self.control.interrupted)
 
     def reduce(self, tensor: torch.Tensor, name: str, what: str, operation: Operation = "sum") -> None:
         """Replace `tensor` by its sum or maximum over the members; raises the errors of `wait`."""
-        self.wait(self.world.reduce(tensor, name, operation), what)
+        self.wait([self.world.reduce(tensor, name, operation)], what)

@@ -74,7 +74,7 @@ def _gathered(sums: MetricSums, context: StepContext, shards: int, step: int) ->
         every = torch.empty(world.size, most, row, dtype=torch.uint8)
         if row:
             work = world.gather(sent, every, f"evaluation.outputs.{number}")
-            context.wait(work, f"the outputs '{name}' of the evaluation after step {step}")
+            context.wait([work], f"the outputs '{name}' of the evaluation after step {step}")
         if world.rank == 0:
             found[name] = _ordered(every, rows, members).view(own.dtype).view(sum(rows), *own.shape[1:])
     return found if world.rank == 0 else None

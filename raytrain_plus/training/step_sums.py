@@ -71,8 +71,7 @@ class StepSums:
 
         `own`: the metrics of this replica's shards. Raises `TrainingError` if shards have different metrics.
         """
-        for index, work in enumerate(works):
-            context.wait(work, f"the sum of gradient bucket {index} in step {step}")
+        context.wait(works, f"the gradient sums of step {step}")
         head = self._parts[0].gradients.rider
         summed = header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype))
         totals = header.decode(summed[: header.size(self._shards)])
@@ -90,8 +89,7 @@ class StepSums:
     def reduce_buffers(self, step: int, context: StepContext) -> None:
         """Sum the buffers over the world."""
         works = [context.world.reduce(*vector) for part in self._parts for vector in part.buffers.to_reduce()]
-        for work in works:
-            context.wait(work, f"the buffer sums of step {step}")
+        context.wait(works, f"the buffer sums of step {step}")
 
     def read(self) -> Reading:
         """Return whether all exact sums are settled, and the next grids; without exact sums, all is settled."""

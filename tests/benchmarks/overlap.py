@@ -103,8 +103,7 @@ def member(seat: int, layers: int, width: int, pad_s: float, steps: int) -> dict
     for step in range(steps):
         start = time.perf_counter()
         works = [ring.reduce(torch.zeros(width * width), f"alone{step}.{layer}") for layer in range(layers)]
-        for work in works:
-            wait(work, "the sums alone", LIMIT_S)
+        wait(works, "the sums alone", LIMIT_S)
         alone.append(time.perf_counter() - start)
     ring.close()
     replica.close()

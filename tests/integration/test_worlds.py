@@ -393,6 +393,16 @@ def kill_in_all_reduce(rounds: int, kind: str, doing: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
+def test_a_wait_uses_no_core(kind: str) -> None:
+    """Stock Horovod exchanges bit vectors a thousand times a second, and polling costs as much again."""
+    with members(2, kind) as group, server(2) as (_, door):
+        form(group, door)
+        for member in group:
+            member.tell(do="wait_for_others")
+        assert all(member.hear()["cores"] < 0.1 for member in group)
+
+
+@pytest.mark.parametrize("kind", ["horovod", "torch"])
 @pytest.mark.parametrize(
     "doing", ["reduce_forever", *(pytest.param(one, marks=pytest.mark.slow) for one in ("flood", "agree"))]
 )

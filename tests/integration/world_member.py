@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ class Member:
 
     def reduce(self, order: dict[str, Any]) -> dict[str, Any]:
         tensor = torch.full((order["length"],), self.world.rank + 1).to(getattr(torch, order["dtype"]))
-        wait(self.world.reduce(tensor, f"{order['dtype']}.{order['operation']}", order["operation"]), "a test", 20)
+        wait([self.world.reduce(tensor, f"{order['dtype']}.{order['operation']}", order["operation"])], "a test", 20)
         assert (tensor == tensor[0]).all()
         return {"value": tensor[0].item()}
 
@@ -62,15 +63,14 @@ class Member:
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.uint8):
             mine = torch.arange(3 * size).to(dtype) + 20 * rank
             into = torch.empty(3 * size * size, dtype=dtype)
-            wait(world.gather(mine, into, f"{dtype}.gather"), "a test", 20)
+            wait([world.gather(mine, into, f"{dtype}.gather")], "a test", 20)
             parts = torch.empty_like(mine)
-            wait(world.exchange(mine, parts, f"{dtype}.exchange"), "a test", 20)
+            wait([world.exchange(mine, parts, f"{dtype}.exchange")], "a test", 20)
             found[str(dtype)] = [into.tolist(), parts.tolist()]
         for dtype in (torch.float32, torch.float64):
             part = torch.empty(3, dtype=dtype)
-            wait(
-                world.reduce_scatter(torch.arange(3.0 * size).to(dtype) + rank, part, f"{dtype}.scatter"), "a test", 20
-            )
+            numbers = torch.arange(3.0 * size).to(dtype) + rank
+            wait([world.reduce_scatter(numbers, part, f"{dtype}.scatter")], "a test", 20)
             found[f"sum {dtype}"] = part.tolist()
         return found
 
@@ -79,13 +79,13 @@ class Member:
             [2**62 + 1, np.float64(0.1).view(np.int64), np.float64("nan").view(np.int64)], dtype=np.int64
         )
         tensor = torch.from_numpy(written.copy() if self.world.rank == 1 else np.zeros(3, dtype=np.int64))
-        wait(self.world.reduce(tensor, "bits"), "a test", 20)
+        wait([self.world.reduce(tensor, "bits")], "a test", 20)
         return {"same": bool((tensor.numpy() == written).all())}
 
     def reduce_forever(self, order: dict[str, Any]) -> dict[str, Any]:
         with self._closing():
             while True:
-                wait(self.world.reduce(torch.ones(order["length"]), "forever"), "a test", 20, self.interrupted)
+                wait([self.world.reduce(torch.ones(order["length"]), "forever")], "a test", 20, self.interrupted)
 
     def flood(self, order: dict[str, Any]) -> dict[str, Any]:
         """Enqueue many sums, and only then wait: a death occurs during enqueuing."""
@@ -93,8 +93,7 @@ class Member:
             while True:
                 names = [f"flood.{number}" for number in range(300)]
                 works = [self.world.reduce(torch.ones(order["length"] // 1000), name) for name in names]
-                for work in works:
-                    wait(work, "a test", 20, self.interrupted)
+                wait(works, "a test", 20, self.interrupted)
 
     def agree(self, order: dict[str, Any]) -> dict[str, Any]:
         """Compute small sums with known results: each reported success must be right."""
@@ -103,9 +102,18 @@ class Member:
             while True:
                 number += 1
                 tensor = torch.tensor([number])
-                wait(self.world.reduce(tensor, "agree", "max"), "a test", 20, self.interrupted)
+                wait([self.world.reduce(tensor, "agree", "max")], "a test", 20, self.interrupted)
                 if tensor.item() != number:
                     raise AssertionError(f"the maximum of {number} everywhere is {tensor.item()}")
+
+    def wait_for_others(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Return how much of a core this process uses while it waits in each sum for a member that sleeps first."""
+        used, start = time.process_time(), time.monotonic()
+        for _ in range(20):
+            if self.world.rank:
+                time.sleep(0.1)
+            wait([self.world.reduce(torch.ones(1000), "late")], "a test", 20)
+        return {"cores": (time.process_time() - used) / (time.monotonic() - start)}
 
     def relay(self, order: dict[str, Any]) -> dict[str, Any]:
         """Pass what the previous member sent on to the next one, three tensors at once, last ones first."""

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus.errors import RunError
-from raytrain_plus.install.fixes import EDITS, Edit, apply_all, digest
+from raytrain_plus.install.edit import Edit, apply_all, digest
+from raytrain_plus.install.fixes import EDITS
 
 
 def test_every_edit_has_a_unique_name_and_a_reason() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.install import state
-from raytrain_plus.install.fixes import EDITS, digest
+from raytrain_plus.install.edit import digest
+from raytrain_plus.install.fixes import EDITS
 from raytrain_plus.install.state import HorovodState, fixed_version, horovod_state
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.collective.world import Operation
+from raytrain_plus.collective.world import Operation, wait
 from raytrain_plus.errors import TaskError
 from raytrain_plus.parallel.half import Half, check_carried, ring_wire
 from raytrain_plus.parallel.wire import Plain
@@ -66,7 +66,7 @@ class Moved:
     into: torch.Tensor
     join: object
 
-    def done(self) -> bool:
+    def ended(self, within_s: float) -> bool:
         return len(self.room.sent[self.name]) == self.room.size
 
     def finish(self) -> None:
@@ -85,12 +85,14 @@ def means(gradients: Sequence[torch.Tensor], dtype: torch.dtype, weight: float) 
         wire.given.fill_(rank == 1)
         wire.rider.copy_(torch.tensor([1.0, rank]))
         members.append((wire, wire.submit(Member(rank, room), "gradients.0")))  # type: ignore[arg-type]
-    # The first collective is complete: each member begins the second one, and only the last sees all of it.
-    assert [works[-1].done() for _, works in members] == [False] * (len(members) - 1) + [True]
-    for wire, works in members:
+    assert all(work.ended(0) for _, works in members for work in works)
+    # The first collective is complete: each member begins the second one.
+    second = [[work.finish() for work in works] for _, works in members]
+    for (wire, _), works in zip(members, second, strict=True):
         for work in works:
-            assert work.done()
-            work.finish()
+            if work is not None:
+                assert work.ended(0)
+                assert work.finish() is None
         wire.take_means(weight)
         assert wire.rider.tolist() == [len(members), sum(range(len(members)))]
         assert wire.given.tolist() == [float(len(members) > 1)]
@@ -207,7 +209,6 @@ def test_one_worker_rounds_as_several_do() -> None:
     assert parameter.grad is not None
     parameter.grad.copy_(torch.tensor([1.001, 2.0, 3.0]))
     [work] = wire.submit(SoloWorld(), "gradients.0")
-    assert work.done()
-    work.finish()
+    wait([work], "the sum", 1)
     wire.take_means(1.0)
     assert parameter.grad.tolist() == [1.0, 2.0, 3.0]

@@ -120,7 +120,7 @@ class _Work:
     key: tuple[str, int]
     operation: Operation
 
-    def done(self) -> bool:
+    def ended(self, within_s: float) -> bool:
         # A waiting worker lets another one run.
         self.of.baton.release()
         time.sleep(0)

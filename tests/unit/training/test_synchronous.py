@@ -143,7 +143,8 @@ class RingWorld:
                 for part in parts:
                     part.copy_(total)
                 parts.append(total)
-        return _Summed(parts, self.size)
+                self._of.changed.notify_all()
+        return _Summed(parts, self._of)
 
     def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Any:
         into.zero_()
@@ -157,10 +158,11 @@ class RingWorld:
 @dataclass
 class _Summed:
     parts: list[torch.Tensor]
-    size: int
+    of: Ring
 
-    def done(self) -> bool:
-        return len(self.parts) > self.size
+    def ended(self, within_s: float) -> bool:
+        with self.of.changed:
+            return self.of.changed.wait_for(lambda: len(self.parts) > self.of.size, within_s)
 
     def finish(self) -> None:
         """Do nothing: the sum is in place."""
