@@ -155,6 +155,24 @@ class Buffers:
             if buffer is None or buffer.shape != self.committed[name].shape or not _equal(buffer, self.committed[name]):
                 raise TrainingError(f"the buffer '{name}' changed in a forward pass; pipedream does not allow that")
 
+    @property
+    def words(self) -> int:
+        """The number of 64-bit words of `own`."""
+        return len(self._flat) + len(self._maxima)
+
+    def own(self) -> torch.Tensor:
+        """Return the sums and maxima over the shards hosted here, as int64 words that stand for any numbers."""
+        return torch.cat([self._flat.view(torch.int64), self._maxima])
+
+    def combine(self, words: torch.Tensor) -> None:
+        """Take the sums and maxima over all members, given `own` of each, a row a member, in the order of ranks."""
+        sums, maxima = words.split([len(self._flat), len(self._maxima)], dim=1)
+        self._flat.zero_()
+        for row in sums:
+            self._flat += row.contiguous().view(torch.float64)
+        if len(self._maxima):
+            torch.amax(maxima, 0, out=self._maxima)
+
     def to_reduce(self) -> Iterator[tuple[torch.Tensor, str, Operation]]:
         """Yield (vector, name, operation) for each vector to reduce over workers in place."""
         if len(self._flat):

@@ -5,11 +5,7 @@
 
 Each shard's slots have one writer; every other worker adds zero. So the sum passes the writer's bits to all workers
 unchanged. Every worker computes the same loss, in shard order, independent of the ring. The upper half of `rows` holds
-the signature of the shard's metrics, whose values follow the header if they have room: see `step_metrics`.
-
-The header travels at the end of the first gradient bucket: a separate sum, however small, costs one more round of
-agreement per step on what to sum. A floating-point bucket sums whole numbers exactly while they fit its significant
-bits, so the header is sent as digits that do.
+the signature of the shard's metrics. The header travels with the first gradient bucket: see `rider`.
 """
 
 from __future__ import annotations
@@ -23,10 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_plus.data.ledger import NOTE
-from raytrain_plus.training.step_metrics import OwnMetrics, Table, signature
+from raytrain_plus.training.step_metrics import signature
 
 _SLOTS = NOTE.itemsize // 8
-_DIGIT_BITS = {"float64": 32, "float32": 16}
 _ROW_BITS = 32
 
 
@@ -87,30 +82,6 @@ def size(shards: int) -> int:
     return shards * _SLOTS + _FLAGS
 
 
-def digits(shards: int, dtype: str, metrics: int = 0) -> int:
-    """Return how many numbers of the floating-point type `dtype` carry the header of a job with `shards` shards.
-
-    `metrics`: the number of metrics of each shard for which there is room.
-    """
-    return (size(shards) + shards * metrics) * 64 // _DIGIT_BITS[dtype]
-
-
-def room(numbers: int, shards: int, dtype: str) -> int:
-    """Return for how many metrics of each shard there is room in a rider of that many numbers."""
-    return (numbers * _DIGIT_BITS[dtype] // 64 - size(shards)) // shards
-
-
-def to_digits(header: npt.NDArray[np.int64], dtype: str) -> npt.NDArray[np.float64]:
-    """Return the header as whole numbers that `dtype` sums exactly, given one writer for each."""
-    return header.view(f"u{_DIGIT_BITS[dtype] // 8}").astype(np.float64)
-
-
-def from_digits(summed: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.int64]:
-    """Return the header from its summed digits. A flag raised by very many workers stays raised."""
-    bits = _DIGIT_BITS[dtype]
-    return np.minimum(summed, 2.0**bits - 1).astype(f"u{bits // 8}").view(np.int64)
-
-
 def encode(reports: dict[int, ShardReport], shards: int, flags: Flags) -> npt.NDArray[np.int64]:
     """Return the header of a worker that hosts the shards in `reports`."""
     header = np.zeros(size(shards), dtype=np.int64)
@@ -140,19 +111,6 @@ class StepTotals:
     """The signature of the metrics of each shard that has rows."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Means over all weight, summed in shard order."""
-
-
-def with_metrics(header: npt.NDArray[np.int64], own: OwnMetrics, shards: int, room: int) -> npt.NDArray[np.int64]:
-    """Return the header followed by `room` metrics of each shard, which stay zero if `own` are more than that."""
-    table = np.zeros((shards, room))
-    if own.sums is not None and len(own.names) <= room:
-        table[:, : len(own.names)] = own.sums
-    return np.concatenate([header, table.reshape(-1).view(np.int64)])
-
-
-def metrics_of(header: npt.NDArray[np.int64], shards: int) -> Table:
-    """Return the metrics that follow a summed header, with a row for each shard."""
-    return header[size(shards) :].view(np.float64).reshape(shards, -1)
 
 
 def decode(header: npt.NDArray[np.int64]) -> StepTotals:

@@ -19,6 +19,7 @@ from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.model import Built
 from raytrain_plus.training.randomness import LayerKeys
+from raytrain_plus.training.rider import digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def _make_part(
         Gradients(
             [(name, value) for name, value in named if value.requires_grad],
             bucket_bytes,
-            rider=None if header_shards is None else lambda dtype: header.digits(header_shards, dtype_name(dtype)),
+            rider=None if header_shards is None else lambda dtype: digits(header.size(header_shards), dtype),
             make_wire=make_wire if exact_shards is None else partial(Exact, shards=exact_shards),
             label=label,
         ),

@@ -20,7 +20,6 @@ from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
 from raytrain_plus.parallel.pipeline.timeline import Bar, Kind
 from raytrain_plus.parallel.pipeline.transport import Alone, Handovers, Peers
-from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
@@ -29,6 +28,7 @@ from raytrain_plus.training.loss import check_depends, held_out_metrics, on_devi
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.part import ModelPart
+from raytrain_plus.training.rider import Rider
 from raytrain_plus.training.step_metrics import OwnMetrics, differing, own_metrics
 from raytrain_plus.training.verdict import SumStatus, from_plain, merged
 
@@ -50,6 +50,8 @@ class ReplicaStage:
     """The chunks that this stage holds, in order, by their index in the model."""
     pipeline: Runner
     handovers: Handovers
+    rider: Rider
+    """What the first part's first bucket carries."""
     device: torch.device
     shards: int
     """The job's number of shards."""
@@ -103,16 +105,11 @@ class ReplicaStage:
             self.handovers.send_note("header", step * self.stages + stage, note, stage)
 
     def take_header(self, step: int) -> None:
-        """Put the header of that step, as numbered in `share_header`, into the first part's rider, and its metrics."""
+        """Put the header of that step, as numbered in `share_header`, and its metrics into the rider."""
         note = self.handovers.take_note("header", step * self.stages + self.number, self.last)
         encoded, *metrics = note if isinstance(note, tuple) else (note,)
         self.metrics.names, self.metrics.sums = metrics or ((), None)
-        # It is summed with the gradients.
-        rider = self.first_part.gradients.rider
-        dtype = dtype_name(rider.dtype)
-        if room := header.room(len(rider), self.shards, dtype):
-            encoded = header.with_metrics(encoded, self.metrics, self.shards, room)
-        rider.copy_(torch.from_numpy(header.to_digits(encoded, dtype)))
+        self.rider.write(encoded, self.metrics)
 
     def pass_on_batches(self, batches: list[Any]) -> list[Any]:
         """Pass the batches from the stage that reads the data to the stage that computes the loss.
@@ -229,6 +226,7 @@ def replica_stage(
     task: Task,
     parts: Sequence[ModelPart],
     peers: Peers,
+    rider: Rider,
     *,
     schedule: Schedule,
     stages: int,
@@ -239,7 +237,8 @@ def replica_stage(
 ) -> ReplicaStage:
     """Return the stage `peers.rank` of a replica.
 
-    `parts`: the stage's chunks in order; `classes`: the classes of the objects in batches.
+    `parts`: the stage's chunks in order; `rider`: what the first one's first bucket carries; `classes`: the classes of
+    the objects in batches.
     """
     handovers = Handovers(peers, device, classes)
     where = chunk_stages(schedule, stages)
@@ -260,6 +259,7 @@ def replica_stage(
         parts=held,
         pipeline=Pipeline(schedule, chunks),
         handovers=handovers,
+        rider=rider,
         device=device,
         shards=shards,
         tied=tied,
@@ -267,7 +267,7 @@ def replica_stage(
     )
 
 
-def whole_replica(task: Task, part: ModelPart, *, device: torch.device, shards: int) -> ReplicaStage:
+def whole_replica(task: Task, part: ModelPart, rider: Rider, *, device: torch.device, shards: int) -> ReplicaStage:
     """Return the only stage of a replica that holds the whole model."""
     handovers = Handovers(Alone(), device)
     return ReplicaStage(
@@ -278,6 +278,7 @@ def whole_replica(task: Task, part: ModelPart, *, device: torch.device, shards: 
         parts={0: part},
         pipeline=InTurn(Chunk(part.module, 0, (0,), handovers)),
         handovers=handovers,
+        rider=rider,
         device=device,
         shards=shards,
         tied={},

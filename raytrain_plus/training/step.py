@@ -40,6 +40,7 @@ from raytrain_plus.training.passes import Overlapping, Passes, Shards
 from raytrain_plus.training.records import Remark
 from raytrain_plus.training.remarks import STANDING, standing_still, too_small, without_gradient
 from raytrain_plus.training.replica import whole_replica
+from raytrain_plus.training.rider import Rider
 from raytrain_plus.training.scheduler import build_scheduler, rates_of
 from raytrain_plus.training.step_sums import StepSums
 from raytrain_plus.training.synchronous import Synchronous
@@ -152,8 +153,11 @@ class Stepper:
         self.optimizer = task.optimizer(self.named) if self.named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else build_scheduler(task, self.optimizer)
+        self.tied = built[0].tied
+        """For the whole model: parameters that are copies -> the parameters they copy."""
+        self._sums = StepSums(self.parts, self.named, self.tied, shards=shards, device=device)
         self.passes: Passes | Overlapping = Synchronous(
-            whole_replica(task, self.parts[0], device=device, shards=shards)
+            whole_replica(task, self.parts[0], self._sums.rider, device=device, shards=shards)
         )
         """Replaced in each generation if the model has stages."""
         self.begun = -1
@@ -164,9 +168,6 @@ class Stepper:
         """The grids of the next exact sums, by parameter and buffer."""
         self.counts, self.rules = {SKIPPED: 0}, {LEFT_ALONE: True}
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
-        self.tied = built[0].tied
-        """For the whole model: parameters that are copies -> the parameters they copy."""
-        self._sums = StepSums(self.parts, self.named, self.tied, shards=shards, device=device)
         self._frozen = [(name, value) for name, value in named if not value.requires_grad]
         self._persistent = [
             name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
@@ -190,6 +191,11 @@ class Stepper:
     def ready(self) -> int | None:
         """The step that `finish` can complete, or None."""
         return self._ended if self._summed is None else self._summed.step
+
+    @property
+    def rider(self) -> Rider:
+        """What the first bucket carries besides gradients."""
+        return self._sums.rider
 
     @property
     def module(self) -> nn.Module:
@@ -259,7 +265,7 @@ class Stepper:
         """
         passes, sums = self.passes, self._sums
         assert not isinstance(passes, Overlapping)
-        sums.ride(self.counts.get(METRICS, 0))
+        sums.rider.fit(self.counts.get(METRICS, 0), context.world.size)
         sums.begin(scales)
         works = passes.run(step, shards, context, search)
         context.control.enter("collective")
@@ -268,7 +274,6 @@ class Stepper:
         totals = sums.wait(works, passes.metrics, step, context)
         if not totals.weight:
             raise TrainingError(f"the weights that the task's loss returned in step {step} sum to 0: {UNDEFINED}")
-        sums.reduce_buffers(step, context)
         reading = sums.read()
         if reading.settled:
             sums.take_means(totals.weight)
@@ -359,7 +364,8 @@ class Stepper:
         control.enter("collective")
 
     def _begin_window_step(self) -> None:
-        self._sums.ride(self.counts.get(METRICS, 0))
+        # No buffer changes.
+        self._sums.rider.fit(self.counts.get(METRICS, 0), members=0)
         for part in self.parts:
             part.gradients.begin({})
 

@@ -14,11 +14,11 @@ from torch import nn
 from raytrain_plus.collective.exact import ExactSum, Reading
 from raytrain_plus.collective.world import Work
 from raytrain_plus.parallel.pipeline.layout import tied_groups
-from raytrain_plus.state.named import dtype_name
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch, Norms
 from raytrain_plus.training.part import ModelPart
+from raytrain_plus.training.rider import Rider
 from raytrain_plus.training.step_metrics import OwnMetrics, check_same, means
 from raytrain_plus.training.verdict import BUFFER, Fault
 
@@ -47,6 +47,7 @@ class StepSums:
         self._tied = [names for names in tied_groups(tied) if not own.keys().isdisjoint(names)]
         self._shards = shards
         self._device = device
+        self.rider = Rider(parts[0].gradients, [part.buffers for part in parts], shards)
 
     @property
     def _exact(self) -> list[ExactSum]:
@@ -61,35 +62,24 @@ class StepSums:
             part.gradients.begin(scales)
             part.buffers.begin_step(scales)
 
-    def ride(self, metrics: int) -> None:
-        """Make room for so many metrics of each shard beside the header, between steps."""
-        shards = self._shards
-        self._parts[0].gradients.ride(lambda dtype: header.digits(shards, dtype_name(dtype), metrics))
-
     def wait(self, works: Sequence[Work], own: OwnMetrics, step: int, context: StepContext) -> header.StepTotals:
-        """Wait for the gradient sums, and return the totals in the header that they carry.
+        """Wait for all sums, and return the totals in the header that they carry.
 
         `own`: the metrics of this replica's shards. Raises `TrainingError` if shards have different metrics.
         """
-        context.wait(works, f"the gradient sums of step {step}")
-        head = self._parts[0].gradients.rider
-        summed = header.from_digits(head.to("cpu", torch.float64).numpy(), dtype_name(head.dtype))
-        totals = header.decode(summed[: header.size(self._shards)])
+        context.wait(works, f"the sums of step {step}")
+        summed, table = self.rider.read()
+        self.rider.read_buffers()
+        totals = header.decode(summed)
         check_same(totals.signatures, step)
         if own.sums is None:
             return totals
-        table = header.metrics_of(summed, self._shards)
         if table.shape[1] < len(own.names):
             # Every member finds this alike. From the next step on there is room.
             total = torch.from_numpy(own.sums.copy()).to(self._device)
             context.reduce(total, "metrics", f"the metrics of step {step}")
             table = total.cpu().numpy()
         return replace(totals, metrics=means(own.names, table, totals.weight))
-
-    def reduce_buffers(self, step: int, context: StepContext) -> None:
-        """Sum the buffers over the world."""
-        works = [context.world.reduce(*vector) for part in self._parts for vector in part.buffers.to_reduce()]
-        context.wait(works, f"the buffer sums of step {step}")
 
     def read(self) -> Reading:
         """Return whether all exact sums are settled, and the next grids; without exact sums, all is settled."""

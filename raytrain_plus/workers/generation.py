@@ -152,6 +152,7 @@ class Generation:
                 stepper.task,
                 stepper.parts,
                 replica,
+                stepper.rider,
                 schedule=job.parallel.schedule,
                 stages=assignment.layers.stage.of,
                 device=prepared.device,

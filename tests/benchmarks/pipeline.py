@@ -120,7 +120,9 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
         )
     )
     kind = PipeDream if schedule == "pipedream" else Synchronous
-    one.passes = kind(replica_stage(task, one.parts, world, schedule=schedule, stages=stages, device=CPU, shards=1))
+    one.passes = kind(
+        replica_stage(task, one.parts, world, one.rider, schedule=schedule, stages=stages, device=CPU, shards=1)
+    )
     control = Control()
     control.begin(0)
     context = StepContext(world=SoloWorld(), control=control, wait_s=LIMIT_S)

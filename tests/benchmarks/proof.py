@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from raytrain_plus import Data, Job
 from raytrain_plus.data.audit import audit
@@ -34,6 +35,7 @@ from raytrain_plus.data.source import Index, index
 from raytrain_plus.data.transform_block import without_ids
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training import header
+from raytrain_plus.training.rider import from_digits, to_digits
 from tests.benchmarks.steps import REPOSITORY, job, loop
 
 WORKERS, SHARDS = 4, 12
@@ -79,8 +81,8 @@ def bookkeeping(folder: Path) -> None:
             without_ids(table)
 
     def notes() -> None:
-        summed = header.to_digits(header.encode(reports, SHARDS, header.Flags()), "float32")
-        header.decode(header.from_digits(summed, "float32"))
+        sent = to_digits(torch.from_numpy(header.encode(reports, SHARDS, header.Flags())), torch.float32)
+        header.decode(from_digits(sent).numpy())
 
     parts = Parts(LocalFolder(folder / "parts"))
     made = np.zeros(SHARDS, NOTE).tobytes()

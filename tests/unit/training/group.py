@@ -46,10 +46,17 @@ def split_in_stages(
     """Have a worker run its steps as one of the stages of a replica."""
     one.passes = kind(
         replica_stage(
-            task, one.parts, peers, schedule=schedule, stages=stages, device=torch.device("cpu"), shards=shards,
+            task,
+            one.parts,
+            peers,
+            one.rider,
+            schedule=schedule,
+            stages=stages,
+            device=torch.device("cpu"),
+            shards=shards,
             tied=tied,
         )
-    )  # fmt: skip
+    )
 
 
 class Killed(BaseException):

@@ -1,0 +1,116 @@
+"""What a step's first gradient bucket carries besides gradients: the header, the metrics, and small buffers.
+
+    header | a row of metrics for each shard | a row of buffer sums for each member        words of 64 bits
+
+A separate sum, however small, costs one more round of agreement per step on what to sum. Each word has one writer;
+every other worker adds zero. So the sum passes the writer's bits to all workers unchanged. A floating-point bucket sums
+whole numbers exactly while they fit its significant bits, so a word is sent as digits that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raytrain_plus.parallel.data import Gradients
+from raytrain_plus.training import header
+from raytrain_plus.training.buffers import Buffers
+from raytrain_plus.training.step_metrics import OwnMetrics, Table
+
+MOST_BYTES = 64 << 10
+"""Buffers travel with the bucket if those of all members take at most so many bytes there."""
+_DIGIT_BITS = {torch.float64: 32, torch.float32: 16}
+
+
+class Rider:
+    """The numbers that are summed with the first bucket of a worker's first part; see the module docstring."""
+
+    def __init__(self, gradients: Gradients, buffers: Sequence[Buffers], shards: int) -> None:
+        """Describe the end of the first bucket of `gradients`.
+
+        `buffers`: those of all parts that the worker holds. `shards`: the job's number of them.
+        """
+        self._gradients = gradients
+        self._buffers = buffers
+        self._shards = shards
+        self._metrics = self._members = 0
+
+    @property
+    def carries_buffers(self) -> bool:
+        """Whether the sums of buffers travel here."""
+        return self._members > 0
+
+    def fit(self, metrics: int, members: int) -> None:
+        """Make room for `metrics` of each shard, and for the buffers of `members`, between steps.
+
+        If those would take too much room, `carries_buffers` is False from now on.
+        """
+        dtype = self._gradients.rider.dtype
+        taken = digits(members * self._words, dtype) * dtype.itemsize
+        self._metrics, self._members = metrics, members if 0 < taken <= MOST_BYTES and members > 1 else 0
+        words = header.size(self._shards) + self._shards * metrics + self._members * self._words
+        self._gradients.ride(lambda dtype: digits(words, dtype))
+
+    def write(self, encoded: npt.NDArray[np.int64], own: OwnMetrics) -> None:
+        """Write this replica's header and metrics, for which there may be no room."""
+        words = np.zeros(len(encoded) + self._shards * self._metrics, dtype=np.int64)
+        words[: len(encoded)] = encoded
+        if own.sums is not None and len(own.names) <= self._metrics:
+            words[len(encoded) :].view(np.float64).reshape(self._shards, -1)[:, : len(own.names)] = own.sums
+        dtype = self._gradients.rider.dtype
+        self._gradients.rider[: digits(len(words), dtype)] = to_digits(torch.from_numpy(words), dtype)
+
+    def write_buffers(self, rank: int) -> None:
+        """Write this member's sums of buffers, if they travel here; the member's last forward pass has ended."""
+        if self.carries_buffers:
+            rider = self._gradients.rider
+            own = to_digits(torch.cat([buffers.own() for buffers in self._buffers]), rider.dtype)
+            rider[self._begin_of_buffers :].view(self._members, -1)[rank] = own
+
+    def read(self) -> tuple[npt.NDArray[np.int64], Table]:
+        """Return the summed header, and the metrics with a row for each shard."""
+        rider = self._gradients.rider
+        words = from_digits(rider[: self._begin_of_buffers].cpu()).numpy()
+        size = header.size(self._shards)
+        return words[:size], words[size:].view(np.float64).reshape(self._shards, -1)
+
+    def read_buffers(self) -> None:
+        """Give the buffers their sums over all members, if they travel here."""
+        if self.carries_buffers:
+            words = from_digits(self._gradients.rider[self._begin_of_buffers :]).view(self._members, -1)
+            sizes = [buffers.words for buffers in self._buffers]
+            for buffers, of_members in zip(self._buffers, words.split(sizes, dim=1), strict=True):
+                buffers.combine(of_members)
+
+    @property
+    def _words(self) -> int:
+        return sum(buffers.words for buffers in self._buffers)
+
+    @property
+    def _begin_of_buffers(self) -> int:
+        words = header.size(self._shards) + self._shards * self._metrics
+        return digits(words, self._gradients.rider.dtype)
+
+
+def digits(words: int, dtype: torch.dtype) -> int:
+    """Return how many numbers of a floating-point type carry so many words of 64 bits."""
+    return words * 64 // _DIGIT_BITS[dtype]
+
+
+def to_digits(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return int64 words as whole numbers that `dtype` sums exactly, given one writer for each."""
+    if dtype == torch.float32:
+        return (words.view(torch.int16).to(torch.int32) & 0xFFFF).to(dtype)
+    return (words.view(torch.int32).to(torch.int64) & 0xFFFFFFFF).to(dtype)
+
+
+def from_digits(summed: torch.Tensor) -> torch.Tensor:
+    """Return the int64 words from their summed digits. A flag raised by very many workers stays raised."""
+    most = 2 ** _DIGIT_BITS[summed.dtype] - 1
+    whole = summed.clamp(max=most).to(torch.int64)
+    half = torch.int16 if summed.dtype == torch.float32 else torch.int32
+    # The upper half of the digits stands for negative numbers of that type.
+    return torch.where(whole > most // 2, whole - most - 1, whole).to(half).view(torch.int64)
