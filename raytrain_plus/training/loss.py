@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.task import Task
+from raytrain_plus.training.header import ShardReport
 from raytrain_plus.training.model import to_device
+from raytrain_plus.training.step_metrics import differing
+from raytrain_plus.training.thread_control import Place
 
 KEYS = ("loss", "weight", "metrics")
 """The keys of the mapping that a loss may return."""
@@ -61,6 +65,28 @@ def task_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> TaskLoss:
     loss = _scalar(result["loss"], who)
     weight = _number(result.get("weight", rows), f"{who} returned a weight that is")
     return TaskLoss(loss, weight, _metrics(result.get("metrics", {}), who))
+
+
+def weighted_loss(
+    task: Task,
+    model: nn.Module,
+    microbatch: Microbatch,
+    place: Place,
+    device: torch.device,
+    reports: MutableMapping[int, ShardReport],
+) -> torch.Tensor:
+    """Return the weighted loss of a microbatch, and add it to the report of its shard.
+
+    Raises `TrainingError` if the loss depends on no trained parameter.
+    """
+    loss, weight, metrics = task_loss(task, model, on_device(microbatch.batch, device), microbatch.rows)
+    step, shard = place.step, place.shard
+    check_depends(loss, f"the loss of shard {shard} in step {step}")
+    before = reports.get(shard) or ShardReport(microbatch.start)
+    if shard in reports and before.metrics.keys() != metrics.keys():
+        raise differing(step, shard, "before")
+    reports[shard] = before.plus(microbatch.rows, microbatch.ids, weight, float(loss.detach()), metrics)
+    return loss * weight
 
 
 def held_out_metrics(task: Task, model: nn.Module, batch: Any, rows: int) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +19,7 @@ from raytrain_plus.torch_compat import write_count
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.model import Built
-from raytrain_plus.training.randomness import LayerKeys
+from raytrain_plus.training.randomness import LayerKeys, MicrobatchKeys
 from raytrain_plus.training.rider import digits
 
 
@@ -36,6 +37,19 @@ class ModelPart:
     def writes(self) -> list[int]:
         """Return how often each parameter has been written."""
         return [write_count(value) for _, value in self.parameters]
+
+    @contextmanager
+    def forward(self, step: int, shard: int, microbatch: int, before: Sequence[int]) -> Iterator[MicrobatchKeys]:
+        """Open for a microbatch's forward pass; yields its random keys, which are set.
+
+        Raises `TrainingError` if the pass has changed a gradient, or a parameter since `writes` returned `before`.
+        """
+        keyed = self.keys.begin(step, shard, microbatch)
+        written = self.gradients.writes()
+        with self.keys.opened(keyed):
+            yield keyed
+        self.gradients.check_unchanged(written)
+        self.check_unchanged(before)
 
     def check_unchanged(self, before: Sequence[int]) -> None:
         """Raise `TrainingError` if a parameter was written since `before`."""

@@ -11,6 +11,7 @@ committed.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,16 +27,17 @@ from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import Flags, ShardReport
 from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.randomness import MicrobatchKeys
-from raytrain_plus.training.replica import ReplicaStage, StagePasses
+from raytrain_plus.training.replica import ReplicaStage
 from raytrain_plus.training.thread_control import Place
 
 
-class PipeDream(StagePasses):
+class PipeDream(ReplicaStage):
     """See `passes.Overlapping`. Lives for one generation, as its model replica's world does."""
 
-    def __init__(self, stage: ReplicaStage) -> None:
-        super().__init__(stage)
-        self.weights = WeightVersions([value for part in stage.parts.values() for _, value in part.parameters])
+    @functools.cached_property
+    def weights(self) -> WeightVersions:
+        """The versions of the stage's weights."""
+        return WeightVersions([value for part in self.parts.values() for _, value in part.parameters])
 
     def run_window(
         self,
@@ -46,15 +48,14 @@ class PipeDream(StagePasses):
         end: Callable[[int, FaultSearch], None],
     ) -> None:
         """See `passes.Overlapping`."""
-        stage = self.stage
         context.control.enter("collective")
         self.weights.forget()
-        work = _WindowWork(stage, self.weights, steps, counted, batches, context, end)
+        work = _WindowWork(self, self.weights, steps, counted, batches, context, end)
         self.bars = work.bars
-        stage.expect_notes()
-        stage.pipeline.run(work, len(work.places))
+        self.expect_notes()
+        self.pipeline.run(work, len(work.places))
         work.end_due()
-        stage.handovers.finish()
+        self.handovers.finish()
 
     def updating(self) -> AbstractContextManager[None]:
         """See `passes.Overlapping`."""
@@ -173,8 +174,8 @@ class _WindowWork:
 
     def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
         """See `chunk.PassWork`."""
-        step, shard, _ = self.places[number]
-        return self._stage.loss(model, given, self.rows(number), step, shard, self._reports.setdefault(step, {}))
+        place = self._place(number)
+        return self._stage.loss(model, given, place, self._reports.setdefault(place.step, {}))
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
@@ -182,17 +183,13 @@ class _WindowWork:
         self.end_due()
         part, (step, shard, index) = self._part, self.places[number]
         self._control.check()
-        before = sum(one.rows for one in self._counted[step][shard][:index])
-        self._control.compute(Place(step, shard, before, self.rows(number)))
+        self._control.compute(self._place(number))
         start, timed = time.time(), time.perf_counter()
         if kind == "F":
             self._weights.forward(number)
-            self._keyed[number] = keyed = part.keys.begin(step, shard, index)
-            written = part.gradients.writes()
-            with part.keys.opened(keyed):
+            with part.forward(step, shard, index, self._before) as keyed:
+                self._keyed[number] = keyed
                 yield
-            part.gradients.check_unchanged(written)
-            part.check_unchanged(self._before)
             if number + 1 == len(self.places):
                 # As late as possible: a request made during these steps is seen at their end.
                 self._stage.send_flags(self._context.flags())
@@ -212,6 +209,10 @@ class _WindowWork:
         taken = time.perf_counter() - timed
         self.bars.append(Bar(self._stage.number, Action(kind, chunk, number), start, start + taken))
         self._control.enter("collective")
+
+    def _place(self, number: int) -> Place:
+        step, shard, index = self.places[number]
+        return Place(step, shard, sum(one.rows for one in self._counted[step][shard][:index]), self.rows(number))
 
     def end_due(self) -> None:
         """End the step whose last backward pass has run, once its gradients are handed over."""

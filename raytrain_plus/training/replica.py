@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, MutableMapping, Seque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,30 +15,31 @@ from torch import nn
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk
-from raytrain_plus.parallel.pipeline.in_turn import InTurn, Runner
+from raytrain_plus.parallel.pipeline.in_turn import Runner
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
 from raytrain_plus.parallel.pipeline.timeline import Bar, Kind
-from raytrain_plus.parallel.pipeline.transport import Alone, Handovers, Peers
+from raytrain_plus.parallel.pipeline.transport import Handovers, Peers
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import Flags, ShardReport
-from raytrain_plus.training.loss import check_depends, held_out_metrics, on_device, task_loss
+from raytrain_plus.training.loss import held_out_metrics, weighted_loss
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.rider import Rider
-from raytrain_plus.training.step_metrics import OwnMetrics, differing, own_metrics
+from raytrain_plus.training.step_metrics import OwnMetrics, own_metrics
+from raytrain_plus.training.thread_control import Place
 from raytrain_plus.training.verdict import SumStatus, from_plain, merged
 
 AT_ONCE = 16
 """The most held-out microbatches in flight through the stages at once."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class ReplicaStage:
-    """A stage in one generation: `Synchronous` and `PipeDream` run its passes."""
+    """A stage in one generation: `Synchronous` and `PipeDream` add its passes; see `passes.ReplicaPasses`."""
 
     task: Task
     number: int
@@ -61,6 +62,8 @@ class ReplicaStage:
     """The number of the model's last chunk."""
     metrics: OwnMetrics = field(default_factory=OwnMetrics)
     """The metrics of this replica's shards in the step whose header was taken last."""
+    bars: Sequence[Bar] = ()
+    """See `passes.ReplicaPasses`."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -121,21 +124,11 @@ class ReplicaStage:
         return self.handovers.take_note("batch", 0, 0) if self.is_last else batches
 
     def loss(
-        self, model: nn.Module, given: Any, rows: int, step: int, shard: int, reports: MutableMapping[int, ShardReport]
+        self, model: nn.Module, given: Any, place: Place, reports: MutableMapping[int, ShardReport]
     ) -> torch.Tensor:
-        """Return the weighted loss of a microbatch, and add it to the report of its shard.
-
-        `given`: its batch, with the start position and the row ids for the ledger. Raises `TrainingError` if the loss
-        depends on no trained parameter.
-        """
+        """See `loss.weighted_loss`. `given`: the batch, with the start position and the row ids for the ledger."""
         batch, start, ids = given
-        loss, weight, metrics = task_loss(self.task, model, on_device(batch, self.device), rows)
-        check_depends(loss, f"the loss of shard {shard} in step {step}")
-        before = reports.get(shard) or ShardReport(start)
-        if shard in reports and before.metrics.keys() != metrics.keys():
-            raise differing(step, shard, "before")
-        reports[shard] = before.plus(rows, ids, weight, float(loss.detach()), metrics)
-        return loss * weight
+        return weighted_loss(self.task, model, Microbatch(batch, place.rows, start, ids), place, self.device, reports)
 
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """See `passes.ReplicaPasses`. Only the first stage receives batches; all stages know the row counts."""
@@ -144,7 +137,7 @@ class ReplicaStage:
             found.begin(shard)
             numbered = enumerate(batches(shard))
             control.enter("data")
-            while some := list(itertools.islice(numbered, AT_ONCE if self.stages > 1 else 1)):
+            while some := list(itertools.islice(numbered, AT_ONCE)):
                 control.enter("collective")
                 work = _HeldOut(self, shard, some, context)
                 work.batches = self.pass_on_batches(work.batches)
@@ -196,9 +189,6 @@ class ReplicaStage:
         One number goes around each stage's ring once its sums are complete, and then through the model replica. A stage
         that has heard from all stages of its replica knows that every member of every ring holds its sums.
         """
-        if self.stages == 1:
-            # Other replicas can copy a step that one replica has applied.
-            return status
         context.reduce(torch.zeros(1), "summed", f"the other replicas' gradient sums of step {step}")
         for stage in range(self.stages):
             self.handovers.send_note("agreed", self.number, status.plain(), stage)
@@ -207,22 +197,11 @@ class ReplicaStage:
         return merged(received)
 
 
-class StagePasses:
-    """The common part of all passes over stages, whether steps overlap or not: see `passes.ReplicaPasses`."""
-
-    def __init__(self, stage: ReplicaStage) -> None:
-        self.stage = stage
-        self.chunks = stage.chunks
-        self.metrics = stage.metrics
-        self.is_last = stage.is_last
-        self.share_metrics = stage.share_metrics
-        self.bars: Sequence[Bar] = ()
-        self.metric_sums = stage.metric_sums
-        self.exchange_tied = stage.exchange_tied
-        self.agree = stage.agree
+Stage = TypeVar("Stage", bound=ReplicaStage)
 
 
 def replica_stage(
+    kind: type[Stage],
     task: Task,
     parts: Sequence[ModelPart],
     peers: Peers,
@@ -234,11 +213,11 @@ def replica_stage(
     shards: int,
     classes: Classes = KNOWN,
     tied: Mapping[int, Collection[str]] = MappingProxyType({}),
-) -> ReplicaStage:
+) -> Stage:
     """Return the stage `peers.rank` of a replica.
 
-    `parts`: the stage's chunks in order; `rider`: what the first one's first bucket carries; `classes`: the classes of
-    the objects in batches.
+    `kind`: how it makes its passes; `parts`: the stage's chunks in order; `rider`: what the first one's first bucket
+    carries; `classes`: the classes of the objects in batches.
     """
     handovers = Handovers(peers, device, classes)
     where = chunk_stages(schedule, stages)
@@ -251,7 +230,7 @@ def replica_stage(
     # torch's schedules take a second to load; a whole model does without them.
     from raytrain_plus.parallel.pipeline.schedule import Pipeline
 
-    return ReplicaStage(
+    return kind(
         task=task,
         number=peers.rank,
         stages=stages,
@@ -264,25 +243,6 @@ def replica_stage(
         shards=shards,
         tied=tied,
         last_chunk=len(where) - 1,
-    )
-
-
-def whole_replica(task: Task, part: ModelPart, rider: Rider, *, device: torch.device, shards: int) -> ReplicaStage:
-    """Return the only stage of a replica that holds the whole model."""
-    handovers = Handovers(Alone(), device)
-    return ReplicaStage(
-        task=task,
-        number=0,
-        stages=1,
-        last=0,
-        parts={0: part},
-        pipeline=InTurn(Chunk(part.module, 0, (0,), handovers)),
-        handovers=handovers,
-        rider=rider,
-        device=device,
-        shards=shards,
-        tied={},
-        last_chunk=0,
     )
 
 

@@ -39,11 +39,9 @@ from raytrain_plus.training.part import make_parts
 from raytrain_plus.training.passes import Overlapping, Passes, Shards
 from raytrain_plus.training.records import Remark
 from raytrain_plus.training.remarks import STANDING, standing_still, too_small, without_gradient
-from raytrain_plus.training.replica import whole_replica
 from raytrain_plus.training.rider import Rider
 from raytrain_plus.training.scheduler import build_scheduler, rates_of
 from raytrain_plus.training.step_sums import StepSums
-from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.verdict import (
     LOSS,
     SKIPPED_IN_A_ROW,
@@ -53,6 +51,7 @@ from raytrain_plus.training.verdict import (
     squares_of,
     why_refused,
 )
+from raytrain_plus.training.whole import WholePasses
 
 TRIES = 3
 """How often a step is computed until its sums are fit or known to stay unfit; a reproducible step needs at most two."""
@@ -156,8 +155,8 @@ class Stepper:
         self.tied = built[0].tied
         """For the whole model: parameters that are copies -> the parameters they copy."""
         self._sums = StepSums(self.parts, self.named, self.tied, shards=shards, device=device)
-        self.passes: Passes | Overlapping = Synchronous(
-            whole_replica(task, self.parts[0], self._sums.rider, device=device, shards=shards)
+        self.passes: Passes | Overlapping = WholePasses(
+            task, self.parts[0], self._sums.rider, device=device, shards=shards
         )
         """Replaced in each generation if the model has stages."""
         self.begun = -1

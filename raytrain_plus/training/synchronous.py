@@ -1,9 +1,9 @@
-"""The passes of one step after the other: all stages of a model replica hold a step, or none does.
+"""The passes of a stage, one step after the other: all stages of a model replica hold a step, or none does.
 
 A replica computes all microbatches of its shards, in shard order, and sums their gradients before anything is sent
 (gradient accumulation). Each chunk's sum over the replicas starts in its last backward pass. The stage with the last
 chunk knows the shards' losses after the last forward pass. It then sends the header to the replica's other stages, so
-that each stage's ring sums it with the stage's gradients. A whole model is one chunk on one stage.
+that each stage's ring sums it with the stage's gradients.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ from raytrain_plus.training.header import ShardReport
 from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.randomness import MicrobatchKeys
-from raytrain_plus.training.replica import ReplicaStage, StagePasses
+from raytrain_plus.training.replica import ReplicaStage
 from raytrain_plus.training.thread_control import Place
 
 
-class Synchronous(StagePasses):
+class Synchronous(ReplicaStage):
     """See `passes.Passes`. Lives for one generation, as its model replica's world does."""
 
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
         """See `passes.Passes`. Only the first stage receives batches; all stages know the row counts."""
-        stage = self.stage
         # Until the first activations arrive, this stage waits for others.
         context.control.enter("collective")
-        work = _ReplicaStep(stage, step, shards, context, search)
+        work = _ReplicaStep(self, step, shards, context, search)
         self.bars = work.bars
-        stage.expect_notes()
-        stage.handovers.expect_note("header", stage.number, stage.last)
-        work.batches = stage.pass_on_batches(work.batches)
-        stage.pipeline.run(work, len(work.places))
+        self.expect_notes()
+        self.handovers.expect_note("header", self.number, self.last)
+        work.take_batches()
+        self.pipeline.run(work, len(work.places))
         work.reduce_rest()
-        stage.handovers.finish()
+        self.handovers.finish()
         return work.works
 
 
@@ -62,7 +61,7 @@ class _ReplicaStep:
         self._control = context.control
         self._search = search
         microbatches = (self._microbatch(number) for number in range(len(self.places)))
-        self.batches: list[Any] = [(one.batch, one.start, one.ids) for one in microbatches]
+        self._batches: list[Any] = [(one.batch, one.start, one.ids) for one in microbatches]
         self._before = {chunk: part.writes() for chunk, part in stage.parts.items()}
         self._keyed: dict[tuple[int, int], MicrobatchKeys] = {}
         self._seen: dict[tuple[int, int], list[torch.Tensor | None]] = {}
@@ -74,7 +73,11 @@ class _ReplicaStep:
         self.works: list[Work] = []
         """The sums under way."""
         self.bars: list[Bar] = []
-        """Its passes, if there are other stages."""
+        """Its passes."""
+
+    def take_batches(self) -> None:
+        """Pass the batches on to the stage that computes the loss, or receive them there."""
+        self._batches = self._stage.pass_on_batches(self._batches)
 
     def rows(self, number: int) -> int:
         """See `chunk.PassWork`."""
@@ -82,12 +85,11 @@ class _ReplicaStep:
 
     def batch(self, number: int) -> Any:
         """See `chunk.PassWork`. The batch comes with the values for the ledger."""
-        return self.batches[number]
+        return self._batches[number]
 
     def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
         """See `chunk.PassWork`."""
-        shard, _ = self.places[number]
-        return self._stage.loss(model, given, self.rows(number), self._step, shard, self._reports)
+        return self._stage.loss(model, given, self._place(number), self._reports)
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
@@ -96,17 +98,13 @@ class _ReplicaStep:
         last_of_shard = index + 1 == len(self._shards[shard])
         reducing = self._reducing(kind, chunk)
         self._control.check()
-        before = sum(one.rows for one in self._shards[shard][:index])
-        self._control.compute(Place(self._step, shard, before, self.rows(number)))
+        self._control.compute(self._place(number))
         start = time.perf_counter()
         if kind == "F":
             part.buffers.renew(committed=index == 0)
-            self._keyed[chunk, number] = keyed = part.keys.begin(self._step, shard, index)
-            written = part.gradients.writes()
-            with part.keys.opened(keyed):
+            with part.forward(self._step, shard, index, self._before[chunk]) as keyed:
+                self._keyed[chunk, number] = keyed
                 yield
-            part.gradients.check_unchanged(written)
-            part.check_unchanged(self._before[chunk])
             self._seen[chunk, number] = part.buffers.seen()
             if last_of_shard:
                 part.buffers.end_shard(shard, sum(one.rows for one in self._shards[shard]))
@@ -121,9 +119,8 @@ class _ReplicaStep:
                     self._search.shard_ended(shard, chunk, part.parameters)
                 if last_of_shard and number + 1 < len(self.places):
                     part.gradients.end_shard()
-        if self._stage.stages > 1:
-            end, taken = time.time(), time.perf_counter() - start
-            self.bars.append(Bar(self._stage.number, Action(kind, chunk, number), end - taken, end))
+        end, taken = time.time(), time.perf_counter() - start
+        self.bars.append(Bar(self._stage.number, Action(kind, chunk, number), end - taken, end))
         self._control.enter("collective")
         if kind == "F" and number + 1 == len(self.places):
             self._forward_ended(chunk)
@@ -171,6 +168,10 @@ class _ReplicaStep:
         with part.gradients.reducing(self._context.world, self._control.check) as works:
             yield
         self.works += works
+
+    def _place(self, number: int) -> Place:
+        shard, index = self.places[number]
+        return Place(self._step, shard, sum(one.rows for one in self._shards[shard][:index]), self.rows(number))
 
     def _microbatch(self, number: int) -> Microbatch:
         shard, index = self.places[number]

@@ -147,8 +147,9 @@ class Generation:
             job = prepared.plan.job
             replica = TorchWorld(assignment.replica)
             stack.callback(self._leave, replica)
-            kind = PipeDream if job.parallel.overlaps else Synchronous
-            stage = replica_stage(
+            kind: type[PipeDream | Synchronous] = PipeDream if job.parallel.overlaps else Synchronous
+            stepper.passes = replica_stage(
+                kind,
                 stepper.task,
                 stepper.parts,
                 replica,
@@ -160,7 +161,6 @@ class Generation:
                 classes=prepared.classes,
                 tied=assignment.layers.apart(stepper.tied),
             )
-            stepper.passes = kind(stage)
         form_s = time.monotonic() - start
         return world, form_s
 

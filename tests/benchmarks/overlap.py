@@ -87,8 +87,8 @@ def member(seat: int, layers: int, width: int, pad_s: float, steps: int) -> dict
     task = Deep(2 * layers, width, pad_s)
     names = [str(number) for number in range(place.stage * layers, (place.stage + 1) * layers)]
     one = Stepper(task, build_chunks(task, 0, CPU, [names]), seed=0, shards=SHARDS, clip_norm=None, device=CPU)
-    one.passes = Synchronous(
-        replica_stage(task, one.parts, replica, one.rider, schedule="1f1b", stages=2, device=CPU, shards=SHARDS)
+    one.passes = replica_stage(
+        Synchronous, task, one.parts, replica, one.rider, schedule="1f1b", stages=2, device=CPU, shards=SHARDS
     )
     control = Control()
     control.begin(0)

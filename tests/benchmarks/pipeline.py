@@ -120,8 +120,8 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
         )
     )
     kind = PipeDream if schedule == "pipedream" else Synchronous
-    one.passes = kind(
-        replica_stage(task, one.parts, world, one.rider, schedule=schedule, stages=stages, device=CPU, shards=1)
+    one.passes = replica_stage(
+        kind, task, one.parts, world, one.rider, schedule=schedule, stages=stages, device=CPU, shards=1
     )
     control = Control()
     control.begin(0)

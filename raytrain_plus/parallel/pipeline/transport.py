@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -60,20 +60,6 @@ class Peers(Protocol):
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
         """Start to receive into a tensor."""
-
-
-class Alone:
-    """The peers of a whole model: the replica's only stage has nobody to send anything to."""
-
-    rank = 0
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> NoReturn:
-        """See `Peers`."""
-        raise AssertionError("a replica's only stage sends nothing")
-
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> NoReturn:
-        """See `Peers`."""
-        raise AssertionError("a replica's only stage receives nothing")
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,18 +44,17 @@ def split_in_stages(
     stages: int, shards: int, tied: Mapping[int, Collection[str]] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     """Have a worker run its steps as one of the stages of a replica."""
-    one.passes = kind(
-        replica_stage(
-            task,
-            one.parts,
-            peers,
-            one.rider,
-            schedule=schedule,
-            stages=stages,
-            device=torch.device("cpu"),
-            shards=shards,
-            tied=tied,
-        )
+    one.passes = replica_stage(
+        kind,
+        task,
+        one.parts,
+        peers,
+        one.rider,
+        schedule=schedule,
+        stages=stages,
+        device=torch.device("cpu"),
+        shards=shards,
+        tied=tied,
     )
 
 

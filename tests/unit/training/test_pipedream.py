@@ -259,7 +259,7 @@ def test_a_stage_waiting_at_the_end_reports_it_and_keeps_nothing_received() -> N
         agree = passes.agree
 
         def looked(*arguments: Any) -> Any:
-            seen.append((arguments[2].control.activity().doing, len(passes.stage.handovers._going)))
+            seen.append((arguments[2].control.activity().doing, len(passes.handovers._going)))
             return agree(*arguments)
 
         passes.agree = looked

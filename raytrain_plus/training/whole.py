@@ -1,0 +1,132 @@
+"""The passes of a step on a worker that holds the whole model: the microbatches of its shards, one after the other.
+
+The gradients of all hosted shards are summed before anything is sent (gradient accumulation). In the last backward pass
+buckets are submitted as they fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from raytrain_plus.collective.world import Work
+from raytrain_plus.parallel.pipeline.timeline import Bar
+from raytrain_plus.task import Task
+from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.fault_search import FaultSearch
+from raytrain_plus.training.header import ShardReport, encode
+from raytrain_plus.training.loss import held_out_metrics, weighted_loss
+from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
+from raytrain_plus.training.model import to_device
+from raytrain_plus.training.part import ModelPart
+from raytrain_plus.training.passes import Shards
+from raytrain_plus.training.rider import Rider
+from raytrain_plus.training.step_metrics import OwnMetrics, own_metrics
+from raytrain_plus.training.thread_control import Place
+from raytrain_plus.training.verdict import SumStatus
+
+
+class WholePasses:
+    """See `passes.Passes`: a model replica of one worker, which has nobody to exchange anything with."""
+
+    bars: Sequence[Bar] = ()
+    chunks = (0,)
+    is_last = True
+
+    def __init__(self, task: Task, part: ModelPart, rider: Rider, *, device: torch.device, shards: int) -> None:
+        """Prepare to run `part`, the whole model; `rider`: what its first bucket carries."""
+        self._task = task
+        self._part = part
+        self._rider = rider
+        self._device = device
+        self._shards = shards
+        self.metrics = OwnMetrics()
+
+    def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
+        """See `passes.Passes`."""
+        part, control, works = self._part, context.control, list[Work]()
+        before, reports = part.writes(), dict[int, ShardReport]()
+        places = [(shard, index) for shard in sorted(shards) for index in range(len(shards[shard]))]
+        done = 0
+        for number, (shard, index) in enumerate(places, 1):
+            one, ends_step = shards[shard][index], number == len(places)
+            ends_shard = index + 1 == len(shards[shard])
+            place = Place(step, shard, done, one.rows)
+            done = 0 if ends_shard else done + one.rows
+            control.check()
+            control.compute(place)
+            part.buffers.renew(committed=index == 0)
+            with part.forward(step, shard, index, before) as keyed:
+                loss = weighted_loss(self._task, part.module, one, place, self._device, reports)
+            if ends_shard:
+                part.buffers.end_shard(shard, place.offset + one.rows)
+            if ends_step:
+                self._write_header(reports, context)
+            control.check()
+            control.compute(place)
+            keyed.backward()
+            with (
+                part.keys.opened(keyed),
+                # Nothing reads what a shard's last microbatch leaves in the buffers.
+                nullcontext() if ends_shard else part.buffers.swapped(part.buffers.seen()),
+                # Gradients cannot be searched after they are submitted.
+                self._summing(works, context) if ends_step and search is None else nullcontext(),
+            ):
+                torch.autograd.backward(loss)
+            if ends_shard and search is not None:
+                search.shard_ended(shard, 0, part.parameters)
+            if ends_shard and not ends_step:
+                part.gradients.end_shard()
+        if search is not None:
+            with self._summing(works, context):
+                pass
+        return works
+
+    def _write_header(self, reports: dict[int, ShardReport], context: StepContext) -> None:
+        """Write what is known after the last forward pass; a request made during the step is seen at its end."""
+        self.metrics = own_metrics({shard: report.metrics for shard, report in reports.items()}, self._shards)
+        self._rider.write(encode(reports, self._shards, context.flags()), self.metrics)
+        self._rider.write_buffers(context.world.rank)
+
+    @contextmanager
+    def _summing(self, works: list[Work], context: StepContext) -> Iterator[None]:
+        """Submit the buffers that do not travel with the header; while open, submit gradients as they are complete."""
+        if not self._rider.carries_buffers:
+            works += [context.world.reduce(*one) for one in self._part.buffers.to_reduce()]
+        with self._part.gradients.reducing(context.world, context.control.check) as started:
+            yield
+        works += started
+
+    def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
+        """See `passes.ReplicaPasses`."""
+        part, control, found = self._part, context.control, MetricSums()
+        summarised = type(self._task).summarise is not Task.summarise
+        for shard in hosted:
+            found.begin(shard)
+            control.enter("data")
+            for index, one in enumerate(batches(shard)):
+                control.check()
+                control.enter("computing")
+                if index == 0:
+                    part.buffers.restore()
+                with part.keys.opened(part.keys.begin("evaluate", shard, index)):
+                    given = held_out_metrics(self._task, part.module, to_device(one.batch, self._device), one.rows)
+                means, outputs = checked(given, one.rows, summarised)
+                found.outputs.setdefault(shard, []).append(outputs)
+                found.add(shard, one.rows, means)
+                control.enter("data")
+        return found
+
+    def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """See `passes.ReplicaPasses`."""
+        return metrics
+
+    def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `passes.ReplicaPasses`."""
+        return gradients
+
+    def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:
+        """See `passes.ReplicaPasses`: other replicas can copy a step that this one has applied."""
+        return status
