@@ -63,6 +63,8 @@ class Buffers:
         """The committed values of the buffers that are averaged."""
         self._firsts = tuple(firsts)
         self._maxima = torch.zeros(sum(largest.values()), dtype=torch.int64, device=device)
+        self._of_max = self._maxima[: sum(greatest.values())]
+        """Those of the buffers with the rule `max`."""
         self._sums = dict(zip((*means, *firsts), parts, strict=True))
         self._sums |= dict(zip(largest, self._maxima.split(list(largest.values())), strict=True))
 
@@ -137,9 +139,8 @@ class Buffers:
                 else:
                     self.exact.add(change.split([now[name].numel() for name in self._averaged]))
             if self._greatest:
-                greatest = self._maxima[: sum(now[name].numel() for name in self._greatest)]
                 joined = _joined([now[name] for name in self._greatest], torch.int64)
-                torch.maximum(greatest, joined, out=greatest)
+                torch.maximum(self._of_max, joined, out=self._of_max)
             for name in self._others:
                 if self._rules[name] == "refuse":
                     if not _equal(now[name], self.committed[name]):
@@ -213,7 +214,7 @@ class Buffers:
 
 def _joined(values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return all numbers in one new vector."""
-    return torch.cat([value.reshape(-1) for value in values]).to(dtype)
+    return torch.cat([value if value.dim() == 1 else value.reshape(-1) for value in values]).to(dtype)
 
 
 def _copied(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

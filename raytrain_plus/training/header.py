@@ -10,6 +10,7 @@ the signature of the shard's metrics. The header travels with the first gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -116,17 +117,18 @@ class StepTotals:
 def decode(header: npt.NDArray[np.int64]) -> StepTotals:
     """Decode a summed header."""
     notes = header[:-_FLAGS].view(NOTE).copy()
-    signatures = notes["rows"] >> _ROW_BITS
+    signatures = (notes["rows"] >> _ROW_BITS).tolist()
     notes["rows"] &= (1 << _ROW_BITS) - 1
-    # Add one at a time, in shard order: NumPy would use its own order.
-    weight, loss = sum(notes["weight"].tolist()), sum(notes["loss"].tolist())
-    bad = np.flatnonzero(~(np.isfinite(notes["weight"]) & np.isfinite(notes["loss"])))
+    rows, weights, losses = (notes[field].tolist() for field in ("rows", "weight", "loss"))
+    # Added one at a time, in shard order: NumPy would use its own order.
+    weight, loss = sum(weights), sum(losses)
+    found = zip(weights, losses, strict=True)
     return StepTotals(
-        rows=int(notes["rows"].sum()),
+        rows=sum(rows),
         weight=weight,
         loss=loss / weight if weight else float("nan"),
-        bad_shards=tuple(bad.tolist()),
-        flags=Flags(*(header[-_FLAGS:] != 0).tolist()),
+        bad_shards=tuple(shard for shard, both in enumerate(found) if not all(map(math.isfinite, both))),
+        flags=Flags(*map(bool, header[-_FLAGS:].tolist())),
         notes=notes.tobytes(),
-        signatures={shard: int(signatures[shard]) for shard in np.flatnonzero(notes["rows"]).tolist()},
+        signatures={shard: signed for shard, signed in enumerate(signatures) if rows[shard]},
     )

@@ -260,6 +260,8 @@ def to_device(batch: Any, device: torch.device, copy: bool = False) -> Any:
     if device.type == "cpu" and not copy:
         return batch
     if isinstance(batch, torch.Tensor):
+        if copy and batch.device == device:
+            return batch.clone()
         return batch.to(device, non_blocking=True, copy=copy)
     if hasattr(batch, "to"):
         # A class such as a tokenizer's batch, which can move itself.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -70,7 +70,6 @@ class Passes(ReplicaPasses, Protocol):
         """
 
 
-@runtime_checkable
 class Overlapping(ReplicaPasses, Protocol):
     """Passes of several overlapping steps: a step can begin before the previous one has ended."""
 

@@ -37,31 +37,37 @@ class Rider:
         self._buffers = buffers
         self._shards = shards
         self._metrics = self._members = 0
+        self._alone = False
+        self._own = np.zeros(0, dtype=np.int64)
+        """What this member has written."""
 
     @property
     def carries_buffers(self) -> bool:
         """Whether the sums of buffers travel here."""
         return self._members > 0
 
-    def fit(self, metrics: int, members: int) -> None:
-        """Make room for `metrics` of each shard, and for the buffers of `members`, between steps.
+    def fit(self, metrics: int, members: int, *, buffers: bool = True) -> None:
+        """Make room for `metrics` of each shard, and for the `buffers` of the world's `members`, between steps.
 
-        If those would take too much room, `carries_buffers` is False from now on.
+        If those would take too much room, `carries_buffers` is False from now on. One member alone has all sums.
         """
         dtype = self._gradients.rider.dtype
         taken = digits(members * self._words, dtype) * dtype.itemsize
-        self._metrics, self._members = metrics, members if 0 < taken <= MOST_BYTES and members > 1 else 0
+        self._alone = members == 1
+        self._metrics = metrics
+        self._members = members if buffers and not self._alone and 0 < taken <= MOST_BYTES else 0
         words = header.size(self._shards) + self._shards * metrics + self._members * self._words
         self._gradients.ride(lambda dtype: digits(words, dtype))
 
     def write(self, encoded: npt.NDArray[np.int64], own: OwnMetrics) -> None:
         """Write this replica's header and metrics, for which there may be no room."""
-        words = np.zeros(len(encoded) + self._shards * self._metrics, dtype=np.int64)
+        self._own = words = np.zeros(len(encoded) + self._shards * self._metrics, dtype=np.int64)
         words[: len(encoded)] = encoded
         if own.sums is not None and len(own.names) <= self._metrics:
             words[len(encoded) :].view(np.float64).reshape(self._shards, -1)[:, : len(own.names)] = own.sums
-        dtype = self._gradients.rider.dtype
-        self._gradients.rider[: digits(len(words), dtype)] = to_digits(torch.from_numpy(words), dtype)
+        if not self._alone:
+            dtype = self._gradients.rider.dtype
+            self._gradients.rider[: digits(len(words), dtype)] = to_digits(torch.from_numpy(words), dtype)
 
     def write_buffers(self, rank: int) -> None:
         """Write this member's sums of buffers, if they travel here; the member's last forward pass has ended."""
@@ -72,8 +78,9 @@ class Rider:
 
     def read(self) -> tuple[npt.NDArray[np.int64], Table]:
         """Return the summed header, and the metrics with a row for each shard."""
-        rider = self._gradients.rider
-        words = from_digits(rider[: self._begin_of_buffers].cpu()).numpy()
+        words = self._own
+        if not self._alone:
+            words = from_digits(self._gradients.rider[: self._begin_of_buffers].cpu()).numpy()
         size = header.size(self._shards)
         return words[:size], words[size:].view(np.float64).reshape(self._shards, -1)
 
@@ -109,8 +116,6 @@ def to_digits(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def from_digits(summed: torch.Tensor) -> torch.Tensor:
     """Return the int64 words from their summed digits. A flag raised by very many workers stays raised."""
-    most = 2 ** _DIGIT_BITS[summed.dtype] - 1
-    whole = summed.clamp(max=most).to(torch.int64)
-    half = torch.int16 if summed.dtype == torch.float32 else torch.int32
-    # The upper half of the digits stands for negative numbers of that type.
-    return torch.where(whole > most // 2, whole - most - 1, whole).to(half).view(torch.int64)
+    whole = summed.clamp(max=2 ** _DIGIT_BITS[summed.dtype] - 1).to(torch.int64)
+    # Narrowing keeps the lower bits.
+    return whole.to(torch.int16 if summed.dtype == torch.float32 else torch.int32).view(torch.int64)

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -262,8 +263,8 @@ class Stepper:
 
         `unfit`: exact sums that were not finite the last time, although each shard's gradients were searched.
         """
-        passes, sums = self.passes, self._sums
-        assert not isinstance(passes, Overlapping)
+        # A check of the protocol would take longer than most of what a step does beside its passes.
+        passes, sums = cast(Passes, self.passes), self._sums
         sums.rider.fit(self.counts.get(METRICS, 0), context.world.size)
         sums.begin(scales)
         works = passes.run(step, shards, context, search)
@@ -298,12 +299,11 @@ class Stepper:
         Each stage applies a step when its own part of that step is complete; the state is consistent again after the
         last step. Raises the errors of `run`; the state is unusable if it has begun to change.
         """
-        passes, window = self.passes, _WindowSums()
-        assert isinstance(passes, Overlapping)
+        passes, window = cast(Overlapping, self.passes), _WindowSums()
         self.begun = steps[0]
         for part in self.parts:
             part.module.train()
-        self._begin_window_step()
+        self._begin_window_step(context.world.size)
         self._summed = self._ended = None
 
         def end(step: int, search: FaultSearch) -> None:
@@ -357,14 +357,14 @@ class Stepper:
             self._change(step, absent)
         window.remarks.append(self._remarks(step, absent, window.lr[-1]))
         self._count_metrics(totals)
-        self._begin_window_step()
+        self._begin_window_step(context.world.size)
         window.totals.append(totals)
         # The next action waits for other workers.
         control.enter("collective")
 
-    def _begin_window_step(self) -> None:
+    def _begin_window_step(self, members: int) -> None:
         # No buffer changes.
-        self._sums.rider.fit(self.counts.get(METRICS, 0), members=0)
+        self._sums.rider.fit(self.counts.get(METRICS, 0), members, buffers=False)
         for part in self.parts:
             part.gradients.begin({})
 
