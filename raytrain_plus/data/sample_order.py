@@ -23,6 +23,7 @@ Shuffle = Literal["none", "units", "rows"]
 
 _UNITS, _ROWS = 1, 2
 _EPOCHS_KEPT = 4
+_MASK = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,14 @@ def mix(*parts: int) -> int:
 
     splitmix64 is the finaliser of Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014.
     """
-    state = np.zeros(1, dtype=np.uint64)
+    state = 0
     for part in parts:
-        state = splitmix64(state + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
-    return int(state[0])
+        # In Python's integers: an array of one number takes twenty times as long.
+        z = (state + part + 0x9E3779B97F4A7C15) & _MASK
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+        state = z ^ (z >> 31)
+    return state
 
 
 def order(key: int, length: int) -> npt.NDArray[np.int64]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.data.reads import GROUP_READS, first_touches, grouped, reads
-from raytrain_plus.data.sample_order import SampleOrder, mix, order, read_factor
+from raytrain_plus.data.sample_order import SampleOrder, mix, order, read_factor, splitmix64
 
 
 @st.composite
@@ -37,6 +37,14 @@ def rows_of(sample_order: SampleOrder, shard: int, step: int) -> list[tuple[int,
         for row in range(row_range.start, row_range.start + row_range.rows):
             found.append((row_range.epoch, row_range.unit, row if permutation is None else int(permutation[row])))
     return found
+
+
+@given(st.lists(st.integers(-(2**63), 2**70), min_size=1, max_size=5))
+def test_one_number_is_mixed_as_an_array_of_them(parts: list[int]) -> None:
+    state = np.zeros(1, dtype=np.uint64)
+    for part in parts:
+        state = splitmix64(state + np.uint64(part % 2**64))
+    assert mix(*parts) == int(state[0])
 
 
 @given(sample_orders())
