@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow unit check bench bench-recovery clean
+.PHONY: help setup demo test test-slow unit check bench bench-costs bench-recovery clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -47,8 +47,11 @@ test: setup check unit  ## set up, check, and run every test but the slow ones
 test-slow: setup  ## the large counts
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=many --durations=15
 
-bench: setup  ## this platform beside a bare Horovod loop and torch DDP; what exact sums, ledger and checkpoints cost
+bench: setup  ## steps per second beside torch DDP, a bare Horovod loop and a plain loop (20 minutes)
 	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.steps
+
+bench-costs: setup  ## what Ray and the controller, exact sums, ledger, checkpoints and stages cost
+	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.costs
 	$(BIN)/python -m tests.benchmarks.proof
 	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.checkpoints
 	$(BIN)/python -m tests.benchmarks.pipeline

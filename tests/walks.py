@@ -169,7 +169,8 @@ WALKS = {
         timeout_s=3000,
         # Their lengths: `SHORTER` in tests/integration/test_walks.
         steps=(
-            Step("make bench", r"gpipe"),
+            Step("make bench", r"1 rounds in"),
+            Step("make bench-costs", r"gpipe"),
             Step("make bench-recovery", r"raytrain_plus, shrinking"),
             Step("python -m tests.benchmarks.drift", r"exact, float32"),
             Step(

@@ -1,13 +1,15 @@
 """One rank of the plain loops that the platform is measured against. Started by `steps`.
 
-python -m tests.benchmarks.loop horovod|ddp|own JOB.yaml RANK SIZE PORT WARM_UP -> seconds per measured step, as JSON
+python -m tests.benchmarks.loop horovod|ddp|plain|own JOB.yaml RANK SIZE PORT WARM_UP -> seconds per step, as JSON
 
-The plain loops accumulate the gradients of the shards that the rank would host, one pass each, and reduce once. `own`
-is the platform's own loop without Ray and controller.
+With a WARM_UP of -1 it steps until it is killed. The loops accumulate the gradients of the shards that the rank would
+host, one pass each, and reduce once; `plain` has one rank and reduces nothing. `own` is the platform's own loop without
+Ray and controller.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -73,18 +75,20 @@ def main(kind: str, file: str, rank: int, size: int, port: int, warm_up: int) ->
             named_parameters=model.named_parameters(),
             backward_passes_per_step=passes,
         )
+    elif kind == "plain":
+        optimizer = task.optimizer(list(model.named_parameters()))
     else:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
         call = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = task.optimizer(list(model.named_parameters()))
     start = 0.0
-    for step, batches in enumerate(steps):
+    for step, batches in enumerate(itertools.cycle(steps) if warm_up < 0 else steps):
         if step == warm_up:
             start = time.perf_counter()
         optimizer.zero_grad()
         total = 0.0
         for number, batch in enumerate(batches, 1):
-            with nullcontext() if kind == "horovod" or number == passes else call.no_sync():
+            with call.no_sync() if kind == "ddp" and number < passes else nullcontext():
                 loss = task.loss(call, batch)
                 loss = loss[0] if isinstance(loss, tuple) else loss
                 (loss / passes).backward()

@@ -36,7 +36,7 @@ from raytrain_plus.data.transform_block import without_ids
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training import header
 from raytrain_plus.training.rider import from_digits, to_digits
-from tests.benchmarks.steps import REPOSITORY, job, loop
+from tests.benchmarks.costs import REPOSITORY, job, loop
 
 WORKERS, SHARDS = 4, 12
 STEPS, WARM_UP = 40, 10

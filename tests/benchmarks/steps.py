@@ -1,173 +1,179 @@
-"""Steps per second: a bare Horovod loop, torch DDP, and this platform; interleaved, two workers, one thread each.
+"""Steps per second beside torch DDP, a bare Horovod loop and a plain loop, with the same passes; interleaved.
 
-With the same passes: the plain loops accumulate over as many shards. The platform's own loop without Ray and controller
-stands beside them: what these cost while nothing fails.
+Two workers, one thread each, on both of the platform's worlds; and one worker beside a loop without any library. The
+loops accumulate over as many shards as the platform, and read their loss after every pass, as it does. All contestants
+for a model are started first, and then step in turn (`gate`), so that no start disturbs a measurement.
 
-python -m tests.benchmarks.steps [--rounds 5] [--models byte_gpt mlp ...]
+python -m tests.benchmarks.steps [--rounds 9] [--models digits mlp gpt2]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+
+import ray
 
 from raytrain_plus import Job
-from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.job.settings import Data, Workers
-from raytrain_plus.launch.runner import run
-from raytrain_plus.observe.run_events import read_events
-from raytrain_plus.storage.local import LocalFolder
-from tests.benchmarks.loop import credentials_for
+from raytrain_plus.job.settings import Data, Elastic, Workers
+from raytrain_plus.launch.handle import Handle
+from raytrain_plus.launch.runner import start
+from tests.benchmarks.costs import REPOSITORY, ranks_of
+from tests.benchmarks.gate import Gate
 
-REPOSITORY = Path(__file__).parents[2]
-LOOP_S = 300.0
 
-SIZES = {
-    "byte_gpt": ("tests.benchmarks.tasks:ByteGPT", 16, 160, 80, 8),
-    "mlp": ("tests.benchmarks.tasks:Mlp", 64, 3000, 1500, 8),
-    "digits": ("examples.digits:Digits", 96, 3000, 1500, 12),
-    "mlp_20ms": ("tests.benchmarks.tasks:Mlp", 512, 900, 450, 2),
-    "paced_20ms": ("tests.benchmarks.tasks:Paced", 128, 900, 450, 2),
+class Model(NamedTuple):
+    """What is trained; a step has `rows`, of which one worker alone takes half."""
+
+    task: str
+    prepare: str
+    rows: int
+    shards: tuple[int, ...]
+
+
+MODELS = {
+    "digits": Model("tests.benchmarks.tasks:GatedDigits", "examples.digits:prepare", 96, (2, 12)),
+    "mlp": Model("tests.benchmarks.tasks:GatedMlp", "tests.benchmarks.tasks:prepare", 64, (2,)),
+    "gpt2": Model("tests.benchmarks.tasks:GatedGpt2", "tests.benchmarks.tasks:prepare", 16, (2,)),
 }
-"""task, rows of a step, steps, of them warm-up, and the larger of two numbers of shards; the smaller is 2"""
-PREPARE = {"digits": "examples.digits:prepare"}
-COST = ("mlp_20ms", "paced_20ms")
-"""Steps of about 20 ms, on which the cost of Ray and controller is measured: while two workers keep both cores busy, so
-that whatever else runs takes from them; and while they wait for a device, as workers with GPUs do."""
-BARE = "bare Horovod loop"
-OWN = "raytrain_plus' loop, no Ray, no controller"
-ALONE = "raytrain_plus, one worker, half the batch"
-
-
-def job(folder: Path, model: str, name: str, *, shards: int, rows: int, workers: int, cache_mb: int = 1024) -> Job:
-    task, _, steps, *_ = SIZES[model]
-    return Job(
-        name=name,
-        task=task,
-        data=Data(path=str(folder / model), batch_size=rows, shards=shards, cache_mb=cache_mb),
-        steps=steps,
-        workers=Workers(min=workers),
-        collective="horovod",
-        storage=str(folder / "runs"),
-    )
-
-
-def loop(kind: str, file: Path, warm_up: int, size: int = 2) -> float:
-    """Return the seconds per step of a loop without the platform, for its slowest rank."""
-    server = RendezvousServer("127.0.0.1", size=size, peers=["127.0.0.1"])
-    port = server.start()
-    if kind == "ddp":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.benchmarks.loop", kind, str(file)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(port), str(warm_up)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-            env=credentials_for(server, rank),
-        )
-        for rank in range(size)
-    ]
-    try:
-        return max(float(json.loads(rank.communicate(timeout=LOOP_S)[0].splitlines()[-1])) for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        server.close()
-
-
-def platform(asked: Job, warm_up: int) -> tuple[float, float]:
-    """Return the seconds per step of this platform after warm-up, and the share of them spent waiting for data."""
-    result = run(asked, fresh=True, quiet=True, roots=[REPOSITORY])
-    assert result.status == "finished", result.error
-    events = read_events(LocalFolder(result.path))
-    times = [event["time"] for event in events if event["kind"] == "step_committed"]
-    return (times[-1] - times[warm_up - 1]) / (len(times) - warm_up), result.data_wait
+DDP, BARE, PLAIN = "torch DDP", "bare Horovod", "plain loop, one worker"
+TORCH, HOROVOD, ALONE = "raytrain_plus, torch", "raytrain_plus, Horovod", "raytrain_plus, one worker"
+OPEN_S, SETTLE_S = 2.4, 0.4
+"""Seconds for which a contestant steps in a round, and how many of them do not count."""
+LOAD_S = 20.0
+"""Seconds after the last start in which standbys load their modules, before anything is measured."""
+START_S = 120.0
+Taken = dict[tuple[str, int], dict[str, list[float]]]
+"""Seconds a step by model and shards, then by contestant: one number a round."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
+    start, seconds = time.monotonic(), Taken()
     with tempfile.TemporaryDirectory(prefix="raytrain-bench-") as name:
-        measure(Path(name), options.rounds, options.models)
+        for model in options.models:
+            seconds |= measure(Path(name), options.rounds, model)
+            report(model, seconds)
+    print(f"\n{options.rounds} rounds in {(time.monotonic() - start) / 60:.0f} minutes")
 
 
-def measure(folder: Path, rounds: int, models: Sequence[str]) -> None:
-    for model in models:
-        prepare(PREPARE.get(model, "tests.benchmarks.tasks:prepare"), folder / model, [REPOSITORY])
-    seconds: dict[str, dict[str, list[float]]] = {model: defaultdict(list) for model in models}
-    waits: dict[str, list[float]] = defaultdict(list)
-    for _ in range(rounds):
-        for model in models:
-            _, rows, _, warm_up, many = SIZES[model]
-            took = seconds[model]
-            for shards in sorted({2, many}):
-                asked = job(folder, model, f"{model}-{shards}", shards=shards, rows=rows, workers=2)
-                file = folder / f"{model}.yaml"
-                file.write_text(asked.to_yaml())
-                took[f"{BARE}, {shards} shards"].append(loop("horovod", file, warm_up))
-                took[f"raytrain_plus, {shards} shards"].append(platform(asked, warm_up)[0])
-                took[f"{OWN}, {shards} shards"].append(loop("own", file, warm_up))
-                if model not in COST:
-                    took[f"torch DDP, {shards} shards"].append(loop("ddp", file, warm_up))
-            if model in COST:
-                continue
-            streamed = job(folder, model, f"{model}-streamed", shards=2, rows=rows, workers=2, cache_mb=0)
-            each, wait = platform(streamed, warm_up)
-            took["raytrain_plus, streamed from Parquet, 2 shards"].append(each)
-            waits[model].append(wait)
-            alone = job(folder, model, f"{model}-alone", shards=1, rows=rows // 2, workers=1)
-            took[ALONE].append(platform(alone, warm_up)[0])
-    for model in models:
-        report(model, seconds[model], waits[model])
+def measure(folder: Path, rounds: int, name: str) -> Taken:
+    """Start every contestant for a model, let each step in turn, once a round, and print each figure as it comes."""
+    prepare(MODELS[name].prepare, folder / name, [REPOSITORY])
+    seconds: Taken = defaultdict(lambda: defaultdict(list))
+    with ExitStack() as stack:
+        # One Ray for all runs, which never use more than two cores at a time.
+        ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False)
+        stack.callback(ray.shutdown)
+        started = [
+            (shards, who, passes, _started(stack, folder, name, kind, shards, workers))
+            for shards in MODELS[name].shards
+            for who, kind, workers in contestants(shards == MODELS[name].shards[0])
+            for passes in (shards // 2 if workers == 2 else 1,)
+        ]
+        time.sleep(LOAD_S)
+        for number in range(1, rounds + 1):
+            for shards, who, passes, gate in started:
+                taken = _stepped(gate) * passes
+                seconds[name, shards][who].append(taken)
+                print(f"round {number}: {name}, {shards} shards, {who}: {1 / taken:.1f} steps/s", flush=True)
+        for *_, gate in started:
+            gate.open()
+    return dict(seconds)
 
 
-def report(model: str, seconds: dict[str, list[float]], waits: list[float]) -> None:
-    """Print medians over rounds; ratios are taken round by round, because the machine's speed drifts."""
-    rounds = len(next(iter(seconds.values())))
-    print(f"\n{model}: two workers, one thread each, medians of {rounds} interleaved rounds")
-    print(f"  {'':52}{'steps/s':>9}{'of bare Horovod':>17}{'  (range)'}")
-    for name, values in seconds.items():
-        bare = seconds.get(f"{BARE}, {name.rpartition(', ')[2]}", seconds[f"{BARE}, 2 shards"])
-        ratios = [b / v for b, v in zip(bare, values, strict=True)]
-        spread = f"  ({min(ratios):.3f} to {max(ratios):.3f})"
-        print(f"  {name:52}{1 / statistics.median(values):9.1f}{statistics.median(ratios):17.3f}{spread}")
-    both = seconds["raytrain_plus, 2 shards"]
-    if model in COST:
-        cost: Any = statistics.median(b / a - 1 for a, b in zip(seconds[f"{OWN}, 2 shards"], both, strict=True))
-        print(f"  Ray and controller cost {100 * cost:.1f} % of a step")
-        return
-    many = SIZES[model][-1]
-    # Beyond the cost of the same passes in a bare loop.
-    shard: Any = statistics.median(
-        (ours - ours_2 - (bare - bare_2)) / (many - 2) * 2
-        for ours, ours_2, bare, bare_2 in zip(
-            seconds[f"raytrain_plus, {many} shards"],
-            both,
-            seconds[f"{BARE}, {many} shards"],
-            seconds[f"{BARE}, 2 shards"],
-            strict=True,
-        )
+def contestants(with_one: bool) -> list[tuple[str, str, int]]:
+    """Return each contestant's name, kind and number of workers."""
+    two = [(DDP, "ddp", 2), (TORCH, "torch", 2), (BARE, "horovod-loop", 2), (HOROVOD, "horovod", 2)]
+    return two + ([(PLAIN, "plain", 1), (ALONE, "torch", 1)] if with_one else [])
+
+
+def _started(stack: ExitStack, folder: Path, name: str, kind: str, shards: int, workers: int) -> Gate:
+    """Start a contestant, which `stack` ends; return its gate, closed after its first steps."""
+    model = MODELS[name]
+    gate = Gate(folder / "gates" / f"{name}-{kind}-{workers}-{shards}")
+    own = kind in ("torch", "horovod")
+    job = Job(
+        name=gate.folder.name,
+        task=model.task,
+        args={"gate": str(gate.folder)},
+        data=Data(
+            path=str(folder / name),
+            batch_size=model.rows * workers // 2,
+            shards=shards if workers == 2 else 1,
+        ),
+        # A plain loop repeats what it has prepared.
+        steps=1_000_000 if own else 100,
+        workers=Workers(min=workers),
+        collective="horovod" if kind == "horovod" else "torch",
+        elastic=Elastic(hang_timeout_s=3600),
+        storage=str(folder / "runs"),
     )
-    print(f"  each further shard on a worker costs {1000 * shard:.2f} ms beyond its passes in a bare loop")
-    weak: Any = statistics.median(a / b for a, b in zip(seconds[ALONE], both, strict=True))
-    print(f"  weak scaling from 1 to 2 workers: {weak:.3f} of ideal")
-    print(f"  streamed: {100 * statistics.median(waits):.2f} % of step time waiting for data")
+    if own:
+        stack.callback(_stop, start(job, roots=[REPOSITORY]), gate)
+    else:
+        file = folder / f"{job.name}.yaml"
+        file.write_text(job.to_yaml())
+        stack.enter_context(ranks_of(kind.removesuffix("-loop"), file, -1, workers))
+    deadline = time.monotonic() + START_S
+    while sum(len(times) > 20 for times in gate.passed().values()) < workers:
+        assert time.monotonic() < deadline, f"{job.name} has not begun to train within {START_S:g} s"
+        time.sleep(0.1)
+    gate.close()
+    return gate
+
+
+def _stop(handle: Handle, gate: Gate) -> None:
+    gate.open()
+    handle.stop()
+    handle.result()
+
+
+def _stepped(gate: Gate) -> float:
+    """Let a contestant step; return its seconds a pass, those of its slowest process."""
+    begin = time.time() + SETTLE_S
+    gate.open()
+    time.sleep(OPEN_S)
+    gate.close()
+    counted = [times[times >= begin] for times in gate.passed().values()]
+    return max(float(times[-1] - times[0]) / (len(times) - 1) for times in counted if len(times) > 1)
+
+
+def report(name: str, seconds: Taken) -> None:
+    """Print medians; ratios are taken round by round, because the machine's pace drifts."""
+    for shards in MODELS[name].shards:
+        taken = seconds[name, shards]
+        print(f"\n{name}, {shards} shards{'':24}{'steps/s':>9}{'of DDP':>9}{'of bare Horovod':>17}")
+        for who, values in taken.items():
+            row = f"  {who:36}{1 / statistics.median(values):9.1f}"
+            if who not in (PLAIN, ALONE):
+                row += f"{_ratio(taken[DDP], values):9.2f}{_ratio(taken[BARE], values):17.2f}"
+            elif who == ALONE:
+                beyond = statistics.median(ours - plain for ours, plain in zip(values, taken[PLAIN], strict=True))
+                row += f"   {_ratio(taken[PLAIN], values):.2f} of the plain loop, {1000 * beyond:.2f} ms above it"
+            print(row)
+    few, many = MODELS[name].shards[0], MODELS[name].shards[-1]
+    if many > few:
+        for ours, theirs in ((TORCH, DDP), (HOROVOD, BARE)):
+            rounds = zip(*(seconds[name, shards][who] for who in (ours, theirs) for shards in (many, few)), strict=True)
+            cost = statistics.median((a - b - (c - d)) / (many - few) * 2 for a, b, c, d in rounds)
+            print(f"  each further shard on a worker costs {1000 * cost:.2f} ms beyond its passes ({ours}, {theirs})")
+
+
+def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """Return the median, over rounds, of our pace as a share of theirs."""
+    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tasks of the benchmarks: the byte GPT of the examples, and an MLP so small that only overhead is left."""
+"""Tasks of the benchmarks: the byte GPT of the examples, a small GPT-2, and an MLP so small that overhead shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from examples import byte_gpt
+from examples.digits import Digits
 from raytrain_plus import Task
+from tests.benchmarks.gate import gated
 
 
 class Mlp(Task):
@@ -58,6 +60,19 @@ class Padded(Mlp):
         return super().loss(model, batch)
 
 
+class Gpt2(Task):
+    """A small GPT-2 of Transformers: 0.44 M parameters, texts of 64 bytes."""
+
+    def model(self) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=128, n_layer=2, n_head=4))
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        text = batch["bytes"][:, :64].long()
+        return model(input_ids=text, labels=text).loss
+
+
 class ByteGPT(byte_gpt.ByteGPT):
     """Return the optimizer of the examples without its schedule, which the bare loops do not have."""
 
@@ -65,9 +80,12 @@ class ByteGPT(byte_gpt.ByteGPT):
         return None
 
 
+GatedDigits, GatedMlp, GatedGpt2 = gated(Digits), gated(Mlp), gated(Gpt2)
+
+
 def prepare(folder: Path, name: str) -> None:
-    """Write `mlp` (random points) or `byte_gpt` (source text)."""
-    if name == "byte_gpt":
+    """Write `mlp` (random points), or source text for `byte_gpt` and `gpt2`."""
+    if name in ("byte_gpt", "gpt2"):
         byte_gpt.prepare(folder, "train")
         return
     rng = np.random.default_rng(0)

@@ -19,7 +19,8 @@ from tests.pages import PAGES, commands
 from tests.walks import WALKS, Step, Walk
 
 SHORTER = {
-    "-m tests.benchmarks.steps": "--rounds 1 --models paced_20ms",
+    "-m tests.benchmarks.steps": "--rounds 1 --models mlp",
+    "-m tests.benchmarks.costs": "--rounds 1 --models paced_20ms",
     "-m tests.benchmarks.proof": "--rounds 1",
     "-m tests.benchmarks.checkpoints": "--rounds 1 --gigabytes 0.05",
     "-m tests.benchmarks.pipeline": "--rounds 1 --pad 0.002",
