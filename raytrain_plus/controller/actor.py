@@ -83,7 +83,7 @@ class Controller:
             order,
             limits,
             began,
-            workers=Pool(job.workers.cpus, job.workers.gpus, imports_of(order.plan)),
+            workers=Pool(job.workers.cpus, job.workers.gpus, imports_of(order.plan) if job.workers.standby else None),
             nodes=Nodes(),
             metrics=Metrics(job.name),
             host=RayHost(),

@@ -111,7 +111,8 @@ class Formation:
             for number, line in enumerate(shape.lines("stage"))
         ]
         sources = self._sources(command)
-        given = self._snapshots((one for taken in sources.values() for one in taken), command.first_step - 1)
+        others = {name: [one for one in taken if one.worker != name] for name, taken in sources.items()}
+        given = self._snapshots((one for taken in others.values() for one in taken), command.first_step - 1)
         gives = Counter(source.worker for source in given)
         self.replication.begin(view)
         stages = [shape.stage(seat) for seat in range(shape.size)]
@@ -119,9 +120,10 @@ class Formation:
         for seat, member in enumerate(view.members):
             ring = rings[member.stage][member.replica]
             replica = replicas[member.replica][member.stage] if shape.stages > 1 else None
-            self._assign(command, seat, ring, replica, gives[member.worker], shares[seat])
+            own = tuple(one for one in sources.get(member.worker, ()) if one.worker == member.worker)
+            self._assign(command, seat, ring, replica, gives[member.worker], shares[seat], own)
             if member.worker in sources:
-                taken = tuple(given[source] for source in sources[member.worker])
+                taken = tuple(given[source] for source in others[member.worker])
                 # A separate call, which ends: a reference lives as long as the call that received it.
                 self.loop.tell(member.worker, "take", view.generation, taken)
 
@@ -177,7 +179,14 @@ class Formation:
             self._now.close()
 
     def _assign(
-        self, command: e.Join, seat: int, ring: Invitation, replica: Invitation | None, gives: int, share: ShareOf
+        self,
+        command: e.Join,
+        seat: int,
+        ring: Invitation,
+        replica: Invitation | None,
+        gives: int,
+        share: ShareOf,
+        own: Sequence[Source],
     ) -> None:
         view, name = command.view, command.view.members[seat].worker
         assignment = Assignment(
@@ -188,6 +197,7 @@ class Formation:
             shards=view.members[seat].shards,
             first_step=command.first_step,
             lacks=command.lacks.get(name),
+            own_copies=tuple((source.stage, source.layers) for source in own),
             gives=gives,
             buddy=self.replication.buddy(name),
             copies=self.replication.copying,

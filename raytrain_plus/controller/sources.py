@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raytrain_plus.membership.mesh import Stage
-from raytrain_plus.membership.pieces import Pieces, transfers
+from raytrain_plus.membership.pieces import Pieces, assign, transfers, union
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +29,24 @@ def sources_of(
 ) -> dict[str, tuple[Source, ...]]:
     """Return, for each member, the source of each missing part of its stage; empty if nothing is missing.
 
+    A member that has a copy of what it lacks is its own source, and takes only the rest from others.
+
     `takers`: the stage that each is to hold. `holding`: the stage of the same state that some of them hold already.
     `providers`: the workers that give this state, each with its stage; together all of it. `pieces`: the parts of a
     stage.
     """
     held = {provider: pieces(provider[1]) for provider in providers}
-    wanted = {
-        name: pieces(stage) - (pieces(holding[name]) if name in holding else Pieces()) for name, stage in takers.items()
-    }
+    own, wanted = {}, {}
+    for name, stage in takers.items():
+        missing = pieces(stage) - (pieces(holding[name]) if name in holding else Pieces())
+        mine = {provider: held[provider] for provider in providers if provider[0] == name}
+        own[name] = assign(missing & union(mine.values()), mine, layer_bytes)
+        wanted[name] = missing - union(own[name].values())
     moves = transfers(wanted, held, layer_bytes)
     return {
         name: tuple(
             Source(worker, stage, None if given == held[worker, stage] else given.names)
-            for (worker, stage), given in moves.get(name, {}).items()
+            for (worker, stage), given in (own[name] | moves.get(name, {})).items()
         )
         for name in takers
     }

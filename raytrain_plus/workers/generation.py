@@ -172,6 +172,7 @@ class Generation:
         step = assignment.first_step - 1
         parts = self._received.take(assignment.generation, step)
         moved = sum(part.bytes for part in parts)
+        parts += [self._prepared.source.copy_of(step, *one) for one in assignment.own_copies]
         if assignment.lacks == "stage":
             before = self._prepared.own.before
             assert before is not None, "it holds another stage of the state"

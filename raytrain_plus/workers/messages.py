@@ -171,6 +171,8 @@ class Assignment:
     first_step: int
     lacks: Lacks | None
     """What the member does not have yet. `Worker.take` gets the references to what others provide."""
+    own_copies: tuple[tuple[Stage, tuple[str, ...] | None], ...] = ()
+    """The parts of that which it has copies of: the stage, and those of its layers that are wanted (None for all)."""
     gives: int
     """How often other members copy a state from this one."""
     buddy: Buddy | None

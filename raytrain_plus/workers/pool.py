@@ -69,12 +69,20 @@ class Pool:
     A worker that the cluster has no room for yet waits for it; that is also how an autoscaler learns of the demand.
     """
 
-    def __init__(self, cpus: float, gpus: float, imports: Imports, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        cpus: float,
+        gpus: float,
+        imports: Imports | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Create an empty pool.
 
-        `cpus`, `gpus`: what each worker needs; `imports`: what standbys import; `clock`: seconds.
+        `cpus`, `gpus`: what each worker needs; `imports`: what standbys import, or None for a pool without standbys;
+        `clock`: seconds.
         """
         self._clock = clock
+        self._keeps_standbys = imports is not None
         self._need = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
         self._handles: dict[str, WorkerHandle] = {}
         self._nodes: dict[str, str] = {}
@@ -84,7 +92,7 @@ class Pool:
         self._freeing: list[threading.Thread] = []
         # Once: Ray keeps each class that is made remote for as long as the process lives.
         self._remote = ray.remote(WorkerActor)
-        self._standbys = Standbys(self._start_standby, _kill, imports, clock)
+        self._standbys = Standbys(self._start_standby, _kill, imports or Imports(), clock)
 
     @property
     def need(self) -> str:
@@ -133,7 +141,7 @@ class Pool:
         gives NumPy as many threads as that process was started with CPUs.
         """
         self._nodes = {**{name: self._nodes[name] for name in self._vacant}, **nodes}
-        if "GPU" not in self._need and self._need.get("CPU", 0) <= 1:
+        if self._keeps_standbys and "GPU" not in self._need and self._need.get("CPU", 0) <= 1:
             self._standbys.keep(nodes_with_standby(nodes))
 
     def _new_group(self, name: str) -> PlacementGroup:

@@ -47,16 +47,17 @@ class StateSource:
         worker is between two steps, and stays so until the other has copied the state.
         """
         own, wanted = self._own.at(step, stage), everything if layers is None else layers.__contains__
-        if own is not None:
-            snapshot = own.snapshot(wanted)
-        else:
-            copy = self._copier.find(step, stage)
-            if copy is None:
-                raise RunError(f"{self._worker} has neither {stage} of step {step} nor a copy of it")
-            snapshot = copy if layers is None else part_of(copy, wanted)
+        snapshot = self.copy_of(step, stage, layers) if own is None else own.snapshot(wanted)
         with self._giving:
             self._given[generation] += 1
         return snapshot
+
+    def copy_of(self, step: int, stage: Stage, layers: Collection[str] | None) -> Snapshot:
+        """Return the copy that this worker keeps of that stage's state after `step`, or of some of its layers."""
+        copy = self._copier.find(step, stage)
+        if copy is None:
+            raise RunError(f"{self._worker} has neither {stage} of step {step} nor a copy of it")
+        return copy if layers is None else part_of(copy, layers.__contains__)
 
     def wait_until_given(self, generation: int, times: int, check: Callable[[], None]) -> None:
         """Wait until others were given so many states to begin that generation with; `check` may raise meanwhile."""

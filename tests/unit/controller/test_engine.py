@@ -29,6 +29,7 @@ from raytrain_plus.errors import (
 )
 from raytrain_plus.job.settings import Checkpoint, Parallel
 from raytrain_plus.membership import events as e
+from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.sizes import FRUITLESS
 from raytrain_plus.membership.timeouts import EXPORT_S
 from raytrain_plus.parallel.pipeline.partition import Layer
@@ -334,7 +335,8 @@ def test_a_worker_whose_state_nobody_else_holds_is_copied_to_its_buddy(started: 
     run.workers.die(A, "gone")
     run.turn()
     # The buddy is asked whether its copy is whole; then it is its own donor, and computes the second step again.
-    assert run.workers.take() == [(B, name) for name in ("has_copy", "snapshot", "serve", "take")]
+    assert run.workers.take() == [(B, name) for name in ("has_copy", "serve", "take")]
+    assert run.assignment(B).own_copies == ((Stage(), None),)
     assert (run.assignment(B).lacks, run.assignment(B).first_step) == ("newer", 1)
     assert "resumed" not in run.kinds()
 

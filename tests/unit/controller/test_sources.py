@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raytrain_plus.controller.sources import Source, sources_of
 from raytrain_plus.membership.mesh import Stage
@@ -36,6 +38,40 @@ def test_a_newcomer_takes_its_whole_stage_from_its_holder() -> None:
     assert sources({"x": Stage(1, 2)}, {}, given) == {"x": (Source("b", Stage(1, 2), None),)}
     whole = [("a", Stage())]
     assert sources({"x": Stage()}, {}, whole) == {"x": (Source("a", Stage(), None),)}
+
+
+def test_a_member_takes_from_its_own_copy_what_it_lacks() -> None:
+    """Though another worker, which gives nothing yet, has it too."""
+    own, other = Stage(0, 2), Stage(1, 2)
+    given = [("b", other), ("a", other), ("a", own)]
+    [found] = sources({"a": Stage()}, {"a": own}, given)["a"]
+    assert (found.worker, found.stage) == ("a", other)
+    both = sources({"a": other, "x": other}, {}, given)
+    assert both["a"] == (Source("a", other, None),)
+    assert {one.worker for one in both["x"]} == {"a", "b"}, "those that give share the work"
+
+
+@given(
+    before=st.integers(1, 6),
+    after=st.integers(1, 6),
+    keepers=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6),
+)
+def test_members_take_only_what_they_have_neither_held_nor_copied(
+    before: int, after: int, keepers: list[tuple[int, int]]
+) -> None:
+    """Workers hold the stages of one partition, and keep copies of others'; all take places of another partition."""
+    old = [Stage(number, before) for number in range(before)]
+    copies = [(f"w{worker % before}", old[stage % before]) for worker, stage in keepers]
+    providers = [*((f"w{number}", stage) for number, stage in enumerate(old)), *dict.fromkeys(copies)]
+    takers = {f"w{number}": Stage(number, after) for number in range(after)}
+    holding = {f"w{number}": stage for number, stage in enumerate(old) if number < after}
+    for name, parts in sources(takers, holding, list(dict.fromkeys(providers))).items():
+        taken = Counter(layer for part in parts for layer in part.layers or pieces(part.stage).names)
+        held = pieces(holding[name]) if name in holding else Pieces()
+        assert taken == Counter((pieces(takers[name]) - held).names)
+        of_others = [part for part in parts if part.worker != name]
+        copied = {layer for worker, stage in copies if worker == name for layer in pieces(stage).names}
+        assert not any(copied & set(part.layers or pieces(part.stage).names) for part in of_others)
 
 
 def test_newcomers_that_lack_the_same_share_one_part() -> None:

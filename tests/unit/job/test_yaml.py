@@ -220,6 +220,7 @@ FREE = {
     "workers.min": "1",
     "workers.max": "4",
     "workers.spares": "1",
+    "workers.standby": "false",
     "workers.cpus": "2",
     "workers.gpus": "1",
     "parallel.pipeline": "1",

@@ -225,6 +225,25 @@ def test_a_member_that_gets_another_stage_keeps_the_layers_that_it_has(tmp_path:
     assert moved == given.bytes == sum(value.nbytes for name, value in donor.named if name.startswith("first."))
 
 
+def test_a_member_takes_a_copy_of_its_own_from_its_own_memory(tmp_path: Path) -> None:
+    prepared, other = member(tmp_path, steps=5), Stage(0, 2)
+    prepared.own.build(HALF).last_applied = 4
+    donor = stepper()
+    donor.last_applied = 4
+    with torch.no_grad():
+        for _, value in donor.named:
+            value.add_(1)
+    prepared.copier.keep(0, other, donor.snapshot())
+    part = Part(prepared, assigned(lacks="stage", first_step=5, own_copies=((other, ("first", REST)),)))
+    part.received.fetch(0, [])
+    assert part.run().why == "finished"
+    now = dict(prepared.own.stepper.named)
+    for name, value in donor.named:
+        assert not value.numel() or torch.equal(now[name], value) == name.startswith("first."), name
+    # Nothing crossed from another process.
+    assert [call[-1] for call in part.controller.calls if call[0] == "joined"] == [0]
+
+
 @pytest.mark.parametrize(
     ("donated", "fails_at", "holds", "stage"), [(3, 5, 4, HALF), (4, 5, 4, WHOLE), (4, 6, 5, WHOLE)]
 )

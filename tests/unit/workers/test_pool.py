@@ -318,12 +318,12 @@ def test_the_place_of_a_worker_that_was_dismissed_is_freed_at_once(started: tupl
     assert freed == ["B"]
 
 
-@pytest.mark.parametrize(("cpus", "gpus"), [(1, 1), (2, 0)])
-def test_workers_with_a_gpu_or_several_cpus_have_no_standby(
-    started: tuple[Pool, Started, list[Any]], cpus: int, gpus: int
+@pytest.mark.parametrize(("cpus", "gpus", "imports"), [(1, 1, Imports()), (2, 0, Imports()), (1, 0, None)])
+def test_workers_with_a_gpu_or_several_cpus_or_by_request_have_no_standby(
+    started: tuple[Pool, Started, list[Any]], cpus: int, gpus: int, imports: Imports | None
 ) -> None:
     made = started[1]
-    workers = Pool(cpus, gpus, Imports())
+    workers = Pool(cpus, gpus, imports)
     workers.start("e")
     workers.stand_by({"e": NODE})
     assert len(made.actors) == 4
