@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import nn
 
@@ -176,17 +177,29 @@ def column_tensor(table: pa.Table, name: str) -> torch.Tensor:
     if isinstance(column, pa.ChunkedArray):
         column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     shape = [len(column)]
+    _check_no_nulls(column, name)
     while (
         pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type)
     ):
-        values = column.flatten()
-        if len(column) and len(values) % len(column):
-            raise TypeError(f"column '{name}' holds lists of different lengths: override Task.collate to pad them")
-        shape.append(len(values) // len(column) if len(column) else 0)
-        column = values
-    if column.null_count:
-        raise TypeError(f"column '{name}' holds {column.null_count} nulls: fill them in data.prepare or Task.collate")
+        shape.append(_length(column, name))
+        column = column.flatten()
+        _check_no_nulls(column, name)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)):
         raise TypeError(f"column '{name}' has type {column.type}, which is not numeric: override Task.collate")
     array = column.to_numpy(zero_copy_only=False)
     return torch.tensor(array).reshape(shape)
+
+
+def _length(column: pa.Array, name: str) -> int:
+    """Return the length of all lists in a column."""
+    if pa.types.is_fixed_size_list(column.type):
+        return int(column.type.list_size)
+    found = pc.min_max(pc.list_value_length(column)).as_py()
+    if found["min"] != found["max"]:
+        raise TypeError(f"column '{name}' holds lists of different lengths: override Task.collate to pad them")
+    return found["min"] or 0
+
+
+def _check_no_nulls(column: pa.Array, name: str) -> None:
+    if column.null_count:
+        raise TypeError(f"column '{name}' holds {column.null_count} nulls: fill them in data.prepare or Task.collate")

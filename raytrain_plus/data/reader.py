@@ -6,6 +6,7 @@ the stream if it is ahead. Otherwise they are read directly: while the stream st
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -24,9 +25,13 @@ from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import RaytrainError, TrainingError, WaitExpired
 from raytrain_plus.job.task_loader import trim_traceback, users_frames
+from raytrain_plus.task import Task
 
 PREFETCH_STEPS = 4
 """Steps whose batches are prepared ahead."""
+AT_ONCE = 8
+"""The most steps whose rows are collated at once, if `collate` is the default, and no more than this many bytes."""
+AT_ONCE_BYTES = 1 << 20
 LOOK_S = 0.02
 """Seconds between two calls of `check` while `get` waits for a step's batches."""
 STREAM_S = 5.0
@@ -63,17 +68,40 @@ def cut(table: pa.Table, rows: int, collate: Collate, at: int = 0) -> list[Micro
     The last microbatch takes the remaining rows. A single remaining row joins the microbatch before it: BatchNorm
     cannot train on one. Raises `TrainingError` if the rows cannot be collated.
     """
-    sizes = cut_sizes(table.num_rows, rows)
+    return _microbatches(table, cut_sizes(table.num_rows, rows), collate, at)
+
+
+def _microbatches(table: pa.Table, sizes: Sequence[int], collate: Collate, at: int) -> list[Microbatch]:
+    """Return microbatches of these sizes. Raises `TrainingError` if the rows cannot be collated."""
     ends = list(itertools.accumulate(sizes))
     starts = [end - size for end, size in zip(ends, sizes, strict=True)]
     ids = table.column(ROW_ID).to_numpy()
     table = without_ids(table)
+    batches = _at_once(table, sizes, collate)
+    if batches is None:
+        batches = [_collated(table.slice(start, size), collate) for start, size in zip(starts, sizes, strict=True)]
     return [
-        Microbatch(
-            _collated(table.slice(start, end - start), collate), end - start, at + start, int(ids[start:end].sum())
-        )
-        for start, end in zip(starts, ends, strict=True)
+        Microbatch(batch, end - start, at + start, int(ids[start:end].sum()))
+        for batch, start, end in zip(batches, starts, ends, strict=True)
     ]
+
+
+def _at_once(table: pa.Table, sizes: Sequence[int], collate: Collate) -> list[Any] | None:
+    """Return batches of these sizes, collated together; None if they must be collated one by one."""
+    if len(sizes) < 2 or not collates_rows(collate):
+        return None
+    try:
+        whole = collate(table)
+    except TypeError:
+        # Perhaps only some of them cannot be collated, or lists have equal lengths only within a batch.
+        return None
+    parts = zip(*(column.split(list(sizes)) for column in whole.values()), strict=True)
+    return [dict(zip(whole, part, strict=True)) for part in parts]
+
+
+def collates_rows(collate: Collate) -> bool:
+    """Return whether `collate` is the default, which makes the same of each row whatever rows are beside it."""
+    return getattr(collate, "__func__", None) is Task.collate
 
 
 def cut_sizes(total: int, rows: int) -> list[int]:
@@ -235,33 +263,62 @@ class Batches:
                 # Two threads reading at once would read the same units twice.
                 self._before.join()
                 self._before = None
+            stream_starts = False
             sources = {shard: _ShardRows(self._sample_order, shard, self._first_step) for shard in self._shards}
             upcoming = reads(self._sample_order, self._shards, self._first_step)
-            for step in range(self._first_step, self._sample_order.steps):
-                if step == self._first_step + PREFETCH_STEPS + 2:
+            step, many = self._first_step, 1
+            while step < self._sample_order.steps:
+                if step >= self._first_step + PREFETCH_STEPS + 2 and not stream_starts:
                     # Loading and starting Ray Data takes a second, which must delay neither the first steps' batches
                     # nor the `Batches` that replaces this one.
                     threading.Thread(target=self._start_stream, name="start of the stream", daemon=True).start()
-                while any(source.lacks(step) for source in sources.values()):
+                    stream_starts = True
+                steps = range(step, min(step + many, self._sample_order.steps))
+                while any(source.lacks(steps) for source in sources.values()):
                     if self._closing.is_set():
                         return
                     read = next(upcoming)
                     self._next_read = read.number + 1
                     sources[read.shard].add(self._read(read))
-                made = {}
+                made: dict[int, dict[int, list[Microbatch]]] = {one: {} for one in steps}
                 for shard, source in sources.items():
                     if self._closing.is_set():
                         return
-                    at, rows = source.at, source.take(step)
-                    self.failed = (step, shard)
-                    made[shard] = cut(rows, self._microbatch_rows, self._collate, at)
-                    self.failed = None
-                if not self._offer(made):
+                    for one, microbatches in self._made(shard, source, steps).items():
+                        made[one][shard] = microbatches
+                if not all(self._offer(made[one]) for one in steps):
                     return
+                step = steps.stop
+                if step >= self._first_step + PREFETCH_STEPS:
+                    many = self._many(next(iter(sources.values())))
         except BaseException as error:
             self._offer(error)
         finally:
             self._close_stream()
+
+    def _made(self, shard: int, source: _ShardRows, steps: range) -> dict[int, list[Microbatch]]:
+        """Return the shard's microbatches of each of these steps."""
+        at, table = source.at, source.take(steps)
+        sizes = {step: cut_sizes(self._sample_order.rows_in_step(shard, step), self._microbatch_rows) for step in steps}
+        if len(steps) > 1:
+            with contextlib.suppress(TrainingError):
+                made = iter(_microbatches(table, [size for own in sizes.values() for size in own], self._collate, at))
+                return {step: list(itertools.islice(made, len(own))) for step, own in sizes.items()}
+        # Also if some of them cannot be collated, to know which.
+        found, begin = {}, 0
+        for step, own in sizes.items():
+            self.failed = (step, shard)
+            found[step] = _microbatches(table.slice(begin, sum(own)), own, self._collate, at + begin)
+            self.failed = None
+            begin += sum(own)
+        return found
+
+    def _many(self, source: _ShardRows) -> int:
+        """Return how many steps to collate at once: several small ones take hardly longer than one."""
+        if not collates_rows(self._collate):
+            return 1
+        each = self._sample_order.per_shard * source.row_bytes
+        return max(1, min(AT_ONCE, int(AT_ONCE_BYTES / each) if each else AT_ONCE))
 
     def _offer(self, made: dict[int, list[Microbatch]] | BaseException) -> bool:
         self._room.acquire()
@@ -349,18 +406,24 @@ class _ShardRows:
         self._shard = shard
         self.at = first_step * sample_order.per_shard
         """The position of the next row in the shard's own sequence."""
+        self.row_bytes = 0.0
+        """Bytes of a row, of those that came last."""
         self._tables: list[pa.Table] = []
         self._have = 0
 
-    def lacks(self, step: int) -> bool:
-        return self._have < self._sample_order.rows_in_step(self._shard, step)
+    def lacks(self, steps: range) -> bool:
+        return self._have < self._rows_in(steps)
+
+    def _rows_in(self, steps: range) -> int:
+        return sum(self._sample_order.rows_in_step(self._shard, step) for step in steps)
 
     def add(self, table: pa.Table) -> None:
+        self.row_bytes = table.nbytes / max(1, table.num_rows)
         self._tables.append(table)
         self._have += table.num_rows
 
-    def take(self, step: int) -> pa.Table:
-        wanted = self._sample_order.rows_in_step(self._shard, step)
+    def take(self, steps: range) -> pa.Table:
+        wanted = self._rows_in(steps)
         self._have -= wanted
         self.at += wanted
         parts = []

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from raytrain_plus import Task
 from raytrain_plus.data.ledger import ROW_ID, row_ids
@@ -313,6 +314,66 @@ def test_a_type_error_in_collate_shows_the_users_frames() -> None:
     with pytest.raises(TrainingError, match="column 'x' has type string") as caught:
         cut(table, 1, Task().collate)
     assert caught.value.user_traceback == ""
+
+
+@pytest.mark.parametrize("lists", [[[1], [2, 3, 4]], [[1, 2], [3]]])
+def test_lists_of_different_lengths_are_refused_whatever_their_sum(lists: list[list[int]]) -> None:
+    """In the past [[1], [2, 3, 4]] became [[1, 2], [3, 4]]."""
+    table = pa.table({"x": lists}).append_column(ROW_ID, pa.array([1, 2], pa.uint64()))
+    with pytest.raises(TrainingError, match="column 'x' holds lists of different lengths"):
+        cut(table, 2, Task().collate)
+    # Each alone can be collated.
+    assert [one.batch["x"].tolist() for one in cut(table, 1, Task().collate)] == [[lists[0]], [lists[1]]]
+
+
+COLUMNS = {
+    "number": pa.array(range(200), pa.int32()),
+    "flag": pa.array([n % 3 == 0 for n in range(200)]),
+    "fixed": pa.FixedSizeListArray.from_arrays(pa.array([float(n) for n in range(400)]), 2),
+    "nested": pa.array([[[n], [n + 1]] for n in range(200)]),
+}
+
+
+@pytest.mark.parametrize(("shards", "batch_size", "microbatches"), [(1, 1, 1), (2, 4, 1), (3, 18, 2), (1, 64, 1)])
+def test_steps_collated_at_once_are_the_same_as_one_by_one(
+    tmp_path: Path, shards: int, batch_size: int, microbatches: int
+) -> None:
+    pq.write_table(pa.table(COLUMNS), tmp_path / "a.parquet", row_group_size=30)
+    seen = index(tmp_path)
+    order = SampleOrder(seen.unit_rows, shards=shards, batch_size=batch_size, seed=3, epochs=1)
+    rows = Rows(index=seen, sample_order=order, seed=0, transform=None, block_rows=8)
+    default = Task().collate
+    found = []
+    for collate in (default, lambda table: default(table)):
+        feed = Batches(
+            rows, shards=range(shards), first_step=0, microbatches=microbatches, collate=collate, cache_mb=9,
+            make_stream=None,
+        )  # fmt: skip
+        with feed:
+            found.append([feed.get(step, 20).shards for step in range(order.steps)])
+    for together, alone in zip(*found, strict=True):
+        assert together.keys() == alone.keys()
+        for shard, microbatch in together.items():
+            for one, other in zip(microbatch, alone[shard], strict=True):
+                assert (one.rows, one.start, one.ids) == (other.rows, other.start, other.ids)
+                assert one.batch.keys() == other.batch.keys() == COLUMNS.keys()
+                assert all(torch.equal(one.batch[name], other.batch[name]) for name in COLUMNS)
+
+
+def test_of_steps_collated_at_once_the_one_that_cannot_be_is_known(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [None if n == 37 else n for n in range(60)]}), tmp_path / "a.parquet")
+    seen = index(tmp_path)
+    order = SampleOrder(seen.unit_rows, shards=1, batch_size=3, seed=0, shuffle="none", epochs=1)
+    rows = Rows(index=seen, sample_order=order, seed=0, transform=None, block_rows=8)
+    feed = Batches(
+        rows, shards=(0,), first_step=0, microbatches=1, collate=Task().collate, cache_mb=9, make_stream=None
+    )
+    with feed:
+        for step in range(12):
+            feed.get(step, 20)
+        with pytest.raises(TrainingError, match="column 'x' holds 1 nulls"):
+            feed.get(12, 20)
+    assert feed.failed == (12, 0)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
