@@ -52,7 +52,7 @@ class ReplicaStage:
     pipeline: Runner
     handovers: Handovers
     rider: Rider
-    """What the first part's first bucket carries."""
+    """It carries the header and the metrics, with the first part's first bucket."""
     device: torch.device
     shards: int
     """The job's number of shards."""

@@ -1,4 +1,4 @@
-"""What a step's first gradient bucket carries besides gradients: the header, the metrics, and small buffers.
+"""The rider of a step's first gradient bucket: the header, the metrics, and small buffers are summed with it.
 
     header | a row of metrics for each shard | a row of buffer sums for each member        words of 64 bits
 

@@ -194,7 +194,7 @@ class Stepper:
 
     @property
     def rider(self) -> Rider:
-        """What the first bucket carries besides gradients."""
+        """The rider of the first bucket: header, metrics and small buffers."""
         return self._sums.rider
 
     @property
