@@ -95,6 +95,8 @@ def _at_once(table: pa.Table, sizes: Sequence[int], collate: Collate) -> list[An
     except TypeError:
         # Perhaps only some of them cannot be collated, or lists have equal lengths only within a batch.
         return None
+    if not whole:
+        return None
     parts = zip(*(column.split(list(sizes)) for column in whole.values()), strict=True)
     return [dict(zip(whole, part, strict=True)) for part in parts]
 

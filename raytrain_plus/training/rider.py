@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raytrain_plus.collective.world import Work, World
 from raytrain_plus.parallel.data import Gradients
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
@@ -39,7 +40,7 @@ class Rider:
         self._metrics = self._members = 0
         self._alone = False
         self._own = np.zeros(0, dtype=np.int64)
-        """What this member has written."""
+        """The words that this member wrote last."""
 
     @property
     def carries_buffers(self) -> bool:
@@ -75,6 +76,12 @@ class Rider:
             rider = self._gradients.rider
             own = to_digits(torch.cat([buffers.own() for buffers in self._buffers]), rider.dtype)
             rider[self._begin_of_buffers :].view(self._members, -1)[rank] = own
+
+    def submit_buffers(self, world: World) -> list[Work]:
+        """Start the sums of buffers that do not travel here: on every replica they come before the gradients."""
+        if self.carries_buffers:
+            return []
+        return [world.reduce(*one) for buffers in self._buffers for one in buffers.to_reduce()]
 
     def read(self) -> tuple[npt.NDArray[np.int64], Table]:
         """Return the summed header, and the metrics with a row for each shard."""

@@ -156,9 +156,7 @@ class Stepper:
         self.tied = built[0].tied
         """For the whole model: parameters that are copies -> the parameters they copy."""
         self._sums = StepSums(self.parts, self.named, self.tied, shards=shards, device=device)
-        self.passes: Passes | Overlapping = WholePasses(
-            task, self.parts[0], self._sums.rider, device=device, shards=shards
-        )
+        self.passes: Passes | Overlapping = WholePasses(task, self.parts[0], self.rider, device=device, shards=shards)
         """Replaced in each generation if the model has stages."""
         self.begun = -1
         """The step that was begun last; of overlapping steps, the first."""

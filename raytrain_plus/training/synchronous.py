@@ -153,9 +153,9 @@ class _ReplicaStep:
     def _reduced(self, chunk: int) -> AbstractContextManager[None]:
         """Return a context in which the gradients of a chunk are submitted as they become complete."""
         stage, world = self._stage, self._context.world
-        if len(self._unreduced) == len(stage.parts) and not stage.rider.carries_buffers:
-            # All forward passes of this stage have run. On every replica, buffers come before gradients.
-            self.works += [world.reduce(*one) for part in stage.parts.values() for one in part.buffers.to_reduce()]
+        if len(self._unreduced) == len(stage.parts):
+            # All forward passes of this stage have run.
+            self.works += stage.rider.submit_buffers(world)
         self._unreduced.remove(chunk)
         part = stage.parts[chunk]
         if part is stage.first_part:

@@ -93,8 +93,7 @@ class WholePasses:
     @contextmanager
     def _summing(self, works: list[Work], context: StepContext) -> Iterator[None]:
         """Submit the buffers that do not travel with the header; while open, submit gradients as they are complete."""
-        if not self._rider.carries_buffers:
-            works += [context.world.reduce(*one) for one in self._part.buffers.to_reduce()]
+        works += self._rider.submit_buffers(context.world)
         with self._part.gradients.reducing(context.world, context.control.check) as started:
             yield
         works += started
