@@ -41,7 +41,7 @@ class _Outcomes:
     """Each member's stage."""
     shas: dict[str, str] = field(default_factory=dict)
     squares: Mapping[str, float] = field(default_factory=dict)
-    """The squares of the newest step that a returned member has applied: see `Stepper.squares`."""
+    """The squares of the newest step that a returned member has applied: see `TrainState.squares`."""
     squares_of: int = -1
 
 

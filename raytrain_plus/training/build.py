@@ -1,4 +1,4 @@
-"""Build the model of a job, or a stage of it, with everything that a step needs."""
+"""Build the training state of a job's model, or of a stage of it, and the steps of a whole one."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.task import Task
 from raytrain_plus.training.model import build_chunks, build_model
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.step import SynchronousSteps
+from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.whole import WholePasses
 
 
-def build_stepper(
-    job: Job, task: Task, device: torch.device, chunks: Chunks = (), *, skip_nonfinite: bool | None = None
-) -> Stepper:
-    """Build the model, or the `chunks` of a stage, with its initial values.
+def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ()) -> TrainState:
+    """Build the state of the model, or of the `chunks` of a stage, with its initial values.
 
-    `skip_nonfinite`: as for `Stepper`; None for what the job says. Raises `TaskError` for a model that cannot be
-    trained, and what the task raises.
+    Raises `TaskError` for a model that cannot be trained, and what the task raises.
     """
     built = build_chunks(task, job.seed, device, chunks) if chunks else (build_model(task, job.seed, device),)
-    stepper = Stepper(
+    state = TrainState(
         task,
         built,
         seed=job.seed,
@@ -34,15 +33,19 @@ def build_stepper(
         device=device,
         exact=job.reduction == "exact",
         make_wire=_wire(job),
-        skip_nonfinite=job.elastic.on_nonfinite == "skip" if skip_nonfinite is None else skip_nonfinite,
     )
-    check_storable(stepper.holding())
-    return stepper
+    check_storable(state.holding())
+    return state
 
 
-def initial_sums(stepper: Stepper) -> tuple[float, ...]:
+def whole_steps(state: TrainState, *, skip_nonfinite: bool = False) -> SynchronousSteps:
+    """Return the steps of a worker that holds the whole model; `skip_nonfinite`: see `SynchronousSteps`."""
+    return SynchronousSteps(state, WholePasses(state), skip_nonfinite=skip_nonfinite)
+
+
+def initial_sums(state: TrainState) -> tuple[float, ...]:
     """Return the sum of each parameter and buffer: other values of the same model have, as good as surely, others."""
-    values = [*stepper.module.parameters(), *stepper.module.buffers()]
+    values = [*state.module.parameters(), *state.module.buffers()]
     plain = (torch.view_as_real(value) if value.is_complex() else value for value in values)
     return tuple(float(value.detach().nan_to_num().sum(dtype=torch.float64)) for value in plain)
 

@@ -16,11 +16,13 @@ from raytrain_plus.task import Task
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.metric_sums import ShardBatches
 from raytrain_plus.training.outputs import forms, summarise
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.passes import ReplicaPasses
+from raytrain_plus.training.train_state import TrainState
 
 
 def evaluate(
-    stepper: Stepper,
+    state: TrainState,
+    passes: ReplicaPasses,
     batches: ShardBatches,
     hosted: Iterable[int],
     context: StepContext,
@@ -33,14 +35,12 @@ def evaluate(
     Each shard's sums stay separate through the reduction (one writer, float64) and are added in shard order. Raises
     `TrainingError` if workers have different metric names.
     """
-    for part in stepper.parts:
-        part.module.eval()
-    stepper.restore_buffers()
+    state.train(False)
+    state.restore_buffers()
     with torch.no_grad():
-        sums = stepper.passes.metric_sums(batches, sorted(hosted), context)
-    stepper.restore_buffers()
-    for part in stepper.parts:
-        part.module.train()
+        sums = passes.metric_sums(batches, sorted(hosted), context)
+    state.restore_buffers()
+    state.train()
     names = sums.names
     context.control.enter("collective")
     assert names is not None, "every worker hosts held-out rows"
@@ -53,12 +53,12 @@ def evaluate(
     context.reduce(total, f"evaluation.{','.join(names)}", f"the evaluation after step {step}")
     summed = [sum(column) for column in total.numpy().T.tolist()]
     found = {name: value / summed[0] for name, value in zip(names, summed[1:], strict=True)}
-    if type(stepper.task).summarise is Task.summarise:
+    if type(state.task).summarise is Task.summarise:
         return found
-    passes, summary = stepper.passes, dict[str, float]()
+    summary = dict[str, float]()
     if passes.is_last:
         _agree(forms(sums), "outputs", step, context)
-        summary = summarise(stepper.task, sums, context, shards=shards, step=step)
+        summary = summarise(state.task, sums, context, shards=shards, step=step)
         if both := sorted(summary.keys() & found.keys()):
             raise TrainingError(f"both evaluate and summarise returned '{both[0]}': give one of them another name")
     return {**found, **passes.share_metrics(summary)}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from raytrain_plus.torch_compat import float64_norms
+from raytrain_plus.training.norms import Norms
 from raytrain_plus.training.verdict import Fault
 
 
@@ -56,34 +54,3 @@ class FaultSearch:
                 # Backward runs from the last parameter to the first: the last faulty parameter is the origin.
                 faults[one.chunk] = Fault(one.shard, one.chunk, bad[-1])
         return list(faults.values())
-
-
-class Norms:
-    """The float64 norms of some tensors, kept on the tensors' devices until `squares` copies them to the host."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Measure tensors of any device and dtype, also empty and complex ones; they may change afterwards."""
-        self._count = len(tensors)
-        alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
-        for number, tensor in enumerate(tensors):
-            if tensor.numel():
-                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-                # A kernel over many tensors needs one device and one dtype.
-                alike[real.device, real.dtype].append((number, real))
-        of_devices: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = defaultdict(list)
-        for (device, _), group in alike.items():
-            norms = float64_norms([tensor for _, tensor in group])
-            of_devices[device].append(([number for number, _ in group], torch.stack(norms)))
-        self._of_devices = [
-            ([number for numbers, _ in found for number in numbers], torch.cat([norms for _, norms in found]))
-            for found in of_devices.values()
-        ]
-
-    def squares(self) -> list[float]:
-        """Return the sum of squares of each tensor, in order, with one transfer per device."""
-        found = [0.0] * self._count
-        for numbers, norms in self._of_devices:
-            for number, norm in zip(numbers, norms.tolist(), strict=True):
-                # `**` would raise OverflowError; this gives infinity.
-                found[number] = norm * norm
-        return found

@@ -13,14 +13,15 @@ from typing import Any, Literal, Protocol
 from raytrain_plus.collective.world import World
 from raytrain_plus.data.reader import StepBatches
 from raytrain_plus.parallel.pipeline.timeline import Bar
+from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.metric_sums import ShardBatches
-from raytrain_plus.training.passes import Shards
+from raytrain_plus.training.passes import ReplicaPasses, Shards
 from raytrain_plus.training.records import Evaluated, StepRecord
-from raytrain_plus.training.step import Stepper
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
 
 DRAWN = 3
 """Offset, in a generation, of the step whose passes are drawn if the model has stages; the first steps warm up."""
@@ -47,14 +48,22 @@ class Evaluation:
     batches: ShardBatches
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
-    """Overlapping steps that are committed together."""
+class Steps(Protocol):
+    """The steps of one generation: `step.SynchronousSteps`, or `window.OverlappingSteps`."""
 
+    state: TrainState
+    """The state that they change."""
     every: int
-    """Number of steps after which all stages synchronise."""
-    counted: Callable[[int], Shards]
-    """Returns the number of rows of each microbatch of a step."""
+    """Number of steps after which all stages hold one state."""
+    begun: int
+    """The step that was begun last; of overlapping steps, the first."""
+
+    @property
+    def passes(self) -> ReplicaPasses:
+        """Their passes."""
+
+    def make(self, steps: range, batches: Callable[[int], Shards], context: StepContext) -> list[Applied]:
+        """Compute and apply these steps; `batches` returns the microbatches of one."""
 
 
 class CheckpointWriter(Protocol):
@@ -104,15 +113,14 @@ class StepTimeouts:
 
 
 def train(
-    stepper: Stepper,
+    steps: Steps,
     feed: Feed,
     world: World,
     *,
     hosted: Sequence[int],
     shards: int,
     first_step: int,
-    steps: int,
-    window: Window | None,
+    end: int,
     evaluation: Evaluation | None,
     evaluated: int,
     timeouts: StepTimeouts,
@@ -121,7 +129,7 @@ def train(
     tell: Callable[[StepRecord | Evaluated], None],
     control: Control,
 ) -> Literal["paused", "finished"]:
-    """Train from `first_step` up to `steps`, or to the boundary of a requested pause.
+    """Make `steps` from `first_step` up to `end`, or to the boundary of a requested pause.
 
     `tell` is called with each applied step and each evaluation, in order, and must not block. Evaluations up to the one
     after step `evaluated` have been made. If the evaluation due at `first_step` is not among them, it is made first.
@@ -129,11 +137,11 @@ def train(
     """
     context = _context_of(world, control, timeouts, feed, saving, copying)
     boundary = _Boundary(
-        stepper=stepper,
+        of=steps,
         context=context,
         hosted=hosted,
         shards=shards,
-        steps=steps,
+        end=end,
         evaluation=evaluation,
         evaluated=evaluated,
         timeouts=timeouts,
@@ -144,17 +152,19 @@ def train(
     boundary.copy(first_step - 1, copying.ready())
     boundary.evaluate(first_step - 1)
     step = first_step
-    while step < steps:
+    while step < end:
         limit_s = timeouts.first_step_s if step == first_step else timeouts.step_s
         control.set_limit(limit_s)
-        made = range(step, steps_end(step, steps, window, evaluation, saving) + 1)
-        records, flags = _make(stepper, feed, context, made, window, first_step + DRAWN, limit_s)
-        for record in records:
+        together = range(step, last_together(step, end, steps.every, evaluation, saving) + 1)
+        data, start = _Data(feed, control, limit_s), time.monotonic()
+        applied = steps.make(together, data.batches, context)
+        bars, drawn = steps.passes.bars, first_step + DRAWN in together
+        for record in _records(together, applied, time.monotonic() - start, data.waited_s, bars, drawn=drawn):
             tell(record)
-        step = made[-1]
+        step, flags = together[-1], applied[-1].flags
         boundary.copy(step, not flags.uncopied)
         metrics = boundary.evaluate(step)
-        if step + 1 < steps:
+        if step + 1 < end:
             # The final state is saved when the run ends.
             boundary.save(step, metrics, flags)
             if flags.pause:
@@ -183,11 +193,11 @@ def _context_of(
 class _Boundary:
     """What happens between two steps: copies of the state, evaluations and checkpoints. See `train`."""
 
-    stepper: Stepper
+    of: Steps
     context: StepContext
     hosted: Sequence[int]
     shards: int
-    steps: int
+    end: int
     evaluation: Evaluation | None
     evaluated: int
     timeouts: StepTimeouts
@@ -206,12 +216,13 @@ class _Boundary:
         """Return the metrics of the state after `step` if an evaluation is due, else nothing."""
         if self.evaluation is None or step <= self.evaluated:
             return {}
-        if step not in (-1, self.steps - 1) and (step + 1) % self.evaluation.every_steps:
+        if step not in (-1, self.end - 1) and (step + 1) % self.evaluation.every_steps:
             return {}
         self.context.control.set_limit(self.timeouts.first_step_s)
         self.context.control.enter("data")
+        batches = self.evaluation.batches
         metrics = evaluate(
-            self.stepper, self.evaluation.batches, self.hosted, self.context, shards=self.shards, step=step
+            self.of.state, self.of.passes, batches, self.hosted, self.context, shards=self.shards, step=step
         )
         self.tell(Evaluated(step=step, metrics=metrics))
         return metrics
@@ -231,39 +242,36 @@ class _Boundary:
         self.saving.copy(step, metrics)
 
 
-def _make(
-    stepper: Stepper,
-    feed: Feed,
-    context: StepContext,
-    steps: range,
-    window: Window | None,
-    drawn: int,
-    limit_s: float,
-) -> tuple[list[StepRecord], Flags]:
-    """Make one step, or several overlapping ones; return their records and the flags at their end.
+@dataclass(slots=True)
+class _Data:
+    """The batches of some steps, and the wait for them."""
 
-    `drawn`: the step whose passes are drawn; `limit_s`: the limit of the wait for data.
-    """
-    start, waits_s = time.monotonic(), []
+    feed: Feed
+    control: Control
+    limit_s: float
+    """Limit of the wait for one step's batches."""
+    waited_s: float = 0.0
 
-    def batches(step: int) -> Shards:
-        context.control.enter("data")
-        found = feed.get(step, limit_s, context.control.check)
-        waits_s.append(found.waited_s)
+    def batches(self, step: int) -> Shards:
+        """Return the batches of a step."""
+        self.control.enter("data")
+        found = self.feed.get(step, self.limit_s, self.control.check)
+        self.waited_s += found.waited_s
         return found.shards
 
-    if window is None:
-        applied = [stepper.run(steps[0], batches(steps[0]), context)]
-    else:
-        applied = stepper.run_window(steps, window.counted, batches, context)
-    seconds, now = time.monotonic() - start, time.time()
-    records = [
+
+def _records(
+    steps: range, applied: Sequence[Applied], seconds: float, waited_s: float, bars: Sequence[Bar], *, drawn: bool
+) -> list[StepRecord]:
+    """Return the records of steps that were made together in so many seconds; `drawn`: with their `bars`."""
+    now = time.time()
+    return [
         StepRecord(
             step=step,
             rows=one.rows,
             loss=one.loss,
             seconds=seconds / len(steps),
-            waited_s=sum(waits_s) / len(steps),
+            waited_s=waited_s / len(steps),
             reduce_s=one.reduce_s,
             grad_norm=one.grad_norm,
             skipped=one.skipped,
@@ -273,26 +281,20 @@ def _make(
             metrics=one.metrics,
             notes=one.notes,
             # Overlapping steps report all their passes with the last step.
-            **_pipelined(stepper.passes.bars if step == steps[-1] else (), drawn in steps),
+            **_pipelined(bars if step == steps[-1] else (), drawn),
         )
         for step, one in zip(steps, applied, strict=True)
     ]
-    return records, applied[-1].flags
 
 
-def steps_end(
-    step: int, steps: int, window: Window | None, evaluation: Evaluation | None, saving: CheckpointWriter
-) -> int:
+def last_together(step: int, end: int, every: int, evaluation: Evaluation | None, saving: CheckpointWriter) -> int:
     """Return the last of the steps, from `step` on, that are committed together; the same for every member."""
-    if window is None:
-        return step
 
     def ends(last: int) -> bool:
         evaluated = evaluation is not None and (last + 1) % evaluation.every_steps == 0
-        whole = (last + 1) % window.every == 0 or last + 1 == steps
-        return whole or evaluated or saving.due(last, evaluated)
+        return (last + 1) % every == 0 or last + 1 == end or evaluated or saving.due(last, evaluated)
 
-    return next(last for last in range(step, steps) if ends(last))
+    return next(last for last in range(step, end) if ends(last))
 
 
 def _pipelined(bars: Sequence[Bar], drawn: bool) -> dict[str, Any]:

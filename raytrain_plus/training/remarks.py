@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from raytrain_plus.training.records import Remark
 
@@ -10,6 +10,31 @@ NAMED = 5
 """Maximum number of parameters that a remark names."""
 STANDING = 10
 """Consecutive steps with a learning rate of 0 after which a remark says so."""
+
+
+class Remarks:
+    """What users should know of the steps of a generation, which come in order."""
+
+    def __init__(self) -> None:
+        self._standing = 0
+        """The consecutive steps, up to the last one, with a learning rate of 0."""
+
+    def of_step(self, step: int, lr: Sequence[float], absent: Collection[str], flushed: int) -> tuple[Remark, ...]:
+        """Return the remarks on a step.
+
+        `lr`: the rates of its parameter groups. `absent`: the parameters that get no gradient, if that leaves them as
+        they are. `flushed`: the values that were lost on the wire.
+        """
+        found = []
+        if step == 0 and absent:
+            found.append(without_gradient(sorted(absent)))
+        # The journal reports each remark once.
+        if flushed:
+            found.append(too_small(flushed, step))
+        self._standing = self._standing + 1 if lr and not any(lr) else 0
+        if self._standing == STANDING:
+            found.append(standing_still(step))
+        return tuple(found)
 
 
 def without_gradient(names: Sequence[str]) -> Remark:

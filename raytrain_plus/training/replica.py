@@ -31,6 +31,7 @@ from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.rider import Rider
 from raytrain_plus.training.step_metrics import OwnMetrics, own_metrics
 from raytrain_plus.training.thread_control import Place
+from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.verdict import SumStatus, from_plain, merged
 
 AT_ONCE = 16
@@ -202,27 +203,23 @@ Stage = TypeVar("Stage", bound=ReplicaStage)
 
 def replica_stage(
     kind: type[Stage],
-    task: Task,
-    parts: Sequence[ModelPart],
+    state: TrainState,
     peers: Peers,
-    rider: Rider,
     *,
     schedule: Schedule,
     stages: int,
-    device: torch.device,
-    shards: int,
     classes: Classes = KNOWN,
     tied: Mapping[int, Collection[str]] = MappingProxyType({}),
 ) -> Stage:
     """Return the stage `peers.rank` of a replica.
 
-    `kind`: how it makes its passes; `parts`: the stage's chunks in order; `rider`: what the first one's first bucket
-    carries; `classes`: the classes of the objects in batches.
+    `kind`: how it makes its passes; `state`: that of the stage's chunks; `classes`: the classes of the objects in
+    batches.
     """
-    handovers = Handovers(peers, device, classes)
+    handovers = Handovers(peers, state.device, classes)
     where = chunk_stages(schedule, stages)
     own = [chunk for chunk, stage in enumerate(where) if stage == peers.rank]
-    held = dict(zip(own, parts, strict=True))
+    held = dict(zip(own, state.parts, strict=True))
     chunks = [
         Chunk(part.module, chunk, where, handovers, splits(schedule), part.gradients.received)
         for chunk, part in held.items()
@@ -231,16 +228,16 @@ def replica_stage(
     from raytrain_plus.parallel.pipeline.schedule import Pipeline
 
     return kind(
-        task=task,
+        task=state.task,
         number=peers.rank,
         stages=stages,
         last=where[-1],
         parts=held,
         pipeline=Pipeline(schedule, chunks),
         handovers=handovers,
-        rider=rider,
-        device=device,
-        shards=shards,
+        rider=state.sums.rider,
+        device=state.device,
+        shards=state.shards,
         tied=tied,
         last_chunk=len(where) - 1,
     )

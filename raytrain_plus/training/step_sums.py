@@ -16,7 +16,8 @@ from raytrain_plus.collective.world import Work
 from raytrain_plus.parallel.pipeline.layout import tied_groups
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.fault_search import FaultSearch, Norms
+from raytrain_plus.training.fault_search import FaultSearch
+from raytrain_plus.training.norms import Norms
 from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.rider import Rider
 from raytrain_plus.training.step_metrics import OwnMetrics, check_same, means
@@ -56,11 +57,17 @@ class StepSums:
             *(part.buffers.exact for part in self._parts if part.buffers.exact),
         ]
 
-    def begin(self, scales: Mapping[str, int]) -> None:
-        """Clear all sums. `scales`: the exponents of the quanta of exact sums."""
+    def begin(self, scales: Mapping[str, int], metrics: int, members: int, *, buffers: bool = True) -> None:
+        """Clear all sums.
+
+        `scales`: the exponents of the quanta of exact sums. `metrics`: how many of each shard there is room for.
+        `members`: those of the world. `buffers`: whether any may change.
+        """
+        self.rider.fit(metrics, members, buffers=buffers)
         for part in self._parts:
             part.gradients.begin(scales)
-            part.buffers.begin_step(scales)
+            if buffers:
+                part.buffers.begin_step(scales)
 
     def wait(self, works: Sequence[Work], own: OwnMetrics, step: int, context: StepContext) -> header.StepTotals:
         """Wait for all sums, and return the totals in the header that they carry.

@@ -36,7 +36,7 @@ from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.task import Task
-from raytrain_plus.training.build import build_stepper, initial_sums
+from raytrain_plus.training.build import build_state, initial_sums, whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.footprint import Footprint, measure_footprint, total_memory
@@ -47,8 +47,9 @@ from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, ch
 from raytrain_plus.training.model import layer_names
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.scheduler import build_scheduler
-from raytrain_plus.training.step import UNDEFINED, Stepper
+from raytrain_plus.training.step import UNDEFINED
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
 
 SMALL, LARGE = 2, 4
 """Rows of the two forward passes from which the memory of larger ones is extrapolated; BatchNorm needs two rows."""
@@ -155,10 +156,10 @@ def try_whole(job: Job, task: Task, device: torch.device, rows: Rows, held_out: 
     """
     check_signatures(task)
     with explained(job, task):
-        stepper = build_stepper(job, task, device, skip_nonfinite=True)
-    initial = initial_sums(stepper)
+        state = build_state(job, task, device)
+    steps, initial = whole_steps(state, skip_nonfinite=True), initial_sums(state)
     wanted, remarks = microbatch_rows(rows.sample_order, job.parallel.microbatches), list[str]()
-    found = _footprint(job, task, stepper, rows, device) if wanted > LARGE else None
+    found = _footprint(job, task, state, rows, device) if wanted > LARGE else None
     count, need = wanted, None
     if found is not None:
         footprint, row_s = found
@@ -171,7 +172,7 @@ def try_whole(job: Job, task: Task, device: torch.device, rows: Rows, held_out: 
     start = time.monotonic()
     try:
         with explained(job, task, batch.batch):
-            if stepper.run(0, {0: [batch]}, _context()).skipped:
+            if steps.run(0, {0: [batch]}, _context()).skipped:
                 remarks.append("the first microbatch gives a loss or gradients that are not all finite")
     except TaskError as error:
         # Other microbatches of a step may have a weight.
@@ -184,7 +185,7 @@ def try_whole(job: Job, task: Task, device: torch.device, rows: Rows, held_out: 
         few = _batch(job, task, held_out, count)
 
         def evaluated() -> dict[str, float]:
-            return evaluate(stepper, lambda _: [few], [0], _context(), shards=job.data.shards, step=-1)
+            return evaluate(state, steps.passes, lambda _: [few], [0], _context(), shards=job.data.shards, step=-1)
 
         metrics = _tried(job, task, few, evaluated, remarks)
     return Trial(
@@ -198,9 +199,9 @@ def try_whole(job: Job, task: Task, device: torch.device, rows: Rows, held_out: 
     )
 
 
-def check_alike(trial: Trial, stepper: Stepper, where: str) -> None:
+def check_alike(trial: Trial, state: TrainState, where: str) -> None:
     """Raise `TaskError` if the model that was built after a trial in the same process has other initial values."""
-    if trial.initial != initial_sums(stepper):
+    if trial.initial != initial_sums(state):
         raise TaskError(
             "the model has other initial values when it is built a second time in the same process, as after a loss",
             where=where,
@@ -369,7 +370,7 @@ def _speaker(task: Task, error: BaseException) -> str:
 
 
 def _footprint(
-    job: Job, task: Task, stepper: Stepper, rows: Rows, device: torch.device
+    job: Job, task: Task, state: TrainState, rows: Rows, device: torch.device
 ) -> tuple[Footprint, float] | None:
     """Return what a step needs, and its expected seconds for each row; None if the task does not take so few rows."""
     seconds = 0.0
@@ -380,17 +381,17 @@ def _footprint(
         nonlocal seconds
         batch = _batch(job, other, rows, count)
         start = time.monotonic()
-        task_loss(other, stepper.module, on_device(batch.batch, device), batch.rows)
+        task_loss(other, state.module, on_device(batch.batch, device), batch.rows)
         seconds = BACKWARD * (time.monotonic() - start) / batch.rows
 
     try:
-        stepper.module.train()
-        return measure_footprint(device, stepper.module, forward, SMALL, LARGE), seconds
+        state.train()
+        return measure_footprint(device, state.module, forward, SMALL, LARGE), seconds
     except Exception:
         # Whatever is wrong is reported with the microbatch that a run would use.
         return None
     finally:
-        stepper.restore_buffers()
+        state.restore_buffers()
 
 
 def _batch(job: Job, task: Task, rows: Rows, count: int) -> Microbatch:

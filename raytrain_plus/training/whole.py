@@ -20,11 +20,10 @@ from raytrain_plus.training.header import ShardReport, encode
 from raytrain_plus.training.loss import held_out_metrics, weighted_loss
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
 from raytrain_plus.training.model import to_device
-from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.passes import Shards
-from raytrain_plus.training.rider import Rider
 from raytrain_plus.training.step_metrics import OwnMetrics, own_metrics
 from raytrain_plus.training.thread_control import Place
+from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.verdict import SumStatus
 
 
@@ -35,13 +34,11 @@ class WholePasses:
     chunks = (0,)
     is_last = True
 
-    def __init__(self, task: Task, part: ModelPart, rider: Rider, *, device: torch.device, shards: int) -> None:
-        """Prepare to run `part`, the whole model; `rider`: what its first bucket carries."""
-        self._task = task
-        self._part = part
-        self._rider = rider
-        self._device = device
-        self._shards = shards
+    def __init__(self, state: TrainState) -> None:
+        """Prepare to run the whole model, which `state` is of."""
+        [self._part] = state.parts
+        self._task, self._device, self._shards = state.task, state.device, state.shards
+        self._rider = state.sums.rider
         self.metrics = OwnMetrics()
 
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:

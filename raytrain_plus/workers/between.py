@@ -27,12 +27,12 @@ from raytrain_plus.workers.warm_up import FIRST_STEP_S
 
 
 def finish(prepared: Prepared, control: Control, squares: Mapping[str, float]) -> Outcome:
-    """Apply the step of which it has all sums, because others of its generation have: see `Stepper.finish`."""
-    stepper = prepared.own.stepper
+    """Apply the step of which it has all sums, because others of its generation have: see `TrainState.finish`."""
+    state = prepared.own.state
     control.set_limit(prepared.plan.job.elastic.hang_timeout_s)
     control.enter("applying")
-    stepper.finish(squares)
-    if stepper.last_applied == prepared.plan.steps - 1:
+    state.finish(squares)
+    if state.last_applied == prepared.plan.steps - 1:
         # This worker ends the run without reaching the end of its own training.
         control.set_limit(FIRST_STEP_S)
         control.enter("data")
@@ -49,7 +49,7 @@ def recall(prepared: Prepared, control: Control, step: int, *, in_use: bool) -> 
     found = None if now is None else prepared.copier.find(step, now.stage)
     if now is not None and found is not None and not in_use:
         control.enter("preparing")
-        now.stepper.adopt(found)
+        now.state.adopt(found)
     return replace(prepared.outcome("interrupted"), ready=None)
 
 
@@ -58,12 +58,12 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers) -> None:
 
     Raises `DamagedError` if it is not what was written, and `CheckpointError` if it belongs to another model.
     """
-    stepper, run = prepared.own.part(layers), prepared.run_folder()
+    state, run = prepared.own.part(layers), prepared.run_folder()
     stored = own_tensors(manifest.tensors, all_but(layers.others))
     built = {
-        name: (dtype_name(value.dtype), tuple(value.shape)) for name, value in model_state(stepper.holding()).items()
+        name: (dtype_name(value.dtype), tuple(value.shape)) for name, value in model_state(state.holding()).items()
     }
-    differing = mismatch(stored, built) or class_differences(manifest.tree, stepper.holding())
+    differing = mismatch(stored, built) or class_differences(manifest.tree, state.holding())
     if differing:
         rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise CheckpointError(
@@ -75,20 +75,20 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers) -> None:
         tensors = retry(lambda: read_tensors(run, manifest, dict.fromkeys(stored)))
     except StorageError as failure:
         raise StorageError(f"the checkpoint {manifest.name} cannot be read: {failure}") from failure
-    bad = not_finite(as_tensors(tensors), stepper.allowed)
+    bad = not_finite(as_tensors(tensors), state.allowed)
     if bad:
         # Older versions wrote such checkpoints.
         raise DamagedError(f"'{bad[0]}' holds NaN or infinity", where=f"{run.where}/{FOLDER}/{manifest.name}.json")
     tree = own_tree(manifest.tree, all_but(layers.others))
-    stepper.adopt(Snapshot(manifest.step, tensors, json.dumps(tree).encode(), ""))
+    state.adopt(Snapshot(manifest.step, tensors, json.dumps(tree).encode(), ""))
 
 
 def keep(prepared: Prepared, controller: Any, share: ShareOf) -> None:
     """Write this worker's share of a checkpoint of the state that it holds."""
-    stepper, saver = prepared.own.stepper, prepared.saver
-    last_applied = stepper.last_applied
+    state, saver = prepared.own.state, prepared.saver
+    last_applied = state.last_applied
     assert last_applied is not None, "a partially applied state is never saved"
     saver.begin(Part(share, functools.partial(tell_written, controller)))
     saver.copy(last_applied, {})
-    if stepper.last_applied != last_applied:
+    if state.last_applied != last_applied:
         raise RunError("the worker's state changed while it was being copied")

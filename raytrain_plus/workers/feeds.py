@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,8 @@ from raytrain_plus.data.transform_block import Rows, Transform
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.ray_compat import ray_data_on_the_head
-from raytrain_plus.training.loop import Evaluation, Feed, Window
+from raytrain_plus.training.loop import Evaluation, Feed
+from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.thread_control import Place
 from raytrain_plus.workers.messages import Plan
 
@@ -81,13 +82,10 @@ class Feeds:
             return self._counts(shards)
         return stack.enter_context(self.batches(shards, first_step, stream=True))
 
-    def window(self, shards: Sequence[int]) -> Window | None:
-        """Return how many steps are committed together, if steps overlap."""
-        parallel = self._plan.job.parallel
-        if not parallel.overlaps:
-            return None
+    def counted(self, shards: Sequence[int]) -> Callable[[int], Shards]:
+        """Return a function that returns the number of rows of each microbatch of a step."""
         counts = self._counts(shards)
-        return Window(every=parallel.commit_every, counted=lambda step: counts.get(step, 0.0).shards)
+        return lambda step: counts.get(step, 0.0).shards
 
     def evaluation(self, stage: Stage) -> Evaluation | None:
         """Return the evaluation of that stage; later stages get only the row counts of the held-out data.

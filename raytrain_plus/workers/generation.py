@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from raytrain_plus.collective.horovod_world import HorovodWorld
@@ -16,13 +17,16 @@ from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskEr
 from raytrain_plus.job.task_loader import fault_of, is_signal
 from raytrain_plus.state.stages import all_but
 from raytrain_plus.state.transfer import restricted, undigested
-from raytrain_plus.training.loop import Feed, StepTimeouts, train
+from raytrain_plus.training.build import whole_steps
+from raytrain_plus.training.loop import Feed, Steps, StepTimeouts, train
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.replica import replica_stage
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.window import OverlappingSteps
 from raytrain_plus.workers.data_check import check_data
 from raytrain_plus.workers.messages import Assignment, Outcome, Sent, Written
 from raytrain_plus.workers.prepared import Prepared
@@ -53,6 +57,8 @@ class Generation:
         self._controller = controller
         self._assignment = assignment
         number = assignment.generation
+        self._steps: Steps | None = None
+        """How it makes its steps, once it has joined."""
         self._reporter = Reporter(lambda records: controller.report.remote(worker, number, records))
 
     def run(self) -> Outcome:
@@ -73,7 +79,7 @@ class Generation:
             if is_signal(error):
                 raise
             doing = self._control.activity().doing
-            step = prepared.own.stepper.begun if doing in ("computing", "applying") else None
+            step = self._steps.begun if self._steps and doing in ("computing", "applying") else None
             place = prepared.feeds.failed if doing == "data" else self._control.place
             prepared.own.go_back()
             outcome = self._ended_by(error, step, "" if place is None else prepared.feeds.named(place))
@@ -91,18 +97,18 @@ class Generation:
             # Its first batches are made while the world forms.
             feed = prepared.feeds.of_member(assignment.layers.stage, assignment.shards, assignment.first_step, stack)
             stack.enter_context(self._reporter)
-            stepper = self._take_place()
-            world, form_s = self._join(stepper, stack)
-            moved = self._take_state(stepper)
+            state = self._take_place()
+            world, form_s = self._join(state, stack)
+            moved = self._take_state(state)
             self._controller.joined.remote(self._worker, assignment.generation, form_s, moved)
-            why = self._train(stepper, feed, world)
+            why = self._train(feed, world)
             if why == "finished":
                 control.set_limit(FIRST_STEP_S)
                 control.enter("data")
                 check_data(prepared.plan)
         prepared.own.go_back()
         outcome = prepared.outcome(why)
-        return replace(outcome, state_sha256=sha256_of(prepared.own.stepper)) if why == "finished" else outcome
+        return replace(outcome, state_sha256=sha256_of(prepared.own.state)) if why == "finished" else outcome
 
     def _ended_by(self, error: BaseException, step: int | None, rows: str) -> Outcome:
         """Return the outcome of a generation that `error` has ended here, in a step or outside of any.
@@ -119,52 +125,59 @@ class Generation:
             return replace(failed, error=error, fault=f"{type(error).__name__}: {error}", final=final)
         return replace(failed, error=as_training_error(error, step, rows), fault=fault_of(error))
 
-    def _take_place(self) -> Stepper:
-        """Return the stepper of what this member is to hold, built if it holds something else or must start over."""
+    def _take_place(self) -> TrainState:
+        """Return the state of what this member is to hold, built if it holds something else or must start over."""
         own, control, assignment = self._prepared.own, self._control, self._assignment
         if own.stage == assignment.layers.stage and assignment.lacks != "initial":
-            return own.stepper
+            return own.state
         # Building discards what it holds: others copy that first.
         self._prepared.source.wait_until_given(assignment.generation, assignment.gives, control.check)
         # Meanwhile it waits for nobody, whichever worker is lost.
         control.enter("preparing")
-        stepper = own.build(assignment.layers, keep_before=assignment.lacks == "stage")
+        state = own.build(assignment.layers, keep_before=assignment.lacks == "stage")
         control.check()
         control.enter("joining")
-        return stepper
+        return state
 
-    def _join(self, stepper: Stepper, stack: ExitStack) -> tuple[World, float]:
-        """Form its worlds, which `stack` leaves.
+    def _join(self, state: TrainState, stack: ExitStack) -> tuple[World, float]:
+        """Form its worlds, which `stack` leaves, and prepare to make steps in them.
 
         Return the world of its ring, and how many seconds the forming took.
         """
-        prepared, assignment = self._prepared, self._assignment
+        assignment = self._assignment
         start = time.monotonic()
         world = self._form(assignment.ring)
         # Registered last, left first: others wait until this world is left, not for the rest.
         stack.callback(self._leave, world)
+        replica = None
         if assignment.replica is not None:
-            job = prepared.plan.job
             replica = TorchWorld(assignment.replica)
             stack.callback(self._leave, replica)
-            kind: type[PipeDream | Synchronous] = PipeDream if job.parallel.overlaps else Synchronous
-            stepper.passes = replica_stage(
-                kind,
-                stepper.task,
-                stepper.parts,
-                replica,
-                stepper.rider,
-                schedule=job.parallel.schedule,
-                stages=assignment.layers.stage.of,
-                device=prepared.device,
-                shards=job.data.shards,
-                classes=prepared.classes,
-                tied=assignment.layers.apart(stepper.tied),
-            )
-        form_s = time.monotonic() - start
-        return world, form_s
+        self._steps = self._steps_of(state, replica)
+        return world, time.monotonic() - start
 
-    def _take_state(self, stepper: Stepper) -> int:
+    def _steps_of(self, state: TrainState, replica: TorchWorld | None) -> Steps:
+        """Return how this member makes its steps; `replica`: the world of its model replica, if that has stages."""
+        prepared, layers = self._prepared, self._assignment.layers
+        job = prepared.plan.job
+        skip = job.elastic.on_nonfinite == "skip"
+        if replica is None:
+            return whole_steps(state, skip_nonfinite=skip)
+        stage = partial(
+            replica_stage,
+            state=state,
+            peers=replica,
+            schedule=job.parallel.schedule,
+            stages=layers.stage.of,
+            classes=prepared.classes,
+            tied=layers.apart(state.tied),
+        )
+        if not job.parallel.overlaps:
+            return SynchronousSteps(state, stage(Synchronous), skip_nonfinite=skip)
+        counted = prepared.feeds.counted(self._assignment.shards)
+        return OverlappingSteps(state, stage(PipeDream), every=job.parallel.commit_every, counted=counted)
+
+    def _take_state(self, state: TrainState) -> int:
         """Take the state that this member lacks; return how many bytes came from others."""
         assignment, layers = self._assignment, self._assignment.layers
         if assignment.lacks not in ("newer", "stage"):
@@ -176,8 +189,8 @@ class Generation:
         if assignment.lacks == "stage":
             before = self._prepared.own.before
             assert before is not None, "it holds another stage of the state"
-            parts.insert(0, undigested(step, before.stepper.holding(), all_but(layers.others)))
-        stepper.adopt(restricted(parts, layers.others))
+            parts.insert(0, undigested(step, before.state.holding(), all_but(layers.others)))
+        state.adopt(restricted(parts, layers.others))
         return moved
 
     def _form(self, invitation: Invitation) -> World:
@@ -190,18 +203,18 @@ class Generation:
         world.close()
         self._control.enter("idle")
 
-    def _train(self, stepper: Stepper, feed: Feed, world: World) -> Any:
+    def _train(self, feed: Feed, world: World) -> Any:
+        assert self._steps is not None, "it has joined"
         prepared, assignment = self._prepared, self._assignment
         job, feeds = prepared.plan.job, prepared.feeds
         return train(
-            stepper,
+            self._steps,
             feed,
             world,
             hosted=assignment.shards,
             shards=job.data.shards,
             first_step=assignment.first_step,
-            steps=prepared.plan.steps,
-            window=feeds.window(assignment.shards),
+            end=prepared.plan.steps,
             evaluation=feeds.evaluation(assignment.layers.stage),
             evaluated=assignment.evaluated,
             timeouts=StepTimeouts(

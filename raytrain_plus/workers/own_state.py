@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.holding import Holding
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.messages import Layers
 
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """A stage of the model, or the whole, and the stepper that holds its state."""
+    """A stage of the model, or the whole, and its state."""
 
     stage: Stage
-    stepper: Stepper
+    state: TrainState
 
 
 class OwnState:
     """The state that this worker holds; only the training thread replaces it."""
 
-    def __init__(self, build: Callable[[Layers], Stepper]) -> None:
+    def __init__(self, build: Callable[[Layers], TrainState]) -> None:
         """Begin without a state; `build` makes a part of the model, with its initial values."""
         self._build = build
         self._now: StageState | None = None
@@ -39,10 +39,10 @@ class OwnState:
         return None if self._now is None else self._now.stage
 
     @property
-    def stepper(self) -> Stepper:
-        """The stepper of the held part; there must be one."""
+    def state(self) -> TrainState:
+        """The state of the held part; there must be one."""
         assert self._now is not None, "only a worker that holds a part of the model steps, saves or applies"
-        return self._now.stepper
+        return self._now.state
 
     @property
     def before(self) -> StageState | None:
@@ -51,14 +51,14 @@ class OwnState:
 
     def holding(self) -> Holding:
         """Return references to all parts of the state."""
-        return self.stepper.holding()
+        return self.state.holding()
 
-    def at(self, step: int, stage: Stage) -> Stepper | None:
-        """Return the stepper if it holds that stage's state after `step`, else None."""
+    def at(self, step: int, stage: Stage) -> TrainState | None:
+        """Return the state if it is that stage's after `step`, else None."""
         now = self._now
-        return now.stepper if now is not None and (now.stepper.last_applied, now.stage) == (step, stage) else None
+        return now.state if now is not None and (now.state.last_applied, now.stage) == (step, stage) else None
 
-    def build(self, layers: Layers, *, keep_before: bool = False) -> Stepper:
+    def build(self, layers: Layers, *, keep_before: bool = False) -> TrainState:
         """Build this part of the model in place of what it holds.
 
         `keep_before`: what it holds stays in memory until `proven` or `go_back`.
@@ -68,11 +68,11 @@ class OwnState:
         # Its memory is free before the new part is built, so no variable here may refer to it.
         self._now = None
         self._now = StageState(layers.stage, self._build(layers))
-        return self._now.stepper
+        return self._now.state
 
-    def part(self, layers: Layers) -> Stepper:
-        """Return the stepper of this part of the model, built if the worker holds another."""
-        return self.stepper if self.stage == layers.stage else self.build(layers)
+    def part(self, layers: Layers) -> TrainState:
+        """Return the state of this part of the model, built if the worker holds another."""
+        return self.state if self.stage == layers.stage else self.build(layers)
 
     def proven(self) -> None:
         """Drop the stage held before: all members of the generation have the state that they need."""
@@ -90,6 +90,6 @@ def _as_good(now: StageState | None, before: StageState) -> bool:
 
     With more stages than before it has less of the model.
     """
-    if now is None or now.stepper.last_applied is None:
+    if now is None or now.state.last_applied is None:
         return False
-    return now.stepper.last_applied == before.stepper.last_applied and now.stage.of <= before.stage.of
+    return now.state.last_applied == before.state.last_applied and now.stage.of <= before.stage.of

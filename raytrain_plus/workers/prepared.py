@@ -23,11 +23,11 @@ from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
-from raytrain_plus.training.build import build_stepper
+from raytrain_plus.training.build import build_state
 from raytrain_plus.training.footprint import total_memory
 from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.trial import check_alike, try_task
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.data_check import same_data, sights_of
@@ -65,12 +65,12 @@ class Prepared:
         if now is None:
             return Outcome(holds=None, why=why)
         return Outcome(
-            holds=now.stepper.last_applied,
+            holds=now.state.last_applied,
             why=why,
             stage=now.stage,
-            ready=now.stepper.ready if now.stage.of > 1 else None,
+            ready=now.state.ready if now.stage.of > 1 else None,
             copy=self.copier.own(),
-            squares=now.stepper.squares,
+            squares=now.state.squares,
             copied=self.saver.copied,
             saved_as=self.saver.generation,
         )
@@ -104,9 +104,9 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     set_random_key(random_key(job.seed, "task"))
     task = build_task(cls, job.args, run_facts(job, plan.steps))
 
-    def build(layers: Layers) -> Stepper:
+    def build(layers: Layers) -> TrainState:
         with as_task_error(f"{type(task).__name__} cannot be built", f"task: {job.task}"):
-            return build_stepper(job, task, device, layers.chunks)
+            return build_state(job, task, device, layers.chunks)
 
     own = OwnState(build)
     if job.parallel.pipeline == 1:
@@ -118,7 +118,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     saver = Saver(open_folder(plan.folder), own.holding, job.checkpoint.every_steps, best)
     feeds = Feeds(plan, task.collate, transform)
     if job.parallel.pipeline == 1:
-        ready, classes = _size_of(own.stepper), KNOWN
+        ready, classes = _size_of(own.state), KNOWN
     else:
         first = feeds.first()
         # To measure the layers warms up what a first step needs; a trial has done so.
@@ -174,10 +174,10 @@ def _task_class(plan: Plan, roots: list[Path]) -> type[Task]:
     return load_task(plan.job.task, roots)
 
 
-def _size_of(stepper: Stepper) -> PreparedReport:
+def _size_of(state: TrainState) -> PreparedReport:
     """Return the size of the whole model and its state."""
-    trained = [value for _, value in stepper.named]
-    held = [*stepper.module.parameters(), *stepper.module.buffers()]
+    trained = [value for _, value in state.named]
+    held = [*state.module.parameters(), *state.module.buffers()]
     return PreparedReport(
         parameters=sum(value.numel() for value in trained),
         # An optimizer has two numbers, as a rule, for each weight that it trains.

@@ -23,13 +23,13 @@ def show_model(prepared: Prepared, step: int, *, in_use: bool) -> str | None:
     task = prepared.task
     if type(task).show is Task.show:
         return None
-    stepper = prepared.own.at(step, WHOLE.stage)
-    if stepper is None:
+    state = prepared.own.at(step, WHOLE.stage)
+    if state is None:
         return _show_whole(prepared)
     if in_use:
         return None
-    stepper.restore_buffers()
-    return _shown(stepper.task, stepper.module)
+    state.restore_buffers()
+    return _shown(task, state.module)
 
 
 def _show_whole(prepared: Prepared) -> str | None:

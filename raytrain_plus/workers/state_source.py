@@ -21,7 +21,7 @@ from raytrain_plus.state.holding import saved_model
 from raytrain_plus.state.named import bytes_of, entry_of, optimizer_state, state_sha256
 from raytrain_plus.state.stages import everything
 from raytrain_plus.state.transfer import Array, Snapshot, hashed, part_of
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.own_state import OwnState
 from raytrain_plus.workers.received import LOOK_S
@@ -113,11 +113,11 @@ class StateSource:
         return self._copied[1]
 
 
-def sha256_of(stepper: Stepper) -> str:
-    """Return the hash of the stepper's state: see `state.named`."""
-    return state_sha256(_hashed_tensors(stepper))
+def sha256_of(state: TrainState) -> str:
+    """Return the hash of a state: see `state.named`."""
+    return state_sha256(_hashed_tensors(state))
 
 
-def _hashed_tensors(stepper: Stepper) -> dict[str, torch.Tensor]:
+def _hashed_tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """Return the tensors that the state's hash covers."""
-    return {**saved_model(stepper.holding()), **optimizer_state(stepper.optimizer, stepper.named)}
+    return {**saved_model(state.holding()), **optimizer_state(state.optimizer, state.named)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers.prepared import Prepared
@@ -17,11 +18,11 @@ def warm_up(prepared: Prepared, control: Control) -> None:
     if prepared.plan.job.parallel.pipeline > 1:
         # It has measured the layers, which amounts to a step, and has no state that it could lose.
         return
-    stepper = prepared.own.stepper
+    state = prepared.own.state
     control.set_limit(FIRST_STEP_S)
     control.enter("preparing")
     with prepared.feeds.batches((0,), 0, stream=False) as feed:
         batches = feed.get(0, FIRST_STEP_S)
         context = StepContext(world=SoloWorld(), control=Control(), wait_s=FIRST_STEP_S)
-        stepper.run(0, batches.shards, context)
-    stepper.last_applied = None
+        whole_steps(state).run(0, batches.shards, context)
+    state.discard()

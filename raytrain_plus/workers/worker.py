@@ -135,7 +135,7 @@ class Worker:
         self._do(lambda: between.keep(prepared, controller, share))
 
     def finish(self, generation: int, squares: Mapping[str, float]) -> Outcome:
-        """Apply the step of which it has all sums, because others of its generation have: see `Stepper.finish`."""
+        """Apply the step of which it has all sums, because others of its generation have: see `TrainState.finish`."""
         prepared = self._prepared
         try:
             return self._do(lambda: between.finish(prepared, self._control, squares))
@@ -238,7 +238,7 @@ class Worker:
             return None
         self._control.interrupt(generation)
         now = self._prepared.own.now
-        last_applied = None if now is None or self._control.generation != generation else now.stepper.last_applied
+        last_applied = None if now is None or self._control.generation != generation else now.state.last_applied
         self._aside = last_applied is not None
         if last_applied is None:
             return None

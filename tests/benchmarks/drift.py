@@ -23,10 +23,11 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.membership.view import host_shards
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.model import build_model
-from raytrain_plus.training.step import Stepper
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
 
 SHARDS, ROWS, STEPS, CLASSES, SEED = 4, 8, 25, 10, 0
 CPU = torch.device("cpu")
@@ -133,7 +134,8 @@ def losses(workers: int, dtype: torch.dtype, exact: bool, steps: int) -> list[fl
         task = Images(dtype)
         with BUILDS:
             built = build_model(task, SEED, CPU)
-        one = Stepper(task, [built], seed=SEED, shards=SHARDS, clip_norm=None, device=CPU, exact=exact)
+        state = TrainState(task, [built], seed=SEED, shards=SHARDS, clip_norm=None, device=CPU, exact=exact)
+        one = whole_steps(state)
         world = SoloWorld() if workers == 1 else RingWorld(rank, ring)
         control = Control()
         control.begin(0)

@@ -39,10 +39,11 @@ from raytrain_plus.job.yaml import load_job
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.task import Task
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.loop import StepTimeouts, train
 from raytrain_plus.training.model import build_model
-from raytrain_plus.training.step import Stepper
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.saver import Saver
 
@@ -125,7 +126,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
     """Return the seconds per step of the platform's own loop, alone."""
     device = torch.device("cpu")
     built = build_model(task, job.seed, device)
-    stepper = Stepper(
+    state = TrainState(
         task,
         [built],
         seed=job.seed,
@@ -148,19 +149,18 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
     world = HorovodWorld(formation(rank, size, port))
     with feed, tempfile.TemporaryDirectory() as folder:
         train(
-            stepper,
+            whole_steps(state),
             feed,
             world,
             hosted=hosted,
             shards=job.data.shards,
             first_step=0,
-            steps=sample_order.steps,
-            window=None,
+            end=sample_order.steps,
             evaluation=None,
             evaluated=-2,
             timeouts=StepTimeouts(step_s=60, first_step_s=60, wait_s=60),
-            saving=Saver(LocalFolder(Path(folder)), stepper.holding, None, best=False),
-            copying=Copier("alone", stepper.holding, 1),
+            saving=Saver(LocalFolder(Path(folder)), state.holding, None, best=False),
+            copying=Copier("alone", state.holding, 1),
             tell=told.append,
             control=control,
         )

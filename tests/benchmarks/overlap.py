@@ -37,9 +37,10 @@ from raytrain_plus.membership.mesh import Axis, Shape
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.replica import replica_stage
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
 from tests.benchmarks.pipeline import Pause
 
 REPOSITORY = Path(__file__).parents[2]
@@ -86,10 +87,8 @@ def member(seat: int, layers: int, width: int, pad_s: float, steps: int) -> dict
     ring, replica = (TorchWorld(invitation(**given[axis])) for axis in ("replica", "stage"))
     task = Deep(2 * layers, width, pad_s)
     names = [str(number) for number in range(place.stage * layers, (place.stage + 1) * layers)]
-    one = Stepper(task, build_chunks(task, 0, CPU, [names]), seed=0, shards=SHARDS, clip_norm=None, device=CPU)
-    one.passes = replica_stage(
-        Synchronous, task, one.parts, replica, one.rider, schedule="1f1b", stages=2, device=CPU, shards=SHARDS
-    )
+    state = TrainState(task, build_chunks(task, 0, CPU, [names]), seed=0, shards=SHARDS, clip_norm=None, device=CPU)
+    one = SynchronousSteps(state, replica_stage(Synchronous, state, replica, schedule="1f1b", stages=2))
     control = Control()
     control.begin(0)
     context = StepContext(world=ring, control=control, wait_s=LIMIT_S)

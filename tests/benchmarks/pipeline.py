@@ -46,9 +46,11 @@ from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.replica import replica_stage
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.window import OverlappingSteps
 from tests.benchmarks.loop import credentials_for, own_credentials
 
 REPOSITORY = Path(__file__).parents[2]
@@ -106,7 +108,7 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
     where = chunk_stages(schedule, stages)
     task = Deep(len(where), pad_s)
     built = build_chunks(task, 0, CPU, [[str(chunk)] for chunk, stage in enumerate(where) if stage == rank])
-    one = Stepper(task, built, seed=0, shards=1, clip_norm=1.0, device=CPU)
+    state = TrainState(task, built, seed=0, shards=1, clip_norm=1.0, device=CPU)
     world = TorchWorld(
         Invitation(
             generation=0,
@@ -119,26 +121,20 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
             credentials=own_credentials(),
         )
     )
-    kind = PipeDream if schedule == "pipedream" else Synchronous
-    one.passes = replica_stage(
-        kind, task, one.parts, world, one.rider, schedule=schedule, stages=stages, device=CPU, shards=1
-    )
     control = Control()
     control.begin(0)
     context = StepContext(world=SoloWorld(), control=control, wait_s=LIMIT_S)
     batches = {0: [Microbatch(torch.randn(ROWS, WIDTH) if rank == 0 else None, ROWS) for _ in range(microbatches)]}
     if schedule == "pipedream":
+        passes = replica_stage(PipeDream, state, world, schedule=schedule, stages=stages)
+        overlapping = OverlappingSteps(state, passes, every=STEPS, counted=lambda step: batches)
         found = timed(
-            lambda number: one.run_window(
-                range(number * STEPS, (number + 1) * STEPS),
-                lambda step: batches,
-                lambda step: batches,
-                context,
-            ),
+            lambda number: overlapping.make(range(number * STEPS, (number + 1) * STEPS), lambda step: batches, context),
             1,
         )
         return [seconds / STEPS for seconds in found]
-    return timed(lambda step: one.run(step, batches, context))
+    steps = SynchronousSteps(state, replica_stage(Synchronous, state, world, schedule=schedule, stages=stages))
+    return timed(lambda step: steps.run(step, batches, context))
 
 
 def by_hand(

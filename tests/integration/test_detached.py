@@ -96,7 +96,7 @@ def test_a_run_stopped_from_elsewhere_is_saved_and_resumes_later(tmp_path: Path,
     code, out, err = raytrain("stop", folder, **asking)
     assert code == 0, err
     made = len(losses(folder))
-    assert out == f"job: stopped after {made:,} steps\n"
+    assert out == f"job: stopped after {made:,} steps\nstate after step {made:,} saved\n"
     assert [one.step for one in attach(folder).status().checkpoints] == [made - 1]
     code, _, _ = raytrain("attach", folder)
     assert code == 143

@@ -8,25 +8,21 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation, World
 from raytrain_plus.errors import Interrupted
-from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.view import host_shards
-from raytrain_plus.task import Task
+from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.pipedream import PipeDream
-from raytrain_plus.training.replica import replica_stage
-from raytrain_plus.training.step import Applied, Stepper
-from raytrain_plus.training.synchronous import Synchronous
+from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.thread_control import Control
-from tests.unit.parallel.pipeline.replicas import Threads
+from raytrain_plus.training.train_state import TrainState
 
 STEP_S = 60.0
 
@@ -37,25 +33,6 @@ def context(world: World, control: Control | None = None, wait_s: float = 5.0) -
         control = Control()
         control.begin(0)
     return StepContext(world=world, control=control, wait_s=wait_s)
-
-
-def split_in_stages(
-    one: Stepper, kind: type[Synchronous] | type[PipeDream], task: Task, peers: Threads, schedule: Schedule,
-    stages: int, shards: int, tied: Mapping[int, Collection[str]] = MappingProxyType({}),
-) -> None:  # fmt: skip
-    """Have a worker run its steps as one of the stages of a replica."""
-    one.passes = replica_stage(
-        kind,
-        task,
-        one.parts,
-        peers,
-        one.rider,
-        schedule=schedule,
-        stages=stages,
-        device=torch.device("cpu"),
-        shards=shards,
-        tied=tied,
-    )
 
 
 class Killed(BaseException):
@@ -146,15 +123,17 @@ class _Work:
 class Member:
     """One worker: alive and with a state, or dead."""
 
-    stepper: Stepper
+    steps: SynchronousSteps
     alive: bool = True
 
 
 class Group:
     """Trains by a random schedule: each step runs on another number of workers, and some of them die in it."""
 
-    def __init__(self, make: Callable[[], Stepper], batches: Callable[[int, Sequence[int]], dict], shards: int) -> None:  # type: ignore[type-arg]
-        """Begin with one worker; `make` builds its stepper, `batches(step, hosted)` returns its microbatches."""
+    def __init__(
+        self, make: Callable[[], SynchronousSteps], batches: Callable[[int, Sequence[int]], Any], shards: int
+    ) -> None:
+        """Begin with one worker; `make` builds its steps, `batches(step, hosted)` returns its microbatches."""
         self._make = make
         self._batches = batches
         self._shards = shards
@@ -163,21 +142,26 @@ class Group:
         self.metrics: dict[int, Mapping[str, float]] = {}
         self.deaths = 0
 
+    @property
+    def states(self) -> list[TrainState]:
+        """The members' states."""
+        return [member.steps.state for member in self.members]
+
     def train(self, steps: int, draw: random.Random, deaths: bool = True) -> None:
         """Make all steps."""
         while True:
             donor = max(
                 self.members,
-                key=lambda member: -1 if member.stepper.last_applied is None else member.stepper.last_applied,
+                key=lambda member: -1 if member.steps.state.last_applied is None else member.steps.state.last_applied,
             )
-            held = donor.stepper.last_applied
+            held = donor.steps.state.last_applied
             assert held is not None
             if held + 1 == steps:
                 return
             self._resize(draw.randint(1, 8), donor, draw)
             round_ = Round(len(self.members), draw, draw.randrange(40) if deaths and draw.random() < 0.4 else None)
             self._step(held + 1, round_)
-            if not any(member.alive and member.stepper.last_applied is not None for member in self.members):
+            if not any(member.alive and member.steps.state.last_applied is not None for member in self.members):
                 self.members = [Member(self._make())]
                 self.losses.clear()  # all are dead: start another run
                 self.metrics.clear()
@@ -192,13 +176,13 @@ class Group:
             if draw.random() < 0.3:
                 control = Control()
                 control.begin(0)
-                newcomer.stepper.run(0, self._batches(0, (0,)), context(SoloWorld(), control))
-                newcomer.stepper.last_applied = None
+                newcomer.steps.run(0, self._batches(0, (0,)), context(SoloWorld(), control))
+                newcomer.steps.state.discard()
             self.members.append(newcomer)
-        snapshot = donor.stepper.snapshot()
+        snapshot = donor.steps.state.snapshot()
         for member in self.members:
-            if member.stepper.last_applied != donor.stepper.last_applied or draw.random() < 0.2:
-                member.stepper.adopt(snapshot)
+            if member.steps.state.last_applied != donor.steps.state.last_applied or draw.random() < 0.2:
+                member.steps.state.adopt(snapshot)
         draw.shuffle(self.members)
 
     def _step(self, step: int, round_: Round) -> None:
@@ -218,9 +202,7 @@ class Group:
         control.begin(0)
         with round_.baton:
             try:
-                applied: Applied = member.stepper.run(
-                    step, self._batches(step, hosted), context(world, control, STEP_S)
-                )
+                applied: Applied = member.steps.run(step, self._batches(step, hosted), context(world, control, STEP_S))
                 before = self.losses.setdefault(step, applied.loss)
                 assert before == applied.loss, "a step that was made again has another loss"
                 same = self.metrics.setdefault(step, applied.metrics) == applied.metrics

@@ -12,8 +12,11 @@ from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
+from raytrain_plus.training.applied import Applied
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.model import build_model
-from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.step import SynchronousSteps
+from raytrain_plus.training.train_state import TrainState
 from tests.unit.training.group import context
 
 CPU = torch.device("cpu")
@@ -60,37 +63,37 @@ class RaisingOptimizer(Line):
         return Raising([value for _, value in parameters], lr=0.1)
 
 
-def stepper(task: Task) -> Stepper:
-    return Stepper(task, [build_model(task, 0, CPU)], seed=0, shards=2, clip_norm=None, device=CPU)
+def steps_of(task: Task) -> SynchronousSteps:
+    return whole_steps(TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=2, clip_norm=None, device=CPU))
 
 
-def run(one: Stepper, step: int) -> Applied:
+def run(one: SynchronousSteps, step: int) -> Applied:
     given = {shard: [Microbatch(torch.ones(4, 2) + shard, 4)] for shard in range(2)}
     return one.run(step, given, context(SoloWorld()))
 
 
-def weights(one: Stepper) -> list[list[float]]:
-    return [value.flatten().tolist() for value in one.module.parameters()]
+def weights(one: SynchronousSteps) -> list[list[float]]:
+    return [value.flatten().tolist() for value in one.state.module.parameters()]
 
 
 def test_a_loss_that_depends_on_no_parameter_is_named_with_step_and_shard() -> None:
-    one = stepper(Detached())
+    one = steps_of(Detached())
     before = weights(one)
     with pytest.raises(TrainingError, match="the loss of shard 0 in step 0 depends on no trained parameter"):
         run(one, 0)
-    assert (weights(one), one.last_applied) == (before, -1)
+    assert (weights(one), one.state.last_applied) == (before, -1)
 
 
 @pytest.mark.parametrize(("task", "changed"), [(PartlyUsed, [0, 1]), (PartlyFrozen, [2, 3])])
 def test_parameters_without_a_gradient_keep_their_values(task: type[Task], changed: list[int]) -> None:
-    one = stepper(task())
+    one = steps_of(task())
     before = weights(one)
     run(one, 0)
     assert [number for number, (a, b) in enumerate(zip(before, weights(one), strict=True)) if a != b] == changed
 
 
 def test_an_optimizer_that_raises_leaves_a_state_that_nobody_may_use() -> None:
-    one = stepper(RaisingOptimizer())
+    one = steps_of(RaisingOptimizer())
     with pytest.raises(ValueError, match="a fault in the optimizer"):
         run(one, 0)
-    assert (one.last_applied, one.begun) == (None, 0)
+    assert (one.state.last_applied, one.begun) == (None, 0)

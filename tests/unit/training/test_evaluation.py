@@ -18,11 +18,12 @@ from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import Interrupted, TrainingError
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.model import Built
-from raytrain_plus.training.step import Stepper
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
 
 ROWS = {0: [3, 3, 1], 1: [4], 2: [1]}
 
@@ -76,7 +77,7 @@ def batches(shard: int) -> list[Microbatch]:
 def figures(
     hosted: list[int], world: Any, figure: Any = None, control: Control | None = None, task: Task | None = None
 ) -> dict[str, float]:
-    stepper = Stepper(
+    state = TrainState(
         task or Means(figure),
         [Built(nn.Linear(1, 1), ())],
         seed=3,
@@ -85,7 +86,7 @@ def figures(
         device=torch.device("cpu"),
     )
     context = StepContext(world=world, control=control or begun(), wait_s=10.0)
-    return evaluate(stepper, batches, hosted, context, shards=3, step=7)
+    return evaluate(state, whole_steps(state).passes, batches, hosted, context, shards=3, step=7)
 
 
 def begun() -> Control:

@@ -17,10 +17,12 @@ from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import Interrupted, TaskError, TrainingError
 from raytrain_plus.state.named import named_state, state_sha256
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.randomness import make_deterministic
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
 from tests.unit.training.group import Group, context
 
 SHARDS = 12
@@ -99,11 +101,15 @@ class Small(Task):
         return {"loss": nn.functional.cross_entropy(model(batch["x"]), batch["y"]), "weight": weight}
 
 
-def stepper(task: Task | None = None, exact: bool = True) -> Stepper:
+def steps_of(task: Task | None = None, exact: bool = True) -> SynchronousSteps:
+    return whole_steps(state_of(task, exact))
+
+
+def state_of(task: Task | None = None, exact: bool = True) -> TrainState:
     task = task or Small()
     built = build_model(task, 3, CPU)
     # Small buckets, so that there are several.
-    return Stepper(task, [built], seed=3, shards=SHARDS, clip_norm=0.5, device=CPU, exact=exact, bucket_bytes=600)
+    return TrainState(task, [built], seed=3, shards=SHARDS, clip_norm=0.5, device=CPU, exact=exact, bucket_bytes=600)
 
 
 def batches(step: int, hosted: Sequence[int], dtype: torch.dtype = torch.float32) -> dict[int, list[Microbatch]]:
@@ -125,20 +131,20 @@ def batches(step: int, hosted: Sequence[int], dtype: torch.dtype = torch.float32
     return made
 
 
-def sha(one: Stepper) -> str:
-    return state_sha256(named_state(one.module, one.optimizer, one.named))
+def sha(state: TrainState) -> str:
+    return state_sha256(named_state(state.module, state.optimizer, state.named))
 
 
 def alone(task: Task | None = None, exact: bool = True) -> tuple[str, list[float]]:
     """Return hash and losses of an undisturbed training on one worker."""
-    one = stepper(task, exact)
+    one = steps_of(task, exact)
     control = Control()
     control.begin(0)
     dtype = getattr(task, "dtype", torch.float32)
     losses = [
         one.run(step, batches(step, range(SHARDS), dtype), context(SoloWorld(), control)).loss for step in range(STEPS)
     ]
-    return sha(one), losses
+    return sha(one.state), losses
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +157,9 @@ def schedules(numbers: Sequence[int], undisturbed: tuple[str, list[float]]) -> i
     expected, losses = undisturbed
     deaths = 0
     for number in numbers:
-        group = Group(stepper, batches, SHARDS)
+        group = Group(steps_of, batches, SHARDS)
         group.train(STEPS, random.Random(number))
-        assert {sha(member.stepper) for member in group.members if member.stepper.last_applied == STEPS - 1} == {
-            expected
-        }
+        assert {sha(state) for state in group.states if state.last_applied == STEPS - 1} == {expected}
         assert [group.losses[step] for step in range(STEPS)] == losses
         deaths += group.deaths
     return deaths
@@ -174,9 +178,9 @@ def test_one_hash_for_two_hundred_schedules(undisturbed: tuple[str, list[float]]
 def test_without_exact_sums_the_schedules_give_many_hashes() -> None:
     found = set()
     for number in range(2):
-        group = Group(lambda: stepper(exact=False), batches, SHARDS)
+        group = Group(lambda: steps_of(exact=False), batches, SHARDS)
         group.train(STEPS, random.Random(number), deaths=False)
-        found.add(sha(group.members[0].stepper))
+        found.add(sha(group.members[0].steps.state))
     assert len(found) > 1
 
 
@@ -188,7 +192,7 @@ def test_exact_and_ring_train_alike(undisturbed: tuple[str, list[float]]) -> Non
 
 def test_a_step_is_recomputed_only_if_its_grid_does_not_fit() -> None:
     task = Small()
-    one = stepper(task)
+    one = steps_of(task)
     control = Control()
     control.begin(0)
     times = []
@@ -213,31 +217,31 @@ class Breaking(SoloWorld):
 
 
 def test_an_aborted_step_keeps_the_grids() -> None:
-    one = stepper()
+    one = steps_of()
     control = Control()
     control.begin(0)
     for step in range(3):
         one.run(step, batches(step, range(SHARDS)), context(SoloWorld(), control))
-    before = dict(one.scales)
+    before = dict(one.state.scales)
     assert "first.weight" in before
     assert "inner.1.running_mean" in before
     with pytest.raises(Interrupted):
         one.run(3, batches(3, range(SHARDS)), context(Breaking(), control))
-    assert (one.scales, one.last_applied) == (before, 2)
+    assert (one.state.scales, one.state.last_applied) == (before, 2)
 
 
 def test_float64_parameters() -> None:
     expected, _ = alone(Small(torch.float64))
     group = Group(
-        lambda: stepper(Small(torch.float64)), lambda step, hosted: batches(step, hosted, torch.float64), SHARDS
+        lambda: steps_of(Small(torch.float64)), lambda step, hosted: batches(step, hosted, torch.float64), SHARDS
     )
     group.train(STEPS, random.Random(1))
-    assert sha(group.members[0].stepper) == expected
+    assert sha(group.members[0].steps.state) == expected
 
 
 def test_parameters_that_cannot_be_summed_exactly_are_rejected() -> None:
     with pytest.raises(TaskError, match=r"'nothing' is bfloat16.*") as caught:
-        stepper(Small(torch.bfloat16))
+        steps_of(Small(torch.bfloat16))
     assert "keep the parameters in float32" in str(caught.value)
 
 
@@ -250,14 +254,14 @@ class Infinite(Small):
 
 
 def test_a_nonfinite_gradient_stops_the_run_and_is_named() -> None:
-    one = stepper(Infinite())
-    before = sha(one)
+    one = steps_of(Infinite())
+    before = sha(one.state)
     control = Control()
     control.begin(0)
     with pytest.raises(TrainingError, match=r"of step 0 is not finite in shard 0, first in the parameter 'last\.bias'"):
         one.run(0, batches(0, range(SHARDS)), context(SoloWorld(), control))
-    one.restore_buffers()
-    assert (sha(one), one.last_applied) == (before, -1)
+    one.state.restore_buffers()
+    assert (sha(one.state), one.state.last_applied) == (before, -1)
 
 
 class Weightless(Small):
@@ -268,12 +272,12 @@ class Weightless(Small):
 
 
 def test_weights_that_sum_to_zero_are_an_error() -> None:
-    one = stepper(Weightless())
+    one = steps_of(Weightless())
     control = Control()
     control.begin(0)
     with pytest.raises(TrainingError, match=r"weights that the task's loss returned in step 0 sum to 0"):
         one.run(0, batches(0, range(SHARDS)), context(SoloWorld(), control))
-    assert one.last_applied == -1
+    assert one.state.last_applied == -1
 
 
 class Erratic(Small):
@@ -285,7 +289,7 @@ class Erratic(Small):
 
 
 def test_an_irreproducible_step_is_an_error() -> None:
-    one = stepper(Erratic())
+    one = steps_of(Erratic())
     control = Control()
     control.begin(0)
     with pytest.raises(TrainingError, match="gradients of step 0 are not reproducible"):
@@ -301,7 +305,7 @@ class Teacher(Small):
 
 
 def test_a_parameter_changed_by_the_loss_is_named() -> None:
-    one = stepper(Teacher())
+    one = steps_of(Teacher())
     control = Control()
     control.begin(0)
     with pytest.raises(TrainingError, match=r"changed the parameter 'frozen\.weight' in place.*register_buffer"):
@@ -319,7 +323,7 @@ class Twice(Small):
 
 
 def test_a_gradient_accumulated_twice_is_an_error() -> None:
-    one = stepper(Twice())
+    one = steps_of(Twice())
     control = Control()
     control.begin(0)
     with pytest.raises(TrainingError, match=r"accumulated twice in one backward pass.*use_reentrant=False"):
@@ -327,15 +331,15 @@ def test_a_gradient_accumulated_twice_is_an_error() -> None:
 
 
 def test_unchanged_buffers_and_single_writer_buffers_keep_their_bits() -> None:
-    one = stepper()
+    one = steps_of()
     control = Control()
     control.begin(0)
     one.run(0, batches(0, range(SHARDS)), context(SoloWorld(), control))
-    net: Any = one.module
+    net: Any = one.state.module
     assert torch.equal(net.angles, torch.polar(torch.ones(3), torch.arange(3.0)))
     assert int(net.counter) == 2**60 + 1 + 2  # shard 0 has two microbatches
     assert (net.signed.tolist(), bool(net.signed.signbit().any())) == ([0.0, 1.5], False)
-    assert net.average is one.parts[0].buffers._named["average"]
+    assert net.average is one.state.parts[0].buffers._named["average"]
     assert bool(net.average.abs().sum() > 0)
 
 
@@ -354,7 +358,7 @@ def test_a_process_that_flushes_denormals_to_zero(undisturbed: tuple[str, list[f
     assert torch.set_flush_denormal(True)
     try:
         assert alone() == undisturbed
-        one = stepper(Tiny())
+        one = steps_of(Tiny())
         control = Control()
         control.begin(0)
         for step in range(STEPS):
@@ -364,12 +368,10 @@ def test_a_process_that_flushes_denormals_to_zero(undisturbed: tuple[str, list[f
                 context(SoloWorld(), control),
             )
         # A quantum flushed to zero would cause a division by zero, and no grid would ever fit.
-        assert min(one.scales.values()) == -1022
-        group = Group(lambda: stepper(Tiny()), lambda step, hosted: batches(step, hosted, torch.float64), SHARDS)
+        assert min(one.state.scales.values()) == -1022
+        group = Group(lambda: steps_of(Tiny()), lambda step, hosted: batches(step, hosted, torch.float64), SHARDS)
         group.train(STEPS, random.Random(1))
-        assert {sha(member.stepper) for member in group.members if member.stepper.last_applied == STEPS - 1} == {
-            sha(one)
-        }
+        assert {sha(state) for state in group.states if state.last_applied == STEPS - 1} == {sha(one.state)}
     finally:
         torch.set_flush_denormal(False)
 

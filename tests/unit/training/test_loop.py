@@ -10,9 +10,9 @@ import pytest
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reader import Microbatch, StepBatches
+from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.loop import Evaluation, StepTimeouts, Window, steps_end, train
-from raytrain_plus.training.step import Applied
+from raytrain_plus.training.loop import Evaluation, StepTimeouts, last_together, train
 from raytrain_plus.training.thread_control import Control
 
 
@@ -46,28 +46,32 @@ def nothing(shard: int) -> Iterator[Microbatch]:
 def test_overlapping_steps_end_together(
     first: int, every: int, evaluated: int | None, saved: int | None, ends: list[int]
 ) -> None:
-    window = Window(every=every, counted=lambda step: {})
     evaluation = None if evaluated is None else Evaluation(every_steps=evaluated, batches=nothing)
     found, step = [], first
     while step < 10:
-        found.append(steps_end(step, 10, window, evaluation, CheckpointWriter(saved)))
+        found.append(last_together(step, 10, every, evaluation, CheckpointWriter(saved)))
         step = found[-1] + 1
     assert found == ends
-    assert steps_end(3, 10, None, evaluation, CheckpointWriter(saved)) == 3
+    assert last_together(3, 10, 1, evaluation, CheckpointWriter(saved)) == 3
 
 
 class Steps:
-    """A stepper whose steps only note what they are given."""
+    """They only note what they are given."""
+
+    every, begun = 1, -1
+    state: Any = None
 
     def __init__(self, done: list[str], act: Callable[[int], None] = lambda step: None) -> None:
-        self.passes = SimpleNamespace(bars=())
+        self.passes: Any = SimpleNamespace(bars=())
         self._done, self._act = done, act
 
-    def run(self, step: int, shards: Any, context: StepContext) -> Applied:
+    def make(self, steps: range, batches: Any, context: StepContext) -> list[Applied]:
+        [step] = steps
+        batches(step)
         self._act(step)
         context.meanwhile()
         self._done.append(f"step {step}")
-        return Applied(rows=1, loss=0.5, flags=context.flags(), notes=b"", grad_norm=1.0, reduce_s=0.0)
+        return [Applied(rows=1, loss=0.5, flags=context.flags(), notes=b"", grad_norm=1.0, reduce_s=0.0)]
 
 
 class Feed:
@@ -121,16 +125,14 @@ def trained(
     """Train up to step 5, and return how that ended."""
     feed, saves = Feed(), Saves(done)
     saves.writing = writing
-    stepper: Any = Steps(done, act)
     why = train(
-        stepper,
+        Steps(done, act),
         feed,
         SoloWorld(),
         hosted=(0,),
         shards=1,
         first_step=1,
-        steps=6,
-        window=None,
+        end=6,
         evaluation=None,
         evaluated=-2,
         timeouts=StepTimeouts(step_s=1.0, first_step_s=2.0, wait_s=1.0),

@@ -27,14 +27,19 @@ from raytrain_plus.membership.view import host_shards
 from raytrain_plus.parallel.pipeline.layout import chunk_stages
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.task import BufferRule, Task
+from raytrain_plus.training.applied import Applied
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.pipedream import PipeDream
-from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.replica import replica_stage
+from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.verdict import SKIPPED_IN_A_ROW
+from raytrain_plus.training.window import OverlappingSteps
 from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
-from tests.unit.training.group import context, split_in_stages
+from tests.unit.training.group import context
 from tests.unit.training.test_synchronous import Ring, RingWorld, one_computes_at_a_time
 
 __all__ = ["one_computes_at_a_time"]
@@ -119,30 +124,25 @@ def control() -> Control:
     return made
 
 
-def alone(exact: bool = False, skip: bool = False, clip_norm: float | None = None, task: Task | None = None) -> Stepper:
+def alone(
+    exact: bool = False, skip: bool = False, clip_norm: float | None = None, task: Task | None = None
+) -> SynchronousSteps:
     task = task or Risky()
     built = build_model(task, 1, CPU)
-    return Stepper(
-        task,
-        [built],
-        seed=1,
-        shards=SHARDS,
-        clip_norm=clip_norm,
-        device=CPU,
-        exact=exact,
-        skip_nonfinite=skip,
-        bucket_bytes=300,
+    state = TrainState(
+        task, [built], seed=1, shards=SHARDS, clip_norm=clip_norm, device=CPU, exact=exact, bucket_bytes=300
     )
+    return whole_steps(state, skip_nonfinite=skip)
 
 
-def run(one: Stepper, step: int, **settings: Any) -> Applied:
+def run(one: SynchronousSteps, step: int, **settings: Any) -> Applied:
     given = batches(step, range(SHARDS), **settings)
     return one.run(step, given, context(SoloWorld()))
 
 
-def sha(one: Stepper) -> str:
-    one.restore_buffers()
-    return state_sha256(named_state(one.module, one.optimizer, one.named))
+def sha(one: SynchronousSteps) -> str:
+    one.state.restore_buffers()
+    return state_sha256(named_state(one.state.module, one.state.optimizer, one.state.named))
 
 
 NAMED = r"gradient of step 2 is not finite in shard 1, first in the parameter 'c\.normal\.bias'"
@@ -157,14 +157,14 @@ def test_a_nonfinite_gradient_is_never_applied_and_is_named(exact: bool, clip_no
     before = sha(one)
     with pytest.raises(TrainingError, match=NAMED):
         run(one, 2)
-    assert (sha(one), one.last_applied, one.ready) == (before, 1, None)
+    assert (sha(one), one.state.last_applied, one.state.ready) == (before, 1, None)
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_norm_of_every_step_is_reported(exact: bool) -> None:
     one = alone(exact)
     free = run(one, 0)
-    gradients = [value.grad.flatten() for _, value in one.named if value.grad is not None]
+    gradients = [value.grad.flatten() for _, value in one.state.named if value.grad is not None]
     assert free.grad_norm == pytest.approx(float(torch.cat(gradients).double().norm()), rel=1e-12)
     # Before clipping.
     assert run(alone(exact, clip_norm=free.grad_norm / 10), 0).grad_norm == free.grad_norm
@@ -182,12 +182,12 @@ def test_a_skipped_step_changes_only_the_step_number(exact: bool, loss_too: bool
     assert told.rows == 4 * 2 * SHARDS
     assert math.isnan(told.loss) == loss_too
     assert not math.isfinite(told.grad_norm)
-    assert (sha(one), one.last_applied, one.counts) == (before, 2, {"skipped": 1})
+    assert (sha(one), one.state.last_applied, one.state.counts) == (before, 2, {"skipped": 1})
     # The following steps are those of a run without the skipped step.
-    other.last_applied = 2
+    other.state.last_applied = 2
     assert run(one, 3) == run(other, 3)
     assert sha(one) == sha(other) != before
-    assert one.counts == {"skipped": 0}
+    assert one.state.counts == {"skipped": 0}
 
 
 def test_a_nonfinite_loss_is_refused_without_recomputing() -> None:
@@ -195,7 +195,7 @@ def test_a_nonfinite_loss_is_refused_without_recomputing() -> None:
     before = sha(one)
     with pytest.raises(TrainingError, match="the loss of step 0 is not finite in shards 0, 1, 2, 3"):
         run(one, 0, shift=math.inf)
-    assert (sha(one), one.last_applied, one.ready) == (before, -1, None)
+    assert (sha(one), one.state.last_applied, one.state.ready) == (before, -1, None)
 
 
 def test_ten_consecutive_nonfinite_steps_stop_a_run_that_skips_them() -> None:
@@ -205,13 +205,13 @@ def test_ten_consecutive_nonfinite_steps_stop_a_run_that_skips_them() -> None:
         assert run(one, step, bad=(step, 0)).skipped
     # The count is part of the state: a new worker continues it.
     newcomer = alone(skip=True)
-    newcomer.adopt(one.snapshot())
-    assert newcomer.counts == one.counts == {"skipped": 9}
+    newcomer.state.adopt(one.state.snapshot())
+    assert newcomer.state.counts == one.state.counts == {"skipped": 9}
     with pytest.raises(
         TrainingError, match=r"10 consecutive steps were not finite, and `elastic.on_nonfinite: skip` allows 9"
     ):
         run(newcomer, 10, bad=(10, 0))
-    assert newcomer.last_applied == 9
+    assert newcomer.state.last_applied == 9
     assert not run(one, 10).skipped
 
 
@@ -251,7 +251,7 @@ def test_a_sum_that_overflows_is_not_applied() -> None:
         one = alone(task=Overflowing())
         with pytest.raises(TrainingError) as caught:
             one.run(0, batches(0, hosted[rank]), context(RingWorld(rank, ring)))
-        return str(caught.value), one.last_applied
+        return str(caught.value), one.state.last_applied
 
     words = (
         "not finite in the parameter 'd.linear.bias', although it is finite in each shard: the sum exceeds the range"
@@ -285,19 +285,19 @@ def test_a_buffer_that_would_not_be_finite_is_not_applied(task: type[Task], exac
     one = alone(exact, task=task())
     with pytest.raises(TrainingError, match=r"the buffer 'b\.normal\.running_var' would not be finite after step 0"):
         run(one, 0)
-    assert one.last_applied == -1
+    assert one.state.last_applied == -1
     skipping = alone(exact, skip=True, task=task())
     before = sha(skipping)
     assert run(skipping, 0).skipped
-    assert (sha(skipping), skipping.last_applied) == (before, 0)
+    assert (sha(skipping), skipping.state.last_applied) == (before, 0)
 
 
 def test_initially_nonfinite_values_are_allowed() -> None:
-    assert alone().allowed == {f"buffer/{name}.mask" for name in NAMES}
+    assert alone().state.allowed == {f"buffer/{name}.mask" for name in NAMES}
 
 
 def together(
-    shape: Shape, schedule: Schedule, act: Callable[[Stepper, Any, tuple[int, ...], bool], Any], **settings: Any
+    shape: Shape, schedule: Schedule, act: Callable[..., Any], *, exact: bool = False, skip: bool = False
 ) -> list[Any]:
     """Return each worker's results for so many replicas of so many stages."""
     where = chunk_stages(schedule, shape.stages)
@@ -311,22 +311,29 @@ def together(
         replica, stage, _ = shape.place(seat)
         chunks = [NAMES[n * each : (n + 1) * each] for n, holder in enumerate(where) if holder == stage]
         built = build_chunks(task, 1, CPU, chunks)
-        one = Stepper(task, built, seed=1, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300, **settings)
-        kind = PipeDream if schedule == "pipedream" else Synchronous
-        split_in_stages(one, kind, task, Threads(stage, mails[replica]), schedule, shape.stages, SHARDS)
+        state = TrainState(
+            task, built, seed=1, shards=SHARDS, clip_norm=None, device=CPU, exact=exact, bucket_bytes=300
+        )
+        peers, split = Threads(stage, mails[replica]), partial(replica_stage, schedule=schedule, stages=shape.stages)
+        one: Any
+        if schedule == "pipedream":
+            counted = partial(batches, hosted=hosted[replica], data=False)
+            one = OverlappingSteps(state, split(PipeDream, state, peers), every=4, counted=counted)
+        else:
+            one = SynchronousSteps(state, split(Synchronous, state, peers), skip_nonfinite=skip)
         return act(one, RingWorld(replica, rings[stage]), hosted[replica], stage == 0)
 
     return at_once(worker, range(shape.size))
 
 
-def own_state(one: Stepper) -> list[torch.Tensor]:
-    return [value.detach().clone() for _, value in one.named]
+def own_state(one: SynchronousSteps) -> list[torch.Tensor]:
+    return [value.detach().clone() for _, value in one.state.named]
 
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(("shape", "schedule"), [(Shape(2, 2), "1f1b"), (Shape(1, 2), "interleaved")], ids=str)
 def test_all_stages_refuse_a_step_with_the_same_message(shape: Shape, schedule: Schedule, exact: bool) -> None:
-    def act(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
+    def act(one: SynchronousSteps, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
         def made(step: int) -> Applied:
             return one.run(step, batches(step, hosted, data), context(world))
 
@@ -336,18 +343,18 @@ def test_all_stages_refuse_a_step_with_the_same_message(shape: Shape, schedule: 
         with pytest.raises(TrainingError, match=NAMED):
             made(2)
         assert all(map(torch.equal, before, own_state(one)))
-        return one.last_applied, one.ready
+        return one.state.last_applied, one.state.ready
 
     assert together(shape, schedule, act, exact=exact) == [(1, None)] * shape.size
 
 
 def test_all_stages_skip_a_step_together() -> None:
-    def act(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
+    def act(one: SynchronousSteps, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
         told = [one.run(step, batches(step, hosted, data), context(world)).skipped for step in range(4)]
-        return told, one.last_applied, one.counts
+        return told, one.state.last_applied, one.state.counts
 
     expected = ([False, False, True, False], 3, {"skipped": 0})
-    assert together(Shape(2, 2), "1f1b", act, skip_nonfinite=True) == [expected] * 4
+    assert together(Shape(2, 2), "1f1b", act, skip=True) == [expected] * 4
 
 
 def test_a_worker_interrupted_while_others_skipped_a_step_skips_it_too() -> None:
@@ -355,28 +362,23 @@ def test_a_worker_interrupted_while_others_skipped_a_step_skips_it_too() -> None
     run(one, 0)
     before = sha(one)
     summed: list[Any] = []
-    apply = one._apply
-    one._apply = summed.append  # type: ignore[method-assign]
+    apply = one.state.apply
+    one.state.apply = summed.append  # type: ignore[method-assign]
     run(one, 2)
-    one._apply = apply  # type: ignore[method-assign]
-    assert one.ready == 2
-    one.finish(summed[0])
-    assert (sha(one), one.last_applied, one.counts) == (before, 2, {"skipped": 1})
+    one.state.apply = apply  # type: ignore[method-assign]
+    assert one.state.ready == 2
+    one.state.finish(summed[0])
+    assert (sha(one), one.state.last_applied, one.state.counts) == (before, 2, {"skipped": 1})
 
 
 def test_an_overlapping_step_with_a_nonfinite_gradient_is_not_applied() -> None:
-    def act(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
+    def act(one: OverlappingSteps, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
         try:
-            one.run_window(
-                range(4),
-                lambda step: batches(step, hosted, data=False),
-                lambda step: batches(step, hosted),
-                context(world),
-            )
+            one.make(range(4), lambda step: batches(step, hosted), context(world))
         except TrainingError as error:
-            return str(error), all(bool(value.isfinite().all()) for _, value in one.named)
+            return str(error), all(bool(value.isfinite().all()) for _, value in one.state.named)
         except Exception as error:
-            return type(error).__name__, all(bool(value.isfinite().all()) for _, value in one.named)
+            return type(error).__name__, all(bool(value.isfinite().all()) for _, value in one.state.named)
         return "", False
 
     told = together(Shape(1, 2), "pipedream", act)

@@ -13,10 +13,11 @@ from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
 from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.model import build_model
-from raytrain_plus.training.step import Stepper
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
 
 CPU = torch.device("cpu")
 ROWS = 6
@@ -65,12 +66,14 @@ class _Noted:
 def test_a_step_waits_once(width: int, names: list[str], exact: bool) -> None:
     """Small buffers travel with the first bucket; large ones before it, on every replica alike."""
     task, world = Norm(width), Pair()
-    stepper = Stepper(task, [build_model(task, 0, CPU)], seed=0, shards=2, clip_norm=None, device=CPU, exact=exact)
+    built = [build_model(task, 0, CPU)]
+    state = TrainState(task, built, seed=0, shards=2, clip_norm=None, device=CPU, exact=exact)
+    steps = whole_steps(state)
     context = StepContext(world=world, control=Control(), wait_s=1)
     batches = {shard: [Microbatch(torch.randn(ROWS, 2), ROWS)] for shard in range(2)}
     # The first exact step measures its grids.
     for step in range(2):
         world.said.clear()
-        stepper.run(step, batches, context)
+        steps.run(step, batches, context)
     assert world.said == [*names, *["wait"] * len(names)]
-    assert int(stepper.module[1].num_batches_tracked) == 2
+    assert int(state.module[1].num_batches_tracked) == 2

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,14 +22,16 @@ from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.parallel.pipeline.schedule import orders
 from raytrain_plus.parallel.pipeline.transport import Handovers
+from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.pipedream import PipeDream, WeightVersions
-from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.replica import replica_stage
+from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.window import OverlappingSteps
 from tests.unit.parallel.pipeline import replicas
 from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
-from tests.unit.training.group import split_in_stages
 from tests.unit.training.test_synchronous import CPU, Ring, RingWorld, control
 
 SHARDS, MICROBATCHES, ROWS, SEED = 2, 3, 4, 5
@@ -79,10 +82,10 @@ def chunks_of(stages: int) -> list[tuple[str, ...]]:
 def together(
     shape: Shape,
     windows: list[range],
-    act: Callable[[int, Stepper], None] = lambda seat, one: None,
+    act: Callable[[int, OverlappingSteps], None] = lambda seat, one: None,
     task: type[Task] = Smooth,
     wished: Callable[[int], bool] = lambda seat: False,
-) -> list[tuple[list[Applied], dict[str, torch.Tensor], Stepper]]:
+) -> list[tuple[list[Applied], dict[str, torch.Tensor], OverlappingSteps]]:
     """Return, for each worker after these windows, what it applied, its final weights, and itself."""
     rings = [Ring(shape.replicas) for _ in range(shape.stages)]
     mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.replicas)]
@@ -92,8 +95,11 @@ def together(
         replica, stage, _ = shape.place(seat)
         made = task()
         built = build_chunks(made, SEED, CPU, [chunks_of(shape.stages)[stage]])
-        one = Stepper(made, built, seed=SEED, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300)
-        split_in_stages(one, PipeDream, made, Threads(stage, mails[replica]), "pipedream", shape.stages, SHARDS)
+        state = TrainState(made, built, seed=SEED, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300)
+        peers = Threads(stage, mails[replica])
+        passes = replica_stage(PipeDream, state, peers, schedule="pipedream", stages=shape.stages)
+        counted = partial(batches, hosted=hosted[replica], data=False)
+        one = OverlappingSteps(state, passes, every=1, counted=counted)
         act(seat, one)
         workers.append(one)
 
@@ -103,14 +109,13 @@ def together(
         applied = [
             told
             for window in windows
-            for told in one.run_window(
+            for told in one.make(
                 window,
-                lambda step: batches(step, hosted[replica], data=False),
                 lambda step: batches(step, hosted[replica]),
                 StepContext(world=world, control=control(), wait_s=5, flags=lambda: Flags(pause=wished(seat))),
             )
         ]
-        return applied, {name: value.detach().clone() for name, value in one.named}, one
+        return applied, {name: value.detach().clone() for name, value in one.state.named}, one
 
     return at_once(worker, range(shape.size))
 
@@ -214,7 +219,7 @@ def test_weights_and_losses_are_those_of_the_definition(shape: Shape) -> None:
     told = together(shape, WINDOWS)
     for applied, own, one in told:
         assert [step.loss for step in applied] == pytest.approx(losses, rel=1e-6)
-        assert one.last_applied == 8
+        assert one.state.last_applied == 8
         for name, value in own.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6)
     # Otherwise the test would prove nothing.
@@ -241,10 +246,10 @@ def test_requests_during_a_window_reach_all_stages_at_its_end() -> None:
 
     changed = threading.Event()
 
-    def act(seat: int, one: Stepper) -> None:
+    def act(seat: int, one: OverlappingSteps) -> None:
         if seat == 1:
-            assert one.optimizer is not None
-            one.optimizer.register_step_post_hook(lambda *unused: changed.set())
+            assert one.state.optimizer is not None
+            one.state.optimizer.register_step_post_hook(lambda *unused: changed.set())
 
     for applied, _, _ in together(Shape(1, 2), [range(4)], act, wished=wished):
         assert [step.flags.pause for step in applied] == [False, False, False, True]
@@ -254,7 +259,7 @@ def test_requests_during_a_window_reach_all_stages_at_its_end() -> None:
 def test_a_stage_waiting_at_the_end_reports_it_and_keeps_nothing_received() -> None:
     seen: list[tuple[str, int]] = []
 
-    def act(seat: int, one: Stepper) -> None:
+    def act(seat: int, one: OverlappingSteps) -> None:
         passes: Any = one.passes
         agree = passes.agree
 
@@ -288,18 +293,18 @@ BAD = batches(2, (0,))[0][1].batch["x"][0, 0]
 
 
 def test_an_aborted_window_leaves_no_usable_state() -> None:
-    workers: list[Stepper] = []
+    workers: list[OverlappingSteps] = []
     with pytest.raises(TrainingError, match="the loss of step 2 is not finite in shard 0"):
         together(Shape(1, 2), [range(4)], lambda seat, one: workers.append(one), Explodes)
-    assert [one.last_applied for one in workers] == [None, None]
-    assert [one.ready for one in workers] == [None, None]
+    assert [one.state.last_applied for one in workers] == [None, None]
+    assert [one.state.ready for one in workers] == [None, None]
 
 
 def test_a_stage_that_completed_a_window_can_finish_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "LIMIT_S", 0.5)
-    workers: list[Stepper] = []
+    workers: list[OverlappingSteps] = []
 
-    def act(seat: int, one: Stepper) -> None:
+    def act(seat: int, one: OverlappingSteps) -> None:
         workers.append(one)
         if seat == 1:
             monkeypatch.setattr(one.passes, "agree", left)
@@ -309,9 +314,9 @@ def test_a_stage_that_completed_a_window_can_finish_it_later(monkeypatch: pytest
 
     with pytest.raises(Interrupted):
         together(Shape(1, 2), [range(3)], act)
-    assert (workers[1].last_applied, workers[1].ready) == (None, 2)
-    workers[1].finish({})
-    assert (workers[1].last_applied, workers[1].ready) == (2, None)
+    assert (workers[1].state.last_applied, workers[1].state.ready) == (None, 2)
+    workers[1].state.finish({})
+    assert (workers[1].state.last_applied, workers[1].state.ready) == (2, None)
 
 
 def test_a_backward_pass_with_older_weights_changes_nothing_else() -> None:

@@ -12,9 +12,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.training.applied import Applied
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.scheduler import rates_of
-from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.train_state import TrainState
 from tests.unit.training.group import context
 
 CPU = torch.device("cpu")
@@ -44,9 +46,10 @@ class Line(Task):
 
 
 def made(task: Task, steps: int) -> list[Applied]:
-    stepper = Stepper(task, [build_model(task, 0, CPU)], seed=0, shards=1, clip_norm=None, device=CPU)
+    state = TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=1, clip_norm=None, device=CPU)
+    made = whole_steps(state)
     batch = Microbatch(torch.ones(2, 2), rows=2)
-    return [stepper.run(step, {0: [batch]}, context(SoloWorld())) for step in range(steps)]
+    return [made.run(step, {0: [batch]}, context(SoloWorld())) for step in range(steps)]
 
 
 def test_a_step_has_the_rates_with_which_it_was_made() -> None:

@@ -13,7 +13,7 @@ from raytrain_plus import Task
 from raytrain_plus.errors import TaskError
 from raytrain_plus.training.model import build_model, parameters_of
 from raytrain_plus.training.scheduler import check_scheduler
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.train_state import TrainState
 
 CPU = torch.device("cpu")
 
@@ -49,8 +49,8 @@ class Line(Task):
         return self.make and self.make(optimizer)
 
 
-def stepper(task: Task) -> Stepper:
-    return Stepper(task, [build_model(task, 0, CPU)], seed=0, shards=2, clip_norm=None, device=CPU)
+def state_of(task: Task) -> TrainState:
+    return TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=2, clip_norm=None, device=CPU)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def stepper(task: Task) -> Stepper:
     ],
 )
 def test_a_scheduler_that_needs_an_argument_is_refused(make: Any, what: str) -> None:
-    for refuses in (stepper, lambda task: check_scheduler(task, parameters_of(task))):
+    for refuses in (state_of, lambda task: check_scheduler(task, parameters_of(task))):
         with pytest.raises(TaskError) as caught:
             refuses(Line(make))
         error = caught.value
@@ -72,7 +72,7 @@ def test_a_scheduler_that_needs_an_argument_is_refused(make: Any, what: str) -> 
 def test_other_schedulers_are_taken(make: Any) -> None:
     task = Line(make)
     check_scheduler(task, parameters_of(task))
-    assert (stepper(task).scheduler is None) == (make is None)
+    assert (state_of(task).scheduler is None) == (make is None)
 
 
 @pytest.mark.parametrize("fault", ["values", "optimizer"])

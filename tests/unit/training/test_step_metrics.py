@@ -18,9 +18,12 @@ from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.training import header, step_metrics
+from raytrain_plus.training.applied import Applied
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.header import Flags, ShardReport
 from raytrain_plus.training.model import build_model
-from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.step import SynchronousSteps
+from raytrain_plus.training.train_state import TrainState
 from tests.unit.training import test_exact_steps as exact
 from tests.unit.training import test_pipedream as pipedream
 from tests.unit.training import test_synchronous as synchronous
@@ -35,12 +38,12 @@ class Measured(exact.Small):
         return {**super().loss(model, batch), "metrics": {"mean": x.mean(), "share": (x > 0).float().mean(), "one": 1}}
 
 
-def run(one: Stepper, step: int, shards: int = exact.SHARDS, world: Any = None) -> Applied:
+def run(one: SynchronousSteps, step: int, shards: int = exact.SHARDS, world: Any = None) -> Applied:
     return one.run(step, exact.batches(step, range(shards)), context(world or SoloWorld()))
 
 
 def test_metrics_are_weighted_means_and_change_no_state() -> None:
-    bare, measured = exact.stepper(), exact.stepper(Measured())
+    bare, measured = exact.steps_of(), exact.steps_of(Measured())
     for step in range(exact.STEPS):
         plain, told = run(bare, step), run(measured, step)
         assert (told.loss, told.notes, plain.metrics) == (plain.loss, plain.notes, {})
@@ -52,13 +55,13 @@ def test_metrics_are_weighted_means_and_change_no_state() -> None:
         mean = sum(w * float(one.batch["x"].mean()) for w, one in zip(weights, microbatches, strict=True))
         assert told.metrics["mean"] == pytest.approx(mean / sum(weights), rel=1e-12)
         assert told.metrics["one"] == pytest.approx(1.0)
-    assert exact.sha(measured) == exact.sha(bare)
+    assert exact.sha(measured.state) == exact.sha(bare.state)
 
 
 def test_metrics_have_the_same_bits_with_any_workers_and_deaths() -> None:
-    one = exact.stepper(Measured())
+    one = exact.steps_of(Measured())
     expected = [run(one, step).metrics for step in range(exact.STEPS)]
-    group = Group(lambda: exact.stepper(Measured()), exact.batches, exact.SHARDS)
+    group = Group(lambda: exact.steps_of(Measured()), exact.batches, exact.SHARDS)
     group.train(exact.STEPS, random.Random(3))
     assert [group.metrics[step] for step in range(exact.STEPS)] == expected
     assert group.deaths
@@ -87,11 +90,11 @@ class Line(Task):
         return {"loss": loss, "metrics": self.given.pop(0)} if self.given else loss
 
 
-def stepper(task: Task) -> Stepper:
-    return Stepper(task, [build_model(task, 0, CPU)], seed=0, shards=2, clip_norm=None, device=CPU)
+def steps_of(task: Task) -> SynchronousSteps:
+    return whole_steps(TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=2, clip_norm=None, device=CPU))
 
 
-def step_of(one: Stepper, step: int, world: Any = None, microbatches: int = 1) -> Applied:
+def step_of(one: SynchronousSteps, step: int, world: Any = None, microbatches: int = 1) -> Applied:
     given = {shard: [Microbatch(torch.ones(4, 2) + shard, 4)] * microbatches for shard in range(2)}
     return one.run(step, given, context(world or SoloWorld()))
 
@@ -100,7 +103,7 @@ def step_of(one: Stepper, step: int, world: Any = None, microbatches: int = 1) -
 def test_only_a_step_with_more_metrics_than_before_sums_them_separately(dtype: torch.dtype) -> None:
     world, bare = Counting(), Counting()
     metrics = [{"a": 1.0, "b": -0.0}] * 2 + [{"b": 4.0, "a": 3.0}] * 2 + [{}] * 2 + [{"z": 2.5}] * 2
-    one, other = stepper(Line(*metrics, dtype=dtype)), stepper(Line(dtype=dtype))
+    one, other = steps_of(Line(*metrics, dtype=dtype)), steps_of(Line(dtype=dtype))
     told, sent = [], []
     for step in range(4):
         told.append(step_of(one, step, world).metrics)
@@ -112,27 +115,27 @@ def test_only_a_step_with_more_metrics_than_before_sums_them_separately(dtype: t
     assert [one for one in first[0] if one not in first[1]] == [("metrics", 4)]
     assert [name for name, _ in second[0]] == [name for name, _ in second[1]]
     assert sent[2][0] == sent[3][0] == second[0]
-    assert {id(view) for _, view in one.parts[0].gradients._views} == {
-        id(value.grad) for value in one.module.parameters()
+    assert {id(view) for _, view in one.state.parts[0].gradients._views} == {
+        id(value.grad) for value in one.state.module.parameters()
     }
 
 
 def test_a_worker_takes_the_room_for_metrics_with_the_state() -> None:
-    one = stepper(Line(*[{"a": 1.0}] * 6))
-    start = one.snapshot()
+    one = steps_of(Line(*[{"a": 1.0}] * 6))
+    start = one.state.snapshot()
     step_of(one, 0)
-    newcomer, world = stepper(Line(*[{"a": 2.0}] * 4)), Counting()
-    newcomer.adopt(one.snapshot())
+    newcomer, world = steps_of(Line(*[{"a": 2.0}] * 4)), Counting()
+    newcomer.state.adopt(one.state.snapshot())
     step_of(newcomer, 1, world)
     assert "metrics" not in [name for name, _ in world.sent]
-    assert one.counts == {"skipped": 0, "metrics": 1}
-    one.adopt(start)
-    assert one.counts == {"skipped": 0}
+    assert one.state.counts == {"skipped": 0, "metrics": 1}
+    one.state.adopt(start)
+    assert one.state.counts == {"skipped": 0}
     assert step_of(one, 0, world).metrics == {"a": 1.0}
 
 
 def test_nan_in_a_metric_is_reported_and_refuses_no_step() -> None:
-    one = stepper(Line(*[{"a": math.nan, "b": math.inf}] * 4))
+    one = steps_of(Line(*[{"a": math.nan, "b": math.inf}] * 4))
     for step in range(2):
         told = step_of(one, step)
         assert (math.isnan(told.metrics["a"]), told.metrics["b"], told.skipped) == (True, math.inf, False)
@@ -145,9 +148,9 @@ def test_a_metric_of_nothing_does_not_count() -> None:
 
 def test_other_names_are_named_with_step_and_shard() -> None:
     with pytest.raises(TrainingError, match=r"other names for shard 1 in step 0 than for shard 0"):
-        step_of(stepper(Line({"a": 1.0}, {"b": 1.0})), 0)
+        step_of(steps_of(Line({"a": 1.0}, {"b": 1.0})), 0)
     with pytest.raises(TrainingError, match=r"other names for shard 0 in step 0 than before"):
-        step_of(stepper(Line({"a": 1.0}, {"b": 1.0}, {"a": 1.0}, {"a": 1.0})), 0, microbatches=2)
+        step_of(steps_of(Line({"a": 1.0}, {"b": 1.0}, {"a": 1.0}, {"a": 1.0})), 0, microbatches=2)
 
 
 def test_the_note_for_the_ledger_is_the_same_with_metrics() -> None:
@@ -168,11 +171,11 @@ one_computes_at_a_time = synchronous.one_computes_at_a_time
 
 
 def test_stages_report_the_metrics_of_one_worker() -> None:
-    def trained(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> list[Any]:
+    def trained(one: SynchronousSteps, world: Any, hosted: tuple[int, ...], data: bool) -> list[Any]:
         return [one.run(step, synchronous.batches(step, hosted, data), context(world)).metrics for step in range(3)]
 
     made = Deep()
-    one = synchronous.stepper(made, [build_model(made, synchronous.SEED, CPU)], exact=True)
+    one = whole_steps(synchronous.state_of(made, [build_model(made, synchronous.SEED, CPU)], exact=True))
     expected = trained(one, SoloWorld(), tuple(range(synchronous.SHARDS)), True)
     assert set(expected[0]) == {"mean", "largest"}
     assert synchronous.together(Shape(2, 2), "1f1b", exact=True, task=Deep, act=trained) == [expected] * 4
@@ -187,7 +190,7 @@ def test_overlapping_steps_report_their_metrics() -> None:
     windows = [range(3), range(3, 5)]
     told = pipedream.together(Shape(2, 2), windows, task=Smooth)
     plain = pipedream.together(Shape(2, 2), windows)
-    assert [one.counts for _, _, one in told] == [{"skipped": 0, "metrics": 1}] * 4
+    assert [one.state.counts for _, _, one in told] == [{"skipped": 0, "metrics": 1}] * 4
     for applied, weights, _ in told[1:]:
         assert [one.metrics for one in applied] == [one.metrics for one in told[0][0]]
         assert all(list(one.metrics) == ["mean"] for one in applied)
@@ -230,10 +233,10 @@ def test_what_a_loss_may_not_return_is_named(given: Any, words: str) -> None:
             return given
 
     with pytest.raises(TrainingError, match=f"Given.loss returned {words}"):
-        step_of(stepper(Given()), 0)
+        step_of(steps_of(Given()), 0)
 
 
 def test_a_full_mapping_is_accepted() -> None:
     names = [str(number) for number in range(64)]
-    one = stepper(Line(*[dict.fromkeys(names, torch.tensor(2))] * 4))
+    one = steps_of(Line(*[dict.fromkeys(names, torch.tensor(2))] * 4))
     assert [step_of(one, step).metrics for step in range(2)] == [dict.fromkeys(sorted(names), 2.0)] * 2

@@ -33,18 +33,21 @@ from raytrain_plus.state.holding import saved_model
 from raytrain_plus.state.named import optimizer_state, state_sha256
 from raytrain_plus.training import replica as replica_module
 from raytrain_plus.training import synchronous
+from raytrain_plus.training.applied import Applied
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks, build_model, layer_names
-from raytrain_plus.training.replica import AT_ONCE
-from raytrain_plus.training.step import Applied, Stepper
+from raytrain_plus.training.replica import AT_ONCE, replica_stage
+from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.messages import Layers
 from tests.unit.parallel.pipeline import replicas
 from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once
-from tests.unit.training.group import context, split_in_stages
+from tests.unit.training.group import context
 
 SHARDS, MICROBATCHES, ROWS, STEPS, SEED = 4, 2, 3, 4, 3
 CPU = torch.device("cpu")
@@ -187,14 +190,14 @@ def one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             yield
 
     monkeypatch.setattr(replica_module._HeldOut, "computing", evaluates_alone)
-    apply = Stepper._apply
+    apply = TrainState.apply
 
-    def applies_alone(self: Stepper, *arguments: Any) -> None:
+    def applies_alone(self: TrainState, *arguments: Any) -> None:
         # It sets the key for optimizers that draw random numbers.
         with COMPUTES:
             apply(self, *arguments)
 
-    monkeypatch.setattr(Stepper, "_apply", applies_alone)
+    monkeypatch.setattr(TrainState, "apply", applies_alone)
 
 
 Told = tuple[list[Applied], dict[str, torch.Tensor]]
@@ -206,11 +209,11 @@ def control() -> Control:
     return made
 
 
-def stepper(task: Task, built: Any, exact: bool) -> Stepper:
-    return Stepper(task, built, seed=SEED, shards=SHARDS, clip_norm=0.5, device=CPU, exact=exact, bucket_bytes=300)
+def state_of(task: Task, built: Any, exact: bool) -> TrainState:
+    return TrainState(task, built, seed=SEED, shards=SHARDS, clip_norm=0.5, device=CPU, exact=exact, bucket_bytes=300)
 
 
-def state_of_one(one: Stepper) -> dict[str, torch.Tensor]:
+def tensors_of(one: TrainState) -> dict[str, torch.Tensor]:
     """In the form that its hash takes."""
     return {**saved_model(one.holding()), **optimizer_state(one.optimizer, one.named)}
 
@@ -218,9 +221,9 @@ def state_of_one(one: Stepper) -> dict[str, torch.Tensor]:
 def alone(exact: bool, task: type[Task] = Deep) -> Told:
     """Return one worker's results."""
     made = task()
-    one = stepper(made, [build_model(made, SEED, CPU)], exact)
+    one = whole_steps(state_of(made, [build_model(made, SEED, CPU)], exact))
     applied = [one.run(step, batches(step, tuple(range(SHARDS))), context(SoloWorld())) for step in range(STEPS)]
-    return applied, state_of_one(one)
+    return applied, tensors_of(one.state)
 
 
 def together(
@@ -246,9 +249,11 @@ def together(
         made = task()
         chunks = [names[first:last] for (first, last), holder in zip(spans, where, strict=True) if holder == stage]
         with COMPUTES:
-            one = stepper(made, build_chunks(made, SEED, CPU, chunks), exact)
-        tied = Layers(Stage(stage, shape.stages), (), where_is).apart(one.tied)
-        split_in_stages(one, Synchronous, made, Threads(stage, mails[replica]), schedule, shape.stages, SHARDS, tied)
+            state = state_of(made, build_chunks(made, SEED, CPU, chunks), exact)
+        tied = Layers(Stage(stage, shape.stages), (), where_is).apart(state.tied)
+        peers = Threads(stage, mails[replica])
+        passes = replica_stage(Synchronous, state, peers, schedule=schedule, stages=shape.stages, tied=tied)
+        one = SynchronousSteps(state, passes)
         world = RingWorld(replica, rings[stage])
         if act is not None:
             return act(one, world, hosted[replica], stage == 0)
@@ -260,12 +265,12 @@ def together(
             )
             for step in range(STEPS)
         ]
-        return applied, state_of_one(one)
+        return applied, tensors_of(one.state)
 
     return at_once(worker, range(shape.size))
 
 
-def state_of(told: list[Told], shape: Shape, replica: int) -> dict[str, torch.Tensor]:
+def collected(told: list[Told], shape: Shape, replica: int) -> dict[str, torch.Tensor]:
     """Return the whole state, collected from a replica's stages."""
     whole: dict[str, torch.Tensor] = {}
     for seat in shape.lines("stage")[replica]:
@@ -294,7 +299,7 @@ def test_the_bits_are_those_of_one_worker(shape: Shape, schedule: Schedule, of_o
     for found, _ in told:
         assert found == applied
     for replica in range(shape.replicas):
-        whole = state_of(told, shape, replica)
+        whole = collected(told, shape, replica)
         assert whole.keys() == state.keys()
         assert [name for name in state if not torch.equal(state[name], whole[name])] == []
         assert state_sha256(whole) == state_sha256(state)
@@ -302,7 +307,7 @@ def test_the_bits_are_those_of_one_worker(shape: Shape, schedule: Schedule, of_o
 
 @pytest.mark.parametrize("schedule", ALL)
 def test_the_sums_of_every_chunk_start_in_its_last_backward_pass(schedule: Schedule) -> None:
-    def started(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> dict[str, list[bool]]:
+    def started(one: SynchronousSteps, world: Any, hosted: tuple[int, ...], data: bool) -> dict[str, list[bool]]:
         """Return, for each chunk, whether each bucket was submitted in a backward pass."""
         found: dict[str, list[bool]] = {}
 
@@ -332,7 +337,7 @@ def test_the_sums_of_every_chunk_start_in_its_last_backward_pass(schedule: Sched
 def test_a_step_that_others_have_applied_is_finished_to_the_same_bits(schedule: Schedule, of_one: Told) -> None:
     applied, state = of_one
 
-    def interrupted_in_the_last(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
+    def interrupted_in_the_last(one: SynchronousSteps, world: Any, hosted: tuple[int, ...], data: bool) -> Any:
         """The second replica's members hear of a death when all sums are complete, before they have applied them."""
         ours = control()
 
@@ -340,7 +345,7 @@ def test_a_step_that_others_have_applied_is_finished_to_the_same_bits(schedule: 
             rank, size = world.rank, world.size
 
             def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Any:
-                if name == "summed" and world.rank == 1 and one.last_applied == STEPS - 2:
+                if name == "summed" and world.rank == 1 and one.state.last_applied == STEPS - 2:
                     world.reduce(tensor, name, operation)
                     raise Interrupted("a peer is gone")
                 return world.reduce(tensor, name, operation)
@@ -350,19 +355,19 @@ def test_a_step_that_others_have_applied_is_finished_to_the_same_bits(schedule: 
             try:
                 told.append(one.run(step, batches(step, hosted, data), context(Sealed(), ours)))
             except Interrupted:
-                assert (one.last_applied, one.ready) == (STEPS - 2, STEPS - 1)
+                assert (one.state.last_applied, one.state.ready) == (STEPS - 2, STEPS - 1)
         return one, told
 
     found = together(Shape(2, 2), schedule, exact=True, act=interrupted_in_the_last)
     first, second = found[:2], found[2:]
     for (done, told), (late, _) in zip(first, second, strict=True):
         assert told == applied
-        assert (done.last_applied, done.ready) == (STEPS - 1, None)
-        assert sorted(done.squares) == sorted({name for one, _ in first for name, _ in one.named})
+        assert (done.state.last_applied, done.state.ready) == (STEPS - 1, None)
+        assert sorted(done.state.squares) == sorted({name for one, _ in first for name, _ in one.state.named})
         with COMPUTES:
-            late.finish(done.squares)
-        assert (late.last_applied, late.ready) == (STEPS - 1, None)
-    whole = {name: value for one, _ in second for name, value in state_of_one(one).items()}
+            late.state.finish(done.state.squares)
+        assert (late.state.last_applied, late.state.ready) == (STEPS - 1, None)
+    whole = {name: value for one, _ in second for name, value in tensors_of(one.state).items()}
     assert state_sha256(whole) == state_sha256(state)
 
 
@@ -393,7 +398,7 @@ def test_tied_layers_have_the_bits_of_one_worker_and_stay_the_same(shape: Shape,
     applied, state = alone(exact=True, task=Tied)
     told = together(shape, schedule, exact=True, task=Tied)
     assert [found for found, _ in told] == [applied] * shape.size
-    whole = state_of(told, shape, shape.replicas - 1)
+    whole = collected(told, shape, shape.replicas - 1)
     assert state_sha256(whole) == state_sha256(state)
     for copy, owner in Tied().tied().items():
         for kind in ("param/{}", "optim/{}/exp_avg"):
@@ -407,7 +412,7 @@ def test_sums_of_a_ring_agree_to_rounding() -> None:
     for found, _ in told:
         assert [one.loss for one in found] == pytest.approx([one.loss for one in applied], rel=1e-5)
         assert [one.notes[:16] for one in found] == [one.notes[:16] for one in applied]
-    for name, value in state_of(told, Shape(2, 2), 1).items():
+    for name, value in collected(told, Shape(2, 2), 1).items():
         torch.testing.assert_close(value, state[name], rtol=1e-3, atol=1e-5)
 
 
@@ -432,13 +437,14 @@ def held_out(shard: int, data: bool = True) -> list[Microbatch]:
 
 
 def test_an_evaluation_gives_the_metrics_of_one_worker() -> None:
-    def evaluated(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> list[Any]:
+    def evaluated(one: SynchronousSteps, world: Any, hosted: tuple[int, ...], data: bool) -> list[Any]:
         told: list[Any] = []
         for step in range(2):
             told.append(one.run(step, batches(step, hosted, data), context(world)).loss)
             told.append(
                 evaluate(
-                    one,
+                    one.state,
+                    one.passes,
                     lambda shard: held_out(shard, data),
                     hosted,
                     context(world),
@@ -449,7 +455,7 @@ def test_an_evaluation_gives_the_metrics_of_one_worker() -> None:
         return told
 
     made = Judged()
-    one = stepper(made, [build_model(made, SEED, CPU)], exact=True)
+    one = whole_steps(state_of(made, [build_model(made, SEED, CPU)], exact=True))
     expected = evaluated(one, SoloWorld(), tuple(range(SHARDS)), True)
     assert set(expected[1]) == {"loss", "right", "whole"}
     assert expected[1]["whole"] == pytest.approx(expected[1]["loss"])
@@ -497,7 +503,7 @@ def test_shared_parameters_of_a_sequence_are_tied_automatically() -> None:
     applied, state = alone(exact=True, task=Sequence)
     told = together(Shape(2, 2), "1f1b", exact=True, task=Sequence)
     assert told[0][0] == applied
-    assert state_sha256(state_of(told, Shape(2, 2), 0)) == state_sha256(state)
+    assert state_sha256(collected(told, Shape(2, 2), 0)) == state_sha256(state)
     assert torch.equal(state["param/0.weight"], state["param/3.weight"])
 
 
@@ -579,9 +585,9 @@ class Shared(Deep):
 
 
 def test_modules_that_share_a_buffer_share_it_after_a_step() -> None:
-    def shared(one: Stepper, world: Any, hosted: tuple[int, ...], data: bool) -> list[bool]:
+    def shared(one: SynchronousSteps, world: Any, hosted: tuple[int, ...], data: bool) -> list[bool]:
         one.run(0, batches(0, hosted, data), context(world))
-        layers = dict(layer for part in one.parts for layer in part.module.named_children())
+        layers = dict(layer for part in one.state.parts for layer in part.module.named_children())
         return [layers["act"][0].running_mean is layers["act"][1].running_mean] if "act" in layers else []
 
     assert together(Shape(1, 2), "1f1b", exact=True, task=Shared, act=shared) == [[], [True]]

@@ -20,7 +20,7 @@ from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.source import index
 from raytrain_plus.errors import InputError, TaskError
 from raytrain_plus.training import trial
-from raytrain_plus.training.build import build_stepper
+from raytrain_plus.training.build import build_state
 from raytrain_plus.training.footprint import Footprint
 from raytrain_plus.training.trial import Trial, check_alike, check_fits, try_on_cpu
 
@@ -350,7 +350,7 @@ def test_a_model_that_a_trial_has_changed_is_refused(tmp_path: Path, task: type[
     """A worker's trial runs in its process, and other workers make none: their initial values would differ."""
     wished = job(tmp_path, task)
     found = tried(wished)
-    built = build_stepper(wished, task(), torch.device("cpu"))
+    built = build_state(wished, task(), torch.device("cpu"))
     if alike:
         check_alike(found, built, "task: a:B")
         return

@@ -19,11 +19,12 @@ from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.state.holding import LEFT_ALONE
 from raytrain_plus.state.named import state_sha256
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.model import build_model
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.step import SynchronousSteps
 from tests.unit.training import test_pipedream, test_synchronous
 from tests.unit.training.group import context
-from tests.unit.training.test_synchronous import CPU, SHARDS, STEPS, Deep, Tied, alone, batches, state_of, together
+from tests.unit.training.test_synchronous import CPU, SHARDS, STEPS, Deep, Tied, alone, batches, collected, together
 
 one_computes_at_a_time = test_synchronous.one_computes_at_a_time
 
@@ -63,11 +64,11 @@ class Unused(nn.Module):
 NEVER = ("one.never", "unused.weight")
 
 
-def stepper(task: Task) -> Stepper:
-    return test_synchronous.stepper(task, [build_model(task, test_synchronous.SEED, CPU)], exact=False)
+def steps_of(task: Task) -> SynchronousSteps:
+    return whole_steps(test_synchronous.state_of(task, [build_model(task, test_synchronous.SEED, CPU)], exact=False))
 
 
-def run(one: Stepper, *steps: int) -> list[Any]:
+def run(one: SynchronousSteps, *steps: int) -> list[Any]:
     return [one.run(step, batches(step, tuple(range(SHARDS))), context(SoloWorld())) for step in steps]
 
 
@@ -93,7 +94,7 @@ def test_stages_leave_the_same_parameters_alone(shape: Shape, schedule: Schedule
         [replace(one, remarks=()) for one in applied]
     ] * shape.size
     for replica in range(shape.replicas):
-        assert state_sha256(state_of(told, shape, replica)) == state_sha256(state)
+        assert state_sha256(collected(told, shape, replica)) == state_sha256(state)
 
 
 class Two(nn.Module):
@@ -157,7 +158,7 @@ def test_a_later_stage_decides_what_has_a_gradient(schedule: Schedule, task: typ
     told = together(Shape(2, 2), schedule, exact=True, task=task)
     assert [[one.loss for one in found] for found, _ in told] == [[one.loss for one in applied]] * 4
     for replica in range(2):
-        assert state_sha256(state_of(told, Shape(2, 2), replica)) == state_sha256(state)
+        assert state_sha256(collected(told, Shape(2, 2), replica)) == state_sha256(state)
 
 
 def test_overlapping_steps_leave_the_same_parameters_alone() -> None:
@@ -171,12 +172,12 @@ def test_overlapping_steps_leave_the_same_parameters_alone() -> None:
     for _, weights, one in test_pipedream.together(Shape(2, 2), [range(4)], task=Smooth):
         if "d.1.weight" in weights:
             assert weights["d.1.weight"].eq(1).all()
-            assert dict(one.named)["d.1.weight"].grad is not None
-        assert all(one.optimizer.state[value] for name, value in one.named if name != "d.1.weight")  # type: ignore[union-attr]
+            assert dict(one.state.named)["d.1.weight"].grad is not None
+        assert all(one.state.optimizer.state[value] for name, value in one.state.named if name != "d.1.weight")  # type: ignore[union-attr]
 
 
 def test_the_first_step_names_them_once() -> None:
-    one = stepper(Switched())
+    one = steps_of(Switched())
     [first, second] = run(one, 0, 1)
     [remark] = first.remarks
     assert "gives 2 parameters 'one.never', 'unused.weight' no gradient" in remark.text
@@ -184,32 +185,32 @@ def test_the_first_step_names_them_once() -> None:
 
 
 def test_a_state_without_moments_replaces_one_with_moments() -> None:
-    donor, receiver = stepper(Switched()), stepper(Switched())
+    donor, receiver = steps_of(Switched()), steps_of(Switched())
     run(donor, 0, 1)
-    receiver.rules[LEFT_ALONE] = False
+    receiver.state.rules[LEFT_ALONE] = False
     run(receiver, 0)
-    assert len(receiver.optimizer.state) > len(donor.optimizer.state)  # type: ignore[union-attr]
-    receiver.adopt(donor.snapshot())
-    assert receiver.snapshot().digest == donor.snapshot().digest
+    assert len(receiver.state.optimizer.state) > len(donor.state.optimizer.state)  # type: ignore[union-attr]
+    receiver.state.adopt(donor.state.snapshot())
+    assert receiver.state.snapshot().digest == donor.state.snapshot().digest
     for one in (donor, receiver):
         run(one, *range(2, STEPS))
-    assert receiver.snapshot().digest == donor.snapshot().digest
+    assert receiver.state.snapshot().digest == donor.state.snapshot().digest
 
 
 def test_a_run_of_an_older_version_keeps_its_rule() -> None:
-    donor, receiver = stepper(Switched()), stepper(Switched())
-    donor.rules[LEFT_ALONE] = False
+    donor, receiver = steps_of(Switched()), steps_of(Switched())
+    donor.state.rules[LEFT_ALONE] = False
     run(donor, 0)
-    state = donor.snapshot()
+    state = donor.state.snapshot()
     values = json.loads(state.values)
     # Those versions wrote no rules.
     del values["rules"]
-    receiver.adopt(replace(state, values=json.dumps(values).encode()))
+    receiver.state.adopt(replace(state, values=json.dumps(values).encode()))
     for one in (donor, receiver):
         told = run(one, 1)
         assert told[0].remarks == ()
-        assert dict(one.named)["one.never"].lt(1).all()
-    assert receiver.snapshot().digest == donor.snapshot().digest
+        assert dict(one.state.named)["one.never"].lt(1).all()
+    assert receiver.state.snapshot().digest == donor.state.snapshot().digest
 
 
 class TiedToUnused(Tied):
@@ -230,7 +231,7 @@ def test_tied_parameters_train_if_one_of_them_has_a_gradient(shape: Shape | None
     if shape is not None:
         told = together(shape, "1f1b", exact=True, task=TiedToUnused)
         assert [found for found, _ in told] == [applied] * shape.size
-        assert state_sha256(state_of(told, shape, 0)) == state_sha256(state)
+        assert state_sha256(collected(told, shape, 0)) == state_sha256(state)
     assert torch.equal(state["param/in.weight"], state["param/again.weight"])
     assert torch.equal(state["optim/in.weight/exp_avg"], state["optim/again.weight/exp_avg"])
 
@@ -250,8 +251,8 @@ def test_a_loss_that_changes_gradients_is_refused(how: str) -> None:
                 model.zero_grad(set_to_none=how == "replace")
             return found
 
-    one = stepper(Clears())
-    before = state_sha256(test_synchronous.state_of_one(one))
+    one = steps_of(Clears())
+    before = state_sha256(test_synchronous.tensors_of(one.state))
     with pytest.raises(TrainingError, match="the platform owns gradients"):
         run(one, 0)
-    assert state_sha256(test_synchronous.state_of_one(one)) == before
+    assert state_sha256(test_synchronous.tensors_of(one.state)) == before

@@ -21,7 +21,7 @@ from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.parallel.pipeline.message import KNOWN
 from raytrain_plus.state.stages import REST
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.training.step import Stepper
+from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Plan, PreparedReport, ShareOf
 from raytrain_plus.workers.own_state import OwnState
@@ -30,7 +30,7 @@ from raytrain_plus.workers.saver import Saver
 from raytrain_plus.workers.state_source import StateSource
 from raytrain_plus.workers.worker import Worker
 from tests.unit.data.test_source import write
-from tests.unit.training.test_exact_steps import SHARDS, batches, stepper
+from tests.unit.training.test_exact_steps import SHARDS, batches, state_of
 
 SECOND = Stage(1, 2)
 SOLO = Invitation(generation=0, name="ring", rank=0, size=1, address="", server=("", 0), timeout_s=10)
@@ -85,7 +85,11 @@ def plan_of(folder: Path, steps: int = 2) -> Plan:
 
 
 def member(
-    folder: Path, *, steps: int = 2, build: Callable[[Layers], Stepper] = lambda layers: stepper(), feeds: Any = None
+    folder: Path,
+    *,
+    steps: int = 2,
+    build: Callable[[Layers], TrainState] = lambda layers: state_of(),
+    feeds: Any = None,
 ) -> Prepared:
     """Return a prepared worker that holds the whole model of `build`."""
     plan = plan_of(folder, steps)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raytrain_plus import Task
-from raytrain_plus.job.settings import Evaluate, Parallel, Workers
+from raytrain_plus.job.settings import Evaluate
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.workers.feeds import Feeds
 from raytrain_plus.workers.messages import Plan
@@ -73,12 +73,6 @@ def test_a_job_without_evaluation_has_none_in_any_stage(tmp_path: Path, stage: S
     assert feeds_of(replace(with_evaluation(plan), held_out=None)).evaluation(stage) is None
 
 
-def test_only_overlapping_steps_are_committed_together(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path)
-    assert feeds_of(plan).window((3,)) is None
-    parallel = Parallel(pipeline=2, schedule="pipedream", commit_every=5)
-    job = replace(plan.job, parallel=parallel, workers=Workers(min=2))
-    window = feeds_of(replace(plan, job=job)).window((3,))
-    assert window is not None
-    assert window.every == 5
-    assert [microbatch.rows for microbatch in window.counted(0)[3]] == [4]
+def test_the_rows_of_a_step_are_counted_without_reading(tmp_path: Path) -> None:
+    counted = feeds_of(plan_of(tmp_path)).counted((3,))
+    assert [microbatch.rows for microbatch in counted(0)[3]] == [4]

@@ -24,7 +24,7 @@ from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Outcome
 from raytrain_plus.workers.prepared import Prepared
 from raytrain_plus.workers.received import ReceivedStates
 from raytrain_plus.workers.state_source import sha256_of
-from tests.unit.training.test_exact_steps import Small, batches, stepper
+from tests.unit.training.test_exact_steps import Small, batches, state_of
 from tests.unit.workers.members import Controller, Feeds, assigned, in_background, member
 
 HALF = Layers(Stage(0, 2), (("first",),), {"first": 0, "last": 1})
@@ -56,7 +56,7 @@ def test_a_generation_that_finishes_the_run_trains_to_its_end(tmp_path: Path) ->
     part = Part(prepared, assigned())
     outcome = part.run()
     assert (outcome.why, outcome.holds, outcome.stage, outcome.error) == ("finished", 2, WHOLE.stage, None)
-    assert outcome.state_sha256 == sha256_of(prepared.own.stepper)
+    assert outcome.state_sha256 == sha256_of(prepared.own.state)
     [joined] = [call for call in part.controller.calls if call[0] == "joined"]
     assert (joined[1:3], outcome.saved_as) == (("worker-0", 0), 12)
 
@@ -159,7 +159,7 @@ class Evaluated(Feeds):
 def test_an_error_of_the_task_is_reported_with_its_place(tmp_path: Path, place: str, kind: type[BaseException]) -> None:
     task = Raises(place, kind)
     feeds = Evaluated(raises(kind("no such column"), 0) if place == "data" else lambda step: None)
-    part = Part(member(tmp_path, build=lambda layers: stepper(task), feeds=feeds), assigned(evaluated=-1))
+    part = Part(member(tmp_path, build=lambda layers: state_of(task), feeds=feeds), assigned(evaluated=-1))
     # As in a worker, whose main thread is Ray's.
     with ThreadPoolExecutor(max_workers=1) as thread:
         outcome = thread.submit(part.run).result()
@@ -188,7 +188,7 @@ def test_what_interrupts_a_member_that_was_told_to_leave_is_no_reason(tmp_path: 
 
 def given_by(held: int) -> SimpleNamespace:
     """Return an object store with the state of a donor."""
-    donor = stepper()
+    donor = state_of()
     donor.last_applied = held
     snapshot = donor.snapshot()
     return SimpleNamespace(wait=lambda references, timeout: (references, []), get=lambda reference: snapshot)
@@ -209,14 +209,14 @@ def test_a_member_that_gets_another_stage_keeps_the_layers_that_it_has(tmp_path:
         for _, value in before.named:
             value.add_(1)
     kept = {name: value.detach().clone() for name, value in before.named}
-    donor = stepper()
+    donor = state_of()
     donor.last_applied = 4
     given = donor.snapshot({"first", REST}.__contains__)
     store = SimpleNamespace(wait=lambda references, timeout: (references, []), get=lambda reference: given)
     part = Part(prepared, assigned(lacks="stage", first_step=5), store)
     part.received.fetch(0, ["a reference"])
     assert part.run().why == "finished"
-    now = dict(prepared.own.stepper.named)
+    now = dict(prepared.own.state.named)
     assert now.keys() == kept.keys()
     for name, value in donor.named:
         assert torch.equal(now[name], value if name.startswith("first.") else kept[name]), name
@@ -228,7 +228,7 @@ def test_a_member_that_gets_another_stage_keeps_the_layers_that_it_has(tmp_path:
 def test_a_member_takes_a_copy_of_its_own_from_its_own_memory(tmp_path: Path) -> None:
     prepared, other = member(tmp_path, steps=5), Stage(0, 2)
     prepared.own.build(HALF).last_applied = 4
-    donor = stepper()
+    donor = state_of()
     donor.last_applied = 4
     with torch.no_grad():
         for _, value in donor.named:
@@ -237,7 +237,7 @@ def test_a_member_takes_a_copy_of_its_own_from_its_own_memory(tmp_path: Path) ->
     part = Part(prepared, assigned(lacks="stage", first_step=5, own_copies=((other, ("first", REST)),)))
     part.received.fetch(0, [])
     assert part.run().why == "finished"
-    now = dict(prepared.own.stepper.named)
+    now = dict(prepared.own.state.named)
     for name, value in donor.named:
         assert not value.numel() or torch.equal(now[name], value) == name.startswith("first."), name
     # Nothing crossed from another process.
@@ -257,19 +257,19 @@ def test_a_member_that_leaves_without_a_step_goes_back_unless_what_it_took_is_as
     part.received.fetch(0, ["a reference"])
     outcome = part.run()
     assert (outcome.why, outcome.holds, outcome.stage) == ("interrupted", holds, stage.stage)
-    assert (prepared.own.stepper is before) == (stage is HALF)
+    assert (prepared.own.state is before) == (stage is HALF)
 
 
 def test_a_member_starts_over_once_others_have_copied_what_it_holds(tmp_path: Path) -> None:
     prepared = member(tmp_path, steps=1)
-    before = prepared.own.stepper
+    before = prepared.own.state
     part = Part(prepared, assigned(lacks="initial", gives=1))
     outcomes: list[Outcome] = []
     running = in_background(lambda: outcomes.append(part.run()))
     while part.control.activity().doing != "joining":
         assert running.is_alive()
-    assert prepared.own.stepper is before
+    assert prepared.own.state is before
     prepared.source.snapshot(0, -1, WHOLE.stage)
     running.join(30)
     assert [outcome.why for outcome in outcomes] == ["finished"]
-    assert prepared.own.stepper is not before
+    assert prepared.own.state is not before

@@ -14,7 +14,7 @@ from torch import nn
 from raytrain_plus.runs.folder import MODEL
 from raytrain_plus.workers.prepared import Prepared
 from raytrain_plus.workers.show import show_model
-from tests.unit.training.test_exact_steps import Small, stepper
+from tests.unit.training.test_exact_steps import Small, state_of
 from tests.unit.workers.members import member
 
 
@@ -38,7 +38,7 @@ def said_of(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 def holder(folder: Path, task: Small) -> Prepared:
-    return member(folder, build=lambda layers: stepper(task))
+    return member(folder, build=lambda layers: state_of(task))
 
 
 def test_a_task_that_shows_nothing_needs_no_model(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_task_that_shows_nothing_needs_no_model(tmp_path: Path) -> None:
 
 def test_the_model_that_the_worker_holds_is_shown_unless_it_is_in_use(tmp_path: Path) -> None:
     prepared = holder(tmp_path, Shows())
-    assert show_model(prepared, -1, in_use=False) == said_of(prepared.own.stepper.module.state_dict())
+    assert show_model(prepared, -1, in_use=False) == said_of(prepared.own.state.module.state_dict())
     assert show_model(prepared, -1, in_use=True) is None
 
 
@@ -57,7 +57,7 @@ def test_a_model_that_nobody_holds_whole_is_loaded_from_the_runs_folder(tmp_path
     assert said is not None
     assert said.startswith("the whole model could not be assembled for Task.show: ")
     (tmp_path / "run").mkdir()
-    weights = {name: value + 1 for name, value in prepared.own.stepper.module.state_dict().items()}
+    weights = {name: value + 1 for name, value in prepared.own.state.module.state_dict().items()}
     safetensors.torch.save_file(weights, tmp_path / "run" / MODEL)
     assert show_model(prepared, 7, in_use=True) == said_of(weights)
 

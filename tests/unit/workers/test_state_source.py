@@ -29,7 +29,7 @@ def copied(prepared: Prepared, step: int) -> None:
 def test_a_state_that_is_not_finite_is_not_exported(tmp_path: Path) -> None:
     prepared = member(tmp_path)
     with torch.no_grad():
-        dict(prepared.own.stepper.named)["first.weight"].view(-1)[0] = torch.nan
+        dict(prepared.own.state.named)["first.weight"].view(-1)[0] = torch.nan
     with pytest.raises(TrainingError, match=r"the state after step -1 is not finite: 'param/first\.weight' holds NaN"):
         prepared.source.inventory(-1, STAGE)
 
@@ -49,7 +49,7 @@ def test_what_is_neither_held_nor_copied_is_not_given(tmp_path: Path) -> None:
 
 def test_a_copy_is_given_like_the_state_itself_once_the_worker_has_gone_on(tmp_path: Path) -> None:
     prepared = member(tmp_path)
-    one, source = prepared.own.stepper, prepared.source
+    one, source = prepared.own.state, prepared.source
     entries, given = source.inventory(-1, STAGE), source.snapshot(3, -1, STAGE)
     names = [entry.name for entry in entries]
     bytes_before = [bytes(data) for data in source.tensors(-1, STAGE, names)]
@@ -68,7 +68,7 @@ def test_a_copy_is_given_like_the_state_itself_once_the_worker_has_gone_on(tmp_p
 
 def test_some_layers_of_a_state_or_of_a_copy_are_given(tmp_path: Path) -> None:
     prepared = member(tmp_path)
-    one, source = prepared.own.stepper, prepared.source
+    one, source = prepared.own.state, prepared.source
     layers = ("first", REST)
     given = source.snapshot(3, -1, STAGE, layers)
     assert {layer_of(name) for name in given.tensors} == {"first"}

@@ -26,11 +26,11 @@ def read(shards: tuple[int, ...], first_step: int, *, stream: bool) -> Iterator[
 def test_after_a_warm_up_step_a_worker_holds_no_state(tmp_path: Path) -> None:
     prepared = member(tmp_path, feeds=SimpleNamespace(batches=read))
     warm_up(prepared, Control())
-    assert prepared.own.stepper.last_applied is None
+    assert prepared.own.state.last_applied is None
 
 
 def test_a_worker_that_has_measured_its_layers_is_warm(tmp_path: Path) -> None:
     prepared = member(tmp_path, feeds=None)
     job = replace(prepared.plan.job, parallel=Parallel(pipeline=2), workers=Workers(min=2))
     warm_up(replace(prepared, plan=replace(prepared.plan, job=job)), Control())
-    assert prepared.own.stepper.last_applied == -1
+    assert prepared.own.state.last_applied == -1

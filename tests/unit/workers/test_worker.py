@@ -18,6 +18,7 @@ pytest.importorskip("ray")
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.errors import DataChanged, Interrupted, TrainingError
 from raytrain_plus.state.whole import model_file
+from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers import reporter
@@ -25,7 +26,7 @@ from raytrain_plus.workers.messages import WHOLE, Outcome, Plan, PreparedReport
 from raytrain_plus.workers.prepared import Prepared
 from raytrain_plus.workers.worker import Worker
 from tests.unit.data.test_source import write
-from tests.unit.training.test_exact_steps import SHARDS, Small, batches, sha, stepper
+from tests.unit.training.test_exact_steps import SHARDS, Small, batches, sha, state_of
 from tests.unit.workers.members import Controller, Feeds, assigned, in_background, member, plan_of, worker_of
 
 
@@ -90,7 +91,7 @@ class Waits(Small):
 
 def test_the_state_is_provided_during_a_step_that_is_never_applied(tmp_path: Path) -> None:
     task = Waits()
-    one = stepper(task)
+    one = state_of(task)
     before, weights = "", dict[str, torch.Tensor]()
 
     def at(step: int) -> None:
@@ -134,9 +135,9 @@ def test_a_state_that_is_being_changed_is_not_provided(tmp_path: Path) -> None:
     prepared = member(tmp_path, steps=1)
     worker = worker_of(prepared)
     worker.serve(Controller(), assigned())
-    prepared.own.stepper.last_applied = None
+    prepared.own.state.last_applied = None
     assert worker.stand_aside(0) is None
-    prepared.own.stepper.last_applied = 0
+    prepared.own.state.last_applied = 0
     assert worker.stand_aside(0) is not None
 
 
@@ -165,12 +166,12 @@ def test_calls_for_a_generation_that_is_over_are_refused_and_logged(
 
 def summed(folder: Path) -> Prepared:
     """Return a worker that has all sums of the last step, and was interrupted before it applied it."""
-    prepared, control = member(folder, steps=1, build=lambda layers: stepper(exact=False)), Control()
+    prepared, control = member(folder, steps=1, build=lambda layers: state_of(exact=False)), Control()
     control.begin(0)
     context = StepContext(world=SoloWorld(), control=control, wait_s=1, meanwhile=lambda: control.interrupt(0))
     with pytest.raises(Interrupted):
-        prepared.own.stepper.run(0, batches(0, range(SHARDS)), context)
-    assert prepared.own.stepper.ready == 0
+        whole_steps(prepared.own.state).run(0, batches(0, range(SHARDS)), context)
+    assert prepared.own.state.ready == 0
     return prepared
 
 
@@ -189,7 +190,7 @@ def test_changed_data_is_final_for_a_worker_that_ends_the_run_by_finish(tmp_path
 
 def copied(prepared: Prepared) -> None:
     """Copy the state in memory."""
-    held = prepared.own.stepper.last_applied
+    held = prepared.own.state.last_applied
     assert held is not None
     prepared.copier.begin(0, WHOLE.stage, True, None, lambda sent: None)
     prepared.copier.copy(held, lambda: None)
@@ -199,7 +200,7 @@ def copied(prepared: Prepared) -> None:
 
 def test_a_worker_goes_back_to_its_own_copy(tmp_path: Path) -> None:
     prepared = summed(tmp_path)
-    one, worker = prepared.own.stepper, worker_of(prepared)
+    one, worker = prepared.own.state, worker_of(prepared)
     before = one.snapshot().digest
     copied(prepared)
     assert worker.finish(0, {}).holds == 0
@@ -218,7 +219,7 @@ class Plain(Small):
 
 
 def test_a_share_of_what_it_holds_is_written_between_generations(tmp_path: Path) -> None:
-    worker, controller = worker_of(member(tmp_path, build=lambda layers: stepper(Plain()))), Controller()
+    worker, controller = worker_of(member(tmp_path, build=lambda layers: state_of(Plain()))), Controller()
     worker.keep(controller, assigned().share)
     # The share is written on a thread.
     while not controller.calls:

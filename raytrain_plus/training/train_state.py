@@ -1,0 +1,237 @@
+"""The training state of a worker's part of the model: everything that a step changes, and the one place that does.
+
+A step first sums everything (`step`, `window`), and `hold`s the sums here when all of them are complete. Only then does
+`apply` change anything. A worker whose generation ends in between still holds those sums: if others have applied the
+step, `finish` applies it here too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from raytrain_plus.parallel.data import BUCKET_BYTES
+from raytrain_plus.parallel.half import ring_wire
+from raytrain_plus.parallel.wire import MakeWire
+from raytrain_plus.state import transfer
+from raytrain_plus.state.finite import not_finite
+from raytrain_plus.state.holding import LEFT_ALONE, METRICS, SKIPPED, Holding, model_state
+from raytrain_plus.state.stages import Wanted, everything
+from raytrain_plus.task import Task
+from raytrain_plus.training.header import StepTotals
+from raytrain_plus.training.model import Built
+from raytrain_plus.training.part import make_parts
+from raytrain_plus.training.scheduler import build_scheduler
+from raytrain_plus.training.step_sums import StepSums
+from raytrain_plus.training.verdict import gradient_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A step with complete sums, which are in the parts' gradients and buffers."""
+
+    step: int
+    totals: StepTotals
+    absent: frozenset[str]
+    """The parameters held here that got no gradient."""
+    scales: dict[str, int]
+    """The grids of the next exact sums."""
+
+
+class TrainState:
+    """The model, or the chunks of it that a worker holds, with optimizer, scheduler, sums and counts."""
+
+    def __init__(
+        self,
+        task: Task,
+        built: Sequence[Built],
+        *,
+        seed: int,
+        shards: int,
+        clip_norm: float | None,
+        device: torch.device,
+        exact: bool = False,
+        make_wire: MakeWire = ring_wire,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Build the state of what was `built`, with its initial values.
+
+        `exact`: sums over shards are the same bits in any order. Raises `TaskError` for parameters that cannot be
+        summed exactly, and for a scheduler that needs an argument.
+        """
+        self.task, self.device, self.shards = task, device, shards
+        self.parts = make_parts(
+            task, built, seed=seed, shards=shards, exact=exact, make_wire=make_wire, bucket_bytes=bucket_bytes
+        )
+        named = [pair for part in self.parts for pair in part.parameters]
+        self.named = [(name, value) for name, value in named if value.requires_grad]
+        self.optimizer = task.optimizer(self.named) if self.named else None
+        """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
+        self.scheduler = None if self.optimizer is None else build_scheduler(task, self.optimizer)
+        self.tied = built[0].tied
+        """For the whole model: parameters that are copies -> the parameters they copy."""
+        self.sums = StepSums(self.parts, self.named, self.tied, shards=shards, device=device)
+        """The sums of the step that is being computed, or is held."""
+        self.last_applied: int | None = -1
+        """The last applied step; None while the state is partially applied, also after an incomplete change."""
+        self.squares: dict[str, float] = {}
+        """Squared gradient norms of all parameters of the model in the last applied step.
+
+        A worker that has yet to apply that step needs them.
+        """
+        self.scales: dict[str, int] = {}
+        """The grids of the next exact sums, by parameter and buffer."""
+        self.counts, self.rules = {SKIPPED: 0}, {LEFT_ALONE: True}
+        """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
+        self._clip_norm = clip_norm
+        self._frozen = [(name, value) for name, value in named if not value.requires_grad]
+        self._persistent = [
+            name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
+        ]
+        self._held: Summed | None = None
+        self._ended: int | None = None
+        """The last of overlapping steps that are complete here, and not known to be complete everywhere."""
+        self.allowed: frozenset[str] = frozenset()
+        """Names of values that are not finite from the beginning, such as a mask with infinities."""
+        self.allowed = frozenset(not_finite(model_state(self.holding()).items()))
+
+    @property
+    def ready(self) -> int | None:
+        """The step that `finish` can complete, or None."""
+        return self._ended if self._held is None else self._held.step
+
+    @property
+    def module(self) -> nn.Module:
+        """The whole model, if this worker holds it."""
+        [part] = self.parts
+        return part.module
+
+    def begin(self, members: int, scales: Mapping[str, int], *, buffers: bool = True) -> None:
+        """Clear the sums for a step over a world of so many members; nothing changes that is committed.
+
+        `scales`: the grids of exact sums. `buffers`: whether any may change.
+        """
+        self._held = self._ended = None
+        self.sums.begin(scales, self.counts.get(METRICS, 0), members, buffers=buffers)
+
+    def hold(self, summed: Summed) -> None:
+        """Hold a step whose sums are all complete here, so that it can be applied."""
+        self._held = summed
+
+    def let_go(self) -> None:
+        """Hold no step any more: the one whose sums are complete must not be applied."""
+        self._held = None
+
+    def apply(self, squares: Mapping[str, float]) -> None:
+        """Apply the held step: clip, then change weights, optimizer, scheduler and buffers.
+
+        `squares`: the squared norms of all parameters of the model. If they are not finite, all workers refuse the step
+        alike, and the state after it is the state before it.
+        """
+        held, self._held = self._held, None
+        assert held is not None, "the sums are complete"
+        norm = gradient_norm(squares)
+        self.squares = dict(squares)
+        self._make_room(held.totals)
+        if not math.isfinite(norm):
+            self.restore_buffers()
+            self.counts[SKIPPED] += 1
+            self.last_applied = held.step
+            return
+        if self._clip_norm is not None and norm > self._clip_norm:
+            self.sums.scale(self._clip_norm / (norm + 1e-6))
+        self.last_applied = None
+        self._change(held)
+        for part in self.parts:
+            part.buffers.commit(held.totals.rows)
+        self.scales = held.scales
+        self.counts[SKIPPED] = 0
+        self.last_applied = held.step
+
+    def apply_overlapping(self, summed: Summed) -> None:
+        """Apply this stage's part of a step while later ones are under way.
+
+        No consistent state exists until `end` and `finish`.
+        """
+        self.last_applied = None
+        self._change(summed)
+        self._make_room(summed.totals)
+
+    def end(self, step: int) -> None:
+        """Note that this stage's part of all overlapping steps, up to `step`, is applied."""
+        for part in self.parts:
+            part.buffers.check_unchanged()
+        self._ended = step
+
+    def finish(self, squares: Mapping[str, float]) -> None:
+        """Apply the step whose sums are all complete, because others have applied it with the agreed `squares`.
+
+        After overlapping steps: mark them as applied, because the others have completed them, too.
+        """
+        if self._ended is None:
+            self.apply(squares)
+        else:
+            self.last_applied, self._ended = self._ended, None
+
+    def discard(self) -> None:
+        """Hold no state from now on: what is held here belongs to no run."""
+        self.last_applied = self._held = self._ended = None
+
+    def adopt(self, snapshot: transfer.Snapshot) -> None:
+        """Replace the state by another worker's."""
+        self.discard()
+        transfer.load_snapshot(snapshot, self.holding())
+        self.restore_buffers()
+        self.last_applied = snapshot.step
+
+    def snapshot(self, wanted: Wanted = everything) -> transfer.Snapshot:
+        """Return the committed state, or some layers of it, for a worker that lacks it.
+
+        Must not be called while a step is applied.
+        """
+        assert self.last_applied is not None, "a partially applied state is never given away"
+        return transfer.take_snapshot(self.last_applied, self.holding(), wanted)
+
+    def holding(self) -> Holding:
+        """Return references to all parts of the state."""
+        return Holding(
+            {name: value for part in self.parts for name, value in part.buffers.committed.items()},
+            self.named,
+            self._frozen,
+            self.optimizer,
+            self.scheduler,
+            self.scales,
+            self._persistent,
+            self.counts,
+            self.allowed,
+            self.rules,
+        )
+
+    def restore_buffers(self) -> None:
+        """Put the committed buffers into the model."""
+        for part in self.parts:
+            part.buffers.restore()
+
+    def train(self, training: bool = True) -> None:
+        """Set the modules to training, or to evaluation."""
+        for part in self.parts:
+            part.module.train(training)
+
+    def _change(self, summed: Summed) -> None:
+        """Change weights, optimizer and scheduler; parameters without a gradient are left alone."""
+        # An optimizer can draw random numbers, too.
+        self.parts[0].keys.apply(summed.step)
+        if self.optimizer is not None:
+            with self.sums.without(summed.absent if self.rules[LEFT_ALONE] else ()):
+                self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def _make_room(self, totals: StepTotals) -> None:
+        """Make room for the step's metrics in the next steps; a part of the state, so that all workers agree."""
+        if len(totals.metrics) > self.counts.get(METRICS, 0):
+            self.counts[METRICS] = len(totals.metrics)
