@@ -339,7 +339,9 @@ def _trial_lines(trial: Trial | None) -> list[str]:
     what = f"  tried: a step with {plural(trial.rows, 'row')} took {1000 * trial.seconds:,.0f} ms"
     evaluated = f"; an untrained model gives {metrics}" if metrics else ""
     memory = [] if trial.bytes is None else [f"  a worker needs about {size_text(trial.bytes)} of memory"]
-    return [what + evaluated, *memory, *(f"  note: {remark}" for remark in trial.remarks)]
+    cost = "" if trial.shard_cost is None else trial.shard_cost.remark()
+    notes = [*trial.remarks, *([cost] if cost else [])]
+    return [what + evaluated, *memory, *(f"  note: {note}" for note in notes)]
 
 
 def _partition_lines(partition: Forecast) -> list[str]:

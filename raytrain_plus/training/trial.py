@@ -10,7 +10,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -47,6 +47,7 @@ from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, ch
 from raytrain_plus.training.model import layer_names
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.scheduler import build_scheduler
+from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
 from raytrain_plus.training.step import UNDEFINED
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
@@ -94,6 +95,8 @@ class Trial:
     """The sum of each of the model's initial values, for `check_alike`; empty for a model in stages."""
     layers: tuple[Layer, ...] = ()
     """The cost of each layer, if the model is to be partitioned into stages."""
+    shard_cost: ShardCost | None = None
+    """What a shard costs beside its passes; None if it was not measured."""
 
 
 def check_signatures(task: Task) -> None:
@@ -131,9 +134,28 @@ def try_on_cpu(job: Job, cls: type[Task], rows: Rows, held_out: Rows | None) -> 
     if job.reduction == "exact":
         make_deterministic()
     try:
-        return try_task(job, cls, torch.device("cpu"), rows, held_out)
+        trial = try_task(job, cls, torch.device("cpu"), rows, held_out)
+        if trial.seconds > LONG_S or job.parallel.pipeline > 1:
+            return trial
+        return replace(trial, shard_cost=_shard_cost(job, cls, rows))
     finally:
         torch.set_num_threads(threads)
+
+
+def _shard_cost(job: Job, cls: type[Task], rows: Rows) -> ShardCost | None:
+    """Return what a shard costs on this machine's CPU; None if the task cannot make such steps."""
+    task = build_task(cls, job.args, run_facts(job, rows.sample_order.steps))
+    steps = whole_steps(build_state(job, task, torch.device("cpu")), skip_nonfinite=True)
+    order = rows.sample_order
+
+    def batch(count: int) -> Microbatch:
+        table = pa.concat_tables([rows.read(found) for found in order.row_ranges_between(0, 0, count)])
+        return microbatch_of(table, task.collate)
+
+    # What is wrong with the task is said by the trial.
+    with contextlib.suppress(Exception):
+        return measure_shard_cost(job, steps, _context(), batch)
+    return None
 
 
 def try_task(job: Job, cls: type[Task], device: torch.device, rows: Rows, held_out: Rows | None) -> Trial:
