@@ -9,7 +9,7 @@ from raytrain_plus.controller.export import ModelHandOver
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.members import Members
 from raytrain_plus.controller.order import Closing
-from raytrain_plus.errors import DataChanged, RaytrainError, RunError
+from raytrain_plus.errors import DataChanged, RaytrainError, RunError, TrainingError
 from raytrain_plus.membership import events as e
 
 
@@ -53,10 +53,19 @@ class Ending:
     def _found(self, command: e.End) -> tuple[str, RaytrainError | None]:
         """Return the run's status, and the error that it ends with, if any."""
         if command.status == "failed":
-            return "failed", self.members.errors.get(command.why) or RunError(command.why)
+            error, step = self.members.errors.get(command.why, (RunError(command.why), None))
+            return "failed", error if step is None else in_step(error, step, self.journal.committed)
         if found := self.arrivals.data_changed or self.hand_over.error:
             return "failed", found
         if self.members.differ:
             digests = ", ".join(f"{name}: {sha[:12]}" for name, sha in self.members.digests.items())
             return "failed", RunError(f"the workers' states differ at the end ({digests}); please report this")
         return command.status, RunError(command.why) if command.why else None
+
+
+def in_step(error: RaytrainError, step: int, committed: int) -> RaytrainError:
+    """Return an error with whether the step in which it was raised counts; `committed`: the newest step that does."""
+    if not isinstance(error, TrainingError):
+        return error
+    counts = "counts, because other workers have applied it" if step <= committed else "was not applied"
+    return TrainingError(f"{error.what} (step {step} {counts})", error.user_traceback)

@@ -68,8 +68,8 @@ class Members:
         self._clock = clock
         self._keep_best = keep_best
         self._now = _Outcomes()
-        self.errors: dict[str, RaytrainError] = {}
-        """The members' errors, by the message that the state machine has of each."""
+        self.errors: dict[str, tuple[RaytrainError, int | None]] = {}
+        """The members' errors, by the message that the state machine has of each, and the step of each, if any."""
 
     def begin(self, view: View) -> None:
         """Expect the members of a new generation."""
@@ -149,7 +149,7 @@ class Members:
         if outcome.holds is not None and outcome.holds > now.squares_of:
             now.squares, now.squares_of = outcome.squares, outcome.holds
         if outcome.error is not None:
-            self.errors[outcome.fault] = outcome.error
+            self.errors[outcome.fault] = outcome.error, outcome.step
             log.info("%s failed in generation %d: %s", name, generation, outcome.fault)
         if outcome.why in ("failed", "interrupted"):
             said = f"{name}: {outcome.fault}" if outcome.fault else ""

@@ -24,7 +24,7 @@ from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
-from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.thread_control import Control, Place
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.window import OverlappingSteps
 from raytrain_plus.workers.data_check import check_data
@@ -59,6 +59,10 @@ class Generation:
         number = assignment.generation
         self._steps: Steps | None = None
         """How it makes its steps, once it has joined."""
+        self._in_step: int | None = None
+        """The step in which training has ended, if inside of one."""
+        self._place: Place | None = None
+        """The rows that it then computed with, or read."""
         self._reporter = Reporter(lambda records: controller.report.remote(worker, number, records))
 
     def run(self) -> Outcome:
@@ -78,11 +82,8 @@ class Generation:
         except BaseException as error:
             if is_signal(error):
                 raise
-            doing = self._control.activity().doing
-            step = self._steps.begun if self._steps and doing in ("computing", "applying") else None
-            place = prepared.feeds.failed if doing == "data" else self._control.place
             prepared.own.go_back()
-            outcome = self._ended_by(error, step, "" if place is None else prepared.feeds.named(place))
+            outcome = self._ended_by(error)
         prepared.copier.end()
         prepared.source.forget_given()
         self._control.enter("idle")
@@ -101,6 +102,8 @@ class Generation:
             world, form_s = self._join(state, stack)
             moved = self._take_state(state)
             self._controller.joined.remote(self._worker, assignment.generation, form_s, moved)
+            # Called first, before the worlds are left.
+            stack.callback(self._remember)
             why = self._train(feed, world)
             if why == "finished":
                 control.set_limit(FIRST_STEP_S)
@@ -110,11 +113,15 @@ class Generation:
         outcome = prepared.outcome(why)
         return replace(outcome, state_sha256=sha256_of(prepared.own.state)) if why == "finished" else outcome
 
-    def _ended_by(self, error: BaseException, step: int | None, rows: str) -> Outcome:
-        """Return the outcome of a generation that `error` has ended here, in a step or outside of any.
+    def _remember(self) -> None:
+        """Note in which step training has ended, if inside of one, and with which rows."""
+        doing = self._control.activity().doing
+        if self._steps is not None and doing in ("computing", "applying"):
+            self._in_step = self._steps.begun
+        self._place = self._prepared.feeds.failed if doing == "data" else self._control.place
 
-        `rows`: which rows it computed with, or read, at that moment.
-        """
+    def _ended_by(self, error: BaseException) -> Outcome:
+        """Return the outcome of a generation that `error` has ended here."""
         if isinstance(error, (Interrupted, WaitExpired)):
             # If it was told to leave, what made the others leave is the reason.
             told = self._control.interrupted()
@@ -123,7 +130,8 @@ class Generation:
         if isinstance(error, RaytrainError):
             final = isinstance(error, (TrainingError, TaskError, DataChanged))
             return replace(failed, error=error, fault=f"{type(error).__name__}: {error}", final=final)
-        return replace(failed, error=as_training_error(error, step, rows), fault=fault_of(error))
+        rows = "" if self._place is None else self._prepared.feeds.named(self._place)
+        return replace(failed, error=as_training_error(error, rows), fault=fault_of(error), step=self._in_step)
 
     def _take_place(self) -> TrainState:
         """Return the state of what this member is to hold, built if it holds something else or must start over."""

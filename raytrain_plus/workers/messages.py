@@ -205,6 +205,8 @@ class Outcome:
     leave."""
     final: bool = False
     """The error would recur on every retry."""
+    step: int | None = None
+    """The step that the task's code was computing or applying when it raised the error."""
     records: Sequence[StepRecord | Evaluated] = ()
     """Records that had not been reported yet."""
     copied: int = -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -229,11 +230,11 @@ def test_a_newcomer_that_is_killed_while_it_joins(tmp_path: Path, undisturbed: l
     check(run, before, [victim["pid"]], undisturbed)
 
 
-@SLOW
-def test_an_exception_inside_an_apply_leaves_a_partially_applied_state(
-    tmp_path: Path, undisturbed: list[float]
+@pytest.mark.parametrize("fault", ["apply:raise:40", pytest.param("applied:raise:40", marks=SLOW)])
+def test_a_step_counts_if_only_one_workers_optimizer_raises_in_it(
+    tmp_path: Path, undisturbed: list[float], fault: str
 ) -> None:
-    run, before = started(tmp_path, args={"fault": "applied:raise:40"})
+    run, before = started(tmp_path, args={"fault": fault})
     recovered = run.until_told("recovered")
     assert len(recovered["kept"]) == 4
     assert "ValueError" in recovered["cause"]
@@ -289,10 +290,21 @@ def test_the_same_exception_twice_ends_the_run_with_the_state_of_the_last_commit
     assert (result.status, result.exit_code) == ("failed", 1)
     assert expected in str(result.error)
     assert "Traceback (your code only)" in str(result.error)
+    assert re.search(r"; the rows: of shard \d in step \d+, rows? .+ \(step \d+ was not applied\)$", str(result.error))
     assert (result.path / "model.safetensors").exists()
     assert json.loads((result.path / "result.json").read_text())["steps"] == run.committed() + 1 > 10
     # It was tried again only once; the second world may break before all have joined it.
     assert max(len(file.read_text().split()) for file in tmp_path.glob("reached-*")) == 2
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=SLOW)])
+def test_an_optimizer_that_raises_in_every_worker_ends_the_run(tmp_path: Path, size: int) -> None:
+    write_data(tmp_path / "data")
+    args = {"fault": "apply:raise:40", "always": True}
+    result = Run(job(tmp_path, args=args, workers=Workers(min=size))).finish()
+    assert (result.status, result.exit_code) == ("failed", 1)
+    told = str(result.error)
+    assert re.search(r"the task raised ValueError: a fault in apply.*\(step \d+ was not applied\)", told), told
 
 
 @SLOW

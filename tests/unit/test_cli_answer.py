@@ -115,7 +115,7 @@ def test_words_that_click_refuses_are_invalid_input(verb: str, capsys: pytest.Ca
 
 RESULT = Result(name="job", status="finished", exit_code=0, path=RUN, steps=3, samples=24)
 FRAMES = 'Traceback (your code only):\n  File "tasks.py", line 7, in loss\n    raise KeyError("x")\nKeyError: \'x\'\n'
-RAISED = "the task raised KeyError: 'x' (in step 3, which was not applied)"
+RAISED = "the task raised KeyError: 'x' (step 3 was not applied)"
 FAILED = replace(RESULT, status="failed", exit_code=1, error=f"{FRAMES}{RAISED}")
 LOST = replace(RESULT, status="failed", exit_code=1, error="no worker is left")
 RESULTS = [

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from raytrain_plus.controller.ending import in_step
 from raytrain_plus.workers.task_error import as_training_error
 
 
-def test_the_step_of_an_error_is_named() -> None:
-    error = as_training_error(ValueError("no such column"), 7)
-    assert str(error).endswith("the task raised ValueError: no such column (in step 7, which was not applied)")
+@pytest.mark.parametrize(
+    ("committed", "expected"), [(6, "was not applied"), (7, "counts, because other workers have applied it")]
+)
+def test_an_error_says_whether_its_step_counts(committed: int, expected: str) -> None:
+    error = in_step(as_training_error(ValueError("no such column")), 7, committed)
+    assert str(error).endswith(f"the task raised ValueError: no such column (step 7 {expected})")
 
 
 def test_torchs_message_for_too_little_memory_is_recognised() -> None:
@@ -20,8 +24,7 @@ def test_torchs_message_for_too_little_memory_is_recognised() -> None:
 
 
 def test_the_rows_are_named() -> None:
-    error = as_training_error(ValueError("bad"), 7, "of shard 2 in step 7, row 3 of a.parquet, row group 0")
+    error = as_training_error(ValueError("bad"), "of shard 2 in step 7, row 3 of a.parquet, row group 0")
     assert str(error).endswith(
-        "the task raised ValueError: bad (in step 7, which was not applied); "
-        "the rows: of shard 2 in step 7, row 3 of a.parquet, row group 0"
+        "the task raised ValueError: bad; the rows: of shard 2 in step 7, row 3 of a.parquet, row group 0"
     )
