@@ -115,9 +115,10 @@ class Generation:
 
     def _remember(self) -> None:
         """Note in which step training has ended, if inside of one, and with which rows."""
-        doing = self._control.activity().doing
-        if self._steps is not None and doing in ("computing", "applying"):
-            self._in_step = self._steps.begun
+        steps, doing = self._steps, self._control.activity().doing
+        # An evaluation computes too, after its step.
+        if steps is not None and doing in ("computing", "applying") and steps.begun != steps.state.last_applied:
+            self._in_step = steps.begun
         self._place = self._prepared.feeds.failed if doing == "data" else self._control.place
 
     def _ended_by(self, error: BaseException) -> Outcome:

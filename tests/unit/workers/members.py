@@ -21,6 +21,7 @@ from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.parallel.pipeline.message import KNOWN
 from raytrain_plus.state.stages import REST
 from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.training.thread_control import Place
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Plan, PreparedReport, ShareOf
@@ -45,8 +46,10 @@ class Feeds:
     def of_member(self, stage: Stage, shards: Sequence[int], first_step: int, stack: ExitStack) -> Any:
         return SimpleNamespace(get=functools.partial(self._get, shards), more=lambda: None)
 
-    def window(self, shards: Sequence[int]) -> None:
-        return None
+    failed: Place | None = None
+
+    def named(self, place: Place) -> str:
+        return f"of shard {place.shard} in step {place.step}"
 
     def evaluation(self, stage: Stage) -> None:
         return None
