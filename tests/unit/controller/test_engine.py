@@ -597,10 +597,10 @@ LAYERS = (Layer("front", 1.0, 60), Layer("back", 1.0, 50))
 def test_partitions_that_do_not_fit_the_first_workers_are_not_used(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", job_of(maximum=2, parallel=Parallel(pipeline=2)))
     limits = run.engine.machine.group.limits
-    assert (limits.stage_counts, limits.minimum) == ((2, 1), 1)
+    assert (limits.sizes.stage_counts, limits.sizes.fewest) == ((2, 1), 1)
     run.prepare(A, room=80, layers=LAYERS)
     limits = run.engine.machine.group.limits
-    assert (limits.stage_counts, limits.minimum) == ((2,), 2)
+    assert (limits.sizes.stage_counts, limits.sizes.fewest) == ((2,), 2)
     run.engine.close()
 
 
