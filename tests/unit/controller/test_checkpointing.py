@@ -21,7 +21,7 @@ from raytrain_plus.controller.roster import Roster
 from raytrain_plus.job.settings import Checkpoint
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Group, Limits, Phase, WorkerStatus
-from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.mesh import Place, Stage
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.view import Member
 from raytrain_plus.parallel.sizing import size_table
@@ -35,8 +35,8 @@ from tests.unit.controller.fakes import FakeHost, FakeTime, FakeWorkers, job_of
 from tests.unit.state.test_checkpoint import shares, state
 
 MEMBERS = [
-    Member(worker="a", replica=0, stage=0, shards=(0, 1)),
-    Member(worker="b", replica=1, stage=0, shards=(2,)),
+    Member(worker="a", place=Place(0), shards=(0, 1)),
+    Member(worker="b", place=Place(1), shards=(2,)),
 ]
 EVERY_S = 10.0
 

@@ -731,7 +731,7 @@ def _join(world: World, command: e.Join) -> World:
     sizes, view = world.group.limits.sizes, command.view
     names = [member.worker for member in view.members]
     for stage in range(view.shape.stages):
-        hosted = [shard for member in view.members if member.stage == stage for shard in member.shards]
+        hosted = [shard for member in view.members if member.place.stage == stage for shard in member.shards]
         if sorted(hosted) != list(range(sizes.shards)):
             raise Violation("not every shard has one host")
     if len(set(names)) != len(names) or not sizes.fewest <= len(names) <= sizes.maximum:
