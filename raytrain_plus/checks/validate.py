@@ -24,10 +24,11 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, build_task, load_user_code, run_facts
+from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.observe.trackers import check_installed
 from raytrain_plus.parallel.pipeline.layout import result_depends_on_partition
-from raytrain_plus.parallel.sizing import most_shards, shapes_of, stage_counts, unused_workers
+from raytrain_plus.parallel.sizing import size_table, unused_workers
 from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.training.layers import layers_of
@@ -164,11 +165,11 @@ class Report:
         ]
 
 
-def sizes_of(job: Job, counts: Sequence[int] = (1,)) -> tuple[Size, ...]:
+def sizes_of(table: SizeTable) -> tuple[Size, ...]:
     """Return the size at each number of workers from min to max, except those with more workers than can be used."""
-    shards = job.data.shards
+    shards = table.shards
     found = []
-    for workers, shape in shapes_of(job, counts).items():
+    for workers, shape in table.formed.items():
         # With one stage all workers form replicas; a replica that makes no step faster is left out only above the
         # minimum.
         replicas = workers if shape.stages == 1 else shape.replicas
@@ -242,8 +243,8 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
     check_preparable(job, search)
     choose_collective(job.collective, job.workers.gpus)
     check_installed(job.trackers)
-    counts = stage_counts(job, layers_of(job, code.task))
-    sizes, unformed = sizes_of(job, counts), unused_workers(job, counts)
+    table = size_table(job, layers_of(job, code.task))
+    sizes, unformed = sizes_of(table), unused_workers(table)
     if trying is not None:
         trying.data()
     elif job.data.prepare is not None and not data_exists(Path(job.data.path)):
@@ -260,7 +261,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
     sample_order = sample_order_of(job, seen)
     units = len(seen.unit_rows)
     trial = None if trying is None else trying.result()
-    partition, misfits = _forecast(job, trial.layers, sizes[-1], counts) if trial and trial.layers else (None, ())
+    partition, misfits = _forecast(job, trial.layers, sizes[-1], table) if trial and trial.layers else (None, ())
     return Report(
         job.name,
         sizes,
@@ -295,10 +296,10 @@ def _check_model(job: Job, task: Task) -> None:
         check_scheduler(task, named)
 
 
-def _forecast(job: Job, layers: Sequence[Layer], size: Size, counts: Sequence[int]) -> tuple[Forecast, tuple[str, ...]]:
+def _forecast(job: Job, layers: Sequence[Layer], size: Size, table: SizeTable) -> tuple[Forecast, tuple[str, ...]]:
     """Partition the model into the job's stages, given the cost of its layers on this machine.
 
-    Also return with which numbers of stages in `counts` it does not fit here.
+    Also return with which numbers of stages in `table` it does not fit here.
     """
     # Imported here because these modules load torch.
     from raytrain_plus.parallel.pipeline.forecast import forecast
@@ -314,11 +315,11 @@ def _forecast(job: Job, layers: Sequence[Layer], size: Size, counts: Sequence[in
             layers,
             schedule,
             stages,
-            most_shards(job, stages) * job.parallel.microbatches,
+            table.most_shards(stages) * job.parallel.microbatches,
             room,
             job.parallel.first_layers(stages),
         )
-        for stages in counts
+        for stages in table.stage_counts
         if room is not None
     ]
     misfits = tuple(str(found) for found in partitions if isinstance(found, Misfit))

@@ -154,4 +154,4 @@ class Controller:
         group = self._engine.machine.group
         wanted = requested(self._job, group.limits, minimum, maximum, spares)
         self._engine.loop.put(wanted)
-        return effect(self._job, group.limits, wanted, len(group.seats))
+        return effect(group.limits, wanted, len(group.seats))

@@ -106,7 +106,7 @@ class Arrivals:
         self.roster.prepared(name, ready)
         group = self.machine.group
         if ready.layers and group.generation < 0:
-            fitting = self.partitions.fit(group.limits.stage_counts, group.workers)
+            fitting = self.partitions.fit(group.limits.sizes.stage_counts, group.workers)
             self.machine.feed(e.Fitted(fitting, self.partitions.parts))
         self.machine.feed(e.Ready(name, -1))
 

@@ -20,16 +20,16 @@ class Bubble:
         self._busy_s = 0.0
         self._whole_s = 0.0
         self._open: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
-        """(step, replica) -> for each of its stages that has reported: busy seconds, start, end."""
-        self._stages = 1
+        """(step, replica) -> for each of its members that has reported: busy seconds, start, end."""
+        self._per_replica = 1
         self._places: dict[str, tuple[int, int]] = {}
         self._bars: dict[str, tuple[Bar, ...]] = {}
         self._step = -1
 
     def formed(self, view: View) -> None:
         """Set the members for the following reports."""
-        self._places = {member.worker: (member.replica, member.stage) for member in view.members}
-        self._stages = view.shape.stages
+        self._places = {member.worker: (member.place.replica, member.place.stage) for member in view.members}
+        self._per_replica = view.shape.size // view.shape.replicas
         self._bars, self._open = {}, {}
 
     def report(self, worker: str, record: StepRecord, offset_s: float) -> Drawing | None:
@@ -42,10 +42,10 @@ class Bubble:
         start, end = record.passes
         told = self._open.setdefault((record.step, self._places[worker][0]), [])
         told.append((record.busy_s, start + offset_s, end + offset_s))
-        if len(told) == self._stages:
+        if len(told) == self._per_replica:
             del self._open[record.step, self._places[worker][0]]
             self._busy_s += sum(busy for busy, _, _ in told)
-            self._whole_s += self._stages * (max(end for _, _, end in told) - min(start for _, start, _ in told))
+            self._whole_s += self._per_replica * (max(end for _, _, end in told) - min(start for _, start, _ in told))
         if not record.bars:
             return None
         if record.step != self._step:

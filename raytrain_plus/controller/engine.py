@@ -72,7 +72,7 @@ class Engine:
         self.machine = machine = Executor(limits, publisher.durable)
         self._exporter = Exporter(run, workers.begin, journal.check_fence, loop.put, journal.outages)
         roster, pulses = Roster(), Pulses()
-        partitions = Partitions(job, roster)
+        partitions = Partitions(job, roster, order.sizes)
         self._checkpoints = checkpoints = Checkpoints(
             run, order, journal, publisher, loop, machine, partitions, host, clock
         )

@@ -102,14 +102,8 @@ class Formation:
         self._now = worlds = _Worlds(view)
         self.members.begin(view)
         shape = view.shape
-        rings = [
-            self._invitations(worlds.rings, f"stage{number}-g{view.generation}", [names[seat] for seat in line])
-            for number, line in enumerate(shape.lines("replica"))
-        ]
-        replicas = [
-            self._invitations(worlds.replicas, f"replica{number}-g{view.generation}", [names[seat] for seat in line])
-            for number, line in enumerate(shape.lines("stage"))
-        ]
+        rings = self._by_seat(worlds.rings, "stage", view, shape.lines("replica"))
+        replicas = self._by_seat(worlds.replicas, "replica", view, shape.lines("stage", "tensor_rank"))
         sources = self._sources(command)
         others = {name: [one for one in taken if one.worker != name] for name, taken in sources.items()}
         given = self._snapshots((one for taken in others.values() for one in taken), command.first_step - 1)
@@ -118,10 +112,9 @@ class Formation:
         stages = [shape.stage(seat) for seat in range(shape.size)]
         shares = self.checkpoints.shares(self.journal.base + view.generation, stages)
         for seat, member in enumerate(view.members):
-            ring = rings[member.stage][member.replica]
-            replica = replicas[member.replica][member.stage] if shape.stages > 1 else None
+            replica = replicas[seat] if replicas[seat].size > 1 else None
             own = tuple(one for one in sources.get(member.worker, ()) if one.worker == member.worker)
-            self._assign(command, seat, ring, replica, gives[member.worker], shares[seat], own)
+            self._assign(command, seat, rings[seat], replica, gives[member.worker], shares[seat], own)
             if member.worker in sources:
                 taken = tuple(given[source] for source in others[member.worker])
                 # A separate call, which ends: a reference lives as long as the call that received it.
@@ -227,6 +220,17 @@ class Formation:
             # Members that lack the same share one.
             for one in dict.fromkeys(sources)
         }
+
+    def _by_seat(
+        self, servers: list[RendezvousServer], kind: str, view: View, lines: Iterable[Sequence[int]]
+    ) -> dict[int, Invitation]:
+        """Return each seat's invitation to the world of its line; `kind` begins the names of these worlds."""
+        found: dict[int, Invitation] = {}
+        for number, line in enumerate(lines):
+            members = [view.members[seat].worker for seat in line]
+            invitations = self._invitations(servers, f"{kind}{number}-g{view.generation}", members)
+            found |= zip(line, invitations, strict=True)
+        return found
 
     def _invitations(self, servers: list[RendezvousServer], world: str, members: Sequence[str]) -> list[Invitation]:
         """Return the invitations to one world of the current generation, by rank; its server is added to `servers`."""

@@ -37,8 +37,8 @@ class Reported:
 class _Outcomes:
     """The outcomes of one generation's members."""
 
-    stages: Mapping[str, int] = field(default_factory=dict)
-    """Each member's stage."""
+    rings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Each member's coordinates but for its replica: equal for the members of a ring."""
     shas: dict[str, str] = field(default_factory=dict)
     squares: Mapping[str, float] = field(default_factory=dict)
     """The squares of the newest step that a returned member has applied: see `TrainState.squares`."""
@@ -73,7 +73,7 @@ class Members:
 
     def begin(self, view: View) -> None:
         """Expect the members of a new generation."""
-        self._now = _Outcomes({member.worker: member.stage for member in view.members})
+        self._now = _Outcomes({member.worker: member.place[1:] for member in view.members})
 
     @property
     def digests(self) -> Mapping[str, str]:
@@ -82,9 +82,9 @@ class Members:
 
     @property
     def differ(self) -> bool:
-        """Whether members that hold the same stage have ended with different states."""
-        stages, shas = self._now.stages, self._now.shas
-        return len({(stages[name], sha) for name, sha in shas.items()}) > len({stages[name] for name in shas})
+        """Whether members that hold the same part of the model have ended with different states."""
+        rings, shas = self._now.rings, self._now.shas
+        return len({(rings[name], sha) for name, sha in shas.items()}) > len({rings[name] for name in shas})
 
     def came_out(self, name: str, generation: int) -> Callable[[Outcome], None]:
         """Return what handles the outcome of this member in that generation."""

@@ -146,7 +146,7 @@ class Monitor:
             self._waits(command.have)
 
     def _waits(self, have: int) -> None:
-        need = self.machine.group.limits.minimum
+        need = self.machine.group.limits.sizes.fewest
         if have >= need:
             # All of them have started, and are preparing.
             return

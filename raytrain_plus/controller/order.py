@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job.task_source import whole_digest
+from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.result import Result
 from raytrain_plus.runs.history import Past
 from raytrain_plus.workers.messages import Plan
@@ -17,8 +18,8 @@ class Order:
     """The driver's request to the controller."""
 
     plan: Plan
-    stage_counts: tuple[int, ...]
-    """The numbers of stages that the model can be partitioned into, the largest first."""
+    sizes: SizeTable
+    """Which group to form out of how many workers."""
     fresh: bool
     """Whether the folder of an earlier run is moved aside."""
     past: Past | None

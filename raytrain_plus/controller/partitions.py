@@ -14,11 +14,11 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage, stages_of
 from raytrain_plus.membership.pieces import Piece, Pieces
+from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.view import View
 from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory
 from raytrain_plus.parallel.pipeline.partition import Layer
-from raytrain_plus.parallel.sizing import most_shards
 from raytrain_plus.state.stages import REST
 from raytrain_plus.workers.messages import WHOLE, Layers
 
@@ -28,9 +28,10 @@ log = logging.getLogger(__name__)
 class Partitions:
     """The partitions of the model that fit the workers, one for each possible number of stages."""
 
-    def __init__(self, job: Job, roster: Roster) -> None:
+    def __init__(self, job: Job, roster: Roster, sizes: SizeTable) -> None:
         self._job = job
         self._roster = roster
+        self._sizes = sizes
         self._partitions: dict[int, tuple[Chunks, ...]] = {}
         """For each number of stages, the layers of each stage."""
 
@@ -119,6 +120,6 @@ class Partitions:
             for name, ready in known.items()
         )
         layers = next(ready.layers for ready in known.values())
-        microbatches = most_shards(job, stages) * job.parallel.microbatches
+        microbatches = self._sizes.most_shards(stages) * job.parallel.microbatches
         first = job.parallel.first_layers(stages)
         return partition_within_memory(layers, job.parallel.schedule, stages, microbatches, room, first)

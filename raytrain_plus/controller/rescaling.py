@@ -8,7 +8,7 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.events import Rescale
 from raytrain_plus.membership.group import Limits
-from raytrain_plus.parallel.sizing import stage_counts, unused_workers
+from raytrain_plus.parallel.sizing import size_table, unused_workers
 
 
 def requested(job: Job, now: Limits, minimum: int | None, maximum: int | None, spares: int | None) -> Rescale:
@@ -18,12 +18,12 @@ def requested(job: Job, now: Limits, minimum: int | None, maximum: int | None, s
     """
     workers = replace(
         job.workers,
-        min=now.minimum if minimum is None else minimum,
-        max=now.maximum if maximum is None else maximum,
+        min=now.sizes.fewest if minimum is None else minimum,
+        max=now.sizes.maximum if maximum is None else maximum,
         spares=now.spares if spares is None else spares,
     )
-    stage_counts(replace(job, workers=workers))
-    fewest = max(job.workers.min, now.stage_counts[-1])
+    size_table(replace(job, workers=workers))
+    fewest = max(job.workers.min, now.sizes.stage_counts[-1])
     if job.parallel.pipeline > 1 and workers.min < fewest:
         # The check whether the partitions fit the workers' memory assumed so many workers.
         raise InputError(
@@ -34,14 +34,12 @@ def requested(job: Job, now: Limits, minimum: int | None, maximum: int | None, s
     return Rescale(workers.min, workers.max or workers.min, workers.spares)
 
 
-def effect(job: Job, now: Limits, wanted: Rescale, members: int) -> str:
+def effect(now: Limits, wanted: Rescale, members: int) -> str:
     """Return what a request changes for a run in which `members` workers train, or why it changes nothing."""
     numbers = f"workers.min {wanted.minimum}, max {wanted.maximum}, spares {wanted.spares}"
-    if (wanted.minimum, wanted.maximum, wanted.spares) == (now.minimum, now.maximum, now.spares):
+    if (wanted.minimum, wanted.maximum, wanted.spares) == (now.sizes.fewest, now.sizes.maximum, now.spares):
         return f"nothing changes: the run has {numbers} already"
-    workers = replace(job.workers, min=wanted.minimum, max=wanted.maximum, spares=wanted.spares)
-    counts = now.stage_counts
-    unused = unused_workers(replace(job, workers=workers), counts)
+    unused = unused_workers(replace(now.sizes, minimum=wanted.minimum, maximum=wanted.maximum))
     said = [f"the run has {numbers} from now on, and {members} train now"]
     if unused:
         said.append(unused)

@@ -21,8 +21,8 @@ def seated(view: View, locations: Mapping[str, WorkerLocation], params: Mapping[
     return [
         {
             **who(locations[member.worker]),
-            "replica": member.replica,
-            "stage": member.stage,
+            "replica": member.place.replica,
+            "stage": member.place.stage,
             "params": params[member.worker],
             "shards": list(member.shards),
         }

@@ -28,7 +28,7 @@ from raytrain_plus.launch.machine_check import check_machine, check_seen, needs_
 from raytrain_plus.launch.ray_address import authentication_failed, check_cluster, is_join
 from raytrain_plus.launch.reaper import reaper
 from raytrain_plus.membership.group import Limits
-from raytrain_plus.membership.sizes import room_for, size_table
+from raytrain_plus.membership.sizes import SizeTable, room_for
 from raytrain_plus.parallel.sizing import most_workers
 from raytrain_plus.ray_compat import (
     check_let_in,
@@ -254,7 +254,7 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
     `InputError` if the cluster cannot provide what the job asks for, or already has a run of this name.
     """
     job = order.plan.job
-    limits = limits_of(job, order.plan.steps, order.stage_counts)
+    limits = limits_of(job, order.plan.steps, order.sizes)
     for other in controllers_of(job.name):
         with contextlib.suppress(GetTimeoutError, RayError):
             folder = ray.get(other.folder.remote(), timeout=ANSWER_S)
@@ -355,17 +355,15 @@ def _knock(address: str) -> None:
         check_let_in(address)
 
 
-def limits_of(job: Job, steps: int, stage_counts: tuple[int, ...]) -> Limits:
+def limits_of(job: Job, steps: int, sizes: SizeTable) -> Limits:
     """Return the limits that the group's state machine applies.
 
     Raises `InputError` if the cluster can never have room for `workers.min` and `workers.spares`.
     """
     need = {"CPU": job.workers.cpus, "GPU": job.workers.gpus}
-    shards = job.data.shards
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = room_for(nodes, need)
-    minimum, maximum = max(job.workers.min, stage_counts[-1]), job.workers.max or job.workers.min
-    spares = job.workers.spares
+    minimum, spares = sizes.fewest, job.workers.spares
     most = most_there_can_be()
     wanted = minimum + spares
     if most is None:
@@ -381,14 +379,11 @@ def limits_of(job: Job, steps: int, stage_counts: tuple[int, ...]) -> Limits:
             expected=f"room for {wanted}, now or after autoscaling; its {len(nodes)} nodes have: {has}",
             remedy="lower workers.min, workers.spares or the resources of a worker, or add nodes",
         )
-    shape = size_table(minimum, maximum, shards, stage_counts).shape(max(room - spares, minimum))
+    shape = sizes.shape(max(room - spares, minimum))
     return Limits(
-        minimum=minimum,
-        maximum=maximum,
+        sizes=sizes,
         spares=spares,
-        shards=shards,
         steps=steps,
         max_failures=job.elastic.max_failures,
         expected=min(max(room, minimum), spares + (minimum if shape is None else shape.size)),
-        stage_counts=stage_counts,
     )

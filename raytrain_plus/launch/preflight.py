@@ -24,7 +24,7 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
 from raytrain_plus.job.task_source import changed_modules, source_digests
 from raytrain_plus.observe.trackers import check_installed, settings_for
-from raytrain_plus.parallel.sizing import stage_counts, unused_workers
+from raytrain_plus.parallel.sizing import size_table, unused_workers
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import CHANGED, DATASET, TASK, check_writable, earlier_result, run_exists
@@ -81,8 +81,8 @@ def order_of(
     if past is not None:
         _warn_of_another_task(folder, sources)
         _warn_of_an_ended_schedule(folder, past)
-    counts = stage_counts(job, layers_of(job, code.task))
-    unformed = unused_workers(job, counts)
+    sizes = size_table(job, layers_of(job, code.task))
+    unformed = unused_workers(sizes)
     for warning in [*[unformed] * bool(unformed), *odd_sizes(job, seen)]:
         print(f"warning: {warning}", file=sys.stderr)
     return Order(
@@ -98,7 +98,7 @@ def order_of(
         ),
         past=past,
         task_modules=sources,
-        stage_counts=counts,
+        sizes=sizes,
         fresh=fresh,
         job_yaml=job.to_yaml(),
         versions=_versions(),

@@ -21,7 +21,7 @@ from raytrain_plus.launch.fault import kill_process
 from raytrain_plus.launch.runner import run
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.observe.run_progress import plural
-from raytrain_plus.parallel.sizing import shapes_of, stage_counts
+from raytrain_plus.parallel.sizing import size_table
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.manifest import Manifest
@@ -203,7 +203,7 @@ def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequ
     assert result.state_sha256 is not None
     return Trial(
         workers=_present(run_folder).most,
-        to_form=shapes_of(sized, stage_counts(sized))[size].size,
+        to_form=size_table(sized).formed[size].size,
         to_kill=kills,
         killed=killer.killed,
         state_sha256=result.state_sha256,

@@ -22,6 +22,9 @@ Lacks = Literal["initial", "newer", "stage"]
 `initial`: the initial state, which it makes by itself. `newer`: the state that others hold, which it takes from them.
 `stage`: its new stage of the state of which it holds another stage, also taken from others. It keeps that other stage
 until a step is made: no other worker may have it.
+
+The pieces that it misses do not tell these apart: a member that moves to another stage of the same partition misses all
+of it, as with `newer`, and one that moves from the whole to a stage misses nothing and still rebuilds.
 """
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from raytrain_plus.membership.mesh import Donor, Shape, Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
-from raytrain_plus.membership.sizes import SizeTable, size_table
+from raytrain_plus.membership.sizes import SizeTable
 
 
 class Phase(Enum):
@@ -29,34 +29,20 @@ class Phase(Enum):
 class Limits:
     """The limits of the job that the state machine obeys."""
 
-    minimum: int
-    maximum: int
+    sizes: SizeTable
+    """Which group to form out of how many workers."""
     spares: int
-    shards: int
     steps: int
     max_failures: int | None
     expected: int
     """The number of workers, including spares, that the cluster seemed to have room for: the first world waits for
     them."""
-    stage_counts: tuple[int, ...] = (1,)
-    """The numbers of stages that the model can be partitioned into, the requested one first."""
     parts: Mapping[Stage, Pieces] = field(default_factory=dict)
-    """The pieces of each stage of these partitions, and of the whole; empty if the layers are not measured."""
-    sizes: SizeTable = field(init=False, compare=False, repr=False)
-    """Which group to form out of how many workers."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", size_table(self.minimum, self.maximum, self.shards, self.stage_counts))
-
-    @property
-    def useful(self) -> int:
-        """The largest number of members that is ever formed."""
-        shape = self.sizes.largest
-        return self.minimum if shape is None else max(self.minimum, shape.size)
+    """The pieces of each stage of the possible partitions, and of the whole; empty if the layers are not measured."""
 
     def pieces(self, stage: Stage) -> Pieces:
         """Return what a stage consists of: an equal part of the whole if the layers are not measured."""
-        rows = math.lcm(*self.stage_counts) // stage.of
+        rows = math.lcm(*self.sizes.stage_counts) // stage.of
         return self.parts.get(stage) or Pieces.of([Piece("", stage.number * rows, (stage.number + 1) * rows)])
 
 
@@ -254,7 +240,7 @@ def shape_for(group: Group, count: int) -> Shape | None:
     Spares are held back from growth, not from taking a lost worker's place.
     """
     limits = group.limits
-    keep = min(count, max(limits.minimum, len(group.seats)))
+    keep = min(count, max(limits.sizes.fewest, len(group.seats)))
     most = max(count - limits.spares, keep)
     return limits.sizes.shape(most)
 
@@ -267,7 +253,7 @@ def suspects(group: Group) -> list[str]:
     if group.phase is not Phase.JOIN or group.unformed < 1:
         return []
     proved = [name for name in free(group) if group.workers[name].proved]
-    if len(proved) < group.limits.minimum:
+    if len(proved) < group.limits.sizes.fewest:
         return []
     return [name for name in group.seats if name in group.workers and not group.workers[name].proved]
 

@@ -69,7 +69,7 @@ def _staff(group: Group) -> Outcome:
     """Request the workers that the group lacks."""
     limits = group.limits
     staying = sum(not worker.leaving for worker in group.workers.values())
-    missing = limits.useful + limits.spares - staying
+    missing = limits.sizes.useful + limits.spares - staying
     if missing <= 0:
         return group, []
     names = tuple(f"worker-{group.named + index}" for index in range(missing))
@@ -150,7 +150,7 @@ def _restore(group: Group) -> Outcome:
     """Have every stage read from the newest checkpoint that is neither held nor being read."""
     busy = sum(worker.state == "restoring" and not worker.leaving for worker in group.workers.values())
     shape = shape_for(group, len(free(group)) + busy)
-    stages = stages_of(group.limits.stage_counts[0] if shape is None else shape.stages)
+    stages = stages_of(group.limits.sizes.stage_counts[0] if shape is None else shape.stages)
     # Those of another partition may read: else nobody might be left to read what is missing.
     have = {
         worker.stage: name
@@ -192,7 +192,7 @@ def _enough(group: Group, wait_for_preparing: bool = True) -> bool:
     `wait_for_preparing`: whether the first view also waits for workers that are preparing or expected.
     """
     count = len(free(group))
-    if count < group.limits.minimum or shape_for(group, count) is None:
+    if count < group.limits.sizes.fewest or shape_for(group, count) is None:
         return False
     # A group that has trained continues with the ready workers; those still preparing join later and stop nobody.
     if not wait_for_preparing or group.generation >= 0:
@@ -236,7 +236,7 @@ def _join(group: Group, best: NewestState) -> Outcome:
         # If steps are recomputed in the same history, nothing of them is undone.
         durable=group.durable if best.step < group.again else min(group.durable, best.step),
     )
-    view = form_view(generation, seats, shape, limits.shards)
+    view = form_view(generation, seats, shape, limits.sizes.shards)
     return group, [e.Join(view, best.step + 1, best.donors, lacks, again=best.step < group.again)]
 
 
@@ -341,7 +341,7 @@ def _review(group: Group) -> Outcome:
 
 
 def _wait(group: Group) -> e.Wait:
-    return e.Wait(len(free(group)), group.limits.minimum)
+    return e.Wait(len(free(group)), group.limits.sizes.fewest)
 
 
 # Rules
@@ -412,10 +412,8 @@ def _copied(group: Group, event: e.Copied) -> Outcome:
 
 def _fitted(group: Group, event: e.Fitted) -> Outcome:
     limits = group.limits
-    # Fewer workers than the smallest partition has stages cannot hold the model.
-    minimum = max(limits.minimum, event.stage_counts[-1])
-    limits = replace(limits, stage_counts=event.stage_counts, parts=event.parts, minimum=minimum)
-    return replace(group, limits=limits), []
+    sizes = replace(limits.sizes, stage_counts=event.stage_counts)
+    return replace(group, limits=replace(limits, sizes=sizes, parts=event.parts)), []
 
 
 def _copy_missing(group: Group, event: e.CopyMissing) -> Outcome:
@@ -577,7 +575,7 @@ def _rescale(group: Group, event: e.Rescale) -> Outcome:
     # First those that have not started, the last ones first; then those without a seat; then the last seats.
     ranked = sorted(staying, key=lambda name: (group.workers[name].state in held, -order.get(name, len(order))))
     commands: list[e.Command] = []
-    for name in ranked[: max(0, len(staying) - limits.useful - limits.spares)]:
+    for name in ranked[: max(0, len(staying) - limits.sizes.useful - limits.spares)]:
         state = group.workers[name].state
         if state not in held or (group.phase is Phase.TRAIN and state == "idle" and name not in group.seats):
             group = without(group, name)
@@ -589,8 +587,8 @@ def _rescale(group: Group, event: e.Rescale) -> Outcome:
 
 def _rescale_close(group: Group, event: e.Rescale) -> Outcome:
     """Change the limits only: nobody leaves any more, unless the group trains again."""
-    limits = replace(group.limits, minimum=event.minimum, maximum=event.maximum, spares=event.spares)
-    return replace(group, limits=limits), []
+    sizes = replace(group.limits.sizes, minimum=event.minimum, maximum=event.maximum)
+    return replace(group, limits=replace(group.limits, sizes=sizes, spares=event.spares)), []
 
 
 def _rescale_gather(group: Group, event: e.Rescale) -> Outcome:
@@ -634,8 +632,8 @@ def _late_gather(group: Group, event: e.Late) -> Outcome:
         if worker.state == "restoring":
             group, commands = _lost_gather(group, e.Lost(name, f"{name} did not read the checkpoint in time"))
             return group, [e.Dismiss(name), *commands]
-    limits = group.limits
-    needed = f"{limits.minimum} worker{'s' * (limits.minimum != 1)}"
+    fewest = group.limits.sizes.fewest
+    needed = f"{fewest} worker{'s' * (fewest != 1)}"
     why = f"only {len(free(group))} of at least {needed} were available within elastic.wait_s"
     return _close(replace(group, failure=why))
 

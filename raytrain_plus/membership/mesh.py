@@ -1,7 +1,7 @@
 """Assign workers to places in the group, and derive which workers communicate. Pure.
 
 A group has named axes. A place is the coordinates along them; a seat is its number: first the seats of replica 0, by
-stage, then those of replica 1. A replica holds one whole copy of the model.
+stage and tensor rank, then those of replica 1. A replica holds one whole copy of the model.
 """
 
 from __future__ import annotations
@@ -72,10 +72,6 @@ class Shape:
         """Return the place of a seat."""
         return self.places()[seat]
 
-    def seat(self, place: Place) -> int:
-        """Return the number of the seat at a place."""
-        return self.places().index(place)
-
     def stage(self, seat: int) -> Stage:
         """Return the stage that a seat holds.
 
@@ -84,23 +80,19 @@ class Shape:
         """
         return Stage(self.place(seat).stage, self.stages)
 
-    def lines(self, axis: Axis) -> list[tuple[int, ...]]:
-        """Return the groups of seats that differ along one axis only, each in the order of that axis.
+    def lines(self, *axes: Axis) -> list[tuple[int, ...]]:
+        """Return the groups of seats that differ along these axes only, each in the order of its seats.
 
-        The members of a line along the replicas hold the same state and sum their gradients; those of a line along the
-        stages pass activations to one another.
+        The members of a line along the replicas, a ring, hold the same state and sum their gradients; those of a line
+        along all other axes are one replica.
 
-        >>> Shape(3, 2).lines("replica"), Shape(3, 2).lines("stage")
+        >>> Shape(3, 2).lines("replica"), Shape(3, 2).lines("stage", "tensor_rank")
         ([(0, 2, 4), (1, 3, 5)], [(0, 1), (2, 3), (4, 5)])
         """
         found: dict[Place, list[int]] = {}
         for seat, place in enumerate(self.places()):
-            found.setdefault(place._replace(**{axis: 0}), []).append(seat)
+            found.setdefault(place._replace(**dict.fromkeys(axes, 0)), []).append(seat)
         return list(map(tuple, found.values()))
-
-    def line(self, axis: Axis, seat: int) -> tuple[int, ...]:
-        """Return the line along an axis that a seat is in."""
-        return next(line for line in self.lines(axis) if seat in line)
 
 
 def seated(
@@ -115,9 +107,9 @@ def seated(
     `before`: the workers by seat in `old`. `holding`: for some workers, the stage of `new` whose state they have.
 
     A worker changes its stage only if necessary, since its state would have to come from another. A replica that
-    continues keeps its remaining members. Its holes are filled by members of the same stage from replicas that do not
-    continue, then by workers without a seat, then by any. If the number of stages changes, workers at the front stay at
-    the front.
+    continues keeps its remaining members. Its holes are filled by members of the same ring from replicas that do not
+    continue, then by workers without a seat, then by any. If the number of stages or tensor ranks changes, workers at
+    the front stay at the front.
 
     >>> seated(("a0", "a1", "b0", "b1"), Shape(2, 2), ("a0", "b0", "b1", "x"), Shape(2, 2))
     ('a0', 'x', 'b0', 'b1')
@@ -144,21 +136,21 @@ def _at_home(seats: Sequence[str], shape: Shape, holding: Mapping[str, int]) -> 
 def _seated(before: Sequence[str], old: Shape, available: Collection[str], new: Shape) -> tuple[str, ...]:
     members = [worker for worker in before if worker in available]
     fresh = [worker for worker in available if worker not in members]
-    if not members or old.stages != new.stages:
-        by_stage = sorted(members, key=lambda worker: old.place(before.index(worker)).stage) + fresh
-        return tuple(by_stage[seat % new.stages * new.replicas + seat // new.stages] for seat in range(new.size))
-    rows = [[before[seat] if before[seat] in available else None for seat in line] for line in old.lines("stage")]
+    if not members or old.sizes[1:] != new.sizes[1:]:
+        front_first = sorted(members, key=lambda worker: old.place(before.index(worker))[1:]) + fresh
+        seats_of = [seat for ring in new.lines("replica") for seat in ring]
+        return tuple(front_first[seats_of.index(seat)] for seat in range(new.size))
+    replicas = old.lines("stage", "tensor_rank")
+    rows = [[before[seat] if before[seat] in available else None for seat in replica] for replica in replicas]
     fullest = sorted(range(old.replicas), key=lambda replica: (rows[replica].count(None), replica))
     kept = [rows[replica] for replica in sorted(fullest[: new.replicas])]
-    kept += [[None] * new.stages for _ in range(new.replicas - len(kept))]
+    kept += [[None] * len(rows[0]) for _ in range(new.replicas - len(kept))]
     staying = {worker for row in kept for worker in row}
-    moving = [
-        [row[stage] for row in rows if row[stage] is not None and row[stage] not in staying]
-        for stage in range(old.stages)
-    ]
+    rings = zip(*rows, strict=True)
+    moving = [[worker for worker in ring if worker is not None and worker not in staying] for ring in rings]
     seats: list[str | None] = []
     for row in kept:
-        for stage, worker in enumerate(row):
-            seats.append(worker or (moving[stage].pop(0) if moving[stage] else None))
-    others = [*fresh, *(worker for stage in moving for worker in stage)]
+        for worker, ring in zip(row, moving, strict=True):
+            seats.append(worker or (ring.pop(0) if ring else None))
+    others = [*fresh, *(worker for ring in moving for worker in ring)]
     return tuple(worker if worker is not None else str(others.pop(0)) for worker in seats)

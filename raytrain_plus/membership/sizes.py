@@ -1,13 +1,14 @@
 """Compute which group to form out of how many workers, and how long to wait before replacing lost ones. Pure.
 
-The group for each number of workers is computed once, in a `SizeTable`, and looked up wherever a size is judged.
+The group for each number of workers is computed once from the job, in a `SizeTable`, and looked up wherever a size is
+judged.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raytrain_plus.membership.mesh import Shape
 
@@ -36,45 +37,65 @@ def useful_size(available: int, minimum: int, maximum: int, shards: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SizeTable:
-    """The shape of the group for each number of available workers."""
+    """The shape of the group for each number of available workers, and the numbers of the job that decide it.
 
-    shapes: tuple[Shape | None, ...]
-    """By the number of workers, from 0 to the largest useful one; None if no group can be formed."""
+    A shape has the fewest replicas that keep the shards per replica as low as the largest number would: a further
+    replica would make no step faster. The minimum is formed even without a gain.
+
+    >>> table = SizeTable(1, 8, 12, (4, 2, 1))
+    >>> [table.shape(n).sizes for n in (99, 8, 7, 3, 1)]
+    [(2, 4, 1), (2, 4, 1), (1, 4, 1), (1, 2, 1), (1, 1, 1)]
+    """
+
+    minimum: int
+    """The requested minimum: see `fewest`."""
+    maximum: int
+    shards: int
+    stage_counts: tuple[int, ...] = (1,)
+    """The numbers of stages that the model can be partitioned into, the requested one first; a later one is used only
+    if not even one replica of those before it can be formed."""
+    shapes: tuple[Shape | None, ...] = field(init=False, compare=False, repr=False)
+    """By the number of workers, from 0 to the largest that can have work; None if no group can be formed."""
+
+    def __post_init__(self) -> None:
+        most = max(self.minimum, min(self.maximum, self.shards * max(self.stage_counts)))
+        object.__setattr__(self, "shapes", tuple(map(self._shape, range(most + 1))))
 
     def shape(self, available: int) -> Shape | None:
         """Return the shape to form out of `available` workers; None if they are too few."""
         return self.shapes[min(available, len(self.shapes) - 1)]
 
     @property
+    def formed(self) -> dict[int, Shape]:
+        """The shape for each number of workers in the table that can form a group."""
+        return {workers: shape for workers, shape in enumerate(self.shapes) if shape is not None}
+
+    @property
     def largest(self) -> Shape | None:
         """The shape for any larger number of workers; None if no group can be formed at all."""
         return self.shapes[-1]
 
+    @property
+    def fewest(self) -> int:
+        """The minimum number of members: fewer workers than the smallest partition has stages cannot hold the model."""
+        return max(self.minimum, self.stage_counts[-1])
 
-def size_table(minimum: int, maximum: int, shards: int, stage_counts: Sequence[int]) -> SizeTable:
-    """Return the table of a job.
+    @property
+    def useful(self) -> int:
+        """The largest number of members that is ever formed."""
+        return self.fewest if self.largest is None else max(self.fewest, self.largest.size)
 
-    `stage_counts`: the numbers of stages that the model can be partitioned into, the requested one first; a later one
-    is used only if not even one replica of those before it can be formed. A shape has the fewest replicas that keep the
-    shards per replica as low as the largest number would: a further replica would make no step faster. `minimum` is
-    formed even without a gain.
+    def most_shards(self, stages: int) -> int:
+        """Return the most shards that a replica of `stages` stages hosts, given the smallest number of replicas."""
+        return math.ceil(self.shards / max(1, min(self.minimum // stages, self.shards)))
 
-    >>> table = size_table(1, 8, 12, (4, 2, 1))
-    >>> [table.shape(n).sizes for n in (99, 8, 7, 3, 1)]
-    [(2, 4, 1), (2, 4, 1), (1, 4, 1), (1, 2, 1), (1, 1, 1)]
-    """
-    most = max(minimum, min(maximum, shards * max(stage_counts)))
-    return SizeTable(tuple(_shape(available, minimum, maximum, shards, stage_counts) for available in range(most + 1)))
-
-
-def _shape(available: int, minimum: int, maximum: int, shards: int, stage_counts: Sequence[int]) -> Shape | None:
-    if available < minimum:
+    def _shape(self, available: int) -> Shape | None:
+        for stages in self.stage_counts if available >= self.minimum else ():
+            most = min(min(available, self.maximum) // stages, self.shards)
+            if most:
+                fewest = min(most, math.ceil(self.minimum / stages))
+                return Shape(useful_size(most, fewest, most, self.shards), stages)
         return None
-    for stages in stage_counts:
-        most = min(min(available, maximum) // stages, shards)
-        if most:
-            return Shape(useful_size(most, min(most, math.ceil(minimum / stages)), most, shards), stages)
-    return None
 
 
 def backoff_s(fruitless: int) -> float:

@@ -52,7 +52,7 @@ def limit_s(group: Group, wait_s: float, state_bytes: int) -> float | None:
             return PREPARE_S + state_bytes / BYTES_PER_S
         if preparing(group):
             return PREPARE_S
-        return SETTLE_S if len(free(group)) >= group.limits.minimum else wait_s
+        return SETTLE_S if len(free(group)) >= group.limits.sizes.fewest else wait_s
     if group.phase is Phase.JOIN:
         return FORM_S + state_bytes / BYTES_PER_S
     return EXPORT_S + state_bytes / BYTES_PER_S if group.phase is Phase.CLOSE else None

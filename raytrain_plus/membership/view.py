@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytrain_plus.membership.mesh import Shape
+from raytrain_plus.membership.mesh import Place, Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One worker's place in a view; `replica` is the index of its model replica."""
+    """One worker's place in a view."""
 
     worker: str
-    replica: int
-    stage: int
+    place: Place
     shards: tuple[int, ...]
 
 
@@ -43,13 +42,13 @@ def host_shards(shards: int, replicas: int) -> tuple[tuple[int, ...], ...]:
 
 
 def form_view(generation: int, seats: Sequence[str], shape: Shape, shards: int) -> View:
-    """Return a view of that shape with worker `seats[i]` in seat i. All stages of a replica work on its shards."""
+    """Return a view of that shape with worker `seats[i]` in seat i. All members of a replica work on its shards."""
     hosted = host_shards(shards, shape.replicas)
     return View(
         generation=generation,
         shape=shape,
         members=tuple(
-            Member(worker=worker, replica=place.replica, stage=place.stage, shards=hosted[place.replica])
+            Member(worker=worker, place=place, shards=hosted[place.replica])
             for worker, place in zip(seats, shape.places(), strict=True)
         ),
     )

@@ -338,7 +338,8 @@ def _ready(event: RunEvent) -> str:
     # The members of one replica together hold the model once; its stages hold parts of it.
     parameters = sum(member["params"] for member in members if member["replica"] == members[0]["replica"])
     stages = 1 + max(member["stage"] for member in members)
-    replicas = f" in {plural(len(members) // stages, 'replica')} of {stages} stages" * (stages > 1)
+    count = 1 + max(member["replica"] for member in members)
+    replicas = f" in {plural(count, 'replica')} of {stages} stages" * (stages > 1)
     return (
         f"{plural(len(members), 'worker')} ready{replicas}, {' or '.join(map(str, hosted))} shards each; "
         f"{parameters:,} parameters; collective: {event['collective']}"

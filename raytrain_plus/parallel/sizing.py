@@ -6,16 +6,47 @@ from collections.abc import Sequence
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
-from raytrain_plus.membership.mesh import Shape
-from raytrain_plus.membership.sizes import SizeTable, size_table
+from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, first_layers_fault, schedule_fault
 
 
-def stage_counts(job: Job, layers: Sequence[str] | None = None) -> tuple[int, ...]:
+def size_table(job: Job, layers: Sequence[str] | None = None) -> SizeTable:
+    """Return which group a job forms out of how many workers; `layers`: the layer names of its model, if known.
+
+    Raises `InputError` if the requested number of stages, or its `parallel.partition`, is not possible.
+    """
+    workers = job.workers
+    return SizeTable(workers.min, workers.max or workers.min, job.data.shards, _stage_counts(job, layers))
+
+
+def most_workers(job: Job) -> int:
+    """Return the most workers that can have work: one replica per shard."""
+    return min(job.workers.max or job.workers.min, job.data.shards * job.parallel.pipeline)
+
+
+def unused_workers(sizes: SizeTable) -> str:
+    """Return why fewer workers than `workers.max` are used, and how many; empty if all are used."""
+    if sizes.fewest > sizes.minimum:
+        return (
+            f"workers.min is treated as {sizes.fewest}: with fewer workers, no partition of the model fits the schedule"
+        )
+    shape = sizes.largest
+    if shape is None or shape.size == sizes.maximum:
+        return ""
+    slower = f"with data.shards = {sizes.shards} one more would make no step faster"
+    if shape.stages > 1:
+        why = f"they make {shape.replicas} replicas of {shape.stages} stages each"
+        if shape.replicas < sizes.maximum // shape.stages:
+            why += f", and {slower}"
+    else:
+        why = slower
+    return f"at most {shape.size} of workers.max = {sizes.maximum} are used: {why}"
+
+
+def _stage_counts(job: Job, layers: Sequence[str] | None) -> tuple[int, ...]:
     """Return the possible numbers of stages: the requested number, then smaller ones.
 
-    A smaller number is used only if there are too few workers for the larger ones. `layers`: the layer names, if known.
-    Raises `InputError` if the requested number, or its `parallel.partition`, is not possible.
+    A smaller number is used only if there are too few workers for the larger ones.
     """
     requested = job.parallel.pipeline
     fault = _fault(job, requested, most_workers(job), layers)
@@ -30,45 +61,6 @@ def stage_counts(job: Job, layers: Sequence[str] | None = None) -> tuple[int, ..
         if _fault(job, stages, counts[-1] - 1, layers) is None:
             counts.append(stages)
     return tuple(counts)
-
-
-def most_shards(job: Job, stages: int) -> int:
-    """Return the most shards that a replica of `stages` stages hosts, given the smallest number of replicas."""
-    return -(-job.data.shards // max(1, min(job.workers.min // stages, job.data.shards)))
-
-
-def most_workers(job: Job) -> int:
-    """Return the most workers that can have work: one replica per shard."""
-    return min(job.workers.max or job.workers.min, job.data.shards * job.parallel.pipeline)
-
-
-def shapes_of(job: Job, counts: Sequence[int]) -> dict[int, Shape]:
-    """Return the shape of the group for each number of workers from `workers.min` on."""
-    shapes = enumerate(_table(job, counts).shapes)
-    return {workers: shape for workers, shape in shapes if shape is not None}
-
-
-def unused_workers(job: Job, counts: Sequence[int]) -> str:
-    """Return why fewer workers than `workers.max` are used, and how many; empty if all are used."""
-    maximum = job.workers.max or job.workers.min
-    if counts[-1] > job.workers.min:
-        return (
-            f"workers.min is treated as {counts[-1]}: with fewer workers, no partition of the model fits the schedule"
-        )
-    shape = _table(job, counts).largest
-    if shape is None or shape.size == maximum:
-        return ""
-    if shape.stages > 1:
-        why = f"they make {shape.replicas} replicas of {shape.stages} stages each"
-        if shape.replicas < maximum // shape.stages:
-            why += f", and with data.shards = {job.data.shards} one more would make no step faster"
-    else:
-        why = f"with data.shards = {job.data.shards} one more would make no step faster"
-    return f"at most {shape.size} of workers.max = {maximum} are used: {why}"
-
-
-def _table(job: Job, counts: Sequence[int]) -> SizeTable:
-    return size_table(job.workers.min, job.workers.max or job.workers.min, job.data.shards, counts)
 
 
 def _fault(job: Job, stages: int, most: int, layers: Sequence[str] | None) -> InputError | None:

@@ -22,7 +22,7 @@ from raytrain_plus.job.settings import Data, Job, Workers
 from raytrain_plus.membership.group import Limits
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.observe.gauges import GaugeValues
-from raytrain_plus.parallel.sizing import stage_counts
+from raytrain_plus.parallel.sizing import size_table
 from raytrain_plus.training.records import StepRecord
 from raytrain_plus.workers.messages import Assignment, Outcome, Plan, PreparedReport, WorkerLocation
 
@@ -222,7 +222,7 @@ def order_of(job: Job, folder: Path) -> Order:
     )
     return Order(
         plan=plan,
-        stage_counts=stage_counts(job),
+        sizes=size_table(job),
         fresh=False,
         past=None,
         task_modules={},
@@ -238,14 +238,11 @@ class Run:
         """Begin a run of this job; `changes`: other limits than those of the job."""
         order, workers = order_of(job, folder), job.workers
         limits = {
-            "minimum": max(workers.min, order.stage_counts[-1]),
-            "maximum": workers.max or workers.min,
+            "sizes": order.sizes,
             "spares": workers.spares,
-            "shards": job.data.shards,
             "steps": order.plan.steps,
             "max_failures": job.elastic.max_failures,
             "expected": (workers.max or workers.min) + workers.spares,
-            "stage_counts": order.stage_counts,
         }
         self.workers, self.nodes, self.time = FakeWorkers(), FakeNodes(), FakeTime()
         metrics: Any = FakeMetrics()

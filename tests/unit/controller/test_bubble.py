@@ -40,6 +40,15 @@ def test_the_share_of_the_time_in_which_stages_wait() -> None:
     assert bubble.share == pytest.approx(0.5), "a report from one member of a replica does not count"
 
 
+def test_a_replica_is_counted_once_all_its_tensor_ranks_have_reported() -> None:
+    bubble = Bubble()
+    bubble.formed(form_view(0, ["a", "b"], Shape(1, 1, 2), 4))
+    bubble.report("a", record(0, 0.3, (0.0, 0.4)), 0.0)
+    assert bubble.share is None
+    bubble.report("b", record(0, 0.1, (0.0, 0.4)), 0.0)
+    assert bubble.share == pytest.approx(0.5)
+
+
 def test_a_step_is_drawn_when_all_members_have_reported_it() -> None:
     bubble = Bubble()
     bubble.formed(form_view(0, ["a", "b"], Shape(1, 2), 4))

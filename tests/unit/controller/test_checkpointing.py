@@ -21,8 +21,10 @@ from raytrain_plus.controller.roster import Roster
 from raytrain_plus.job.settings import Checkpoint
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Group, Limits, Phase, WorkerStatus
-from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.mesh import Place, Stage
+from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.view import Member
+from raytrain_plus.parallel.sizing import size_table
 from raytrain_plus.state.checkpoint import survey
 from raytrain_plus.state.manifest import FOLDER, name_of
 from raytrain_plus.storage.claimed import Claimed
@@ -33,15 +35,15 @@ from tests.unit.controller.fakes import FakeHost, FakeTime, FakeWorkers, job_of
 from tests.unit.state.test_checkpoint import shares, state
 
 MEMBERS = [
-    Member(worker="a", replica=0, stage=0, shards=(0, 1)),
-    Member(worker="b", replica=1, stage=0, shards=(2,)),
+    Member(worker="a", place=Place(0), shards=(0, 1)),
+    Member(worker="b", place=Place(1), shards=(2,)),
 ]
 EVERY_S = 10.0
 
 
 def group_of(*living: str) -> Group:
     """Return a training group of these workers."""
-    limits = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=99, max_failures=None, expected=2)
+    limits = Limits(sizes=SizeTable(1, 2, 2), spares=0, steps=99, max_failures=None, expected=2)
     workers = {name: WorkerStatus("in", holds=5, stage=Stage()) for name in living}
     return Group(limits=limits, phase=Phase.TRAIN, generation=0, workers=workers)
 
@@ -102,7 +104,7 @@ class Kept:
         roster = Roster()
         roster.came(WorkerLocation(worker="a", pid=1, node="n", address="h"))
         roster.prepared("a", PreparedReport(parameters=1, state_bytes=1))
-        partitions = Partitions(job_of(), roster)
+        partitions = Partitions(job_of(), roster, size_table(job_of()))
         self.machine = machine
         self.it = Checkpoints(run, order, journal, publisher, loop, machine, partitions, FakeHost(), self.time.clock)
 

@@ -29,9 +29,10 @@ from raytrain_plus.errors import (
 )
 from raytrain_plus.job.settings import Checkpoint, Parallel
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.mesh import Shape, Stage
 from raytrain_plus.membership.sizes import FRUITLESS
 from raytrain_plus.membership.timeouts import EXPORT_S
+from raytrain_plus.membership.view import form_view
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.manifest import name_of
 from raytrain_plus.workers.messages import Outcome, Sent, WorkerLocation, Written
@@ -80,6 +81,15 @@ def test_workers_that_have_started_form_a_world_and_train(started: Started) -> N
     assert "step_committed" not in run.kinds()
     run.report(B, 0)
     assert run.told("step_committed")["step"] == 0
+
+
+def test_members_at_two_tensor_ranks_of_a_replica_share_its_world_and_no_ring(started: Started) -> None:
+    run = started(A, B)
+    run.engine.machine.handlers[e.Join](e.Join(form_view(0, [A, B], Shape(1, 1, 2), 2), 0, (), {}))
+    given = [run.assignment(name) for name in (A, B)]
+    assert [(one.ring.name, one.ring.size) for one in given] == [("stage0-g0", 1), ("stage1-g0", 1)]
+    shared = [(one.replica.name, one.replica.rank, one.replica.size) for one in given if one.replica]
+    assert shared == [("replica0-g0", 0, 2), ("replica0-g0", 1, 2)]
 
 
 def test_a_lost_worker_is_replaced_by_the_others_at_once(started: Started) -> None:
@@ -503,6 +513,16 @@ def test_members_that_end_with_different_states_fail_the_run(started: Started) -
     assert "the workers' states differ at the end (worker-0: ab, worker-1: cd)" in str(run.engine.closing.error)
 
 
+def test_tensor_ranks_end_with_states_of_their_own(started: Started) -> None:
+    run = started(A, B)
+    run.engine.machine.handlers[e.Join](e.Join(form_view(0, [A, B], Shape(1, 1, 2), 2), 0, (), {}))
+    for name, sha in ((A, "ab"), (B, "cd")):
+        run.report(name, 0, 1, 2, 3)
+        run.finish([name], sha)
+    run.export(A)
+    assert run.engine.closing is None, "the last checkpoint is being written"
+
+
 def test_what_interrupted_the_members_is_told_with_the_next_view_and_with_the_runs_failure(started: Started) -> None:
     run = started(A, B)
     for _ in range(FRUITLESS + 1):
@@ -597,10 +617,10 @@ LAYERS = (Layer("front", 1.0, 60), Layer("back", 1.0, 50))
 def test_partitions_that_do_not_fit_the_first_workers_are_not_used(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", job_of(maximum=2, parallel=Parallel(pipeline=2)))
     limits = run.engine.machine.group.limits
-    assert (limits.stage_counts, limits.minimum) == ((2, 1), 1)
+    assert (limits.sizes.stage_counts, limits.sizes.fewest) == ((2, 1), 1)
     run.prepare(A, room=80, layers=LAYERS)
     limits = run.engine.machine.group.limits
-    assert (limits.stage_counts, limits.minimum) == ((2,), 2)
+    assert (limits.sizes.stage_counts, limits.sizes.fewest) == ((2,), 2)
     run.engine.close()
 
 

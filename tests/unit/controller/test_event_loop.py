@@ -9,6 +9,7 @@ import pytest
 from raytrain_plus.controller.event_loop import Died, EventLoop, stale
 from raytrain_plus.errors import Interrupted, WorkerLost
 from raytrain_plus.membership.group import Group, Limits
+from raytrain_plus.membership.sizes import SizeTable
 from tests.unit.controller.fakes import FakeTime, FakeWorkers
 
 
@@ -108,7 +109,7 @@ def test_timers_fire_once_when_they_are_due() -> None:
 
 
 def test_a_message_of_another_generation_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    limits = Limits(minimum=1, maximum=1, spares=0, shards=1, steps=1, max_failures=None, expected=1)
+    limits = Limits(sizes=SizeTable(1, 1, 1), spares=0, steps=1, max_failures=None, expected=1)
     group = Group(limits=limits, generation=3)
     assert not stale(group, 3, "a report from worker-1")
     assert stale(group, 2, "a report from worker-1")

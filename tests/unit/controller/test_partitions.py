@@ -9,6 +9,7 @@ from raytrain_plus.controller.roster import Roster
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Parallel
 from raytrain_plus.membership.mesh import Shape, Stage
+from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.view import form_view
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.stages import REST
@@ -26,7 +27,8 @@ def partitions(room: int, layers: tuple[Layer, ...] = LAYERS, given: tuple[str, 
     for name in ("a", "b", "lost"):
         roster.came(WorkerLocation(worker=name, pid=1, node="n", address="h"))
         roster.prepared(name, PreparedReport(parameters=11, state_bytes=1, layers=layers, room=room))
-    return Partitions(job_of(1, 3, parallel=Parallel(pipeline=len(given or LAYERS), partition=given)), roster)
+    job = job_of(1, 3, parallel=Parallel(pipeline=len(given or LAYERS), partition=given))
+    return Partitions(job, roster, SizeTable(1, 3, job.data.shards))
 
 
 def test_partitions_that_do_not_fit_are_dropped_and_the_requested_one_raises() -> None:

@@ -7,6 +7,7 @@ import pytest
 from raytrain_plus import Data, Job, Workers
 from raytrain_plus.controller.rescaling import effect, requested
 from raytrain_plus.membership.group import Limits
+from raytrain_plus.membership.sizes import SizeTable
 
 
 @pytest.mark.parametrize(
@@ -20,5 +21,5 @@ from raytrain_plus.membership.group import Limits
 )
 def test_a_request_says_what_it_changes_or_why_it_changes_nothing(maximum: int, said: str) -> None:
     job = Job(name="x", task="a:B", data=Data(path="d", batch_size=8, shards=4), steps=3, workers=Workers(min=1, max=2))
-    now = Limits(minimum=1, maximum=2, spares=0, shards=4, steps=3, max_failures=None, expected=2)
-    assert said in effect(job, now, requested(job, now, None, maximum, None), 2)
+    now = Limits(sizes=SizeTable(1, 2, 4), spares=0, steps=3, max_failures=None, expected=2)
+    assert said in effect(now, requested(job, now, None, maximum, None), 2)

@@ -21,6 +21,7 @@ from raytrain_plus.errors import CheckpointError, DataError, InputError, TaskErr
 from raytrain_plus.job.task_source import source_digests
 from raytrain_plus.launch import cluster, preflight, runner
 from raytrain_plus.launch.preflight import check_resumable
+from raytrain_plus.parallel.sizing import size_table
 from raytrain_plus.result import Result
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import commit
@@ -38,7 +39,7 @@ def limits(
     monkeypatch.setattr(cluster, "most_there_can_be", lambda: most)
     monkeypatch.setattr(cluster, "has_autoscaler", lambda: autoscaler)
     job = Job(name="x", task="a:B", data=Data(path="d", batch_size=8), steps=1, workers=workers)
-    return cluster.limits_of(job, 1, (1,)).minimum
+    return cluster.limits_of(job, 1, size_table(job)).sizes.fewest
 
 
 @pytest.mark.parametrize(

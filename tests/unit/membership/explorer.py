@@ -282,7 +282,7 @@ def _key(world: World) -> Any:
         world.stopped,
         (world.deaths, world.arrivals, world.drains, world.doubles, world.losses, world.faults, world.lates),
         (world.stops, world.saves, world.damages, world.copies, world.misfits, world.wishes),
-        (group.limits.stage_counts, group.limits.minimum),
+        (group.limits.sizes.stage_counts, group.limits.sizes.minimum),
     )
 
 
@@ -334,9 +334,9 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         if world.losses and isinstance(message, (e.Joined, e.Committed, e.Saved)):
             took("lost")
             yield world._replace(mail=rest, losses=world.losses - 1)
-    if world.misfits and world.group.generation < 0 and len(world.group.limits.stage_counts) > 1:
+    if world.misfits and world.group.generation < 0 and len(world.group.limits.sizes.stage_counts) > 1:
         took("misfit")
-        fitted = e.Fitted(world.group.limits.stage_counts[:-1], {})
+        fitted = e.Fitted(world.group.limits.sizes.stage_counts[:-1], {})
         yield from _deliver(world._replace(misfits=world.misfits - 1), fitted)
     if world.wishes:
         took("rescale")
@@ -559,7 +559,7 @@ def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]
     if ended and not isinstance(event, e.Handed | e.Late) and 0 <= announced <= _held(world.procs):
         raise Violation(f"given up ({group.failure}), though the state is held")
     idle = [worker for worker in before.workers.values() if worker.state == "idle" and not worker.leaving]
-    enough = len(idle) >= before.limits.minimum and shape_for(before, len(idle)) is not None
+    enough = len(idle) >= before.limits.sizes.fewest and shape_for(before, len(idle)) is not None
     if ended == ["failed"] and before.phase is Phase.GATHER and enough:
         raise Violation(f"given up ({group.failure}), though there are workers enough")
     if ended == ["finished"] and not isinstance(event, e.Handed):
@@ -568,7 +568,7 @@ def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]
         raise Violation(f"{type(event).__name__} led to {group.phase.name} after a stop")
     if group.phase is Phase.TRAIN and any(name in world.noticed for name in members_in(group)):
         others = [worker for name, worker in group.workers.items() if name not in world.noticed]
-        if sum(worker.state in ("idle", "in") for worker in others) >= group.limits.minimum:
+        if sum(worker.state in ("idle", "in") for worker in others) >= group.limits.sizes.fewest:
             raise Violation("one that is to leave trains on, though there are others enough")
 
 
@@ -728,15 +728,15 @@ def _finish(world: World, command: e.Finish) -> World:
 
 def _join(world: World, command: e.Join) -> World:
     procs = dict(world.procs)
-    limits, view = world.group.limits, command.view
+    sizes, view = world.group.limits.sizes, command.view
     names = [member.worker for member in view.members]
     for stage in range(view.shape.stages):
-        hosted = [shard for member in view.members if member.stage == stage for shard in member.shards]
-        if sorted(hosted) != list(range(limits.shards)):
+        hosted = [shard for member in view.members if member.place.stage == stage for shard in member.shards]
+        if sorted(hosted) != list(range(sizes.shards)):
             raise Violation("not every shard has one host")
-    if len(set(names)) != len(names) or not limits.minimum <= len(names) <= limits.maximum:
+    if len(set(names)) != len(names) or not sizes.fewest <= len(names) <= sizes.maximum:
         raise Violation(f"a view of {names}")
-    if view.shape.stages not in limits.stage_counts or view.shape.size != len(names):
+    if view.shape.stages not in sizes.stage_counts or view.shape.size != len(names):
         raise Violation(f"a view of {names} in {view.shape}")
     if world.stopped:
         raise Violation(f"{names} form a view after a stop")

@@ -20,12 +20,13 @@ from raytrain_plus.membership.group import Group, Limits, NewestState, Phase, Wo
 from raytrain_plus.membership.machine import TABLE, Rule, begin, diagram, step
 from raytrain_plus.membership.mesh import Donor, Shape, Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
+from raytrain_plus.membership.sizes import SizeTable
 from tests.unit.membership.explorer import Violation, World, explore, first_world, mark, wander
 
 G, J, T, P, L, C, E = Phase
 WHOLE = Stage()
 left = partial(e.Left, stage=WHOLE)
-LIMITS = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=4, max_failures=None, expected=2)
+LIMITS = Limits(sizes=SizeTable(1, 2, 2), spares=0, steps=4, max_failures=None, expected=2)
 
 
 def halves(front: str, back: str) -> tuple[Donor, ...]:
@@ -106,7 +107,7 @@ def seen(before: Group, event: e.Event) -> Seen:
     return after.phase, [type(command).__name__ for command in commands], found
 
 
-FEWER = {"limits": replace(LIMITS, minimum=1, maximum=1, spares=0)}
+FEWER = {"limits": replace(LIMITS, sizes=SizeTable(1, 1, 2), spares=0)}
 FAILED = {"failures": 1, "fruitless": 1, "fruitless_at": 1}
 STUCK = "all workers waited for one another in step 2, twice: the collective makes no progress"
 
@@ -116,7 +117,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (G, e.Notice): (G, ["Start", "Wait"], {"named": 3, "a.leaving": True, "worker-2": "coming"}),
     (G, e.Rescale): (G, ["Dismiss", "Wait"], {**FEWER, "b": None}),
     (G, e.Stop): (E, ["End"], {"stopping": True}),
-    (G, e.Fitted): (G, [], {"limits": replace(LIMITS, minimum=2, stage_counts=(2,))}),
+    (G, e.Fitted): (G, [], {"limits": replace(LIMITS, sizes=SizeTable(1, 2, 2, (2,)))}),
     (G, e.Late): (E, ["End"], {"failure": "only 0 of at least 1 worker were available within elastic.wait_s"}),
     (J, e.Joined): (T, [], {"a.joined": True, "a.proved": True, "b.proved": True}),
     (J, e.Committed): (T, [], {"committed": 2, "a.proved": True, "b.proved": True}),
@@ -267,7 +268,7 @@ def test_a_run_without_incident() -> None:
 
 
 def test_the_most_advanced_survivor_is_the_donor_and_a_partially_applied_one_copies() -> None:
-    limits = replace(LIMITS, maximum=3, shards=3)
+    limits = replace(LIMITS, sizes=SizeTable(1, 3, 3))
     inside = WorkerStatus("in", holds=1, stage=WHOLE, joined=True)
     group = replace(
         group_in(T),
@@ -342,7 +343,7 @@ def test_failures_are_bounded() -> None:
 
 
 def test_a_size_that_makes_no_step_faster_is_not_formed() -> None:
-    limits = Limits(minimum=1, maximum=5, spares=0, shards=12, steps=4, max_failures=None, expected=4)
+    limits = Limits(sizes=SizeTable(1, 5, 12), spares=0, steps=4, max_failures=None, expected=4)
     workers = {f"w{index}": WorkerStatus("in", holds=1, joined=True) for index in range(4)}
     group = replace(
         group_in(T), limits=limits, shape=Shape(4), seats=tuple(workers), workers={**workers, "new": WorkerStatus("up")}
@@ -353,7 +354,7 @@ def test_a_size_that_makes_no_step_faster_is_not_formed() -> None:
 
 
 def test_spares_are_held_back_from_growth_and_take_a_lost_ones_place() -> None:
-    limits = Limits(minimum=2, maximum=8, spares=1, shards=8, steps=4, max_failures=None, expected=4)
+    limits = Limits(sizes=SizeTable(2, 8, 8), spares=1, steps=4, max_failures=None, expected=4)
     group, _ = begin(limits)
     for number in range(4):
         assert group.phase is G
@@ -377,7 +378,7 @@ def test_spares_are_held_back_from_growth_and_take_a_lost_ones_place() -> None:
 
 
 def test_unmet_requests_stop_nobody_and_end_when_fewer_are_wanted() -> None:
-    limits = Limits(minimum=1, maximum=3, spares=1, shards=3, steps=4, max_failures=None, expected=1)
+    limits = Limits(sizes=SizeTable(1, 3, 3), spares=1, steps=4, max_failures=None, expected=1)
     group, [start] = begin(limits)
     assert start == e.Start(("worker-0", "worker-1", "worker-2", "worker-3"), 0.0)
     for event in (e.Ready("worker-0", -1), e.Committed(0, 0), e.Up("worker-1")):
@@ -394,14 +395,11 @@ def test_workers_are_requested_in_numbers_that_can_be_formed() -> None:
     # 4 shards take as long on 3 replicas as on 2; and 7 workers do not make a second replica of 4 stages.
     for maximum, counts, spares, asked in ((3, (1,), 0, 2), (4, (1,), 0, 4), (7, (4,), 0, 4), (8, (4,), 1, 9)):
         limits = Limits(
-            minimum=1,
-            maximum=maximum,
+            sizes=SizeTable(1, maximum, 4, counts),
             spares=spares,
-            shards=4,
             steps=4,
             max_failures=None,
             expected=1,
-            stage_counts=counts,
         )
         _, [start] = begin(limits)
         assert isinstance(start, e.Start)
@@ -418,7 +416,7 @@ def test_survivors_continue_without_a_newcomer_that_still_prepares() -> None:
 
 
 def test_workers_that_waited_for_one_that_is_lost_join_without_it() -> None:
-    limits = Limits(minimum=1, maximum=4, spares=0, shards=12, steps=4, max_failures=None, expected=2)
+    limits = Limits(sizes=SizeTable(1, 4, 12), spares=0, steps=4, max_failures=None, expected=2)
     group = group_in(T)
     others = {"c": WorkerStatus("idle"), "d": WorkerStatus("up")}
     group = replace(group, limits=limits, workers={**group.workers, **others})
@@ -427,7 +425,7 @@ def test_workers_that_waited_for_one_that_is_lost_join_without_it() -> None:
 
 
 def test_a_newcomer_with_which_no_world_forms_is_dismissed() -> None:
-    limits = Limits(minimum=1, maximum=3, spares=0, shards=3, steps=4, max_failures=None, expected=2)
+    limits = Limits(sizes=SizeTable(1, 3, 3), spares=0, steps=4, max_failures=None, expected=2)
     proved = WorkerStatus("in", holds=1, stage=WHOLE, proved=True)
     workers = {"a": proved, "b": proved, "new": WorkerStatus("in", holds=None)}
     group = replace(group_in(J), limits=limits, shape=Shape(3), seats=("a", "b", "new"), workers=workers)
@@ -479,7 +477,7 @@ def test_a_run_that_is_to_stop_does_not_fail_by_its_limits() -> None:
 
 
 def test_workers_lost_while_others_trained_do_not_count_when_too_few_are_left() -> None:
-    group = replace(group_in(T), limits=replace(LIMITS, minimum=2), stillborn=10)
+    group = replace(group_in(T), limits=replace(LIMITS, sizes=SizeTable(2, 2, 2)), stillborn=10)
     group, _ = step(group, e.Lost("a"))
     group, _ = step(group, left("b", 0, 1, "interrupted"))
     assert (group.phase, group.stillborn) == (G, 0)
@@ -521,7 +519,7 @@ def test_a_stopped_run_ends_as_stopped_even_if_nothing_can_be_saved() -> None:
 
 def drained(minimum: int) -> Group:
     """Two workers that train, after step 1; `a` is to leave."""
-    group = replace(group_in(T), limits=replace(LIMITS, minimum=minimum))
+    group = replace(group_in(T), limits=replace(LIMITS, sizes=SizeTable(minimum, 2, 2)))
     group, commands = step(group, e.Notice("a"))
     assert (group.phase, [type(command).__name__ for command in commands]) == (T, ["Start"])
     return group
@@ -592,10 +590,8 @@ SCOPES: dict[str, tuple[tuple[int, int, int], dict[str, int]]] = {
 
 def scope(minimum: int, spares: int, expected: int, happening: dict[str, Any], maximum: int = 3) -> Any:
     limits = Limits(
-        minimum=minimum,
-        maximum=maximum,
+        sizes=SizeTable(minimum, maximum, 3),
         spares=spares,
-        shards=3,
         steps=2,
         max_failures=None,
         expected=expected,
@@ -659,14 +655,11 @@ def staged(
     minimum: int, maximum: int, counts: tuple[int, ...], happening: dict[str, Any], steps: int = 2, spares: int = 0
 ) -> Any:
     limits = Limits(
-        minimum=minimum,
-        maximum=maximum,
+        sizes=SizeTable(minimum, maximum, 2, counts),
         spares=spares,
-        shards=2,
         steps=steps,
         max_failures=None,
         expected=happening["capacity"],
-        stage_counts=counts,
     )
     return first_world(limits, **happening)
 
@@ -739,9 +732,7 @@ def test_every_order_of_events_in_two_replicas_of_two_stages() -> None:
 
 def test_pieces_of_two_partitions_make_up_a_state() -> None:
     """A repartition of three stages into two was cut short after one member had its new stage."""
-    limits = Limits(
-        minimum=2, maximum=3, spares=0, shards=1, steps=9, max_failures=None, expected=3, stage_counts=(3, 2)
-    )
+    limits = Limits(sizes=SizeTable(2, 3, 1, (3, 2)), spares=0, steps=9, max_failures=None, expected=3)
     layers = {1: ["abcd"], 2: ["abc", "d"], 3: ["a", "bc", "d"]}
     parts = {
         Stage(number, of): Pieces.of(map(Piece, names))
@@ -768,9 +759,7 @@ def test_pieces_of_two_partitions_make_up_a_state() -> None:
 
 
 def test_parts_of_another_partition_keep_no_worker_from_reading_a_checkpoint() -> None:
-    limits = Limits(
-        minimum=2, maximum=3, spares=0, shards=1, steps=9, max_failures=None, expected=3, stage_counts=(3, 2)
-    )
+    limits = Limits(sizes=SizeTable(2, 3, 1, (3, 2)), spares=0, steps=9, max_failures=None, expected=3)
     workers = {name: WorkerStatus("idle", holds=4, stage=Stage(number, 3)) for number, name in enumerate("ab")}
     workers["c"] = WorkerStatus("restoring", stage=Stage(2, 3))
     group = Group(limits=limits, workers=workers, committed=4, durable=4)
@@ -782,7 +771,7 @@ def test_parts_of_another_partition_keep_no_worker_from_reading_a_checkpoint() -
 
 
 def test_held_states_of_recomputed_steps_no_longer_count() -> None:
-    limits = Limits(minimum=2, maximum=6, spares=0, shards=6, steps=9, max_failures=None, expected=2, stage_counts=(2,))
+    limits = Limits(sizes=SizeTable(2, 6, 6, (2,)), spares=0, steps=9, max_failures=None, expected=2)
     front = WorkerStatus("idle", holds=3, stage=Stage(0, 2))
     group = Group(
         limits=limits,
@@ -808,7 +797,7 @@ def test_held_states_of_recomputed_steps_no_longer_count() -> None:
 
 
 def test_a_copy_of_an_undone_step_no_longer_counts() -> None:
-    limits = Limits(minimum=3, maximum=3, spares=0, shards=3, steps=9, max_failures=None, expected=3, stage_counts=(3,))
+    limits = Limits(sizes=SizeTable(3, 3, 3, (3,)), spares=0, steps=9, max_failures=None, expected=3)
     old = frozenset({(5, Stage(0, 3)), (5, Stage(1, 3)), (2, Stage(0, 3))})
     workers = {"a": WorkerStatus("idle", holds=5, stage=Stage(0, 3), copies=old), "b": WorkerStatus("in", holds=5)}
     group = Group(limits=limits, phase=L, generation=1, seats=("a", "b", "c"), workers=workers, committed=5, durable=3)
@@ -819,7 +808,7 @@ def test_a_copy_of_an_undone_step_no_longer_counts() -> None:
 
 
 def test_copies_older_than_a_checkpoint_are_not_used() -> None:
-    limits = Limits(minimum=1, maximum=1, spares=1, shards=1, steps=99, max_failures=None, expected=1)
+    limits = Limits(sizes=SizeTable(1, 1, 1), spares=1, steps=99, max_failures=None, expected=1)
     spare = WorkerStatus("idle", copies=frozenset({(7, WHOLE)}))
     group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": WorkerStatus("in"), "s": spare})
     after, commands = step(replace(group, committed=9, durable=5), e.Lost("a"))
@@ -832,9 +821,7 @@ def test_copies_older_than_a_checkpoint_are_not_used() -> None:
 
 
 def test_a_run_that_stops_within_overlapping_steps_loads_its_copies_to_save_them() -> None:
-    limits = Limits(
-        minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, stage_counts=(2,)
-    )
+    limits = Limits(sizes=SizeTable(2, 2, 1, (2,)), spares=0, steps=99, max_failures=None, expected=2)
     stages = {"a": Stage(0, 2), "b": Stage(1, 2)}
     workers = {
         name: WorkerStatus("in", holds=7, stage=stage, copies=frozenset({(7, stage)})) for name, stage in stages.items()
@@ -861,9 +848,7 @@ def test_a_run_that_stops_within_overlapping_steps_loads_its_copies_to_save_them
 
 
 def test_a_members_own_copy_counts_though_no_buddy_has_it_yet() -> None:
-    limits = Limits(
-        minimum=2, maximum=2, spares=0, shards=1, steps=99, max_failures=None, expected=2, stage_counts=(2,)
-    )
+    limits = Limits(sizes=SizeTable(2, 2, 1, (2,)), spares=0, steps=99, max_failures=None, expected=2)
     stages = {"a": Stage(0, 2), "b": Stage(1, 2)}
     workers = {name: WorkerStatus("in", holds=7, stage=stage) for name, stage in stages.items()}
     group = Group(limits=limits, phase=L, generation=1, shape=Shape(1, 2), seats=("a", "b"), workers=workers)
@@ -875,7 +860,7 @@ def test_a_members_own_copy_counts_though_no_buddy_has_it_yet() -> None:
 
 
 def test_a_worker_that_has_lost_a_copy_is_not_asked_for_it_twice() -> None:
-    limits = Limits(minimum=1, maximum=1, spares=1, shards=1, steps=99, max_failures=None, expected=1)
+    limits = Limits(sizes=SizeTable(1, 1, 1), spares=1, steps=99, max_failures=None, expected=1)
     spare = WorkerStatus("idle", copies=frozenset({(7, WHOLE)}))
     group = Group(limits=limits, phase=T, generation=1, seats=("a",), workers={"a": WorkerStatus("in"), "s": spare})
     group, _ = step(replace(group, committed=9, durable=5), e.Lost("a"))
@@ -888,9 +873,7 @@ def test_a_worker_that_has_lost_a_copy_is_not_asked_for_it_twice() -> None:
 
 
 def test_a_worker_that_takes_another_stage_keeps_its_state_only_if_it_counts() -> None:
-    limits = Limits(
-        minimum=2, maximum=2, spares=0, shards=2, steps=9, max_failures=None, expected=2, stage_counts=(2, 1)
-    )
+    limits = Limits(sizes=SizeTable(2, 2, 2, (2, 1)), spares=0, steps=9, max_failures=None, expected=2)
     whole = WorkerStatus("idle", holds=3, stage=Stage(0, 1))
     group = Group(limits=limits, phase=G, generation=1, seats=("a",), workers={"a": whole}, committed=3)
     new = {**group.workers, "b": WorkerStatus("up")}
@@ -905,7 +888,7 @@ def test_a_worker_that_takes_another_stage_keeps_its_state_only_if_it_counts() -
 
 
 def test_an_old_ready_report_does_not_end_the_reading_of_a_checkpoint() -> None:
-    limits = Limits(minimum=1, maximum=1, spares=0, shards=2, steps=9, max_failures=None, expected=1)
+    limits = Limits(sizes=SizeTable(1, 1, 2), spares=0, steps=9, max_failures=None, expected=1)
     reader = WorkerStatus("restoring", stage=Stage(0, 1))
     group = Group(limits=limits, phase=G, generation=1, workers={"a": reader}, committed=3, durable=3)
     assert step(group, e.Ready("a", -1))[0] == group

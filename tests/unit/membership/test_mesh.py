@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,58 +18,64 @@ AXES: tuple[Axis, ...] = ("replica", "stage", "tensor_rank")
 def test_a_seat_is_the_number_of_a_place(shape: Shape) -> None:
     places = shape.places()
     assert len(set(places)) == len(places) == shape.size
-    assert [shape.seat(place) for place in places] == list(range(shape.size))
+    assert [shape.place(seat) for seat in range(shape.size)] == places
     assert places == sorted(places)
 
 
-@given(SHAPES, st.sampled_from(AXES))
-def test_a_line_holds_every_place_along_its_axis_and_each_seat_is_in_one(shape: Shape, axis: Axis) -> None:
-    lines = shape.lines(axis)
+@given(SHAPES, st.lists(st.sampled_from(AXES), min_size=1, unique=True))
+def test_a_line_holds_every_place_along_its_axes_and_each_seat_is_in_one(shape: Shape, axes: list[Axis]) -> None:
+    lines = shape.lines(*axes)
     assert sorted(seat for line in lines for seat in line) == list(range(shape.size))
-    length = dict(zip(AXES, shape.sizes, strict=True))[axis]
+    sizes = dict(zip(AXES, shape.sizes, strict=True))
     for line in lines:
         places = [shape.place(seat) for seat in line]
-        assert [getattr(place, axis) for place in places] == list(range(length))
-        assert len({place._replace(**{axis: 0}) for place in places}) == 1
-        assert all(shape.line(axis, seat) == line for seat in line)
+        assert places == sorted(places)
+        assert len(line) == math.prod(sizes[axis] for axis in axes)
+        assert len({place._replace(**dict.fromkeys(axes, 0)) for place in places}) == 1
 
 
 @given(SHAPES)
-def test_lines_along_two_axes_share_one_seat_or_none(shape: Shape) -> None:
+def test_each_ring_and_each_replica_share_one_seat(shape: Shape) -> None:
     for ring in shape.lines("replica"):
-        for stages in shape.lines("stage"):
-            assert len(set(ring) & set(stages)) <= 1
+        for replica in shape.lines("stage", "tensor_rank"):
+            assert len(set(ring) & set(replica)) == 1
+
+
+def test_a_ring_spans_the_replicas_at_one_stage_and_tensor_rank() -> None:
+    assert Shape(2, 2, 2).lines("replica") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert Shape(2, 2, 2).lines("stage", "tensor_rank") == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
 @given(
     replicas=st.integers(1, 4),
     stages=st.integers(1, 4),
+    tensor_ranks=st.integers(1, 2),
     gone=st.sets(st.integers(0, 15)),
     fresh=st.integers(0, 5),
     data=st.data(),
 )
-def test_no_worker_changes_its_stage_without_need(
-    replicas: int, stages: int, gone: set[int], fresh: int, data: st.DataObject
+def test_no_worker_changes_its_ring_without_need(
+    replicas: int, stages: int, tensor_ranks: int, gone: set[int], fresh: int, data: st.DataObject
 ) -> None:
-    old = Shape(replicas, stages)
+    old = Shape(replicas, stages, tensor_ranks)
     before = tuple(f"w{number}" for number in range(old.size))
     available = [worker for number, worker in enumerate(before) if number not in gone]
     available += [f"x{number}" for number in range(fresh)]
-    most = len(available) // stages
+    most = len(available) // (stages * tensor_ranks)
     if not most:
         return
-    new = Shape(data.draw(st.integers(1, most)), stages)
+    new = Shape(data.draw(st.integers(1, most)), stages, tensor_ranks)
     after = seated(before, old, available, new)
     assert len(after) == len(set(after)) == new.size
     assert set(after) <= set(available)
-    stage_before = {worker: old.place(number).stage for number, worker in enumerate(before)}
-    stage_after = {worker: new.place(number).stage for number, worker in enumerate(after)}
-    for stage in range(stages):
-        here = [worker for worker in after if stage_after[worker] == stage]
-        had = [worker for worker in available if stage_before.get(worker) == stage]
+    ring_before = {worker: old.place(number)[1:] for number, worker in enumerate(before)}
+    ring_after = {worker: new.place(number)[1:] for number, worker in enumerate(after)}
+    for ring in set(ring_before.values()):
+        here = [worker for worker in after if ring_after[worker] == ring]
+        had = [worker for worker in available if ring_before.get(worker) == ring]
         # As many as possible of those who hold its state.
-        assert sum(stage_before.get(worker) == stage for worker in here) == min(len(had), new.replicas)
-    moved = [w for w in after if w in stage_before and stage_before[w] != stage_after[w]]
+        assert sum(ring_before.get(worker) == ring for worker in here) == min(len(had), new.replicas)
+    moved = [w for w in after if w in ring_before and ring_before[w] != ring_after[w]]
     unused = [w for w in available if w.startswith("x") and w not in after]
     assert not (moved and unused)
 
@@ -94,11 +102,22 @@ def test_a_complete_replica_stays_complete() -> None:
 
 @pytest.mark.parametrize(
     ("new", "after"),
-    [(Shape(1, 2), ("a0", "a1")), (Shape(2, 1), ("a0", "a1")), (Shape(1, 1), ("a0",))],
+    [
+        (Shape(1, 2), ("a0", "a1")),
+        (Shape(2, 1), ("a0", "a1")),
+        (Shape(1, 1), ("a0",)),
+        (Shape(1, 1, 2), ("a0", "a1")),
+    ],
 )
 def test_a_repartition_keeps_the_front_in_front(new: Shape, after: tuple[str, ...]) -> None:
     sat = ("a0", "a1", "a2", "a3")
     assert seated(sat, Shape(1, 4), ("a0", "a1"), new) == after
+
+
+def test_fewer_tensor_ranks_make_more_replicas_of_the_same_workers() -> None:
+    assert seated(("a0", "a1"), Shape(1, 1, 2), ("a0", "a1"), Shape(2)) == ("a0", "a1")
+    sat = ("a00", "a01", "a10", "a11")
+    assert seated(sat, Shape(1, 2, 2), sat, Shape(2, 2)) == ("a00", "a10", "a01", "a11")
 
 
 def test_the_holder_of_a_stage_sits_there() -> None:
@@ -124,3 +143,10 @@ def test_no_worker_is_moved_from_the_stage_that_it_holds(replicas: int, stages: 
     for stage in range(stages):
         of_stage = [worker for worker, held in holding.items() if held == stage]
         assert len(at_home(after) & set(of_stage)) == min(len(of_stage), replicas)
+
+
+def test_a_hole_is_filled_from_the_same_tensor_rank() -> None:
+    # Replica, stage and tensor rank of each; b continues with the workers of a that sat at its holes.
+    before = ("a00", "a01", "a10", "a11", "b00", "b01", "b10", "b11")
+    able = ("a01", "a10", "b00", "b10", "b11")
+    assert seated(before, Shape(2, 2, 2), able, Shape(1, 2, 2)) == ("b00", "a01", "b10", "b11")

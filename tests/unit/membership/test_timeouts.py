@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raytrain_plus.membership.group import Group, Limits, Phase, WorkerStatus
+from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.timeouts import EXPORT_S, FORM_S, PREPARE_S, SETTLE_S, clock_of, limit_s, stop_limit_s
 
-LIMITS = Limits(minimum=1, maximum=2, spares=0, shards=2, steps=4, max_failures=None, expected=2)
+LIMITS = Limits(sizes=SizeTable(1, 2, 2), spares=0, steps=4, max_failures=None, expected=2)
 GROUP = Group(limits=LIMITS, workers={"a": WorkerStatus("coming"), "b": WorkerStatus("coming")})
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.membership import sizes
-from raytrain_plus.membership.mesh import Shape
+from raytrain_plus.membership.mesh import Place, Shape
 from raytrain_plus.membership.sizes import room_for, useful_size
 from raytrain_plus.membership.view import form_view, host_shards
 
@@ -33,13 +33,14 @@ def test_every_shard_is_hosted_once_and_evenly(shards: int, data: st.DataObject)
 @pytest.mark.parametrize(
     ("shape", "members"),
     [
-        (Shape(2), [("b", 0, 0, (0, 1)), ("a", 1, 0, (2,))]),
-        (Shape(1, 2), [("b", 0, 0, (0, 1, 2)), ("a", 0, 1, (0, 1, 2))]),
+        (Shape(2), [("b", Place(0), (0, 1)), ("a", Place(1), (2,))]),
+        (Shape(1, 2), [("b", Place(0), (0, 1, 2)), ("a", Place(0, 1), (0, 1, 2))]),
+        (Shape(1, 1, 2), [("b", Place(0), (0, 1, 2)), ("a", Place(0, 0, 1), (0, 1, 2))]),
     ],
 )
-def test_form_view_seats_the_workers_in_their_order(shape: Shape, members: list[tuple[str, int, int, Any]]) -> None:
+def test_form_view_seats_the_workers_in_their_order(shape: Shape, members: list[tuple[str, Place, Any]]) -> None:
     view = form_view(3, ["b", "a"], shape, 3)
-    assert [(m.worker, m.replica, m.stage, m.shards) for m in view.members] == members
+    assert [(m.worker, m.place, m.shards) for m in view.members] == members
 
 
 @pytest.mark.parametrize(

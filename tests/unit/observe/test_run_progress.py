@@ -91,9 +91,21 @@ def lost(number: int) -> dict[str, Any]:
     return event("worker_lost", worker=f"worker-{number}", pid=7, node="n", cause="killed")
 
 
+def in_two_by_two() -> dict[str, Any]:
+    """Return a view of two replicas, of two stages at two tensor ranks each."""
+    formed = view(*[6] * 8)
+    for seat, member in enumerate(formed["members"]):
+        member |= {"replica": seat // 4, "stage": seat // 2 % 2}
+    return formed
+
+
 @pytest.mark.parametrize(
     ("one", "line"),
     [
+        (
+            in_two_by_two(),
+            "8 workers ready in 2 replicas of 2 stages, 6 shards each; 4,000 parameters; collective: horovod",
+        ),
         (view(5, 4, 3), "3 workers ready, 5 or 4 or 3 shards each; 1,000 parameters; collective: horovod"),
         (evaluated(-1, loss=5.5, accuracy=0.1), "held out, untrained: loss 5.5000, accuracy 0.1000"),
         (evaluated(99, loss=5.5), "held out, after step 100: loss 5.5000"),

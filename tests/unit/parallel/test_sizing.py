@@ -9,7 +9,7 @@ import pytest
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Data, Job, Parallel, Workers
 from raytrain_plus.membership.mesh import Shape
-from raytrain_plus.parallel.sizing import most_workers, shapes_of, stage_counts, unused_workers
+from raytrain_plus.parallel.sizing import most_workers, size_table, unused_workers
 
 
 def job(minimum: int, maximum: int, *, shards: int = 4, **parallel: Any) -> Job:
@@ -37,12 +37,12 @@ def job(minimum: int, maximum: int, *, shards: int = 4, **parallel: Any) -> Job:
     ],
 )
 def test_fewer_stages_only_with_too_few_workers(made: Job, counts: tuple[int, ...]) -> None:
-    assert stage_counts(made) == counts
+    assert size_table(made).stage_counts == counts
 
 
 def test_each_number_of_workers_has_its_shape() -> None:
     made = job(1, 8, pipeline=2)
-    shapes = shapes_of(made, stage_counts(made))
+    shapes = size_table(made).formed
     assert [shapes[workers] for workers in (1, 2, 3, 4, 6, 8)] == [
         Shape(1, 1),
         Shape(1, 2),
@@ -57,43 +57,41 @@ def test_each_number_of_workers_has_its_shape() -> None:
 def test_never_more_than_one_replica_per_shard() -> None:
     made = job(2, 100, pipeline=2)
     assert most_workers(made) == 8
-    said = unused_workers(made, stage_counts(made))
+    said = unused_workers(size_table(made))
     assert said.startswith("at most 8 of workers.max = 100 are used: they make 4 replicas of 2 stages each, and with")
     assert (
-        unused_workers(job(2, 5, pipeline=2), (2,))
+        unused_workers(size_table(job(2, 5, pipeline=2)))
         == "at most 4 of workers.max = 5 are used: they make 2 replicas of 2 stages each"
     )
-    assert unused_workers(job(2, 4, pipeline=2), (2,)) == ""
+    assert unused_workers(size_table(job(2, 4, pipeline=2))) == ""
 
 
 def test_fewer_layers_than_stages() -> None:
     with pytest.raises(InputError, match=r"2 stages of zero-bubble need 4 layers, but the model has 3: a, b, c"):
-        stage_counts(job(2, 2, pipeline=2, schedule="zero-bubble"), ("a", "b", "c"))
-    assert stage_counts(job(2, 2, pipeline=2), ("a", "b", "c")) == (2,)
+        size_table(job(2, 2, pipeline=2, schedule="zero-bubble"), ("a", "b", "c"))
+    assert size_table(job(2, 2, pipeline=2), ("a", "b", "c")).stage_counts == (2,)
     # Of the smaller numbers of stages, those with enough layers are left.
-    assert stage_counts(job(1, 4, pipeline=3, schedule="gpipe"), ("a", "b", "c")) == (3, 2, 1)
+    assert size_table(job(1, 4, pipeline=3, schedule="gpipe"), ("a", "b", "c")).stage_counts == (3, 2, 1)
 
 
 def test_fewer_microbatches_than_the_schedule_needs() -> None:
     with pytest.raises(InputError) as caught:
-        stage_counts(job(4, 16, pipeline=4, microbatches=2))
+        size_table(job(4, 16, pipeline=4, microbatches=2))
     words = "1f1b needs at least as many microbatches per replica as stages: 4, not 2: with 3 replicas, one hosts 1 of"
     assert f"{words} the 4" in str(caught.value)
-    assert stage_counts(job(4, 16, pipeline=4, microbatches=2, schedule="gpipe")) == (4,)
+    assert size_table(job(4, 16, pipeline=4, microbatches=2, schedule="gpipe")).stage_counts == (4,)
 
 
 def test_a_minimum_without_a_partition_is_reported() -> None:
     made = job(3, 4, pipeline=4, schedule="interleaved")
-    assert stage_counts(made) == (4,)
-    assert unused_workers(made, stage_counts(made)).startswith(
-        "workers.min is treated as 4: with fewer workers, no partition"
-    )
+    assert size_table(made).stage_counts == (4,)
+    assert unused_workers(size_table(made)).startswith("workers.min is treated as 4: with fewer workers, no partition")
 
 
 def test_too_many_microbatches_per_replica_are_rejected() -> None:
     made = job(2, 2, pipeline=2, schedule="pipedream", microbatches=8, commit_every=10_000)
     with pytest.raises(InputError, match="a replica can run at most 65535 microbatches together"):
-        stage_counts(made)
+        size_table(made)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +107,11 @@ def test_a_partition_that_is_not_the_models_is_refused(names: tuple[str, ...], w
     layers = ("embed", "block0", "block1", "head")
     made = job(1, 2, pipeline=2, partition=names)
     with pytest.raises(InputError, match=wrong):
-        stage_counts(made, layers)
-    assert stage_counts(job(1, 2, pipeline=2, partition=("embed", "head")), layers) == (2, 1)
+        size_table(made, layers)
+    assert size_table(job(1, 2, pipeline=2, partition=("embed", "head")), layers).stage_counts == (2, 1)
 
 
 def test_names_out_of_order_are_refused() -> None:
     made = job(3, 3, pipeline=3, partition=("embed", "head", "block0"))
     with pytest.raises(InputError, match="'block0' does not come after 'head' in the model, but before it"):
-        stage_counts(made, ("embed", "block0", "head"))
+        size_table(made, ("embed", "block0", "head"))
