@@ -13,6 +13,7 @@ import torch
 
 from raytrain_plus.collective.horovod_world import load_horovod
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
+from raytrain_plus.data.transform_block import Transform
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job.task_loader import as_task_error, build_task, load_function, load_task, run_facts
@@ -28,7 +29,7 @@ from raytrain_plus.training.footprint import total_memory
 from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.train_state import TrainState
-from raytrain_plus.training.trial import check_alike, try_task
+from raytrain_plus.training.trial import Trial, check_alike, try_task
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.data_check import same_data, sights_of
 from raytrain_plus.workers.feeds import Feeds
@@ -96,11 +97,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     )
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
     transform = load_function(job.data.transform, roots) if job.data.transform else None
-    trial = None
-    if plan.trial:
-        held_out = None if plan.held_out is None else held_out_rows_of(job, plan.held_out, transform)
-        trial = try_task(job, cls, device, rows_of(job, plan.index, transform), held_out)
-        _free(device)
+    trial = _trial(plan, cls, device, transform) if plan.trial else None
     set_random_key(random_key(job.seed, "task"))
     task = build_task(cls, job.args, run_facts(job, plan.steps))
 
@@ -140,11 +137,15 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     return made, replace(ready, sights=sights_of(plan))
 
 
-def _free(device: torch.device) -> None:
-    """Free what a trial has built: hooks tie a model and its gradients into cycles."""
+def _trial(plan: Plan, cls: type[Task], device: torch.device, transform: Transform | None) -> Trial:
+    """Try the task, and free what that has built."""
+    held_out = None if plan.held_out is None else held_out_rows_of(plan.job, plan.held_out, transform)
+    found = try_task(plan.job, cls, device, rows_of(plan.job, plan.index, transform), held_out)
+    # Hooks tie a model and its gradients into cycles.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    return found
 
 
 def _check_storage(plan: Plan) -> None:
