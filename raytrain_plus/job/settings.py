@@ -78,7 +78,8 @@ class Workers:
     standby: bool = True
     """Keep a process with all imports done on each node that has several workers, or on the run's only node, to replace
     a worker whose process dies. Default true. It takes about 0.3 GB of memory; without it a replacement takes seconds
-    longer."""
+    longer. GPU workers have none: Ray shows a GPU only to the process that was started for it. Nor has a node with one
+    of several workers: the others train on meanwhile, and lose no CPU time to the new start."""
 
     cpus: float = 1
     """Logical CPUs that Ray reserves for each worker; fractions are allowed. Default 1."""

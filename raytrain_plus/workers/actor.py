@@ -9,14 +9,19 @@ import traceback
 from concurrent.futures import Future
 from typing import Any
 
+import psutil
+
 from raytrain_plus.workers.imports import Imports, import_all
 
 
 class WorkerActor:
     """Loads the worker in its own process, and passes calls on to it."""
 
-    def __init__(self, name: str | None = None) -> None:
-        """Load the worker of that name. Without a name this is a standby: it waits for `become`."""
+    def __init__(self, name: str | None = None, cpus: float = 0) -> None:
+        """Load the worker of that name. Without a name this is a standby: it waits for `become`.
+
+        `cpus`: the CPUs of the worker that a standby replaces; it has been started without any.
+        """
         # Ray's own handler waits for the calls in progress, and `live` never ends. The raylet, which would then end the
         # process, may have left itself: once drained, it leaves as soon as nobody takes room on its node. In a worker
         # that still starts, the handler raises, which ends up as a Ray traceback on the user's screen.
@@ -24,6 +29,7 @@ class WorkerActor:
         self._worker: Future[Any] = Future()
         # Two threads that import modules in a cycle can see half of one.
         self._importing = threading.Lock()
+        self._threads = {} if name is not None else _threads_of_a_worker(cpus)
         if name is not None:
             self._become(name)
 
@@ -37,7 +43,9 @@ class WorkerActor:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call the worker's `method`; in a standby that becomes a worker, once it is one."""
-        return getattr(self._worker.result(), method)(*arguments)
+        worker = self._worker.result()
+        os.environ.update(self._threads)
+        return getattr(worker, method)(*arguments)
 
     def live(self) -> None:
         """Never answer: the failure of this call is how the controller learns, at once, that the process is gone."""
@@ -49,9 +57,20 @@ class WorkerActor:
     def load(self, imports: Imports) -> None:
         """Import all that a worker will need; see `import_all`."""
         with self._importing:
+            os.environ.update(self._threads)
             import_all(imports)
 
     def _become(self, name: str) -> None:
         with self._importing:
+            os.environ.update(self._threads)
             from raytrain_plus.workers.worker import Worker
         self._worker.set_result(Worker(name))
+
+
+def _threads_of_a_worker(cpus: float) -> dict[str, str]:
+    """Return the variable by which Ray limits the threads of NumPy and others in a worker with so many CPUs.
+
+    In a standby, Ray sets it in each call to 1. In a process that was started with it, Ray leaves it alone.
+    """
+    given = "OMP_NUM_THREADS" in psutil.Process().environ()
+    return {} if given else {"OMP_NUM_THREADS": str(max(1, int(cpus)))}

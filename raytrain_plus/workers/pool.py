@@ -137,11 +137,10 @@ class Pool:
     def stand_by(self, nodes: Mapping[str, str]) -> None:
         """Keep standbys for these members, given the node of each: see `nodes_with_standby`.
 
-        Workers with a GPU or several CPUs get none. Ray shows a GPU only to the process that was started for it, and
-        gives NumPy as many threads as that process was started with CPUs.
+        Workers with a GPU get none: Ray shows a GPU only to the process that was started for it.
         """
         self._nodes = {**{name: self._nodes[name] for name in self._vacant}, **nodes}
-        if self._keeps_standbys and "GPU" not in self._need and self._need.get("CPU", 0) <= 1:
+        if self._keeps_standbys and "GPU" not in self._need:
             self._standbys.keep(nodes_with_standby(nodes))
 
     def _new_group(self, name: str) -> PlacementGroup:
@@ -162,7 +161,9 @@ class Pool:
         return WorkerHandle(actor, group, began=self._clock())
 
     def _start_standby(self, node: str) -> Any:
-        return self._options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        # It takes the worker's CPUs with its place.
+        options = self._options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        return options.remote(cpus=self._need.get("CPU", 0))
 
     def _options(self, **options: Any) -> Any:
         # Otherwise Ray's head keeps a record of each call, up to 100,000 of them: 5 MB a minute of pulses.

@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 def nodes_with_standby(nodes: Mapping[str, str]) -> set[str]:
     """Return the nodes that get a standby, given the node of each member: those with several members, or the only one.
 
-    If a node has one of many members, it is most often the node that is lost, and then its standby is, too.
+    If a node has one of many members, it is most often the node that is lost, and then its standby is, too. Otherwise
+    the others train on while the new process starts, with CPUs of its own.
 
     >>> nodes_with_standby({"a": "x"}), sorted(nodes_with_standby({"a": "x", "b": "y", "c": "y"}))
     ({'x'}, ['y'])

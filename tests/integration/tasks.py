@@ -309,6 +309,18 @@ class Encodes(Faulty):
         return Encoded(super().collate(table))
 
 
+THREADS = os.environ.get("OMP_NUM_THREADS", "nan")
+"""What a library finds that is loaded with this module."""
+
+
+class Threads(Faulty):
+    """A task that reports how many threads a library may use that was loaded with it, or is loaded now."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        now = os.environ.get("OMP_NUM_THREADS", "nan")
+        return {"loss": super().loss(model, batch), "metrics": {"loaded": float(THREADS), "now": float(now)}}
+
+
 class FaultyStage(Faulty):
     """A task with faults in one of two stages, also at the places of a step in stages.
 

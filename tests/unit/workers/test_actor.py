@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+
+import pytest
 
 STARTING = """
 import signal, sys, time
@@ -57,6 +60,49 @@ assert abs(found[0] - time.time()) < 60
 def test_calls_wait_until_a_standby_has_become_a_worker() -> None:
     told = subprocess.run([sys.executable, "-c", BECOMING], capture_output=True, text=True, timeout=60)
     assert told.returncode == 0, told.stderr
+
+
+THREADS = """
+import os, sys, types
+from raytrain_plus.workers import actor
+
+def variable(*_):
+    return os.environ["OMP_NUM_THREADS"]
+
+def called(method, *arguments):
+    # Ray sets it for each call, unless the process was started with it.
+    if not given:
+        os.environ["OMP_NUM_THREADS"] = "1"
+    return method(*arguments)
+
+class Module:
+    @property
+    def Worker(self):
+        print("worker", variable())
+        return lambda name: types.SimpleNamespace(threads=variable)
+
+given = "OMP_NUM_THREADS" in os.environ
+actor.import_all = lambda imports: print("load", variable())
+standby = actor.WorkerActor(cpus=float(sys.argv[1]))
+sys.modules["raytrain_plus.workers.worker"] = Module()
+called(standby.load, None)
+called(standby.become, "w1")
+print("call", called(standby.call, "threads"))
+"""
+
+
+@pytest.mark.parametrize(("given", "cpus", "threads"), [("", 4, 4), ("", 2.5, 2), ("", 0, 1), ("3", 4, 3)])
+def test_a_standby_has_the_threads_of_a_worker(given: str, cpus: float, threads: int) -> None:
+    others = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    told = subprocess.run(
+        [sys.executable, "-c", THREADS, str(cpus)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**others, **({"OMP_NUM_THREADS": given} if given else {})},
+    )
+    expected = f"load {threads}\nworker {threads}\ncall {threads}\n"
+    assert (told.returncode, told.stdout) == (0, expected), told.stderr
 
 
 FAILING = """

@@ -109,9 +109,9 @@ class Started:
         self.actors: list[Any] = []
 
     def options(self, **options: Any) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: self._start(options, arguments))
+        return SimpleNamespace(remote=lambda *arguments, cpus=None: self._start(options, arguments, cpus))
 
-    def _start(self, options: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
+    def _start(self, options: dict[str, Any], arguments: tuple[Any, ...], cpus: float | None) -> Any:
         method = SimpleNamespace(remote=lambda *_: SimpleNamespace(future=Future))
         answers = dict[str, Future[Any]](load=Future(), respond=Future())
         asked = {
@@ -119,7 +119,13 @@ class Started:
             for name, one in answers.items()
         }
         actor = SimpleNamespace(
-            name=arguments, strategy=options["scheduling_strategy"], live=method, answers=answers, became=[], **asked
+            name=arguments,
+            strategy=options["scheduling_strategy"],
+            cpus=(options["num_cpus"], cpus),
+            live=method,
+            answers=answers,
+            became=[],
+            **asked,
         )
         actor.become = SimpleNamespace(remote=actor.became.append)
         self.actors.append(actor)
@@ -318,8 +324,19 @@ def test_the_place_of_a_worker_that_was_dismissed_is_freed_at_once(started: tupl
     assert freed == ["B"]
 
 
-@pytest.mark.parametrize(("cpus", "gpus", "imports"), [(1, 1, Imports()), (2, 0, Imports()), (1, 0, None)])
-def test_workers_with_a_gpu_or_several_cpus_or_by_request_have_no_standby(
+def test_a_standby_takes_no_cpus_and_knows_how_many_the_worker_has(started: tuple[Pool, Started, list[Any]]) -> None:
+    made = started[1]
+    workers = Pool(2, 0, Imports())
+    workers.start("e")
+    workers.stand_by({"e": NODE})
+    assert [actor.cpus for actor in made.actors[3:]] == [(2, None), (0, 2)]
+    workers.end("e", vacate=True)
+    workers.start("f")
+    assert (workers.actor("f"), started[2]) == (made.actors[4], [])
+
+
+@pytest.mark.parametrize(("cpus", "gpus", "imports"), [(1, 1, Imports()), (1, 0, None)])
+def test_workers_with_a_gpu_or_by_request_have_no_standby(
     started: tuple[Pool, Started, list[Any]], cpus: int, gpus: int, imports: Imports | None
 ) -> None:
     made = started[1]
