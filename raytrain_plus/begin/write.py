@@ -9,7 +9,7 @@ from pathlib import Path
 
 from raytrain_plus.begin.catalogue import TEMPLATES, check_installed, next_steps
 from raytrain_plus.begin.job_text import KnownData, job_text, name_of
-from raytrain_plus.data.source import index
+from raytrain_plus.data.dataset import dataset
 from raytrain_plus.errors import DataError, InputError
 
 FOLDER = Path(__file__).parent / "templates"
@@ -49,7 +49,7 @@ def _look_at(data: str | None) -> tuple[KnownData | None, list[str]]:
     if data is None:
         return None, []
     try:
-        seen = index(data)
+        seen = dataset(data)
     except DataError as error:
         return None, [f"  the sizes in it do not come from the data: {error.where}: {error.what}"]
     return KnownData(seen.rows, len(seen.unit_rows), seen.schema.names), []

@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.of_job import data_paths, held_out_rows_of, rows_of
 from raytrain_plus.data.prepare import LOCK_S, prepare
-from raytrain_plus.data.source import index
 from raytrain_plus.errors import RaytrainError, RunError, TaskError, WaitExpired
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
@@ -59,8 +59,8 @@ class TryingHere:
 
         job = self._job
         code = load_user_code(job, self._search)
-        rows = rows_of(job, index(job.data.path), code.transform)
-        held_out = None if job.evaluate is None else held_out_rows_of(job, index(job.evaluate.path), code.transform)
+        rows = rows_of(job, training_data(job), code.transform)
+        held_out = None if job.evaluate is None else held_out_rows_of(job, held_out_data(job), code.transform)
         return try_on_cpu(job, code.task, rows, held_out)
 
 

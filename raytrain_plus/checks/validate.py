@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain_plus.checks.trial import Trying
 from raytrain_plus.credentials import without_credentials
+from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.files import data_exists
 from raytrain_plus.data.of_job import odd_sizes, sample_order_of
 from raytrain_plus.data.page_checksum import HOW, LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable
 from raytrain_plus.data.sample_order import read_factor
-from raytrain_plus.data.source import check_alike, check_enough, index
+from raytrain_plus.data.source import check_alike, check_enough
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job.settings import Job
@@ -249,11 +250,11 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         trying.data()
     elif job.data.prepare is not None and not data_exists(Path(job.data.path)):
         return Report(job.name, sizes, None, None, None, None, unformed)
-    seen = index(job.data.path)
+    seen = training_data(job)
     check_enough(seen, job.data.shards)
     files = [seen.file(number) for number in range(len(seen.files))]
     if job.evaluate is not None and (job.data.prepare is None or data_exists(Path(job.evaluate.path))):
-        held_out = index(job.evaluate.path)
+        held_out = held_out_data(job)
         check_enough(held_out, job.data.shards)
         check_alike(seen, held_out)
         files += [held_out.file(number) for number in range(len(held_out.files))]

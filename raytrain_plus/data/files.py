@@ -1,4 +1,4 @@
-"""Find the files that a data path names: one file, the Parquet files below a folder, or the matches of a pattern."""
+"""Find the files that a data path names: one file, those of its format below a folder, or the matches of a pattern."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class DataFiles:
     """Paths relative to `root`, sorted, with slashes."""
 
 
-def find_files(path: Path) -> DataFiles:
+def find_files(path: Path, suffixes: Sequence[str] = (".parquet",), kind: str = "Parquet") -> DataFiles:
     """Return the files that an absolute path names.
 
-    That is the file itself; every `*.parquet` below a folder; or the files that match a pattern. Names with a leading
+    That is the file itself; every file below a folder whose name ends in one of `suffixes`, which are those of that
+    `kind`; or the files that match a pattern. Names with a leading
     . or _ are ignored, unless the pattern spells that character. Raises `DataError` if there are none, or a folder
     cannot be listed: a file that is overlooked would be a silent loss of rows.
     """
@@ -41,7 +42,12 @@ def find_files(path: Path) -> DataFiles:
         return DataFiles(path.parent, (path.name,))
     if not data_exists(path):
         raise _missing(path)
-    return DataFiles(path, _sorted(path, _parquet_files(path)))
+    return DataFiles(path, _sorted(path, _files_below(path, suffixes, kind)))
+
+
+def names_below(folder: Path) -> list[str]:
+    """Return the names of all files below a folder that are not hidden; none if it is no folder."""
+    return [file.name for file in _seen_below(folder)] if _is_folder(folder) else []
 
 
 def split_pattern(path: Path) -> tuple[Path, tuple[str, ...]]:
@@ -98,14 +104,20 @@ def _missing(path: Path) -> DataError:
     )
 
 
-def _parquet_files(folder: Path) -> list[Path]:
-    seen = [file for file in _walk(folder) if is_file(file) and not _hidden(file.relative_to(folder))]
-    files = [file for file in seen if file.suffix == ".parquet"]
+def _seen_below(folder: Path) -> list[Path]:
+    return [file for file in _walk(folder) if is_file(file) and not _hidden(file.relative_to(folder))]
+
+
+def _files_below(folder: Path, suffixes: Sequence[str], kind: str) -> list[Path]:
+    seen = _seen_below(folder)
+    files = [file for file in seen if file.name.endswith(tuple(suffixes))]
     if not files:
         kinds = Counter(file.suffix or "without an extension" for file in seen)
         there = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)) or "nothing"
         raise DataError(
-            f"contains no Parquet files; found {there}", where=str(folder), expected="files named *.parquet"
+            f"contains no {kind} files; found {there}",
+            where=str(folder),
+            expected=f"files named {', '.join(f'*{suffix}' for suffix in suffixes)}",
         )
     return files
 

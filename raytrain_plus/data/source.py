@@ -22,12 +22,24 @@ from raytrain_plus.data.files import data_exists, find_files
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.sight import Sight, change_of, footer_of, sight_of
 from raytrain_plus.errors import DataChanged, DataError, first_line
+from raytrain_plus.job.settings import Format
 
 _CHECKSUM_FAILED = "CRC checksum verification failed"
 """Part of Arrow's message; Arrow has no error type for it."""
 
 UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
 """The errors that pyarrow raises for a damaged file; the last one for a column's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What data was converted from."""
+
+    path: str
+    """The file, folder or pattern, absolute."""
+    format: Format
+    files: tuple[tuple[str, int], ...]
+    """Its files, and their sizes in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,13 @@ class Index:
     """SHA-256 over the files' relative paths, sizes and footers; no times."""
     file_sights: tuple[Sight, ...] = field(compare=False)
     """For each file, its `stat` on this node, taken before its footer was read. Differs from node to node."""
+    origin: Origin | None = field(default=None, compare=False)
+    """What these files were converted from; None for files of the user's."""
+
+    @property
+    def named(self) -> str:
+        """The path by which the user knows the data."""
+        return self.path if self.origin is None else self.origin.path
 
     @property
     def rows(self) -> int:
@@ -72,6 +91,7 @@ class Index:
         entries = zip(self.files, self.file_bytes, self.file_footers, self.file_groups, strict=True)
         return {
             "path": self.path,
+            **({} if self.origin is None else {"converted_from": self.origin.path}),
             "fingerprint": self.fingerprint,
             "rows": self.rows,
             "files": [
@@ -164,8 +184,8 @@ def check_alike(seen: Index, held_out: Index) -> None:
         names = sorted(set(held_out.schema.names) ^ set(seen.schema.names)) or ["same names, different types or order"]
         raise DataError(
             f"the held-out data has other columns than the training data: {', '.join(names)}",
-            where=f"evaluate.path: {held_out.path}",
-            expected=f"the columns of {seen.path}: {', '.join(seen.schema.names)}",
+            where=f"evaluate.path: {held_out.named}",
+            expected=f"the columns of {seen.named}: {', '.join(seen.schema.names)}",
         )
 
 
@@ -174,7 +194,7 @@ def check_enough(data: Index, shards: int) -> None:
     if data.rows < shards:
         raise DataError(
             f"the data has {data.rows} rows, fewer than data.shards = {shards}",
-            where=data.path,
+            where=data.named,
             expected="at least one row for each shard",
             remedy=f"use more data, or data.shards of at most {data.rows}",
         )

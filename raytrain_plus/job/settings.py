@@ -14,17 +14,27 @@ import yaml
 from raytrain_plus.errors import InputError, JobError
 from raytrain_plus.job.value_checks import check_values
 
+Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
     """Which rows to train on, and how to shuffle, batch and transform them."""
 
     path: str
-    """Parquet file, folder of Parquet files (searched recursively), or pattern, with the training rows. Required.
+    """File, folder (searched recursively) or pattern, with the training rows; see `format`. Required.
 
     In a pattern, `*`, `?` and `[...]` match within one name and `**` matches any number of folders:
     `data/*.parquet`, `data/2024-*/part-*.parquet`, `data/**/*.parquet`. The files that match, sorted by name, are one
     dataset. Names that begin with . or _ are ignored. Relative paths start at the working directory.
+    """
+
+    format: Format | None = None
+    """`parquet`, `jsonl`, `csv` (also TSV), `arrow` (also Feather), `text` (a row for each line) or `huggingface` (a
+    folder that `save_to_disk` wrote). Default None: what the names of the files say.
+
+    What is not Parquet is converted once on each node, in ~/.cache/raytrain_plus/data; `.gz`, `.bz2` and `.zst` are
+    uncompressed. Changed files are converted again.
     """
 
     prepare: str | None = None
@@ -204,7 +214,7 @@ class Evaluate:
     """Evaluation on held-out rows."""
 
     path: str
-    """Parquet file, folder or pattern, as in `data.path`, with held-out rows; they have its columns. Required."""
+    """File, folder or pattern with held-out rows, as `data.path`, with the same columns. Required."""
 
     every_steps: int
     """Steps between evaluations; required. The run also evaluates before the first and after the last step."""

@@ -37,7 +37,12 @@ def needs_of(order: Order, probe: Probe) -> Needs:
     """Return what each machine must see for this run."""
     files: dict[str, int] = {}
     for index in (order.plan.index, order.plan.held_out):
-        if order.plan.job.data.prepare is None and index is not None:
+        if order.plan.job.data.prepare is not None or index is None:
+            continue
+        if index.origin is not None:
+            # Each machine converts its own copy.
+            files |= dict(index.origin.files)
+        else:
             files |= {str(index.file(number)): size for number, size in enumerate(index.file_bytes)}
     return Needs(probe, files, order.plan.collective == "horovod")
 

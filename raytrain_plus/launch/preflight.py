@@ -15,9 +15,10 @@ import cloudpickle
 import yaml
 
 from raytrain_plus.controller.order import Order
+from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.of_job import odd_sizes, sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare
-from raytrain_plus.data.source import Index, check_alike, check_enough, check_restored, differences, index
+from raytrain_plus.data.source import Index, check_alike, check_enough, check_restored, differences
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
@@ -254,12 +255,12 @@ def _task_to_send(job: Job) -> bytes | None:
 def _look_at_data(job: Job, roots: Sequence[Path]) -> tuple[Index, Index | None]:
     check_preparable(job, roots)
     prepare(job.data.prepare, job.data.path, roots)
-    seen = index(job.data.path)
+    seen = training_data(job)
     check_enough(seen, job.data.shards)
     if job.evaluate is None:
         return seen, None
     prepare(job.data.prepare, job.evaluate.path, roots)
-    held_out = index(job.evaluate.path)
+    held_out = held_out_data(job)
     check_enough(held_out, job.data.shards)
     check_alike(seen, held_out)
     return seen, held_out

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_plus.data.audit import audit
+from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare
-from raytrain_plus.data.source import index
 from raytrain_plus.errors import DamagedError, InputError, RunError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.launch.cluster import connected
@@ -179,7 +179,7 @@ def _shortened(job: Job, steps: int, roots: Sequence[Path]) -> Job:
     search = [Path.cwd(), *roots]
     check_preparable(job, search)
     prepare(job.data.prepare, job.data.path, search)
-    whole = sample_order_of(job, index(job.data.path)).steps
+    whole = sample_order_of(job, training_data(job)).steps
     return job if steps >= whole else replace(job, steps=steps, epochs=None)
 
 

@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.of_job import sample_order_of
-from raytrain_plus.data.source import index
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import DamagedError, InputError, first_line
 from raytrain_plus.job.task_loader import build_task, load_user_code, run_facts
@@ -234,7 +234,7 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = 
     assert isinstance(job.task, str)
     manifest, weights = weights_of(run, which)
     code = load_user_code(job, roots)
-    seen = index(job.data.path)
+    seen = training_data(job)
     sample_order = sample_order_of(job, seen)
     set_random_key(random_key(job.seed, "task"))
     task = build_task(code.task, job.args, run_facts(job, sample_order.steps))

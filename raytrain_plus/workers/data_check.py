@@ -6,9 +6,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from raytrain_plus.data.dataset import dataset
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.sight import Sight
-from raytrain_plus.data.source import Index, check_unchanged, differences, index
+from raytrain_plus.data.source import Index, check_unchanged, differences
 from raytrain_plus.errors import DataError
 from raytrain_plus.workers.messages import Plan
 
@@ -20,17 +21,19 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     data differs from the driver's.
     """
     # Not as the job names it: a path may be relative to the driver's working directory.
-    path = expected.path
-    prepare(plan.job.data.prepare, path, roots)
-    first = plan.sights.get(path)
-    if first is not None:
+    prepare(plan.job.data.prepare, expected.named, roots)
+    first = plan.sights.get(expected.named)
+    if first is not None and expected.origin is None:
         check_unchanged(replace(expected, file_sights=first))
-    seen = index(path)
+    # Each node converts its own copy of what is not Parquet.
+    seen = dataset(expected.named, "parquet" if expected.origin is None else expected.origin.format)
+    if first is not None:
+        check_unchanged(replace(seen, file_sights=first))
     if seen.fingerprint != expected.fingerprint:
         found = differences(seen.to_json(), expected.to_json())
         raise DataError(
             f"this node ({os.uname().nodename}) sees different data than the driver: {'; '.join(found[:3])}",
-            where=path,
+            where=expected.named,
             expected=f"the data with the fingerprint {expected.fingerprint[:12]}, not {seen.fingerprint[:12]}",
             remedy="put the same files there on every node, or name a shared folder",
         )
@@ -39,7 +42,7 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
 
 def sights_of(plan: Plan) -> dict[str, tuple[Sight, ...]]:
     """Return, for each dataset's path, what was first seen of its files on this node."""
-    return {seen.path: seen.file_sights for seen in _datasets(plan)}
+    return {seen.named: seen.file_sights for seen in _datasets(plan)}
 
 
 def check_data(plan: Plan) -> None:

@@ -216,6 +216,7 @@ KEPT = {
 FREE = {
     "name": "other",
     "data.prepare": "a:prepare",
+    "data.format": "csv",
     "data.cache_mb": "5",
     "workers.min": "1",
     "workers.max": "4",

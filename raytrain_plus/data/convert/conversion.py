@@ -1,0 +1,162 @@
+"""Convert data that is not Parquet, once per node, into Parquet in the user's cache: the same rows in the same order.
+
+Row groups have a fixed number of rows, counted over all files, so the same rows become the same row groups whichever
+format they had. A conversion that was killed continues after its last complete part. It appears in the cache when it is
+complete. The name of its folder contains a digest of the sources' names, sizes and times: changed ones are converted
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+from filelock import FileLock, Timeout
+
+from raytrain_plus.data.convert.arrow_batches import ArrowBatches
+from raytrain_plus.data.convert.csv_rows import CsvRows
+from raytrain_plus.data.convert.formats import SAVED, SAVED_SPLITS, SUFFIXES
+from raytrain_plus.data.convert.jsonl import JsonLines
+from raytrain_plus.data.convert.parts import PROGRESS, Parts, Progress, load_progress, save_progress
+from raytrain_plus.data.convert.records import Records, Unfit
+from raytrain_plus.data.convert.text_lines import TextLines
+from raytrain_plus.data.files import find_files, is_file
+from raytrain_plus.errors import DataError, WaitExpired
+from raytrain_plus.job.settings import Format
+
+READERS: Mapping[Format, Callable[[], Records]] = {
+    "jsonl": JsonLines,
+    "csv": CsvRows,
+    "arrow": ArrowBatches,
+    "huggingface": ArrowBatches,
+    "text": TextLines,
+}
+"""For each format that is converted, what reads it."""
+LOCK_S = 24 * 3600.0
+"""Maximum seconds to wait for another process of this node that converts the same data."""
+_VERSION = 1
+"""Raised when the same source is to be converted differently."""
+
+Told = Callable[[int, int], None]
+"""Called now and then with the bytes of the source that are read, and those that there are."""
+
+
+def default_cache() -> Path:
+    """Return the folder of converted data."""
+    return Path.home() / ".cache" / "raytrain_plus" / "data"
+
+
+def source_files(path: Path, format_: Format) -> list[Path]:
+    """Return the files of the data at an absolute path, in the order of their rows. Raises `DataError` without any."""
+    if format_ == "huggingface":
+        return _saved_files(path)
+    found = find_files(path, SUFFIXES[format_], format_)
+    return [found.root / name for name in found.names]
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that `save_to_disk` has written."""
+    if is_file(folder / SAVED_SPLITS):
+        splits = json.loads((folder / SAVED_SPLITS).read_text()).get("splits", [])
+        raise DataError(
+            f"holds several splits: {', '.join(splits)}",
+            where=str(folder),
+            remedy=f"name one of them, such as {folder / (splits or ['train'])[0]}",
+        )
+    if not is_file(folder / SAVED):
+        raise DataError(
+            f"is not a folder that save_to_disk has written: it has no {SAVED}",
+            where=str(folder),
+            remedy="for a repository of Parquet files, name those of one split, such as data/train-*.parquet, without "
+            "data.format",
+        )
+    found = json.loads((folder / SAVED).read_text())
+    return [folder / one["filename"] for one in found.get("_data_files", [])]
+
+
+def converted(path: Path, format_: Format, told: Told, cache: Path) -> Path:
+    """Return the folder with the Parquet files made of the data at an absolute path; make them if they are missing.
+
+    Raises `DataError` for data that cannot be read as this format, and `WaitExpired` if another process converts it for
+    more than `LOCK_S`.
+    """
+    files = source_files(path, format_)
+    target = cache / folder_name(path, format_, files)
+    if target.is_dir():
+        return target
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f".{target.name}.lock", timeout=LOCK_S):
+            if not target.is_dir():
+                _convert(path, files, READERS[format_](), target, told)
+    except Timeout as error:
+        raise WaitExpired(f"another process has been converting {path} for more than {LOCK_S:g} s") from error
+    except OSError as error:
+        raise DataError(
+            f"cannot be converted: {error.strerror or error}", where=str(error.filename or target)
+        ) from error
+    return target
+
+
+def folder_name(path: Path, format_: Format, files: Sequence[Path]) -> str:
+    """Return the name of the folder for what these files are converted to: other files, or other times, another one."""
+    where = hashlib.sha256(f"{_VERSION}\0{format_}\0{pa.__version__}\0{path}".encode()).hexdigest()[:8]
+    what = hashlib.sha256()
+    for file in files:
+        try:
+            seen = file.stat()
+        except OSError as error:
+            raise DataError(f"cannot be accessed: {error.strerror}", where=str(file)) from error
+        what.update(f"{file}\0{seen.st_size}\0{seen.st_mtime_ns}\0".encode())
+    plain = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in path.stem)[:40]
+    return f"{plain}-{where}-{what.hexdigest()[:8]}"
+
+
+def earlier(target: Path) -> list[Path]:
+    """Return the folders of earlier conversions of the same data, which has changed since."""
+    kind = target.name.rpartition("-")[0]
+    return [folder for folder in target.parent.glob(f"{kind}-*") if folder != target]
+
+
+def _convert(path: Path, files: Sequence[Path], reader: Records, target: Path, told: Told) -> None:
+    partial = target.with_name(f".{target.name}.partial")
+    partial.mkdir(exist_ok=True)
+    progress = load_progress(partial)
+    if progress is None:
+        progress = _begun(partial, reader.schema(files, whole=False))
+    try:
+        _write(files, reader, partial, progress, told)
+    except Unfit as unfit:
+        whole = reader.schema(files, whole=True)
+        if whole == progress.columns:
+            raise unfit.error from None
+        progress = _begun(partial, whole)
+        _write(files, reader, partial, progress, told)
+    if not (partial / "part-00000.parquet").exists():
+        raise DataError(f"0 rows in {len(files)} file{'s' * (len(files) > 1)}", str(path), expected="rows to train on")
+    (partial / PROGRESS).unlink()
+    os.replace(partial, target)
+
+
+def _begun(partial: Path, schema: pa.Schema) -> Progress:
+    """Begin a conversion with these columns, without what was there before."""
+    for file in partial.iterdir():
+        file.unlink()
+    progress = Progress.of(schema)
+    save_progress(partial, progress)
+    return progress
+
+
+def _write(files: Sequence[Path], reader: Records, partial: Path, progress: Progress, told: Told) -> None:
+    parts, sizes = Parts(partial, progress), [file.stat().st_size for file in files]
+    for number in range(progress.file, len(files)):
+        before = sum(sizes[:number])
+        begin = progress.begin if number == progress.file else 0
+        for block in reader.blocks(files[number], progress.columns, begin):
+            parts.add(block, number, before + block.read)
+            told(before + block.read, sum(sizes))
+    parts.end()

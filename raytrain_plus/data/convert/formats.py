@@ -1,0 +1,45 @@
+"""Say which format a data path has, by its name or its content, and which names its files have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from raytrain_plus.data.files import is_file, names_below
+from raytrain_plus.job.settings import Format
+
+PACKED = (".gz", ".bz2", ".zst")
+"""Suffixes of compressed files; they follow those of the formats whose files are text."""
+_OF_TEXT: Mapping[Format, tuple[str, ...]] = {
+    "jsonl": (".jsonl", ".ndjson"),
+    "csv": (".csv", ".tsv"),
+    "text": (".txt", ".md"),
+}
+SUFFIXES: Mapping[Format, tuple[str, ...]] = {
+    "parquet": (".parquet",),
+    **{name: (*found, *(one + packed for one in found for packed in PACKED)) for name, found in _OF_TEXT.items()},
+    "arrow": (".arrow", ".feather"),
+    "huggingface": (".arrow",),
+}
+"""For each format, how the names of its files end."""
+
+SAVED_SPLITS, SAVED = "dataset_dict.json", "state.json"
+"""The files by which `save_to_disk` of Hugging Face's `datasets` marks a folder: of several splits, and of one."""
+
+
+def format_of(path: Path) -> Format:
+    """Return the format of the data at an absolute path: a file, a folder, or a pattern; Parquet if nothing tells.
+
+    A folder has the format of the files in it, if these have one format and none of them is Parquet.
+    """
+    by_name = _of_name(path.name)
+    if by_name is not None or is_file(path):
+        return by_name or "parquet"
+    if is_file(path / SAVED) or is_file(path / SAVED_SPLITS):
+        return "huggingface"
+    found = {one for name in names_below(path) if (one := _of_name(name)) is not None}
+    return found.pop() if len(found) == 1 else "parquet"
+
+
+def _of_name(name: str) -> Format | None:
+    return next((one for one, suffixes in SUFFIXES.items() if name.lower().endswith(suffixes)), None)

@@ -1,0 +1,116 @@
+"""Read JSON Lines: one JSON object on each line; its keys are the columns."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.json
+
+from raytrain_plus.data.convert.columns import united
+from raytrain_plus.data.convert.lines import LineBlock, in_order, line_blocks, line_number
+from raytrain_plus.data.convert.records import Block, Unfit
+from raytrain_plus.errors import DataError, first_line
+
+_CHANGED = re.compile(r"Column\(/(?P<name>.*)\) (?P<how>changed from .*) in row (?P<row>\d+)")
+"""pyarrow's message about a value of another type than those before; it counts rows of the block from 0."""
+
+
+class JsonLines:
+    """See `records.Records`. A position is that of a byte in the uncompressed file."""
+
+    def schema(self, files: Sequence[Path], *, whole: bool) -> pa.Schema:
+        """See `records.Records`."""
+        return united(
+            (file, schema)
+            for file in files
+            for number, (_, schema) in enumerate(in_order(line_blocks(file), partial(_schema_of, file)))
+            if whole or not number
+        )
+
+    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
+        """See `records.Records`."""
+        for block, table in in_order(line_blocks(file, begin), partial(_table, file, schema)):
+            if table.num_rows:
+                yield Block(table, block.begin, block.read)
+
+
+def _schema_of(file: Path, block: LineBlock) -> pa.Schema:
+    """Return the columns of the rows of a block. Raises `DataError` if one is not a JSON object."""
+    return _plain(_parsed(file, block, None).schema)
+
+
+def _table(file: Path, schema: pa.Schema, block: LineBlock) -> pa.Table:
+    return _parsed(file, block, schema)
+
+
+def _parsed(file: Path, block: LineBlock, schema: pa.Schema | None) -> pa.Table:
+    if not block.content.strip():
+        return (schema or pa.schema([])).empty_table()
+    reading = pa.json.ReadOptions(use_threads=False, block_size=len(block.content) + 1)
+    parsing = pa.json.ParseOptions(
+        explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
+    )
+    try:
+        return pa.json.read_json(pa.BufferReader(block.content), reading, parsing)
+    except pa.ArrowInvalid as error:
+        raise _fault(file, block, schema, error) from None
+
+
+def _fault(file: Path, block: LineBlock, schema: pa.Schema | None, error: pa.ArrowInvalid) -> Exception:
+    """Return what is wrong with a block: a line that is no JSON object, or values of another type than before."""
+    number, rows = line_number(file, block.begin), 0
+    changed = _CHANGED.fullmatch(_plain_text(error))
+    for at, line in enumerate(block.content.splitlines(), number):
+        if not line.strip():
+            continue
+        rows, where = rows + 1, f"{file}, line {at}"
+        try:
+            value = json.loads(line)
+        except ValueError as broken:
+            return DataError(f"is not JSON: {first_line(broken)}", where, remedy="correct the line, or remove it")
+        if not isinstance(value, dict):
+            return DataError(
+                f"is a JSON {type(value).__name__}, not an object", where, expected='{"column": value, ...}'
+            )
+        if changed and rows == int(changed["row"]) + 1:
+            what = f"column '{changed['name']}' {changed['how']}"
+            return DataError(what, where, remedy="give the column one type in all lines")
+        if schema is not None:
+            try:
+                _parsed_line(line, schema)
+            except pa.ArrowInvalid as unfit:
+                return Unfit(DataError(_plain_text(unfit), where, expected=_columns_text(schema)))
+    return DataError(_plain_text(error), f"{file}, from line {number}")
+
+
+def _parsed_line(line: bytes, schema: pa.Schema) -> None:
+    parsing = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
+    pa.json.read_json(pa.BufferReader(line), pa.json.ReadOptions(use_threads=False), parsing)
+
+
+def _plain_text(error: pa.ArrowInvalid) -> str:
+    return first_line(error).removeprefix("JSON parse error: ")
+
+
+def _columns_text(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """Return the columns with text as text, which pyarrow takes for times if it looks like them."""
+    return pa.schema([pa.field(field.name, _plain_type(field.type)) for field in schema])
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_timestamp(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(_plain_type(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(one.name, _plain_type(one.type)) for one in kind.fields])
+    return kind

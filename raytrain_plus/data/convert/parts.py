@@ -1,0 +1,145 @@
+"""Write tables as Parquet parts of fixed row groups, and continue where an earlier process ended."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_plus.data.convert.columns import row_bytes
+from raytrain_plus.data.convert.records import Block
+
+GROUP_BYTES = 1 << 20
+"""Bytes of values that a row group is to have, so that many shards and workers can share a dataset."""
+LEAST_ROWS, MOST_ROWS = 16, 8192
+"""Bounds of the rows of a row group."""
+SAMPLE_ROWS = 1000
+"""Rows at the begin of a dataset whose size decides the rows of its row groups."""
+GROUPS = 64
+"""Row groups of a part."""
+PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a conversion is: what its complete parts hold, and where the next one begins."""
+
+    schema: str
+    """The columns, serialised, in base64."""
+    group_rows: int = 0
+    """Rows of each row group; 0 while they are not known."""
+    parts: int = 0
+    file: int = 0
+    """The number of the file in which the next part begins."""
+    begin: int = 0
+    """The position there: see `records.Block`."""
+    skip: int = 0
+    """Rows after that position that the parts hold already."""
+    read: int = 0
+    """Bytes of the files that have been read so far."""
+
+    @classmethod
+    def of(cls, schema: pa.Schema) -> Progress:
+        """Return the progress of a conversion that has not begun."""
+        return cls(base64.b64encode(schema.serialize().to_pybytes()).decode())
+
+    @property
+    def columns(self) -> pa.Schema:
+        """The columns."""
+        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema)))
+
+
+def load_progress(folder: Path) -> Progress | None:
+    """Return how far the conversion into a folder is; None if none has begun, or it cannot be continued."""
+    try:
+        return Progress(**json.loads((folder / PROGRESS).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def save_progress(folder: Path, progress: Progress) -> None:
+    """Write how far a conversion is, whole or not at all."""
+    made = folder / f"{PROGRESS}.new"
+    made.write_text(json.dumps(asdict(progress)))
+    os.replace(made, folder / PROGRESS)
+
+
+class Parts:
+    """Writes the rows of a dataset, in order, into a folder."""
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self._folder = folder
+        self._columns = progress.columns
+        self._pending: list[tuple[pa.Table, int, int, int]] = []
+        """Tables that are not written: of which file, from which position, how many of its first rows are."""
+        self._have = 0
+        self.progress = progress
+
+    def add(self, block: Block, file: int, read: int) -> None:
+        """Take the next rows; write the parts that they complete. `read`: bytes of all files read so far."""
+        skip = self.progress.skip if not self._pending and self._at(file, block.begin) else 0
+        table = block.table.slice(skip)
+        self._pending.append((table, file, block.begin, skip))
+        self._have += table.num_rows
+        self.progress = replace(self.progress, read=read)
+        if not self.progress.group_rows and self._have >= SAMPLE_ROWS:
+            self._choose()
+        while self.progress.group_rows and self._have >= GROUPS * self.progress.group_rows:
+            self._write(GROUPS * self.progress.group_rows)
+
+    def end(self) -> None:
+        """Write the last rows."""
+        if self._have:
+            if not self.progress.group_rows:
+                self._choose()
+            self._write(self._have)
+
+    def _at(self, file: int, begin: int) -> bool:
+        return (file, begin) == (self.progress.file, self.progress.begin)
+
+    def _choose(self) -> None:
+        """Choose the rows of a row group: a power of two, the same whichever format the rows had."""
+        sample = pa.concat_tables([table for table, *_ in self._pending]).slice(0, SAMPLE_ROWS)
+        rows = 2 ** round(math.log2(GROUP_BYTES / max(1.0, row_bytes(sample))))
+        self.progress = replace(self.progress, group_rows=min(MOST_ROWS, max(LEAST_ROWS, rows)))
+
+    def _write(self, rows: int) -> None:
+        name = f"part-{self.progress.parts:05d}.parquet"
+        made = self._folder / f".{name}"
+        table, last = pa.concat_tables(self._take(rows)).combine_chunks(), self._last
+        with pq.ParquetWriter(made, self._columns, write_page_checksum=True) as writer:
+            writer.write_table(table, row_group_size=self.progress.group_rows)
+        _sync(made)
+        os.replace(made, self._folder / name)
+        file, begin, skip = last
+        self.progress = replace(self.progress, parts=self.progress.parts + 1, file=file, begin=begin, skip=skip)
+        save_progress(self._folder, self.progress)
+
+    def _take(self, rows: int) -> Iterator[pa.Table]:
+        """Yield so many of the pending rows; `_last` says where the next ones begin."""
+        self._have -= rows
+        while rows:
+            table, file, begin, skip = self._pending.pop(0)
+            yield table.slice(0, rows)
+            taken = min(rows, table.num_rows)
+            rows -= taken
+            self._last = file, begin, skip + taken
+            if taken < table.num_rows:
+                self._pending.insert(0, (table.slice(taken), file, begin, skip + taken))
+
+    _last: tuple[int, int, int] = (0, 0, 0)
+
+
+def _sync(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,38 @@
+"""Read plain text: each line is a row, without its end, in the column `text`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from raytrain_plus.data.convert.lines import LineBlock, in_order, line_blocks, line_number
+from raytrain_plus.data.convert.records import Block
+from raytrain_plus.errors import DataError
+
+SCHEMA = pa.schema([pa.field("text", pa.string())])
+
+
+class TextLines:
+    """See `records.Records`. A position is that of a byte in the uncompressed file."""
+
+    def schema(self, files: Sequence[Path], *, whole: bool) -> pa.Schema:
+        """See `records.Records`."""
+        return SCHEMA
+
+    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
+        """See `records.Records`."""
+
+        def lines(block: LineBlock) -> pa.Table:
+            try:
+                found = block.content.decode().split("\n")
+            except UnicodeDecodeError as error:
+                at = line_number(file, block.begin) + block.content[: error.start].count(b"\n")
+                raise DataError("is not UTF-8 text", f"{file}, line {at}", remedy="convert the file to UTF-8") from None
+            if not found[-1]:
+                found.pop()
+            return pa.table([pa.array([line.removesuffix("\r") for line in found], pa.string())], schema=SCHEMA)
+
+        for block, table in in_order(line_blocks(file, begin), lines):
+            yield Block(table, block.begin, block.read)

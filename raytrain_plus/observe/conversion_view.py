@@ -1,0 +1,57 @@
+"""Show how far a conversion of data is: a bar on a terminal, else a line every few seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+import pyarrow as pa
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from raytrain_plus.storage.size_text import size_text
+
+EVERY_S = 5.0
+"""Seconds between two lines."""
+SHORT_S = 1.0
+"""A conversion that takes less than these seconds shows nothing."""
+
+
+@contextmanager
+def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows how many bytes of a source are read, and how many there are.
+
+    `again`: the source has changed since it was converted. The last line says what the conversion took.
+    """
+    start = last = time.monotonic()
+    total = 0
+    what = f"converting {name} to Parquet"
+    if again:
+        print(f"{name} has changed since it was converted: converting it again", file=stream, flush=True)
+    bar = Progress(
+        TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+        console=Console(file=stream), transient=True, disable=not stream.isatty(),
+    )  # fmt: skip
+    task = bar.add_task(what, total=None)
+
+    def told(read: int, of: int) -> None:
+        nonlocal last, total
+        total, now = of, time.monotonic()
+        bar.update(task, completed=read, total=of)
+        if bar.disable and now - last >= EVERY_S:
+            last = now
+            rate = size_text(int(read / (now - start)))
+            print(f"{what}: {size_text(read)} of {size_text(of)}, {rate}/s", file=stream, flush=True)
+
+    with bar:
+        yield told
+    took = time.monotonic() - start
+    if took >= SHORT_S:
+        most = size_text(pa.default_memory_pool().max_memory() or 0)
+        print(
+            f"converted {name}, {size_text(total)}, in {took:.1f} s with up to {most} of memory",
+            file=stream,
+            flush=True,
+        )

@@ -1,0 +1,266 @@
+"""Data of any format becomes the same Parquet files, once, also if the conversion is killed."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_plus.data.convert import lines, parts
+from raytrain_plus.data.convert.conversion import converted, earlier, source_files
+from raytrain_plus.data.convert.formats import format_of
+from raytrain_plus.data.dataset import dataset
+from raytrain_plus.errors import DataError
+
+ROWS = [{"id": n, "x": n / 4, "t": f'line {n}, "quoted"\t' + "é" * (n % 7), "ok": n % 3 == 0} for n in range(3000)]
+TABLE = pa.Table.from_pylist(ROWS)
+
+
+def write_jsonl(file: Path, rows: list[dict[str, Any]], opened: Any = open) -> None:
+    with opened(file, "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_csv(file: Path, rows: list[dict[str, Any]], tab: bool = False) -> None:
+    with file.open("w", encoding="utf-8", newline="") as out:
+        writer = csv.DictWriter(out, list(rows[0]), delimiter="\t" if tab else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_stream(file: Path, rows: list[dict[str, Any]]) -> None:
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(file), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table, 70)
+
+
+def write_saved(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """As `save_to_disk` of Hugging Face's datasets does."""
+    folder.mkdir()
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    write_stream(folder / names[0], rows[:100])
+    write_stream(folder / names[1], rows[100:])
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+
+
+def two_files(folder: Path, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", rows[:1234])
+    write_jsonl(folder / "b.ndjson", rows[1234:])
+
+
+SOURCES: dict[str, Callable[[Path, list[dict[str, Any]]], None]] = {
+    "rows.jsonl": write_jsonl,
+    "rows.jsonl.gz": lambda file, rows: write_jsonl(file, rows, gzip.open),
+    "rows.csv": write_csv,
+    "rows.tsv": lambda file, rows: write_csv(file, rows, tab=True),
+    "rows.arrow": write_stream,
+    "rows.feather": lambda file, rows: pa.feather.write_feather(pa.Table.from_pylist(rows), str(file)),
+    "saved": write_saved,
+    "folder": two_files,
+}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks and parts, so that there are several."""
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr("raytrain_plus.data.convert.csv_rows.BLOCK_BYTES", 4000)
+    monkeypatch.setattr(parts, "GROUP_BYTES", 2000)
+    monkeypatch.setattr(parts, "GROUPS", 4)
+
+
+def quiet(read: int, of: int) -> None:
+    assert 0 <= read <= of
+
+
+def convert(tmp_path: Path, name: str, told: Callable[[int, int], None] = quiet) -> Path:
+    return converted(tmp_path / name, format_of(tmp_path / name), told, tmp_path / "cache")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_same_rows_become_the_same_files(tmp_path: Path, small: None, name: str) -> None:
+    write_stream(tmp_path / "reference.arrow", ROWS)
+    SOURCES[name](tmp_path / name, ROWS)
+    made = convert(tmp_path, name)
+    assert contents(made) == contents(convert(tmp_path, "reference.arrow"))
+    assert pq.read_table(made).equals(TABLE)
+    seen = dataset(tmp_path / name, cache=tmp_path / "cache")
+    assert (seen.rows, len(set(seen.unit_rows[:-1]))) == (len(ROWS), 1)
+    assert seen.origin is not None
+    assert (seen.named, len(seen.files) > 5) == (str(tmp_path / name), True)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_interrupted_conversion_continues_after_its_last_part(tmp_path: Path, small: None, name: str) -> None:
+    SOURCES[name](tmp_path / name, ROWS)
+    whole = contents(converted(tmp_path / name, format_of(tmp_path / name), quiet, tmp_path / "other"))
+
+    class Cut(Exception):
+        pass
+
+    def cut(read: int, of: int) -> None:
+        if len(list((tmp_path / "cache").glob(".*.partial/part-*.parquet"))) >= 3:
+            raise Cut
+
+    with pytest.raises(Cut):
+        convert(tmp_path, name, cut)
+    [partial] = (tmp_path / "cache").glob(".*.partial")
+    before = {file.name: file.stat().st_ino for file in partial.glob("part-*.parquet")}
+    made = convert(tmp_path, name)
+    assert contents(made) == whole
+    assert {name: (made / name).stat().st_ino for name in before} == before, "its parts are kept"
+
+
+NONE = parts.Progress("")
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_conversion_continues(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"id": n, "t": "x" * 500} for n in range(400_000)])
+    code = (
+        "import sys; from pathlib import Path; from raytrain_plus.data.convert.conversion import converted\n"
+        "print(converted(Path(sys.argv[1]), 'jsonl', lambda read, of: None, Path(sys.argv[2])))"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "rows.jsonl"), str(tmp_path / "cache")]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    # A part whose progress is not written is made again.
+    while not any((parts.load_progress(one) or NONE).parts for one in (tmp_path / "cache").glob(".*.partial")):
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    [partial] = (tmp_path / "cache").glob(".*.partial")
+    first = (partial / "part-00000.parquet").stat().st_ino
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=50)
+    made = Path(done.stdout.strip())
+    assert (made / "part-00000.parquet").stat().st_ino == first
+    assert pq.read_table(made, columns=["id"]).column("id").to_pylist() == list(range(400_000))
+
+
+def test_data_is_converted_once_until_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
+    write_jsonl(file, ROWS)
+    made = [0]
+
+    def count(read: int, of: int) -> None:
+        made[0] += 1
+
+    both = [threading.Thread(target=converted, args=(file, "jsonl", count, cache)) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(20)
+    assert made == [1]
+    first = dataset(file, cache=cache)
+    assert capsys.readouterr().err == ""
+    write_jsonl(file, ROWS[1:])
+    second = dataset(file, cache=cache)
+    assert capsys.readouterr().err == "rows.jsonl has changed since it was converted: converting it again\n"
+    assert (first.rows, second.rows) == (3000, 2999)
+    assert earlier(Path(second.path)) == [Path(first.path)]
+
+
+def test_values_beyond_the_sample_widen_a_column(tmp_path: Path, small: None) -> None:
+    rows = [{"a": n} for n in range(2000)] + [{"a": 0.5, "b": "late"}]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    table = pq.read_table(convert(tmp_path, "rows.jsonl"))
+    assert table.schema == pa.schema([("a", pa.float64()), ("b", pa.string())])
+    assert table.to_pylist() == [{"b": None, **row} for row in rows]
+    with (tmp_path / "rows.csv").open("w") as out:
+        out.write("a\n" + "".join(f"{n}\n" for n in range(2000)) + "0.5\n")
+    assert pq.read_table(convert(tmp_path, "rows.csv")).column("a").to_pylist() == [*range(2000), 0.5]
+
+
+def test_text_keeps_every_line(tmp_path: Path, small: None) -> None:
+    said = ["", "one", "", "zwei ü", "x" * 20_000, "last"]
+    (tmp_path / "a.txt").write_text("\r\n".join(said), encoding="utf-8", newline="")
+    assert pq.read_table(convert(tmp_path, "a.txt")).column("text").to_pylist() == said
+
+
+def test_dates_stay_text_and_nested_values_stay_nested(tmp_path: Path) -> None:
+    rows = [{"day": "2026-01-02", "at": {"when": "2026-01-02T03:04:05Z", "n": [1, 2]}}, {"day": "no day", "at": None}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    assert pq.read_table(convert(tmp_path, "a.jsonl")).to_pylist() == rows
+
+
+def split_folder(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+
+
+def no_state(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "x.arrow").write_bytes(b"")
+
+
+BAD: list[tuple[str, Any, str, str]] = [
+    ("a.jsonl", b'{"a": 1}\n{"a": \n{"a": 3}\n', "a.jsonl, line 2", "is not JSON: "),
+    ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl, line 2", "is a JSON list, not an object"),
+    ("a.jsonl", b"", "a.jsonl", "0 rows in 1 file"),
+    ("a.csv", b"a,b\n1,2\n3\n", "a.csv, line 3", "Expected 2 columns, got 1: 3"),
+    ("a.csv", b"a,a\n1,2\n", "a.csv", "column 'a' is there twice"),
+    ("a.csv", b"a,b\n", "a.csv", "0 rows"),
+    ("a.txt", b"fine\n\xff\xfe\n", "a.txt, line 2", "is not UTF-8 text"),
+    ("a.arrow", b"nothing", "a.arrow", "is not a readable Arrow file"),
+    ("saved", split_folder, "saved", "holds several splits: train, test"),
+    ("saved", no_state, "saved", "is not a folder that save_to_disk has written"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "where", "what"), BAD, ids=[f"{one[0]} {one[3][:20]}" for one in BAD])
+def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, name: str, content: Any, where: str, what: str) -> None:
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        content(tmp_path / name)
+    kind = "huggingface" if name == "saved" else None
+    with pytest.raises(DataError) as caught:
+        dataset(tmp_path / name, kind, cache=tmp_path / "cache")
+    assert what in caught.value.what
+    assert caught.value.where.endswith(where), caught.value
+    assert not list((tmp_path / "cache").glob("[!.]*")), "nothing half-made is left"
+
+
+def test_types_that_have_nothing_in_common_are_named(tmp_path: Path, small: None) -> None:
+    (tmp_path / "folder").mkdir()
+    write_jsonl(tmp_path / "folder" / "a.jsonl", [{"a": 1}])
+    write_jsonl(tmp_path / "folder" / "b.jsonl", [{"a": "one"}])
+    with pytest.raises(DataError) as caught:
+        convert(tmp_path, "folder")
+    assert str(caught.value).splitlines()[0].endswith("folder/b.jsonl: column 'a' is string")
+    assert caught.value.expected == f"int64, as in {tmp_path / 'folder' / 'a.jsonl'}"
+    write_jsonl(tmp_path / "c.jsonl", [{"a": n} for n in range(2000)] + [{"a": "one"}])
+    with pytest.raises(DataError, match="column 'a' changed from number to string") as caught:
+        convert(tmp_path, "c.jsonl")
+    assert caught.value.where == f"{tmp_path / 'c.jsonl'}, line 2001"
+
+
+def test_the_format_is_recognised_by_the_names_of_files(tmp_path: Path) -> None:
+    formats = {"a.parquet": "parquet", "b.csv": "csv", "c.JSONL": "jsonl", "d.txt.zst": "text", "e.unknown": "parquet"}
+    for name in formats:
+        (tmp_path / name).touch()
+    assert {name: format_of(tmp_path / name) for name in formats} == formats
+    assert format_of(tmp_path) == "parquet", "several formats"
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "x.csv.gz").touch()
+    (tmp_path / "one" / ".hidden.jsonl").touch()
+    assert format_of(tmp_path / "one") == "csv"
+    assert format_of(tmp_path / "*.ndjson") == "jsonl"
+    assert [file.name for file in source_files(tmp_path / "one", "csv")] == ["x.csv.gz"]
