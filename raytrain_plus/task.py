@@ -185,7 +185,9 @@ def column_tensor(table: pa.Table, name: str) -> torch.Tensor:
         column = column.flatten()
         _check_no_nulls(column, name)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)):
-        raise TypeError(f"column '{name}' has type {column.type}, which is not numeric: override Task.collate")
+        raise TypeError(
+            f"column '{name}' has type {column.type}, which is not numeric: set data.collate, or override Task.collate"
+        )
     array = column.to_numpy(zero_copy_only=False)
     return torch.tensor(array).reshape(shape)
 
@@ -196,7 +198,9 @@ def _length(column: pa.Array, name: str) -> int:
         return int(column.type.list_size)
     found = pc.min_max(pc.list_value_length(column)).as_py()
     if found["min"] != found["max"]:
-        raise TypeError(f"column '{name}' holds lists of different lengths: override Task.collate to pad them")
+        raise TypeError(
+            f"column '{name}' holds lists of different lengths: set data.collate: pad, or override Task.collate"
+        )
     return found["min"] or 0
 
 

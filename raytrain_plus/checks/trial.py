@@ -145,6 +145,8 @@ def _try(answers: Connection, job: Job, roots: Sequence[str]) -> None:
         raise
     except BaseException as error:
         answers.send(_sendable(error))
+    # It may be ended while the interpreter shuts down, where an exception would be printed.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _sendable(error: BaseException) -> BaseException:

@@ -61,6 +61,14 @@ class Data:
     threads or two processes at once.
     """
 
+    collate: str | None = None
+    """How rows become a batch: `stack`, `pad` or `module:function(table)`. Default None: the task's `collate`.
+
+    `stack` makes a tensor of each column, as a task does that has no `collate`. `pad` also takes text, as a list, and
+    lists of different lengths, which it fills up to the longest of the microbatch, with 0, or -100 in `labels`;
+    `attention_mask` says where values are.
+    """
+
     granule: int = 1024
     """Transform block: the largest number of rows that `transform` gets in one call. Default 1024."""
 
@@ -332,7 +340,7 @@ _SAME = (
     "task",
     "args",
     "seed",
-    *(f"data.{name}" for name in ("path", "batch_size", "shards", "shuffle", "transform", "granule")),
+    *(f"data.{name}" for name in ("path", "batch_size", "shards", "shuffle", "transform", "collate", "granule")),
     "steps",
     "epochs",
     "workers.threads",
@@ -348,6 +356,7 @@ It can also depend on `collective` and `elastic.on_nonfinite`, which may change.
 _SAME_WITH_PIPEDREAM = ("parallel.schedule", "parallel.partition", "parallel.commit_every")
 """Keys that must agree too if one of two jobs uses pipedream, which computes gradients with older weights."""
 _BEFORE = {
+    "data.collate": None,
     "compression": "none",
     "parallel.schedule": "1f1b",
     # Theirs was timed. Checkpoints fit every partition, so their runs resume with the counted one.

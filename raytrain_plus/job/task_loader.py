@@ -49,8 +49,10 @@ class UserCode:
 
 
 def load_user_code(job: Job, roots: Sequence[Path]) -> UserCode:
-    """Import the job's task and transform, searching `roots` first. Raises `TaskError`."""
-    transform = job.data.transform
+    """Import the job's task, transform and collate function, searching `roots` first. Raises `TaskError`."""
+    transform, collate = job.data.transform, job.data.collate
+    if collate is not None and ":" in collate:
+        load_function(collate, roots)
     return UserCode(load_task(job.task, roots), None if transform is None else load_function(transform, roots))
 
 

@@ -203,6 +203,21 @@ def _reference(spec: str | type | None) -> _Problem:
     return f"{spec!r} is not an import path", "module:name, such as examples.digits:Digits", remedy
 
 
+COLLATES = ("stack", "pad")
+"""The ready functions of `data.collate`."""
+
+
+def _collate(spec: str) -> _Problem:
+    if spec in COLLATES or _reference(spec) is None:
+        return None
+    near = difflib.get_close_matches(spec, COLLATES, 1)
+    return (
+        f"unknown function {spec!r}",
+        f"{', '.join(COLLATES)}, or module:function",
+        f"did you mean '{near[0]}'?" if near else "",
+    )
+
+
 def _best(metric: str, evaluate: None) -> _Problem:
     return f"{metric!r} needs an evaluation, and none is configured", "an `evaluate` group", ""
 
@@ -236,6 +251,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("data.batch_size", "data.shards"), _batch),
     (("data.prepare",), _reference),
     (("data.transform",), _reference),
+    (("data.collate",), _collate),
     (("data.granule",), _at_least(1)),
     (("data.cache_mb",), _at_least(0)),
     (("steps",), _at_least(1)),

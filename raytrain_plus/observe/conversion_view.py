@@ -28,8 +28,6 @@ def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Callable
     start = last = time.monotonic()
     total = 0
     what = f"converting {name} to Parquet"
-    if again:
-        print(f"{name} has changed since it was converted: converting it again", file=stream, flush=True)
     bar = Progress(
         TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
         console=Console(file=stream), transient=True, disable=not stream.isatty(),
@@ -38,6 +36,11 @@ def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Callable
 
     def told(read: int, of: int) -> None:
         nonlocal last, total
+        # Another process may convert it instead.
+        if not total and again:
+            print(f"{name} has changed since it was converted: converting it again", file=stream, flush=True)
+        if not total:
+            bar.start()
         total, now = of, time.monotonic()
         bar.update(task, completed=read, total=of)
         if bar.disable and now - last >= EVERY_S:
@@ -45,10 +48,12 @@ def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Callable
             rate = size_text(int(read / (now - start)))
             print(f"{what}: {size_text(read)} of {size_text(of)}, {rate}/s", file=stream, flush=True)
 
-    with bar:
+    try:
         yield told
+    finally:
+        bar.stop()
     took = time.monotonic() - start
-    if took >= SHORT_S:
+    if total and took >= SHORT_S:
         most = size_text(pa.default_memory_pool().max_memory() or 0)
         print(
             f"converted {name}, {size_text(total)}, in {took:.1f} s with up to {most} of memory",

@@ -19,7 +19,7 @@ from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import DamagedError, InputError, first_line
-from raytrain_plus.job.task_loader import build_task, load_user_code, run_facts
+from raytrain_plus.job.task_loader import load_user_code
 from raytrain_plus.observe.run_progress import after_step
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import load_history
@@ -32,6 +32,7 @@ from raytrain_plus.storage.address import is_address, split
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.torch_compat import pytree
+from raytrain_plus.training.build import task_of
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.randomness import random_key, set_random_key
 
@@ -237,7 +238,7 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = 
     seen = training_data(job)
     sample_order = sample_order_of(job, seen)
     set_random_key(random_key(job.seed, "task"))
-    task = build_task(code.task, job.args, run_facts(job, sample_order.steps))
+    task = task_of(job, code.task, sample_order.steps)
     module = build_model(task, job.seed, CPU).module
     put_weights(weights, module, run.where)
     module.eval()

@@ -6,7 +6,9 @@ from functools import partial
 
 import torch
 
+from raytrain_plus.data.collate import set_collate
 from raytrain_plus.job.settings import Job
+from raytrain_plus.job.task_loader import build_task, run_facts
 from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.wire import MakeWire
@@ -16,6 +18,13 @@ from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.whole import WholePasses
+
+
+def task_of(job: Job, cls: type[Task], steps: int) -> Task:
+    """Return an instance of the task for a run of so many steps. Raises the errors of `build_task`."""
+    task = build_task(cls, job.args, run_facts(job, steps))
+    set_collate(task, job.data.collate)
+    return task
 
 
 def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ()) -> TrainState:

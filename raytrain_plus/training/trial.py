@@ -23,10 +23,8 @@ from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import InputError, RaytrainError, TaskError, TrainingError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import (
-    build_task,
     out_of_memory,
     reporting,
-    run_facts,
     trim_traceback,
     users_frames,
 )
@@ -36,7 +34,7 @@ from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.task import Task
-from raytrain_plus.training.build import build_state, initial_sums, whole_steps
+from raytrain_plus.training.build import build_state, initial_sums, task_of, whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.footprint import Footprint, measure_footprint, total_memory
@@ -144,7 +142,7 @@ def try_on_cpu(job: Job, cls: type[Task], rows: Rows, held_out: Rows | None) -> 
 
 def _shard_cost(job: Job, cls: type[Task], rows: Rows) -> ShardCost | None:
     """Return what a shard costs on this machine's CPU; None if the task cannot make such steps."""
-    task = build_task(cls, job.args, run_facts(job, rows.sample_order.steps))
+    task = task_of(job, cls, rows.sample_order.steps)
     steps = whole_steps(build_state(job, task, torch.device("cpu")), skip_nonfinite=True)
     order = rows.sample_order
 
@@ -164,7 +162,7 @@ def try_task(job: Job, cls: type[Task], device: torch.device, rows: Rows, held_o
     Raises the errors of `build_task`, `try_whole` and `try_layers`.
     """
     set_random_key(random_key(job.seed, "task"))
-    task = build_task(cls, job.args, run_facts(job, rows.sample_order.steps))
+    task = task_of(job, cls, rows.sample_order.steps)
     if job.parallel.pipeline == 1:
         return try_whole(job, task, device, rows, held_out, total_memory(device))
     return try_layers(job, task, device, rows, held_out)
@@ -397,7 +395,7 @@ def _footprint(
     """Return what a step needs, and its expected seconds for each row; None if the task does not take so few rows."""
     seconds = 0.0
     # A task of its own, because one may keep something of its first batch's size.
-    other = build_task(type(task), job.args, run_facts(job, rows.sample_order.steps))
+    other = task_of(job, type(task), rows.sample_order.steps)
 
     def forward(count: int) -> None:
         nonlocal seconds

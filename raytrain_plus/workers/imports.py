@@ -29,7 +29,7 @@ def imports_of(plan: Plan) -> Imports:
         modules.insert(0, "horovod.torch")
     if job.parallel.pipeline > 1:
         modules.append("raytrain_plus.parallel.pipeline.schedule")
-    named = [job.task if plan.pickled_task is None else None, job.data.transform]
+    named = [job.task if plan.pickled_task is None else None, job.data.transform, job.data.collate]
     modules += [name.partition(":")[0] for name in named if isinstance(name, str)]
     return Imports(tuple(modules), plan.roots)
 

@@ -16,7 +16,7 @@ from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.transform_block import Transform
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import REMEDY
-from raytrain_plus.job.task_loader import as_task_error, build_task, load_function, load_task, run_facts
+from raytrain_plus.job.task_loader import as_task_error, load_function, load_task
 from raytrain_plus.membership.events import Why
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
@@ -24,7 +24,7 @@ from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
-from raytrain_plus.training.build import build_state
+from raytrain_plus.training.build import build_state, task_of
 from raytrain_plus.training.footprint import total_memory
 from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
@@ -99,7 +99,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     transform = load_function(job.data.transform, roots) if job.data.transform else None
     trial = _trial(plan, cls, device, transform) if plan.trial else None
     set_random_key(random_key(job.seed, "task"))
-    task = build_task(cls, job.args, run_facts(job, plan.steps))
+    task = task_of(job, cls, plan.steps)
 
     def build(layers: Layers) -> TrainState:
         with as_task_error(f"{type(task).__name__} cannot be built", f"task: {job.task}"):

@@ -204,6 +204,7 @@ KEPT = {
     "data.shards": "6",
     "data.shuffle": "none",
     "data.transform": "a:augment",
+    "data.collate": "pad",
     "data.granule": "7",
     "steps": "11",
     "workers.threads": "2",

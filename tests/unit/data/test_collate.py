@@ -1,0 +1,116 @@
+"""The ready functions make the batches that PyTorch's own make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from raytrain_plus.data.collate import READY, pad, set_collate
+from raytrain_plus.data.reader import collates_rows
+from raytrain_plus.errors import TaskError
+from raytrain_plus.job.value_checks import COLLATES
+from raytrain_plus.task import Task
+
+IDS = [[5, 6, 7], [8], [], [9, 10]]
+
+
+def same(given: torch.Tensor, expected: Any) -> None:
+    torch.testing.assert_close(given, torch.as_tensor(expected), rtol=0, atol=0)
+
+
+def test_lists_are_filled_up_to_the_longest_with_a_mask() -> None:
+    batch = pad(
+        pa.table({"input_ids": pa.array(IDS), "labels": pa.array(IDS), "label": [0, 1, 0, 1], "text": list("abcd")})
+    )
+    same(batch["input_ids"], pad_sequence([torch.tensor(one, dtype=torch.int64) for one in IDS], batch_first=True))
+    same(batch["labels"], [[5, 6, 7], [8, -100, -100], [-100] * 3, [9, 10, -100]])
+    same(batch["attention_mask"], [[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]])
+    same(batch["label"], [0, 1, 0, 1])
+    assert batch["text"] == ["a", "b", "c", "d"]
+    assert list(batch) == ["input_ids", "labels", "label", "text", "attention_mask"]
+
+
+def test_columns_of_other_lengths_get_masks_of_their_own() -> None:
+    batch = pad(
+        pa.table(
+            {"a": pa.array([[1.5], [2.0, 3.0]]), "b": pa.array([[1, 2], [3]]), "c": pa.array([[True], [False, True]])}
+        )
+    )
+    same(batch["a"], torch.tensor([[1.5, 0], [2, 3]], dtype=torch.float64))
+    same(batch["c"], [[True, False], [False, True]])
+    same(batch["attention_mask"], [[1, 0], [1, 1]])
+    same(batch["b_mask"], [[1, 1], [1, 0]])
+    assert "c_mask" not in batch
+
+
+def test_a_slice_of_several_chunks_is_one_batch() -> None:
+    table = pa.concat_tables([pa.table({"a": pa.array([[1], [2, 3]])}), pa.table({"a": pa.array([[4, 5, 6]])})]).slice(
+        1
+    )
+    same(pad(table)["a"], [[2, 3, 0], [4, 5, 6]])
+
+
+def test_a_mask_of_the_data_is_kept() -> None:
+    given = pa.table({"input_ids": pa.array([[1], [2, 3]]), "attention_mask": pa.array([[1], [0, 1]])})
+    same(pad(given)["attention_mask"], [[1, 0], [0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("column", "what"),
+    [
+        (pa.array([[1], None]), "holds 1 nulls"),
+        (pa.array([[1, None]]), "holds 1 nulls"),
+        (pa.array(["a", None]), "holds 1 nulls"),
+        (pa.array([["a"]]), "not numeric"),
+        (pa.array([b"a"]), "not numeric"),
+    ],
+)
+def test_what_cannot_be_filled_up_is_named(column: pa.Array, what: str) -> None:
+    with pytest.raises(TypeError, match=f"column 'a' .*{what}"):
+        pad(pa.table({"a": column}))
+
+
+class Own(Task):
+    def collate(self, table: pa.Table) -> Any:
+        return "own"
+
+
+def double(table: pa.Table) -> Any:
+    return 2 * table.num_rows
+
+
+def test_a_job_says_how_its_task_collates() -> None:
+    table = pa.table({"a": [1, 2]})
+    task = Own()
+    set_collate(task, None)
+    assert task.collate(table) == "own"
+    set_collate(task, "stack")
+    same(task.collate(table)["a"], [1, 2])
+    assert collates_rows(task.collate)
+    set_collate(task, "pad")
+    assert not collates_rows(task.collate)
+    set_collate(task, f"{__name__}:double")
+    assert task.collate(table) == 4
+    with pytest.raises(TaskError, match="nothing"):
+        set_collate(task, f"{__name__}:nothing")
+    assert tuple(READY) == COLLATES
+
+
+def test_padding_gives_the_loss_of_a_plain_loop() -> None:
+    torch.manual_seed(0)
+    embed, head = nn.Embedding(20, 8), nn.Linear(8, 2)
+    labels = [0, 1, 1, 0]
+
+    def loss(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mean = (embed(ids) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+        return nn.functional.cross_entropy(head(mean), torch.tensor(labels))
+
+    batch = pad(pa.table({"input_ids": pa.array(IDS), "label": labels}))
+    plain = pad_sequence([torch.tensor(one, dtype=torch.int64) for one in IDS], batch_first=True)
+    expected = loss(plain, (torch.arange(3) < torch.tensor([len(one) for one in IDS])[:, None]).float())
+    torch.testing.assert_close(loss(batch["input_ids"], batch["attention_mask"].float()), expected, rtol=1e-6, atol=0)
