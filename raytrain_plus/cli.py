@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from raytrain_plus.cli_answer import Answer, ended, failure, print_document, stdout_apart, view_of, wants_json
-from raytrain_plus.cli_begin import init, install_horovod, new_job
+from raytrain_plus.cli_begin import data, init, install_horovod, new_job
 from raytrain_plus.cli_submitted import asked_cluster, jobs_at, submit_resume, submit_run, watch_job
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError, RaytrainError, first_line
@@ -36,7 +36,7 @@ _EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid in
 
 _GROUPS = {
     "Begin": ("init", "new-job"),
-    "Run a job": ("validate", "run", "submit", "resume", "stop", "rescale"),
+    "Run a job": ("validate", "data", "run", "submit", "resume", "stop", "rescale"),
     "Watch a run": ("attach", "logs", "status", "export"),
     "Prove a result": ("audit", "verify"),
     "Environment": ("doctor", "install-horovod"),
@@ -61,7 +61,7 @@ def cli() -> None:
     """Elastic PyTorch training on Ray: training continues while machines join and leave."""
 
 
-for _verb in (init, new_job, install_horovod):
+for _verb in (init, new_job, data, install_horovod):
     cli.add_command(_verb)
 
 _job = click.argument("job")

@@ -1,13 +1,15 @@
-"""The commands of the first minutes: a new folder with a task, a job for an existing task, and Horovod."""
+"""The commands of the first minutes: a new folder with a task, a job for an existing task, its data, and Horovod."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from raytrain_plus.begin.catalogue import TEMPLATES
+from raytrain_plus.cli_answer import Answer
 
 
 @click.command()
@@ -29,13 +31,29 @@ def init(folder: Path, template: str) -> int:
 
 @click.command("new-job")
 @click.argument("task", metavar="MODULE:CLASS")
-@click.option("--data", metavar="PATH", help="Parquet file, folder or pattern: gives the sizes, if it can be read.")
+@click.option("--data", metavar="PATH", help="File, folder or pattern of the rows: gives the sizes, if it can be read.")
 @click.option("--to", type=click.Path(path_type=Path), help="The file to write. Default: NAME.yaml, from the class.")
 def new_job(task: str, data: str | None, to: Path | None) -> int:
     """Write a job file for a task that you have."""
     from raytrain_plus.begin.write import write_job
 
     click.echo("\n".join(write_job(task, data, to)))
+    return 0
+
+
+@click.command()
+@click.argument("job")
+@click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override a setting of the job file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout.")
+def data(job: str, overrides: Sequence[str], as_json: bool) -> int | Answer:
+    """Show what a run of a job would read: rows, columns, values. JOB: path of the job file."""
+    from raytrain_plus.checks.data_report import data_report
+    from raytrain_plus.job.yaml import load_job
+
+    report = data_report(*load_job(job, overrides))
+    if as_json:
+        return Answer(0, report.to_json())
+    click.echo("\n".join(report.lines()))
     return 0
 
 

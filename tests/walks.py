@@ -47,6 +47,7 @@ WALKS = {
     "first run": Walk(
         slow=False,
         steps=(
+            Step("raytrain data jobs/digits.yaml", r"1,437 rows"),
             Step("raytrain validate jobs/digits.yaml", r"digits: OK"),
             Step("raytrain run jobs/digits.yaml", r"digits finished: 30 steps"),
             Step("raytrain status", r"digits: finished"),
@@ -61,6 +62,7 @@ WALKS = {
     "begin": Walk(
         steps=(
             # It writes the data.
+            Step("raytrain data jobs/digits.yaml", r"1,437 rows"),
             Step("raytrain validate jobs/digits.yaml", r"digits: OK"),
             Step("raytrain new-job examples.digits:Digits --data data/digits/train --to first.yaml", r"wrote a job"),
             Step("raytrain init first", r"wrote digits.py, digits.yaml, test_digits.py"),
@@ -173,6 +175,7 @@ WALKS = {
             Step("make bench-costs", r"gpipe"),
             Step("make bench-recovery", r"raytrain_plus, shrinking"),
             Step("python -m tests.benchmarks.drift", r"exact, float32"),
+            Step("python -m tests.benchmarks.conversion", r"s by Ray Data with its start"),
             Step(
                 "python -m tests.benchmarks.recovery --only stages,stages_spare,repartition,repartition_two --kills 10",
                 r"4 stages to 2",

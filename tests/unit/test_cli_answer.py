@@ -31,6 +31,7 @@ VERBS = {
     "attach": (["attach", RUN], "raytrain_plus.runs.follow.watch"),
     "status": (["status", RUN], "raytrain_plus.runs.status.status"),
     "validate": (["validate", JOB], "raytrain_plus.checks.validate.validate_job"),
+    "data": (["data", JOB], "raytrain_plus.checks.data_report.data_report"),
     "verify": (["verify", JOB], "raytrain_plus.launch.verify.verify"),
     "audit": (["audit", RUN], "raytrain_plus.data.audit.audit"),
     "doctor": (["doctor"], "raytrain_plus.install.doctor.checks"),

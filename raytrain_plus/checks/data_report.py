@@ -1,0 +1,154 @@
+"""Say what a run of a job would read: its rows, columns and row groups, a few values, and what an epoch costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raytrain_plus.data.dataset import training_data
+from raytrain_plus.data.of_job import sample_order_of
+from raytrain_plus.data.page_checksum import LOOKED_AT, without_checksums
+from raytrain_plus.data.prepare import check_preparable, prepare
+from raytrain_plus.data.sample_order import read_factor
+from raytrain_plus.data.source import read_unit
+from raytrain_plus.data.transform_block import without_ids
+from raytrain_plus.job.settings import Job
+from raytrain_plus.storage.size_text import size_text
+
+SAMPLE_BYTES = 64 << 20
+"""Decoded bytes of the row groups that are read for samples and times."""
+SHOWN = 3
+"""Values of each column that are shown."""
+LONG = 40
+"""Characters of a value that are shown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """A column of the data."""
+
+    name: str
+    type: str
+    nulls: int
+    """Nulls in the row groups that were looked at."""
+    values: tuple[str, ...]
+    """Its first values."""
+    items: float | None = None
+    """Mean length of its lists, such as the tokens of a row; None for other types."""
+    longest: int | None = None
+    """The longest of them in the row groups that were looked at."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataReport:
+    """What a run would read."""
+
+    path: str
+    converted: str | None
+    """The folder of the converted data; None for Parquet."""
+    rows: int
+    columns: tuple[Column, ...]
+    row_groups: int
+    fewest: int
+    """Rows of the shortest row group."""
+    most: int
+    bytes: int
+    """Approximate decoded bytes of all rows."""
+    looked_at: int
+    """Rows that were read for this report."""
+    read_factor: float
+    """How often a row group is read in an epoch, on average."""
+    epoch_s: float
+    """Expected seconds of one process to read an epoch, without a transform and with nothing in memory."""
+    files: int
+    without_checksums: tuple[str, ...]
+    """Those of the first files without page checksums."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return lines of text for a person."""
+        groups = f"{self.fewest:,}" if self.fewest == self.most else f"{self.fewest:,} to {self.most:,}"
+        said = [f"{self.path}: {self.rows:,} rows, {size_text(self.bytes)} decoded"]
+        if self.converted is not None:
+            said.append(f"  converted to Parquet in {self.converted}")
+        said.append(f"  {self.row_groups:,} row groups of {groups} rows in {self.files:,} files")
+        width, kinds = (max(len(getattr(one, what)) for one in self.columns) for what in ("name", "type"))
+        for one in self.columns:
+            said.append(f"  {one.name:{width}}  {one.type:{kinds}}  {', '.join(one.values)}{_more(one, self)}")
+        said.append(
+            f"  an epoch reads each row group {self.read_factor:.2f} times: {self.epoch_s:,.1f} s for one process, "
+            "unless data.cache_mb keeps the rows in memory"
+        )
+        if self.without_checksums:
+            said.append(f"  {len(self.without_checksums):,} files have no page checksums")
+        return said
+
+
+def _more(column: Column, report: DataReport) -> str:
+    more = f"; {column.nulls:,} nulls in {report.looked_at:,} rows" if column.nulls else ""
+    if column.items is None:
+        return more
+    whole = f"{column.items * report.rows:,.0f} in all"
+    return f"; {column.items:,.1f} items on average, at most {column.longest:,}, {whole}{more}"
+
+
+def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
+    """Read some row groups of a job's data, which is prepared or converted first, and say what a run would read.
+
+    Raises `DataError` for data that cannot be read, and `TaskError` if `data.prepare` fails.
+    """
+    search = [Path.cwd(), *roots]
+    check_preparable(job, search)
+    prepare(job.data.prepare, job.data.path, search)
+    seen = training_data(job)
+    order, units, wanted = sample_order_of(job, seen), len(seen.unit_rows), list[pa.Table]()
+    start, read = time.perf_counter(), 0
+    for unit in range(units):
+        wanted.append(without_ids(read_unit(seen, unit)))
+        read += seen.unit_bytes[unit]
+        if read >= SAMPLE_BYTES:
+            break
+    seconds, factor = time.perf_counter() - start, read_factor(order, units)
+    table = pa.concat_tables(wanted)
+    files = [seen.file(number) for number in range(len(seen.files))]
+    return DataReport(
+        path=seen.named,
+        converted=None if seen.origin is None else seen.path,
+        rows=seen.rows,
+        columns=tuple(_column(table, name) for name in table.column_names),
+        row_groups=units,
+        fewest=min(seen.unit_rows),
+        most=max(seen.unit_rows),
+        bytes=sum(seen.unit_bytes),
+        looked_at=table.num_rows,
+        read_factor=factor,
+        epoch_s=seconds / read * sum(seen.unit_bytes) * factor,
+        files=len(files),
+        without_checksums=tuple(map(str, without_checksums(files[:LOOKED_AT]))),
+    )
+
+
+def _column(table: pa.Table, name: str) -> Column:
+    column = table.column(name)
+    values = tuple(_short(value) for value in column.slice(0, SHOWN).to_pylist())
+    items, longest = None, None
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        lengths = pc.list_value_length(column)
+        items, longest = float(pc.mean(lengths).as_py() or 0), int(pc.max(lengths).as_py() or 0)
+    return Column(
+        name=name, type=str(column.type), nulls=column.null_count, values=values, items=items, longest=longest
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if isinstance(value, (str, bytes)) else str(value)
+    return text if len(text) <= LONG else f"{text[: LONG - 3]}..."
