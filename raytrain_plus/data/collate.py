@@ -46,6 +46,9 @@ def pad(table: pa.Table) -> dict[str, Any]:
             batch[name] = _texts(table, name)
         elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
             batch[name], lengths[name] = _padded(table, name)
+        elif name == "input_ids" and pa.types.is_fixed_size_list(kind):
+            batch[name] = column_tensor(table, name)
+            lengths[name] = np.full(table.num_rows, kind.list_size)
         else:
             batch[name] = column_tensor(table, name)
     if lengths:
@@ -74,8 +77,12 @@ def _padded(table: pa.Table, name: str) -> tuple[torch.Tensor, np.ndarray[Any, A
         raise TypeError(f"column '{name}' holds {column.null_count} nulls: fill them in data.prepare or Task.collate")
     values = column_tensor(pa.table({name: column.flatten()}), name)
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
-    filled = torch.full((len(lengths), int(lengths.max(initial=0)), *values.shape[1:]), IGNORED.get(name, 0))
-    filled = filled.to(values.dtype)
+    if values.dtype == torch.uint64:
+        raise TypeError(f"column '{name}' holds uint64, of which PyTorch cannot fill up lists: write it as int64")
+    if values.dtype in (torch.uint16, torch.uint32) or (name in IGNORED and values.dtype in (torch.bool, torch.uint8)):
+        values = values.to(torch.int64)
+    shape = (len(lengths), int(lengths.max(initial=0)), *values.shape[1:])
+    filled = torch.full(shape, IGNORED.get(name, 0), dtype=values.dtype)
     filled[_mask(lengths).bool()] = values
     return filled, lengths
 

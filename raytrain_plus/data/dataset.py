@@ -8,6 +8,7 @@ from pathlib import Path
 
 from raytrain_plus.data.convert.conversion import converted, default_cache, earlier, folder_name, source_files
 from raytrain_plus.data.convert.formats import format_of
+from raytrain_plus.data.convert.parts import is_complete
 from raytrain_plus.data.files import data_exists, split_pattern
 from raytrain_plus.data.source import Index, Origin, index
 from raytrain_plus.errors import DataError
@@ -32,9 +33,9 @@ def dataset(path: str | Path, format_: Format | None = None, *, cache: Path | No
     if not files:
         raise DataError("there are no files", where=str(base), expected="rows to train on")
     target = (cache or default_cache()) / folder_name(base, kind, files)
-    if not target.is_dir():
+    if not is_complete(target):
         with conversion_view(sys.stderr, base.name, len(earlier(target)) > 0) as told:
-            converted(base, kind, told, target.parent)
+            target = converted(base, kind, told, target.parent)
     origin = Origin(str(base), kind, tuple((str(file), file.stat().st_size) for file in files))
     return replace(index(target), origin=origin)
 

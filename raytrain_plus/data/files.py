@@ -110,7 +110,7 @@ def _seen_below(folder: Path) -> list[Path]:
 
 def _files_below(folder: Path, suffixes: Sequence[str], kind: str) -> list[Path]:
     seen = _seen_below(folder)
-    files = [file for file in seen if file.name.endswith(tuple(suffixes))]
+    files = [file for file in seen if file.name.lower().endswith(tuple(suffixes))]
     if not files:
         kinds = Counter(file.suffix or "without an extension" for file in seen)
         there = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)) or "nothing"

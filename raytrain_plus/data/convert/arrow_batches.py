@@ -13,7 +13,8 @@ from raytrain_plus.data.convert.columns import united
 from raytrain_plus.data.convert.records import Block
 from raytrain_plus.errors import DataError, first_line
 
-_MAGIC = b"ARROW1"
+_MAGIC, _END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
+"""How a file of the file format begins, and one of the stream format ends."""
 
 
 class ArrowBatches:
@@ -52,7 +53,12 @@ def _opened(file: Path) -> Iterator[tuple[pa.Schema, Iterator[tuple[Any, int]]]]
                 reader = pa.ipc.open_file(raw)
                 batches = ((reader.get_batch(number), raw.tell()) for number in range(reader.num_record_batches))
             else:
+                raw.seek(max(0, raw.size() - len(_END)))
+                whole = raw.read() == _END
+                raw.seek(0)
                 reader = pa.ipc.open_stream(raw)
+                if not whole:
+                    raise pa.ArrowInvalid("it has no end: the file was cut, or not closed")
                 batches = ((batch, raw.tell()) for batch in reader)
             yield reader.schema, batches
     except (OSError, pa.ArrowException) as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +22,15 @@ from raytrain_plus.data.convert.arrow_batches import ArrowBatches
 from raytrain_plus.data.convert.csv_rows import CsvRows
 from raytrain_plus.data.convert.formats import SAVED, SAVED_SPLITS, SUFFIXES
 from raytrain_plus.data.convert.jsonl import JsonLines
-from raytrain_plus.data.convert.parts import PROGRESS, Parts, Progress, load_progress, save_progress
+from raytrain_plus.data.convert.parts import (
+    Parts,
+    Progress,
+    is_complete,
+    load_progress,
+    mark_complete,
+    part_name,
+    save_progress,
+)
 from raytrain_plus.data.convert.records import Records, Unfit
 from raytrain_plus.data.convert.text_lines import TextLines
 from raytrain_plus.data.files import find_files, is_file
@@ -75,6 +84,12 @@ def _saved_files(folder: Path) -> list[Path]:
             "data.format",
         )
     found = json.loads((folder / SAVED).read_text())
+    if found.get("_indices_data_files"):
+        raise DataError(
+            "holds its rows in another order than its files",
+            str(folder),
+            remedy="flatten_indices() before save_to_disk",
+        )
     return [folder / one["filename"] for one in found.get("_data_files", [])]
 
 
@@ -86,13 +101,15 @@ def converted(path: Path, format_: Format, told: Told, cache: Path) -> Path:
     """
     files = source_files(path, format_)
     target = cache / folder_name(path, format_, files)
-    if target.is_dir():
+    if is_complete(target):
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f".{target.name}.lock", timeout=LOCK_S):
-            if not target.is_dir():
-                _convert(path, files, READERS[format_](), target, told)
+            if not is_complete(target):
+                # Whoever tidies up a cache may remove single files.
+                shutil.rmtree(target, ignore_errors=True)
+                _convert(path, format_, files, target, told)
     except Timeout as error:
         raise WaitExpired(f"another process has been converting {path} for more than {LOCK_S:g} s") from error
     except OSError as error:
@@ -111,7 +128,7 @@ def folder_name(path: Path, format_: Format, files: Sequence[Path]) -> str:
             seen = file.stat()
         except OSError as error:
             raise DataError(f"cannot be accessed: {error.strerror}", where=str(file)) from error
-        what.update(f"{file}\0{seen.st_size}\0{seen.st_mtime_ns}\0".encode())
+        what.update(f"{file}\0{seen.st_size}\0{seen.st_mtime_ns}\0{seen.st_ctime_ns}\0{seen.st_ino}\0".encode())
     plain = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in path.stem)[:40]
     return f"{plain}-{where}-{what.hexdigest()[:8]}"
 
@@ -122,9 +139,24 @@ def earlier(target: Path) -> list[Path]:
     return [folder for folder in target.parent.glob(f"{kind}-*") if folder != target]
 
 
-def _convert(path: Path, files: Sequence[Path], reader: Records, target: Path, told: Told) -> None:
+def _convert(path: Path, format_: Format, files: Sequence[Path], target: Path, told: Told) -> None:
     partial = target.with_name(f".{target.name}.partial")
     partial.mkdir(exist_ok=True)
+    try:
+        _write_all(files, READERS[format_](), partial, told)
+    except DataError:
+        # If the files have changed, that explains the error better.
+        _check_unchanged(path, format_, target)
+        raise
+    _check_unchanged(path, format_, target)
+    if not (partial / part_name(0)).exists():
+        raise DataError(f"0 rows in {len(files)} file{'s' * (len(files) > 1)}", str(path), expected="rows to train on")
+    mark_complete(partial)
+    os.replace(partial, target)
+
+
+def _write_all(files: Sequence[Path], reader: Records, partial: Path, told: Told) -> None:
+    """Write all parts, or those that an earlier process has left."""
     progress = load_progress(partial)
     if progress is None:
         progress = _begun(partial, reader.schema(files, whole=False))
@@ -134,12 +166,15 @@ def _convert(path: Path, files: Sequence[Path], reader: Records, target: Path, t
         whole = reader.schema(files, whole=True)
         if whole == progress.columns:
             raise unfit.error from None
-        progress = _begun(partial, whole)
-        _write(files, reader, partial, progress, told)
-    if not (partial / "part-00000.parquet").exists():
-        raise DataError(f"0 rows in {len(files)} file{'s' * (len(files) > 1)}", str(path), expected="rows to train on")
-    (partial / PROGRESS).unlink()
-    os.replace(partial, target)
+        _write(files, reader, partial, _begun(partial, whole), told)
+
+
+def _check_unchanged(path: Path, format_: Format, target: Path) -> None:
+    """Raise `DataError` if the files are not those that were there when the conversion to `target` began."""
+    if folder_name(path, format_, source_files(path, format_)) != target.name:
+        raise DataError(
+            "the files changed while they were converted", str(path), remedy="run again when they no longer change"
+        )
 
 
 def _begun(partial: Path, schema: pa.Schema) -> Progress:

@@ -1,12 +1,17 @@
-"""Read CSV and TSV: the first line names the columns."""
+"""Read CSV and TSV: the first line names the columns.
+
+All values are read as text first, and become numbers only if each is written as one: `007`, `0x1F` and `NA` are text.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 
 from raytrain_plus.data.convert.columns import united
@@ -15,6 +20,15 @@ from raytrain_plus.data.convert.records import Block, Unfit
 from raytrain_plus.errors import DataError, first_line
 
 _LINE = re.compile(r"(?:Row|row) #(\d+)")
+_TABS = re.compile(r"\.tsv(\.(gz|bz2|zst))?$")
+_WRITTEN = (
+    (pa.bool_(), r"^([tT]rue|[fF]alse|TRUE|FALSE)$"),
+    (pa.int64(), r"^-?(0|[1-9]\d{0,17})$"),
+    (pa.float64(), r"^([-+]?(0|[1-9]\d*)(\.\d*)?([eE][-+]?\d+)?|[-+]?\.\d+([eE][-+]?\d+)?|[-+]?([nN]a[nN]|[iI]nf))$"),
+)
+"""How the values of a type are written; a whole number of more digits stays text, unless it has a fraction."""
+_ROUNDED = r"^[-+]?\d{16,}$"
+"""Whole numbers that a fraction may not hold exactly."""
 
 
 class CsvRows:
@@ -22,88 +36,97 @@ class CsvRows:
 
     def schema(self, files: Sequence[Path], *, whole: bool) -> pa.Schema:
         """See `records.Records`."""
-        return united((file, schema) for file in files for schema in _schemas(file, whole))
+        return united((file, _schema(file, whole)) for file in files)
 
     def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
         """See `records.Records`."""
-        types = {field.name: field.type for field in schema}
         at = 0
-        try:
-            with pa.OSFile(str(file)) as raw, pa.input_stream(raw, compression=compression_of(file)) as stream:
-                for batch in _opened(stream, file, types):
-                    table = _all_columns(pa.Table.from_batches([batch]), schema)
-                    first, at = at, at + table.num_rows
-                    if at > begin:
-                        skip = max(0, begin - first)
-                        yield Block(table.slice(skip), first + skip, raw.tell())
-        except pa.ArrowInvalid as error:
-            raise _fault(file, error) from None
-        except OSError as error:
-            raise DataError(f"cannot be read: {first_line(error)}", where=str(file)) from error
+        with _opened(file) as (raw, batches):
+            for batch in batches:
+                first, at = at, at + batch.num_rows
+                if at > begin:
+                    table = _typed(pa.Table.from_batches([batch]).slice(max(0, begin - first)), schema, file)
+                    yield Block(table, max(first, begin), raw.tell())
 
 
-def _schemas(file: Path, whole: bool) -> Iterator[pa.Schema]:
-    """Yield the columns of the first block of a file, or of each."""
+def _schema(file: Path, whole: bool) -> pa.Schema:
+    """Return the columns of a file, by its first block or by all: those whose blocks differ are text, or fractions."""
+    found: dict[str, pa.DataType | None] = {}
+    with _opened(file) as (_, batches):
+        names: list[str] = batches.schema.names
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"column '{twice}' is there twice", where=str(file), remedy="give each its own name")
+        for batch in batches:
+            for name in names:
+                found[name] = _either(found.get(name), _type_of(batch.column(name)))
+            if not whole:
+                break
+    return pa.schema([pa.field(name, found.get(name) or pa.string()) for name in names])
+
+
+def _type_of(column: pa.Array | pa.ChunkedArray) -> pa.DataType | None:
+    """Return the type as which all values of a block are written; None if all are empty."""
+    given = column.filter(pc.not_equal(column, ""))
+    if not len(given):
+        return None
+    for kind, pattern in _WRITTEN:
+        if pc.all(pc.match_substring_regex(given, pattern)).as_py():
+            rounded = pa.types.is_floating(kind) and pc.any(pc.match_substring_regex(given, _ROUNDED)).as_py()
+            return pa.string() if rounded else kind
+    return pa.string()
+
+
+def _either(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | None:
+    if one is None or other is None or one == other:
+        return one or other
+    return pa.float64() if {one, other} == {pa.int64(), pa.float64()} else pa.string()
+
+
+def _typed(table: pa.Table, schema: pa.Schema, file: Path) -> pa.Table:
+    """Return text as values of these columns; the columns that the file lacks are nulls. Raises `Unfit`."""
+    columns = []
+    for one in schema:
+        if one.name not in table.schema.names:
+            columns.append(pa.nulls(table.num_rows, one.type))
+            continue
+        column = table.column(one.name)
+        if one.type != pa.string():
+            written = (
+                _type_of(column.combine_chunks())
+                if column.num_chunks < 2
+                else _type_of(pa.concat_arrays(column.chunks))
+            )
+            if written is not None and _either(written, one.type) != one.type:
+                what = f"column '{one.name}' is {written} in some rows, and {one.type} in others"
+                raise Unfit(DataError(what, str(file), remedy="give the column one type in all rows"))
+            column = pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column).cast(one.type)
+        columns.append(column)
+    return pa.table(columns, schema=schema)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[pa.NativeFile, pa.csv.CSVStreamingReader]]:
+    """Open a file; yield it, and its rows as text. Raises `DataError` if it cannot be read."""
+    parsing = pa.csv.ParseOptions(delimiter="\t" if _TABS.search(file.name.lower()) else ",", newlines_in_values=True)
+    reading = pa.csv.ReadOptions(block_size=BLOCK_BYTES)
     try:
         with pa.OSFile(str(file)) as raw, pa.input_stream(raw, compression=compression_of(file)) as stream:
-            first = _opened(stream, file, {})
-            names = first.schema.names
-            if len(set(names)) < len(names):
-                twice = next(name for name in names if names.count(name) > 1)
-                raise DataError(f"column '{twice}' is there twice", where=str(file), remedy="give each its own name")
-            yield _plain(first.schema)
-            if not whole:
-                return
+            first = pa.csv.open_csv(stream, reading, parsing).schema.names
+        as_text = pa.csv.ConvertOptions(column_types=dict.fromkeys(first, pa.string()))
         with pa.OSFile(str(file)) as raw, pa.input_stream(raw, compression=compression_of(file)) as stream:
-            # All values as text, and then each block on its own.
-            for batch in _opened(stream, file, dict.fromkeys(names, pa.string())):
-                yield _plain(_guessed(batch))
+            yield raw, pa.csv.open_csv(stream, reading, parsing, as_text)
     except pa.ArrowInvalid as error:
-        fault = _fault(file, error)
-        raise fault.error if isinstance(fault, Unfit) else fault from None
+        raise _fault(file, error) from None
     except OSError as error:
         raise DataError(f"cannot be read: {first_line(error)}", where=str(file)) from error
 
 
-def _opened(stream: pa.NativeFile, file: Path, types: dict[str, pa.DataType]) -> pa.csv.CSVStreamingReader:
-    tabs = ".tsv" in file.suffixes
-    return pa.csv.open_csv(
-        stream,
-        pa.csv.ReadOptions(block_size=BLOCK_BYTES),
-        pa.csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True),
-        pa.csv.ConvertOptions(column_types=types, timestamp_parsers=[]),
-    )
-
-
-def _guessed(batch: pa.RecordBatch) -> pa.Schema:
-    """Return the types that the text of a block's columns has."""
-    sink = pa.BufferOutputStream()
-    pa.csv.write_csv(batch, sink)
-    return pa.csv.read_csv(pa.BufferReader(sink.getvalue())).schema
-
-
-def _plain(schema: pa.Schema) -> pa.Schema:
-    """Return the columns with text as text, which pyarrow takes for times if it looks like them."""
-    times = (pa.types.is_temporal, pa.types.is_null)
-    return pa.schema([pa.field(one.name, pa.string() if times[0](one.type) else one.type) for one in schema])
-
-
-def _all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the table with the columns that its file lacks, as nulls."""
-    if table.schema.names == schema.names:
-        return table
-    columns = [
-        table.column(one.name) if one.name in table.schema.names else pa.nulls(table.num_rows, one.type)
-        for one in schema
-    ]
-    return pa.table(columns, schema=schema)
-
-
-def _fault(file: Path, error: pa.ArrowInvalid) -> Exception:
+def _fault(file: Path, error: pa.ArrowInvalid) -> DataError:
     text = first_line(error)
     found = _LINE.search(text)
     where = f"{file}, line {found.group(1)}" if found else str(file)
     text = re.sub(r"^(CSV parse error: )?(Row #\d+: )?", "", text)
-    if "conversion error" in text.lower():
-        return Unfit(DataError(text, where, remedy="give the column one type in all rows"))
+    if "utf8" in text.lower().replace("-", ""):
+        return DataError("is not UTF-8 text", where, remedy="convert the file to UTF-8")
     return DataError(text, where, remedy="give each line as many values as there are columns")

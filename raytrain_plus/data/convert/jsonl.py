@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +19,8 @@ from raytrain_plus.errors import DataError, first_line
 
 _CHANGED = re.compile(r"Column\(/(?P<name>.*)\) (?P<how>changed from .*) in row (?P<row>\d+)")
 """pyarrow's message about a value of another type than those before; it counts rows of the block from 0."""
+_LARGE = re.compile(rb"\d{16}")
+"""What a whole number of more than 53 bits contains."""
 
 
 class JsonLines:
@@ -28,8 +31,7 @@ class JsonLines:
         return united(
             (file, schema)
             for file in files
-            for number, (_, schema) in enumerate(in_order(line_blocks(file), partial(_schema_of, file)))
-            if whole or not number
+            for _, schema in in_order(islice(line_blocks(file), None if whole else 1), partial(_schema_of, file))
         )
 
     def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
@@ -56,9 +58,31 @@ def _parsed(file: Path, block: LineBlock, schema: pa.Schema | None) -> pa.Table:
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
     )
     try:
-        return pa.json.read_json(pa.BufferReader(block.content), reading, parsing)
+        block.content.decode()
+        table = pa.json.read_json(pa.BufferReader(block.content), reading, parsing)
+    except UnicodeDecodeError as error:
+        at = line_number(file, block.begin) + block.content[: error.start].count(b"\n")
+        raise DataError("is not UTF-8 text", f"{file}, line {at}", remedy="convert the file to UTF-8") from None
     except pa.ArrowInvalid as error:
         raise _fault(file, block, schema, error) from None
+    if _LARGE.search(block.content):
+        _check_exact(file, block, table.schema)
+    return table
+
+
+def _check_exact(file: Path, block: LineBlock, schema: pa.Schema) -> None:
+    """Raise `DataError` for a whole number that would be rounded, because others in its column are fractions."""
+    fractions = [one.name for one in schema if pa.types.is_floating(one.type)]
+    for at, line in enumerate(block.content.splitlines()):
+        row = (json.loads(line) if line.strip() else None) or {}
+        for name in fractions:
+            value = row.get(name)
+            if isinstance(value, int) and abs(value) > 2**53:
+                raise DataError(
+                    f"column '{name}' holds {value}, which a column of fractions, or one beyond 64 bits, cannot hold",
+                    f"{file}, line {line_number(file, block.begin) + at}",
+                    remedy="write the column as text",
+                )
 
 
 def _fault(file: Path, block: LineBlock, schema: pa.Schema | None, error: pa.ArrowInvalid) -> Exception:
@@ -79,7 +103,10 @@ def _fault(file: Path, block: LineBlock, schema: pa.Schema | None, error: pa.Arr
             )
         if changed and rows == int(changed["row"]) + 1:
             what = f"column '{changed['name']}' {changed['how']}"
-            return DataError(what, where, remedy="give the column one type in all lines")
+            refused = DataError(what, where, remedy="give the column one type in all lines")
+            # All rows together may have a type.
+            null_before = schema is not None and changed["how"].startswith("changed from null")
+            return Unfit(refused) if null_before else refused
         if schema is not None:
             try:
                 _parsed_line(line, schema)

@@ -24,7 +24,8 @@ SAMPLE_ROWS = 1000
 """Rows at the begin of a dataset whose size decides the rows of its row groups."""
 GROUPS = 64
 """Row groups of a part."""
-PROGRESS = "progress.json"
+PROGRESS, COMPLETE = "_progress.json", "_complete.json"
+"""How far a conversion is; and, once it is complete, its parts and their sizes in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,32 @@ class Progress:
 def load_progress(folder: Path) -> Progress | None:
     """Return how far the conversion into a folder is; None if none has begun, or it cannot be continued."""
     try:
-        return Progress(**json.loads((folder / PROGRESS).read_bytes()))
+        found = Progress(**json.loads((folder / PROGRESS).read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
+    there = {file.name for file in folder.glob("part-*.parquet")}
+    return found if there >= {part_name(number) for number in range(found.parts)} else None
+
+
+def part_name(number: int) -> str:
+    """Return the name of a part."""
+    return f"part-{number:05d}.parquet"
+
+
+def mark_complete(folder: Path) -> None:
+    """Record the parts of a conversion that is complete."""
+    sizes = {file.name: file.stat().st_size for file in folder.glob("part-*.parquet")}
+    (folder / COMPLETE).write_text(json.dumps(sizes))
+    (folder / PROGRESS).unlink()
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether a folder holds all parts of a complete conversion."""
+    try:
+        sizes = json.loads((folder / COMPLETE).read_bytes())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
 
 
 def save_progress(folder: Path, progress: Progress) -> None:
@@ -80,11 +104,15 @@ class Parts:
         self._pending: list[tuple[pa.Table, int, int, int]] = []
         """Tables that are not written: of which file, from which position, how many of its first rows are."""
         self._have = 0
+        self._skip = progress.skip
+        """Rows that are in the parts already, of those that come next."""
         self.progress = progress
 
     def add(self, block: Block, file: int, read: int) -> None:
         """Take the next rows; write the parts that they complete. `read`: bytes of all files read so far."""
-        skip = self.progress.skip if not self._pending and self._at(file, block.begin) else 0
+        # A block from a position on can be shorter than the one that began there before.
+        skip = min(self._skip, block.table.num_rows)
+        self._skip -= skip
         table = block.table.slice(skip)
         self._pending.append((table, file, block.begin, skip))
         self._have += table.num_rows
@@ -101,9 +129,6 @@ class Parts:
                 self._choose()
             self._write(self._have)
 
-    def _at(self, file: int, begin: int) -> bool:
-        return (file, begin) == (self.progress.file, self.progress.begin)
-
     def _choose(self) -> None:
         """Choose the rows of a row group: a power of two, the same whichever format the rows had."""
         sample = pa.concat_tables([table for table, *_ in self._pending]).slice(0, SAMPLE_ROWS)
@@ -111,7 +136,7 @@ class Parts:
         self.progress = replace(self.progress, group_rows=min(MOST_ROWS, max(LEAST_ROWS, rows)))
 
     def _write(self, rows: int) -> None:
-        name = f"part-{self.progress.parts:05d}.parquet"
+        name = part_name(self.progress.parts)
         made = self._folder / f".{name}"
         table, last = pa.concat_tables(self._take(rows)).combine_chunks(), self._last
         with pq.ParquetWriter(made, self._columns, write_page_checksum=True) as writer:

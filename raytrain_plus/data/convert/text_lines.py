@@ -26,7 +26,7 @@ class TextLines:
 
         def lines(block: LineBlock) -> pa.Table:
             try:
-                found = block.content.decode().split("\n")
+                found = block.content.decode("utf-8" if block.begin else "utf-8-sig").split("\n")
             except UnicodeDecodeError as error:
                 at = line_number(file, block.begin) + block.content[: error.start].count(b"\n")
                 raise DataError("is not UTF-8 text", f"{file}, line {at}", remedy="convert the file to UTF-8") from None

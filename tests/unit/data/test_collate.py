@@ -55,6 +55,16 @@ def test_a_slice_of_several_chunks_is_one_batch() -> None:
     same(pad(table)["a"], [[2, 3, 0], [4, 5, 6]])
 
 
+def test_fixed_lists_and_narrow_types_are_filled_up_right() -> None:
+    ids = pa.array([[1, 2], [3, 4]], pa.list_(pa.int64(), 2))
+    batch = pad(pa.table({"input_ids": ids, "y": pa.array([[1], [1, 2]])}))
+    same(batch["attention_mask"], [[1, 1], [1, 1]])
+    same(batch["y_mask"], [[1, 0], [1, 1]])
+    for kind in (pa.uint8(), pa.uint16(), pa.uint32(), pa.bool_(), pa.int8()):
+        given = pa.table({"labels": pa.array([[1], [1, 0]], pa.list_(pa.int64())).cast(pa.list_(kind))})
+        assert pad(given)["labels"].tolist() == [[1, -100], [1, 0]], kind
+
+
 def test_a_mask_of_the_data_is_kept() -> None:
     given = pa.table({"input_ids": pa.array([[1], [2, 3]]), "attention_mask": pa.array([[1], [0, 1]])})
     same(pad(given)["attention_mask"], [[1, 0], [0, 1]])

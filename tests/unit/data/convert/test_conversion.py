@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from raytrain_plus.errors import DataError
 
 ROWS = [{"id": n, "x": n / 4, "t": f'line {n}, "quoted"\t' + "é" * (n % 7), "ok": n % 3 == 0} for n in range(3000)]
 TABLE = pa.Table.from_pylist(ROWS)
+NONE = parts.Progress("")
 
 
 def write_jsonl(file: Path, rows: list[dict[str, Any]], opened: Any = open) -> None:
@@ -129,9 +131,6 @@ def test_an_interrupted_conversion_continues_after_its_last_part(tmp_path: Path,
     assert {name: (made / name).stat().st_ino for name in before} == before, "its parts are kept"
 
 
-NONE = parts.Progress("")
-
-
 @pytest.mark.timeout(60)
 def test_a_killed_conversion_continues(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [{"id": n, "t": "x" * 500} for n in range(400_000)])
@@ -183,9 +182,94 @@ def test_values_beyond_the_sample_widen_a_column(tmp_path: Path, small: None) ->
     table = pq.read_table(convert(tmp_path, "rows.jsonl"))
     assert table.schema == pa.schema([("a", pa.float64()), ("b", pa.string())])
     assert table.to_pylist() == [{"b": None, **row} for row in rows]
-    with (tmp_path / "rows.csv").open("w") as out:
-        out.write("a\n" + "".join(f"{n}\n" for n in range(2000)) + "0.5\n")
+    (tmp_path / "rows.csv").write_text("a\n" + "".join(f"{n}\n" for n in range(2000)) + "0.5\n")
     assert pq.read_table(convert(tmp_path, "rows.csv")).column("a").to_pylist() == [*range(2000), 0.5]
+    for late, first in (([{"a": "x"}], None), ([{"a": [1]}], [])):
+        write_jsonl(tmp_path / "late.jsonl", [{"a": first}] * 2000 + late)
+        assert pq.read_table(convert(tmp_path, "late.jsonl")).to_pylist() == [{"a": first}] * 2000 + late
+
+
+def test_numbers_of_a_csv_are_numbers_only_if_all_are_written_so(tmp_path: Path, small: None) -> None:
+    columns = {
+        "whole": (["1", "-20", ""], pa.int64(), [1, -20, None]),
+        "zip": (["02134", "7", "8"], pa.string(), ["02134", "7", "8"]),
+        "hex": (["0x1F", "1", "2"], pa.string(), ["0x1F", "1", "2"]),
+        "na": (["NA", "1", "2"], pa.string(), ["NA", "1", "2"]),
+        "mixed": (["true", "0", "1"], pa.string(), ["true", "0", "1"]),
+        "flag": (["true", "False", ""], pa.bool_(), [True, False, None]),
+        "x": (["1e3", "-.5", "inf"], pa.float64(), [1000.0, -0.5, float("inf")]),
+        "id": (["9007199254740993", "0.5", "1"], pa.string(), ["9007199254740993", "0.5", "1"]),
+        "long": (["18446744073709551615", "1", "2"], pa.string(), ["18446744073709551615", "1", "2"]),
+        "day": (["2026-01-02", "", "x"], pa.string(), ["2026-01-02", "", "x"]),
+    }
+    lines_ = [",".join(columns), *(",".join(of[0][row] for of in columns.values()) for row in range(3))]
+    (tmp_path / "a.csv").write_text("\n".join(lines_))
+    table = pq.read_table(convert(tmp_path, "a.csv"))
+    assert table.schema == pa.schema([(name, kind) for name, (_, kind, _) in columns.items()])
+    assert table.to_pydict() == {name: values for name, (_, _, values) in columns.items()}
+    # Beyond the sample.
+    (tmp_path / "b.csv").write_text("a\n" + "1\n" * 3000 + "007\n")
+    assert pq.read_table(convert(tmp_path, "b.csv")).column("a")[-1].as_py() == "007"
+
+
+def test_whole_numbers_are_never_rounded(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": 9007199254740993}\n{"a": 0.5}\n')
+    with pytest.raises(DataError, match="holds 9007199254740993") as caught:
+        convert(tmp_path, "a.jsonl")
+    assert caught.value.where.endswith("a.jsonl, line 2")
+    (tmp_path / "b.jsonl").write_text('{"a": 9007199254740993}\n')
+    assert pq.read_table(convert(tmp_path, "b.jsonl")).to_pylist() == [{"a": 9007199254740993}]
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "text"])
+def test_it_continues_after_any_part_with_lines_of_any_length(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, format_: Any
+) -> None:
+    """A block that is read again from its begin can be shorter than it was."""
+    monkeypatch.setattr(parts, "GROUPS", 1)
+    draw = random.Random(0)
+    write_jsonl(tmp_path / "a.jsonl", [{"id": n, "t": "x" * draw.randrange(3000)} for n in range(200)])
+    whole = contents(converted(tmp_path / "a.jsonl", format_, quiet, tmp_path / "whole"))
+    for number in range(1, len(whole) - 1):
+        cache = tmp_path / f"cache{number}"
+
+        def cut(read: int, of: int, cache: Path = cache, number: int = number) -> None:
+            if any((parts.load_progress(one) or NONE).parts >= number for one in cache.glob(".*.partial")):
+                raise InterruptedError
+
+        with pytest.raises((InterruptedError, DataError)):
+            converted(tmp_path / "a.jsonl", format_, cut, cache)
+        assert contents(converted(tmp_path / "a.jsonl", format_, quiet, cache)) == whole, number
+
+
+def test_files_that_change_meanwhile_are_refused(tmp_path: Path, small: None) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    done = [False]
+
+    def change(read: int, of: int) -> None:
+        if not done[0]:
+            done[0] = True
+            write_jsonl(tmp_path / "a.jsonl", [{**row, "id": -1} for row in ROWS])
+
+    with pytest.raises(DataError, match="changed while they were converted"):
+        convert(tmp_path, "a.jsonl", change)
+    assert set(pq.read_table(convert(tmp_path, "a.jsonl")).column("id").to_pylist()) == {-1}
+
+
+def test_a_part_that_is_missing_is_made_again(tmp_path: Path, small: None) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    made = convert(tmp_path, "a.jsonl")
+    whole = contents(made)
+    (made / "part-00002.parquet").unlink()
+    assert dataset(tmp_path / "a.jsonl", cache=tmp_path / "cache").rows == len(ROWS)
+    assert contents(made) == whole
+
+
+def test_names_in_capitals_count_too(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    write_csv(tmp_path / "one" / "a.TSV", ROWS[:5], tab=True)
+    write_csv(tmp_path / "one" / "b.csv", ROWS[5:9])
+    assert pq.read_table(convert(tmp_path, "one")).to_pylist() == ROWS[:9]
 
 
 def test_text_keeps_every_line(tmp_path: Path, small: None) -> None:
@@ -210,6 +294,11 @@ def no_state(folder: Path) -> None:
     (folder / "x.arrow").write_bytes(b"")
 
 
+def cut_stream(file: Path) -> None:
+    write_stream(file, ROWS)
+    os.truncate(file, file.stat().st_size - 8)
+
+
 BAD: list[tuple[str, Any, str, str]] = [
     ("a.jsonl", b'{"a": 1}\n{"a": \n{"a": 3}\n', "a.jsonl, line 2", "is not JSON: "),
     ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl, line 2", "is a JSON list, not an object"),
@@ -218,6 +307,9 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("a.csv", b"a,a\n1,2\n", "a.csv", "column 'a' is there twice"),
     ("a.csv", b"a,b\n", "a.csv", "0 rows"),
     ("a.txt", b"fine\n\xff\xfe\n", "a.txt, line 2", "is not UTF-8 text"),
+    ("a.arrow", cut_stream, "a.arrow", "it has no end"),
+    ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "a.jsonl, line 2", "is not UTF-8 text"),
+    ("a.csv", b"a\n\xff\n", "a.csv, line 2", "is not UTF-8 text"),
     ("a.arrow", b"nothing", "a.arrow", "is not a readable Arrow file"),
     ("saved", split_folder, "saved", "holds several splits: train, test"),
     ("saved", no_state, "saved", "is not a folder that save_to_disk has written"),
