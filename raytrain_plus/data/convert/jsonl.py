@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.json
 
 from raytrain_plus.data.convert.columns import united
@@ -19,8 +20,8 @@ from raytrain_plus.errors import DataError, first_line
 
 _CHANGED = re.compile(r"Column\(/(?P<name>.*)\) (?P<how>changed from .*) in row (?P<row>\d+)")
 """pyarrow's message about a value of another type than those before; it counts rows of the block from 0."""
-_LARGE = re.compile(rb"\d{16}")
-"""What a whole number of more than 53 bits contains."""
+_EXACT = 2**53
+"""Up to here a fraction holds every whole number exactly."""
 
 
 class JsonLines:
@@ -65,19 +66,23 @@ def _parsed(file: Path, block: LineBlock, schema: pa.Schema | None) -> pa.Table:
         raise DataError("is not UTF-8 text", f"{file}, line {at}", remedy="convert the file to UTF-8") from None
     except pa.ArrowInvalid as error:
         raise _fault(file, block, schema, error) from None
-    if _LARGE.search(block.content):
-        _check_exact(file, block, table.schema)
+    large = [one.name for one in table.schema if pa.types.is_floating(one.type) and _has_large(table.column(one.name))]
+    if large:
+        _check_exact(file, block, large)
     return table
 
 
-def _check_exact(file: Path, block: LineBlock, schema: pa.Schema) -> None:
-    """Raise `DataError` for a whole number that would be rounded, because others in its column are fractions."""
-    fractions = [one.name for one in schema if pa.types.is_floating(one.type)]
+def _has_large(column: pa.ChunkedArray) -> bool:
+    return bool(pc.any(pc.greater_equal(pc.abs(column), _EXACT)).as_py())
+
+
+def _check_exact(file: Path, block: LineBlock, fractions: Sequence[str]) -> None:
+    """Raise `DataError` for a whole number in these columns of fractions that would be rounded."""
     for at, line in enumerate(block.content.splitlines()):
         row = (json.loads(line) if line.strip() else None) or {}
         for name in fractions:
             value = row.get(name)
-            if isinstance(value, int) and abs(value) > 2**53:
+            if isinstance(value, int) and abs(value) > _EXACT:
                 raise DataError(
                     f"column '{name}' holds {value}, which a column of fractions, or one beyond 64 bits, cannot hold",
                     f"{file}, line {line_number(file, block.begin) + at}",
