@@ -173,11 +173,8 @@ def column_tensor(table: pa.Table, name: str) -> torch.Tensor:
 
     Raises `TypeError` for nulls, lists of different lengths, and types that are not numeric.
     """
-    column = table.column(name).combine_chunks()
-    if isinstance(column, pa.ChunkedArray):
-        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    column = column_array(table, name)
     shape = [len(column)]
-    _check_no_nulls(column, name)
     while (
         pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type)
     ):
@@ -190,6 +187,15 @@ def column_tensor(table: pa.Table, name: str) -> torch.Tensor:
         )
     array = column.to_numpy(zero_copy_only=False)
     return torch.tensor(array).reshape(shape)
+
+
+def column_array(table: pa.Table, name: str) -> pa.Array:
+    """Return a column as one array. Raises `TypeError` if it holds nulls."""
+    column = table.column(name).combine_chunks()
+    if isinstance(column, pa.ChunkedArray):
+        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    _check_no_nulls(column, name)
+    return column
 
 
 def _length(column: pa.Array, name: str) -> int:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import torch
 
 from raytrain_plus.job.task_loader import load_function
-from raytrain_plus.task import Task, column_tensor
+from raytrain_plus.task import Task, column_array, column_tensor
 
 MASK = "attention_mask"
 IGNORED = {"labels": -100}
@@ -43,7 +43,7 @@ def pad(table: pa.Table) -> dict[str, Any]:
     for name in table.column_names:
         kind = table.column(name).type
         if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-            batch[name] = _texts(table, name)
+            batch[name] = column_array(table, name).to_pylist()
         elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
             batch[name], lengths[name] = _padded(table, name)
         elif name == "input_ids" and pa.types.is_fixed_size_list(kind):
@@ -61,20 +61,9 @@ def pad(table: pa.Table) -> dict[str, Any]:
     return batch
 
 
-def _texts(table: pa.Table, name: str) -> list[str]:
-    column = table.column(name)
-    if column.null_count:
-        raise TypeError(f"column '{name}' holds {column.null_count} nulls: fill them in data.prepare or Task.collate")
-    return column.to_pylist()  # type: ignore[no-any-return]
-
-
 def _padded(table: pa.Table, name: str) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
     """Return a column of lists as one tensor, and the lengths of the lists."""
-    column = table.column(name).combine_chunks()
-    if isinstance(column, pa.ChunkedArray):
-        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-    if column.null_count:
-        raise TypeError(f"column '{name}' holds {column.null_count} nulls: fill them in data.prepare or Task.collate")
+    column = column_array(table, name)
     values = column_tensor(pa.table({name: column.flatten()}), name)
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
     if values.dtype == torch.uint64:

@@ -31,9 +31,9 @@ def find_files(path: Path, suffixes: Sequence[str] = (".parquet",), kind: str = 
     """Return the files that an absolute path names.
 
     That is the file itself; every file below a folder whose name ends in one of `suffixes`, which are those of that
-    `kind`; or the files that match a pattern. Names with a leading
-    . or _ are ignored, unless the pattern spells that character. Raises `DataError` if there are none, or a folder
-    cannot be listed: a file that is overlooked would be a silent loss of rows.
+    `kind`; or the files that match a pattern. Names with a leading . or _ are ignored, unless the pattern spells that
+    character. Raises `DataError` if there are none, or a folder cannot be listed: a file that is overlooked would be a
+    silent loss of rows.
     """
     root, pattern = split_pattern(path)
     if pattern:

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.holding import LEFT_ALONE, SKIPPED
@@ -64,7 +64,7 @@ class _Computed:
     totals: StepTotals
     status: SumStatus
     reduce_s: float
-    absent: frozenset[str] = field(default_factory=frozenset)
+    absent: frozenset[str]
     """The parameters held here that got no gradient."""
 
 

@@ -192,6 +192,6 @@ def _write(files: Sequence[Path], reader: Records, partial: Path, progress: Prog
         before = sum(sizes[:number])
         begin = progress.begin if number == progress.file else 0
         for block in reader.blocks(files[number], progress.columns, begin):
-            parts.add(block, number, before + block.read)
+            parts.add(block, number)
             told(before + block.read, sum(sizes))
     parts.end()

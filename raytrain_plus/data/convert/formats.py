@@ -8,8 +8,8 @@ from pathlib import Path
 from raytrain_plus.data.files import is_file, names_below
 from raytrain_plus.job.settings import Format
 
-PACKED = (".gz", ".bz2", ".zst")
-"""Suffixes of compressed files; they follow those of the formats whose files are text."""
+PACKED: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+"""Suffixes of compressed files, which follow those of the formats whose files are text -> pyarrow's names for them."""
 _OF_TEXT: Mapping[Format, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson"),
     "csv": (".csv", ".tsv"),

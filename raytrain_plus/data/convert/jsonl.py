@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.json
 
 from raytrain_plus.data.convert.columns import united
-from raytrain_plus.data.convert.lines import LineBlock, in_order, line_blocks, line_number
+from raytrain_plus.data.convert.lines import LineBlock, in_order, line_blocks, line_number, text_of
 from raytrain_plus.data.convert.records import Block, Unfit
 from raytrain_plus.errors import DataError, first_line
 
@@ -58,12 +58,9 @@ def _parsed(file: Path, block: LineBlock, schema: pa.Schema | None) -> pa.Table:
     parsing = pa.json.ParseOptions(
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
     )
+    text_of(file, block)
     try:
-        block.content.decode()
         table = pa.json.read_json(pa.BufferReader(block.content), reading, parsing)
-    except UnicodeDecodeError as error:
-        at = line_number(file, block.begin) + block.content[: error.start].count(b"\n")
-        raise DataError("is not UTF-8 text", f"{file}, line {at}", remedy="convert the file to UTF-8") from None
     except pa.ArrowInvalid as error:
         raise _fault(file, block, schema, error) from None
     large = [one.name for one in table.schema if pa.types.is_floating(one.type) and _has_large(table.column(one.name))]

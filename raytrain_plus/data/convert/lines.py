@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 
+from raytrain_plus.data.convert.formats import PACKED
 from raytrain_plus.errors import DataError, first_line
 
 BLOCK_BYTES = 4 << 20
@@ -52,6 +53,15 @@ def line_blocks(file: Path, begin: int = 0) -> Iterator[LineBlock]:
         raise DataError(f"cannot be read: {first_line(error)}", where=str(file)) from error
 
 
+def text_of(file: Path, block: LineBlock) -> str:
+    """Return the lines of a block as text, without a byte order mark. Raises `DataError` if they are not UTF-8."""
+    try:
+        return block.content.decode("utf-8" if block.begin else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        at = line_number(file, block.begin) + block.content[: error.start].count(b"\n")
+        raise DataError("is not UTF-8 text", f"{file}, line {at}", remedy="convert the file to UTF-8") from None
+
+
 def in_order(items: Iterator[LineBlock], parse: Callable[[LineBlock], Parsed]) -> Iterator[tuple[LineBlock, Parsed]]:
     """Yield each block with what `parse` returns for it, in order; as many are parsed at once as there are CPUs."""
     workers = os.cpu_count() or 1
@@ -83,7 +93,7 @@ def line_number(file: Path, position: int) -> int:
 
 def compression_of(file: Path) -> str | None:
     """Return how a file is compressed, by its name; None if it is not."""
-    return {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}.get(file.suffix.lower())
+    return PACKED.get(file.suffix.lower())
 
 
 def _skip(stream: pa.NativeFile, count: int) -> None:

@@ -43,8 +43,6 @@ class Progress:
     """The position there: see `records.Block`."""
     skip: int = 0
     """Rows after that position that the parts hold already."""
-    read: int = 0
-    """Bytes of the files that have been read so far."""
 
     @classmethod
     def of(cls, schema: pa.Schema) -> Progress:
@@ -106,17 +104,18 @@ class Parts:
         self._have = 0
         self._skip = progress.skip
         """Rows that are in the parts already, of those that come next."""
+        self._last = (progress.file, progress.begin, progress.skip)
+        """Where the rows begin that come after those that were taken last."""
         self.progress = progress
 
-    def add(self, block: Block, file: int, read: int) -> None:
-        """Take the next rows; write the parts that they complete. `read`: bytes of all files read so far."""
+    def add(self, block: Block, file: int) -> None:
+        """Take the next rows, of that file; write the parts that they complete."""
         # A block from a position on can be shorter than the one that began there before.
         skip = min(self._skip, block.table.num_rows)
         self._skip -= skip
         table = block.table.slice(skip)
         self._pending.append((table, file, block.begin, skip))
         self._have += table.num_rows
-        self.progress = replace(self.progress, read=read)
         if not self.progress.group_rows and self._have >= SAMPLE_ROWS:
             self._choose()
         while self.progress.group_rows and self._have >= GROUPS * self.progress.group_rows:
@@ -158,8 +157,6 @@ class Parts:
             self._last = file, begin, skip + taken
             if taken < table.num_rows:
                 self._pending.insert(0, (table.slice(taken), file, begin, skip + taken))
-
-    _last: tuple[int, int, int] = (0, 0, 0)
 
 
 def _sync(file: Path) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from raytrain_plus.data.convert.lines import LineBlock, in_order, line_blocks, line_number
+from raytrain_plus.data.convert.lines import LineBlock, in_order, line_blocks, text_of
 from raytrain_plus.data.convert.records import Block
-from raytrain_plus.errors import DataError
 
 SCHEMA = pa.schema([pa.field("text", pa.string())])
 
@@ -25,11 +24,7 @@ class TextLines:
         """See `records.Records`."""
 
         def lines(block: LineBlock) -> pa.Table:
-            try:
-                found = block.content.decode("utf-8" if block.begin else "utf-8-sig").split("\n")
-            except UnicodeDecodeError as error:
-                at = line_number(file, block.begin) + block.content[: error.start].count(b"\n")
-                raise DataError("is not UTF-8 text", f"{file}, line {at}", remedy="convert the file to UTF-8") from None
+            found = text_of(file, block).split("\n")
             if not found[-1]:
                 found.pop()
             return pa.table([pa.array([line.removesuffix("\r") for line in found], pa.string())], schema=SCHEMA)
