@@ -47,7 +47,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataReport:
-    """What a run would read."""
+    """The data that a run would read."""
 
     path: str
     converted: str | None

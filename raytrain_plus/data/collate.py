@@ -16,7 +16,7 @@ from raytrain_plus.task import Task, column_array, column_tensor
 
 MASK = "attention_mask"
 IGNORED = {"labels": -100}
-"""What fills up lists of these columns, because losses of PyTorch and Transformers ignore it; 0 fills others."""
+"""The padding value of these columns, which losses of PyTorch and Transformers ignore; others are padded with 0."""
 
 
 def set_collate(task: Task, spec: str | None) -> None:

@@ -33,7 +33,7 @@ UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What data was converted from."""
+    """The source of converted data."""
 
     path: str
     """The file, folder or pattern, absolute."""
@@ -74,7 +74,7 @@ class Index:
     file_sights: tuple[Sight, ...] = field(compare=False)
     """For each file, its `stat` on this node, taken before its footer was read. Differs from node to node."""
     origin: Origin | None = field(default=None, compare=False)
-    """What these files were converted from; None for files of the user's."""
+    """The source of these files if they are converted; None for files of the user's."""
 
     @property
     def named(self) -> str:

@@ -33,8 +33,8 @@ class Data:
     """`parquet`, `jsonl`, `csv` (also TSV), `arrow` (also Feather), `text` (a row for each line) or `huggingface` (a
     folder that `save_to_disk` wrote). Default None: what the names of the files say.
 
-    What is not Parquet is converted once on each node, in ~/.cache/raytrain_plus/data; `.gz`, `.bz2` and `.zst` are
-    uncompressed. Changed files are converted again.
+    Other formats than Parquet are converted once on each node, in ~/.cache/raytrain_plus/data; `.gz`, `.bz2` and
+    `.zst` are uncompressed. Changed files are converted again.
     """
 
     prepare: str | None = None

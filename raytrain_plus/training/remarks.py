@@ -13,7 +13,7 @@ STANDING = 10
 
 
 class Remarks:
-    """What users should know of the steps of a generation, which come in order."""
+    """Makes the remarks on the steps of a generation, which come in order."""
 
     def __init__(self) -> None:
         self._standing = 0

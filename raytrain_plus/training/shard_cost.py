@@ -74,7 +74,7 @@ def measure_shard_cost(
         given = dict.fromkeys(range(count), [one] * microbatches)
         return _shortest_s(lambda: steps.run(0, given, context))
 
-    # What a step costs once does not count.
+    # The difference leaves out the costs of a step as a whole.
     many = min(shards, 4)
     own_s = max(0.0, (step_s(many) - step_s(1)) / (many - 1) - passes_s) if shards > 1 else 0.0
     found = ShardCost(shards, rows, passes_s, own_s)

@@ -94,7 +94,7 @@ class Trial:
     layers: tuple[Layer, ...] = ()
     """The cost of each layer, if the model is to be partitioned into stages."""
     shard_cost: ShardCost | None = None
-    """What a shard costs beside its passes; None if it was not measured."""
+    """The cost of a shard beside its passes; None if it was not measured."""
 
 
 def check_signatures(task: Task) -> None:
@@ -141,7 +141,7 @@ def try_on_cpu(job: Job, cls: type[Task], rows: Rows, held_out: Rows | None) -> 
 
 
 def _shard_cost(job: Job, cls: type[Task], rows: Rows) -> ShardCost | None:
-    """Return what a shard costs on this machine's CPU; None if the task cannot make such steps."""
+    """Return the cost of a shard on this machine's CPU; None if the task cannot make such steps."""
     task = task_of(job, cls, rows.sample_order.steps)
     steps = whole_steps(build_state(job, task, torch.device("cpu")), skip_nonfinite=True)
     order = rows.sample_order
@@ -150,7 +150,7 @@ def _shard_cost(job: Job, cls: type[Task], rows: Rows) -> ShardCost | None:
         table = pa.concat_tables([rows.read(found) for found in order.row_ranges_between(0, 0, count)])
         return microbatch_of(table, task.collate)
 
-    # What is wrong with the task is said by the trial.
+    # The trial reports the task's mistakes.
     with contextlib.suppress(Exception):
         return measure_shard_cost(job, steps, _context(), batch)
     return None

@@ -310,7 +310,7 @@ class Encodes(Faulty):
 
 
 THREADS = os.environ.get("OMP_NUM_THREADS", "nan")
-"""What a library finds that is loaded with this module."""
+"""The limit of threads that a library found if it was loaded with this module."""
 
 
 class Threads(Faulty):
@@ -542,3 +542,12 @@ class Tabular(Faulty):
     def collate(self, table: pa.Table) -> Any:
         batch = super().collate(table)
         return {"x": torch.stack([batch[f"x{number}"] for number in range(6)], dim=1).float(), "y": batch["y"]}
+
+
+class Frozen(Faulty):
+    """The same with first layers that are not trained."""
+
+    def parts(self) -> dict[str, Any]:
+        parts = super().parts()
+        frozen = {name: lambda build=parts[name]: build().requires_grad_(False) for name in ("first", "norm")}
+        return {**parts, **frozen}

@@ -257,6 +257,22 @@ def test_a_stage_that_dies_anywhere_in_a_step(tmp_path: Path, alone: Result, whe
 
 
 @SLOW
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_wholly_frozen_stage_has_the_bits_of_one_worker(tmp_path: Path, cluster: Cluster, killed: int) -> None:
+    (tmp_path / "alone").mkdir()
+    alone = Run(staged(tmp_path / "alone", 1, 1, task="tasks:Frozen")).finish()
+    parallel = Parallel(pipeline=2, microbatches=4, partition=["first", "drop"])
+    run, _ = elastic(tmp_path, task="tasks:Frozen", parallel=parallel)
+    trained = {member["stage"]: member["params"] for member in run.members()}
+    assert trained == {0: 0, 1: 16 * 3 + 3}
+    victim = at(run, 1, killed)
+    run.kill(victim)
+    recovered = run.until_told("recovered")
+    assert recovered["steps_lost"] == recovered["steps_recomputed"] == 0
+    check(run, alone)
+
+
+@SLOW
 def test_a_spare_takes_the_place_of_any_stage(tmp_path: Path, cluster: Cluster, alone: Result) -> None:
     extra = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
