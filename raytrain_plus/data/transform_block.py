@@ -2,15 +2,17 @@
 
 `transform` gets transform blocks (`granule` in settings): a fixed maximum number of rows of one unit, divided at fixed
 positions of the unit's row order in that epoch. Its generator is keyed by (seed, epoch, unit, block). So the call is
-the same for every reader, wherever a span begins.
+the same for every reader, wherever a span begins. What is done to each row by itself, before and after the transform,
+may get any rows at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain_plus.data.ledger import ROW_ID
@@ -19,6 +21,8 @@ from raytrain_plus.data.source import Index, read_unit
 from raytrain_plus.errors import TrainingError
 
 Transform = Callable[[pa.Table, np.random.Generator], pa.Table]
+RowByRow = Callable[[pa.Table], pa.Table]
+"""Makes the same of each row whatever rows are beside it; gets and returns rows without ids. It must be picklable."""
 
 _BLOCKS = 3
 
@@ -30,13 +34,23 @@ def without_ids(rows: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Read the rows of a job. `block_rows`: the maximum rows of a transform block."""
+    """Read the rows of a job. `block_rows`: the maximum rows of a transform block.
+
+    `before` is applied to the rows that `transform` gets, in order, and `after` to those that it returns.
+    """
 
     index: Index
     sample_order: SampleOrder
     seed: int
     transform: Transform | None
     block_rows: int
+    before: tuple[RowByRow, ...] = ()
+    after: tuple[RowByRow, ...] = ()
+
+    @property
+    def as_read(self) -> bool:
+        """Whether nothing is done to rows once they are read."""
+        return self.transform is None and not self.before and not self.after
 
     def read(self, row_range: RowRange) -> pa.Table:
         """Return the rows of one range, with their ids."""
@@ -49,19 +63,19 @@ class Rows:
         """
         permutation = self.sample_order.permutation(row_range.epoch, row_range.unit)
         if self.transform is None:
-            if permutation is None:
-                return unit.slice(row_range.start, row_range.rows)
-            return unit.take(permutation[row_range.start : row_range.start + row_range.rows])
+            stop = row_range.start + row_range.rows
+            return _applied((*self.before, *self.after), _between(unit, permutation, row_range.start, stop))
         first = row_range.start // self.block_rows
         last = (row_range.start + row_range.rows - 1) // self.block_rows
         parts = []
         for number in range(first, last + 1):
             begin = number * self.block_rows
             end = min(begin + self.block_rows, unit.num_rows)
-            rows = unit.slice(begin, end - begin) if permutation is None else unit.take(permutation[begin:end])
+            rows = _applied(self.before, _between(unit, permutation, begin, end))
             made = self._transformed(rows, row_range, number)
             start = max(row_range.start, begin)
-            parts.append(made.slice(start - begin, min(row_range.start + row_range.rows, end) - start))
+            wanted = made.slice(start - begin, min(row_range.start + row_range.rows, end) - start)
+            parts.append(_applied(self.after, wanted))
         return pa.concat_tables(parts)
 
     def _transformed(self, rows: pa.Table, row_range: RowRange, number: int) -> pa.Table:
@@ -75,3 +89,18 @@ class Rows:
                 f"{self.index.name(row_range.unit)}); it must keep the number of rows: filter in data.prepare instead"
             )
         return made.append_column(ROW_ID, rows.column(ROW_ID))
+
+
+def _between(unit: pa.Table, permutation: npt.NDArray[np.int64] | None, begin: int, end: int) -> pa.Table:
+    """Return the rows [begin, end) of a unit in the epoch's order."""
+    return unit.slice(begin, end - begin) if permutation is None else unit.take(permutation[begin:end])
+
+
+def _applied(functions: Sequence[RowByRow], rows: pa.Table) -> pa.Table:
+    """Return what these functions make of rows, one after the other; the rows keep their ids."""
+    if not functions:
+        return rows
+    made = without_ids(rows)
+    for function in functions:
+        made = function(made)
+    return made.append_column(ROW_ID, rows.column(ROW_ID))

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.reader import Batches, Counts, cut, from_stream, held_out, held_out_counts
 from raytrain_plus.data.sample_order import SampleOrder
 from raytrain_plus.data.source import index, read_unit
-from raytrain_plus.data.transform_block import Rows, without_ids
+from raytrain_plus.data.transform_block import Rows, Transform, without_ids
 from raytrain_plus.errors import DataChanged, TrainingError, WaitExpired
 
 
@@ -224,6 +225,26 @@ def test_another_transform_block_or_epoch_gives_other_noise(folder: Path) -> Non
     made, _ = gather(rows_of(folder, transform=augment))
     noise = [row[1] for got in made.values() for row in got]
     assert len(set(noise)) == len(noise)
+
+
+@pytest.mark.parametrize("transform", [None, augment])
+def test_each_row_is_changed_before_and_after_the_transform_and_keeps_its_id(
+    folder: Path, transform: Transform | None
+) -> None:
+    def doubled(table: pa.Table) -> pa.Table:
+        return table.set_column(0, "x", pa.array([2 * x for x in table.column("x").to_pylist()]))
+
+    def named(table: pa.Table) -> pa.Table:
+        return table.rename_columns(["y", *table.column_names[1:]])
+
+    plain = rows_of(folder, transform=transform)
+    changed = replace(plain, before=(doubled,), after=(named,))
+    for row_range in plain.sample_order.row_ranges(2, 3):
+        was, now = plain.read(row_range), changed.read(row_range)
+        assert now.column("y").to_pylist() == [2 * x for x in was.column("x").to_pylist()]
+        assert now.drop_columns("y").equals(was.drop_columns("x"))
+    assert plain.as_read == (transform is None)
+    assert not changed.as_read
 
 
 def test_a_transform_that_drops_rows_is_refused(folder: Path) -> None:
