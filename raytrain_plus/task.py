@@ -148,12 +148,13 @@ class Task:
     def collate(self, table: pa.Table) -> Any:
         """Return the batch for a table of rows. Default: a dict of tensors, one per column.
 
-        Numeric and boolean columns become tensors of shape (rows,), lists of equal length (rows, length, ...).
+        Numeric and boolean columns become tensors of shape (rows,), lists of equal length (rows, length, ...). Rows of
+        `data.dataset` whose items are tuples become a tuple of tensors, and those that are single values one tensor.
         Override it for strings, ragged lists, or anything that needs the whole batch. It is called on a thread that
         runs ahead of the steps, and during an evaluation also on the training thread: it must support both at once and
         draw no random numbers (`data.transform` has a generator for them).
         """
-        return {name: column_tensor(table, name) for name in table.column_names}
+        return as_item({name: column_tensor(table, name) for name in table.column_names})
 
     def buffer_rule(self, name: str) -> BufferRule | None:
         """Return how the shards' values of the buffer `name` are combined after a step.
@@ -166,6 +167,24 @@ class Task:
     def show(self, model: nn.Module) -> str | None:
         """Return a few lines to print at the end of training, such as a sample from the model, or None."""
         return None
+
+
+SINGLE = "_"
+"""The column of items that are single values."""
+
+
+def field_name(number: int) -> str:
+    """Return the column of field `number` of items that are tuples."""
+    return f"_{number}"
+
+
+def as_item(columns: dict[str, Any]) -> Any:
+    """Return a batch in the form of the items that its rows are: a tuple, a single value, else the dict itself."""
+    if list(columns) == [SINGLE]:
+        return columns[SINGLE]
+    if columns and list(columns) == [field_name(number) for number in range(len(columns))]:
+        return tuple(columns.values())
+    return columns
 
 
 def column_tensor(table: pa.Table, name: str) -> torch.Tensor:

@@ -12,10 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raytrain_plus.data.dataset import training_data
-from raytrain_plus.data.of_job import sample_order_of
+from raytrain_plus.data.of_job import read_factor_of, sample_order_of
 from raytrain_plus.data.page_checksum import LOOKED_AT, without_checksums
-from raytrain_plus.data.prepare import check_preparable, prepare
-from raytrain_plus.data.sample_order import read_factor
+from raytrain_plus.data.prepare import check_preparable, prepare_data
 from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import without_ids
 from raytrain_plus.job.settings import Job
@@ -62,8 +61,9 @@ class DataReport:
     """Approximate decoded bytes of all rows."""
     looked_at: int
     """Rows that were read for this report."""
-    read_factor: float
-    """How often a row group is read in an epoch, on average."""
+    read_factor: float | None
+    """How often a row group is read in an epoch, on average; None for a dataset that is read by index, whose blocks are
+    its row groups."""
     epoch_s: float
     """Expected seconds of one process to read an epoch, without a transform and with nothing in memory."""
     files: int
@@ -80,14 +80,16 @@ class DataReport:
         said = [f"{self.path}: {self.rows:,} rows, {size_text(self.bytes)} decoded"]
         if self.converted is not None:
             said.append(f"  converted to Parquet in {self.converted}")
-        said.append(f"  {self.row_groups:,} row groups of {groups} rows in {self.files:,} files")
+        if self.read_factor is None:
+            said.append("  read by index")
+        else:
+            said.append(f"  {self.row_groups:,} row groups of {groups} rows in {self.files:,} files")
         width, kinds = (max(len(getattr(one, what)) for one in self.columns) for what in ("name", "type"))
         for one in self.columns:
             said.append(f"  {one.name:{width}}  {one.type:{kinds}}  {', '.join(one.values)}{_more(one, self)}")
-        said.append(
-            f"  an epoch reads each row group {self.read_factor:.2f} times: {self.epoch_s:,.1f} s for one process, "
-            "unless data.cache_mb keeps the rows in memory"
-        )
+        often = "row once" if self.read_factor is None else f"row group {self.read_factor:.2f} times"
+        kept = "unless data.cache_mb keeps the rows in memory"
+        said.append(f"  an epoch reads each {often}: {self.epoch_s:,.1f} s for one process, {kept}")
         if self.without_checksums:
             said.append(f"  {len(self.without_checksums):,} files have no page checksums")
         return said
@@ -108,8 +110,8 @@ def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
     """
     search = [Path.cwd(), *roots]
     check_preparable(job, search)
-    prepare(job.data.prepare, job.data.path, search)
-    seen = training_data(job)
+    prepare_data(job, search)
+    seen = training_data(job, search)
     order, units, wanted = sample_order_of(job, seen), len(seen.unit_rows), list[pa.Table]()
     start, read = time.perf_counter(), 0
     for unit in range(units):
@@ -117,9 +119,9 @@ def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
         read += seen.unit_bytes[unit]
         if read >= SAMPLE_BYTES:
             break
-    seconds, factor = time.perf_counter() - start, read_factor(order, units)
+    seconds, factor = time.perf_counter() - start, read_factor_of(order, seen)
     table = pa.concat_tables(wanted)
-    files = [seen.file(number) for number in range(len(seen.files))]
+    files = seen.on_disk
     return DataReport(
         path=seen.named,
         converted=None if seen.origin is None else seen.path,
@@ -131,7 +133,7 @@ def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
         bytes=sum(seen.unit_bytes),
         looked_at=table.num_rows,
         read_factor=factor,
-        epoch_s=seconds / read * sum(seen.unit_bytes) * factor,
+        epoch_s=seconds / read * sum(seen.unit_bytes) * (factor or 1),
         files=len(files),
         without_checksums=tuple(map(str, without_checksums(files[:LOOKED_AT]))),
     )

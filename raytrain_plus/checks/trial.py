@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raytrain_plus.data.dataset import held_out_data, training_data
-from raytrain_plus.data.of_job import data_paths, held_out_rows_of, rows_of
-from raytrain_plus.data.prepare import LOCK_S, prepare
+from raytrain_plus.data.of_job import held_out_rows_of, rows_of
+from raytrain_plus.data.prepare import LOCK_S, prepare_data
 from raytrain_plus.errors import RaytrainError, RunError, TaskError, WaitExpired
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
@@ -49,8 +49,7 @@ class TryingHere:
 
     def data(self) -> None:
         """See `Trying`."""
-        for path in data_paths(self._job).values():
-            prepare(self._job.data.prepare, path, self._search)
+        prepare_data(self._job, self._search)
 
     def result(self) -> Trial:
         """See `Trying`."""
@@ -59,8 +58,10 @@ class TryingHere:
 
         job = self._job
         code = load_user_code(job, self._search)
-        rows = rows_of(job, training_data(job), code.transform)
-        held_out = None if job.evaluate is None else held_out_rows_of(job, held_out_data(job), code.transform)
+        rows = rows_of(job, training_data(job, self._search), code.transform)
+        held_out = (
+            None if job.evaluate is None else held_out_rows_of(job, held_out_data(job, self._search), code.transform)
+        )
         return try_on_cpu(job, code.task, rows, held_out)
 
 

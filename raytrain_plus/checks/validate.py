@@ -16,10 +16,9 @@ from raytrain_plus.checks.trial import Trying
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.files import data_exists
-from raytrain_plus.data.of_job import odd_sizes, sample_order_of
+from raytrain_plus.data.of_job import odd_sizes, read_factor_of, sample_order_of
 from raytrain_plus.data.page_checksum import HOW, LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable
-from raytrain_plus.data.sample_order import read_factor
 from raytrain_plus.data.source import check_alike, check_enough
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
@@ -83,6 +82,7 @@ class Report:
     rows: int | None
     """None if the data has yet to be prepared; so are `units`, `steps` and `read_factor`."""
     units: int | None
+    """Row groups; None also for a dataset that is read by index, as is `read_factor`."""
     steps: int | None
     read_factor: float | None
     """Mean number of times that a row group is read in an epoch."""
@@ -127,16 +127,16 @@ class Report:
         if self.rows is None:
             said.append("  data: will be prepared by data.prepare when the job runs")
         else:
-            assert self.units is not None
             assert self.steps is not None
-            assert self.read_factor is not None
-            where = f"{plural(self.rows, 'row')} in {plural(self.units, 'row group')}"
-            said.append(f"  data: {where}, {plural(self.steps, 'step')}")
+            where = "read by index" if self.units is None else f"in {plural(self.units, 'row group')}"
+            said.append(f"  data: {plural(self.rows, 'row')} {where}, {plural(self.steps, 'step')}")
             said += [f"  warning: {odd}" for odd in self.odd_sizes]
-            said.append(
-                f"  each row group is read {self.read_factor:.2f} times in an epoch, because shards share row groups"
-            )
-            if self.read_factor > FACTOR_WARNING:
+            if self.read_factor is not None:
+                said.append(
+                    f"  each row group is read {self.read_factor:.2f} times in an epoch, because shards share row "
+                    "groups"
+                )
+            if self.read_factor is not None and self.read_factor > FACTOR_WARNING:
                 said.append("  warning: most reads are wasted; write smaller row groups, or use fewer data.shards")
             said += self._checksum_lines()
         for size in self.sizes:
@@ -248,28 +248,27 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
     sizes, unformed = sizes_of(table), unused_workers(table)
     if trying is not None:
         trying.data()
-    elif job.data.prepare is not None and not data_exists(Path(job.data.path)):
+    elif job.data.path is not None and not _is_made(job, job.data.path):
         return Report(job.name, sizes, None, None, None, None, unformed)
-    seen = training_data(job)
+    seen = training_data(job, search)
     check_enough(seen, job.data.shards)
-    files = [seen.file(number) for number in range(len(seen.files))]
-    if job.evaluate is not None and (job.data.prepare is None or data_exists(Path(job.evaluate.path))):
-        held_out = held_out_data(job)
+    files = seen.on_disk
+    if job.evaluate is not None and (job.evaluate.path is None or _is_made(job, job.evaluate.path)):
+        held_out = held_out_data(job, search)
         check_enough(held_out, job.data.shards)
         check_alike(seen, held_out)
-        files += [held_out.file(number) for number in range(len(held_out.files))]
+        files += held_out.on_disk
     looked_at = files[:LOOKED_AT]
     sample_order = sample_order_of(job, seen)
-    units = len(seen.unit_rows)
     trial = None if trying is None else trying.result()
     partition, misfits = _forecast(job, trial.layers, sizes[-1], table) if trial and trial.layers else (None, ())
     return Report(
         job.name,
         sizes,
         seen.rows,
-        units,
+        None if seen.items is not None else len(seen.unit_rows),
         sample_order.steps,
-        read_factor(sample_order, units),
+        read_factor_of(sample_order, seen),
         unformed,
         partition,
         misfits,
@@ -279,6 +278,11 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         odd_sizes=tuple(odd_sizes(job, seen)),
         trial=trial,
     )
+
+
+def _is_made(job: Job, path: str) -> bool:
+    """Return whether the data at a path is there, or is to be there because nothing makes it."""
+    return job.data.prepare is None or data_exists(Path(path))
 
 
 def _check_model(job: Job, task: Task) -> None:

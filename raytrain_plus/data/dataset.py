@@ -1,19 +1,24 @@
-"""Index the data of a path, whatever its format: Parquet as it is, anything else as what it is converted to."""
+"""Index data: Parquet as it is, other formats as what they are converted to, and datasets that functions return."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raytrain_plus.data.convert.conversion import converted, default_cache, earlier, folder_name, source_files
+from raytrain_plus.data.convert.cache import default_cache
+from raytrain_plus.data.convert.conversion import converted, earlier, folder_name, source_files
 from raytrain_plus.data.convert.formats import format_of
+from raytrain_plus.data.convert.iterated import read_once
 from raytrain_plus.data.convert.parts import is_complete
 from raytrain_plus.data.files import data_exists, split_pattern
-from raytrain_plus.data.source import Index, Origin, index
+from raytrain_plus.data.items import items_of
+from raytrain_plus.data.source import Index, Origin, index, index_items
+from raytrain_plus.data.user_dataset import open_dataset
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.settings import Format, Job
-from raytrain_plus.observe.conversion_view import conversion_view
+from raytrain_plus.observe.conversion_view import conversion_view, reading_view
 
 
 def dataset(path: str | Path, format_: Format | None = None, *, cache: Path | None = None) -> Index:
@@ -40,12 +45,43 @@ def dataset(path: str | Path, format_: Format | None = None, *, cache: Path | No
     return replace(index(target), origin=origin)
 
 
-def training_data(job: Job) -> Index:
-    """Return the index of the rows that a job trains on."""
+def returned_dataset(
+    spec: str, roots: Sequence[str | Path], *, scattered: bool = False, cache: Path | None = None
+) -> Index:
+    """Return the index of the dataset that `module:function` returns; read it once if it can only be iterated.
+
+    `roots`: folders to import from. `scattered`: see `Items`. `cache`: as for `dataset`. Raises `DataError` for data
+    that cannot be read, and `TaskError` if the user's code raises.
+    """
+    found = open_dataset(spec, tuple(map(str, roots)))
+    if found.kind == "indexed":
+        return index_items(items_of(spec, roots, scattered=scattered))
+    with reading_view(sys.stderr, spec) as told:
+        target = read_once(found, cache or default_cache(), told)
+    return replace(index(target), origin=Origin(spec, None, ()))
+
+
+def again(seen: Index, roots: Sequence[str | Path]) -> Index:
+    """Return the index of the same data as this node sees it."""
+    if seen.items is not None:
+        return returned_dataset(seen.named, roots, scattered=seen.items.scattered)
+    if seen.origin is None:
+        return dataset(seen.named, "parquet")
+    return dataset(seen.named, seen.origin.format) if seen.origin.format else returned_dataset(seen.named, roots)
+
+
+def training_data(job: Job, roots: Sequence[str | Path]) -> Index:
+    """Return the index of the rows that a job trains on. `roots`: folders from which its code is imported."""
+    if job.data.dataset is not None:
+        return returned_dataset(job.data.dataset, roots, scattered=job.data.shuffle != "none")
+    assert job.data.path is not None
     return dataset(job.data.path, job.data.format)
 
 
-def held_out_data(job: Job) -> Index:
+def held_out_data(job: Job, roots: Sequence[str | Path]) -> Index:
     """Return the index of the rows that a job is evaluated on; there must be some."""
     assert job.evaluate is not None
+    if job.evaluate.dataset is not None:
+        return returned_dataset(job.evaluate.dataset, roots)
+    assert job.evaluate.path is not None
     return dataset(job.evaluate.path, job.data.format)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from raytrain_plus.data.sample_order import SampleOrder, steps_of_epochs
+from raytrain_plus.data.sample_order import SampleOrder, read_factor, steps_of_epochs
 from raytrain_plus.data.source import Index
 from raytrain_plus.data.transform_block import Rows, Transform
 from raytrain_plus.job.settings import Job
 
 
 def data_paths(job: Job) -> dict[str, str]:
-    """Return the data paths of a job by their settings."""
-    held_out = {} if job.evaluate is None else {"evaluate.path": job.evaluate.path}
-    return {"data.path": job.data.path, **held_out}
+    """Return the data paths of a job by their settings; there are none if functions return its datasets."""
+    named = {"data.path": job.data.path, "evaluate.path": None if job.evaluate is None else job.evaluate.path}
+    return {key: path for key, path in named.items() if path is not None}
 
 
 def sample_order_of(job: Job, data: Index) -> SampleOrder:
@@ -55,6 +55,11 @@ def odd_sizes(job: Job, data: Index) -> list[str]:
     # Each shard needs two rows in a step: see `steps_of_epochs`.
     left = "the rows left over are too few for a step of their own"
     return [f"the last step has {last:,} rows, more than data.batch_size = {size:,}: {left}"]
+
+
+def read_factor_of(sample_order: SampleOrder, data: Index) -> float | None:
+    """Return how often a row group is read in epoch 0, on average; None for a dataset that is read by index."""
+    return read_factor(sample_order, len(data.unit_rows)) if data.items is None else None
 
 
 def rows_of(job: Job, data: Index, transform: Transform | None) -> Rows:

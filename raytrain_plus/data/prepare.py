@@ -42,6 +42,12 @@ def _refuse_pattern(target: Path, where: str) -> None:
         )
 
 
+def prepare_data(job: Job, roots: Sequence[Path]) -> None:
+    """Call the job's `data.prepare`, if it has one, for each of its paths that does not exist. Raises as `prepare`."""
+    for path in data_paths(job).values():
+        prepare(job.data.prepare, path, roots)
+
+
 def prepare(spec: str | None, path: str | Path, roots: Sequence[Path]) -> None:
     """Call `module:function` as function(folder, name) if `path` does not exist.
 

@@ -95,10 +95,13 @@ def _at_once(table: pa.Table, sizes: Sequence[int], collate: Collate) -> list[An
     except TypeError:
         # Perhaps only some of them cannot be collated, or lists have equal lengths only within a batch.
         return None
+    if not isinstance(whole, (dict, tuple)):
+        return list(whole.split(list(sizes)))
     if not whole:
         return None
-    parts = zip(*(column.split(list(sizes)) for column in whole.values()), strict=True)
-    return [dict(zip(whole, part, strict=True)) for part in parts]
+    columns = whole if isinstance(whole, tuple) else whole.values()
+    parts = zip(*(column.split(list(sizes)) for column in columns), strict=True)
+    return list(parts) if isinstance(whole, tuple) else [dict(zip(whole, part, strict=True)) for part in parts]
 
 
 def collates_rows(collate: Collate) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from raytrain_plus.data.sample_order import SampleOrder
 from raytrain_plus.data.source import Index
 
@@ -22,6 +24,11 @@ def named_rows(data: Index, sample_order: SampleOrder, shard: int, start: int, r
         count = min(left, row_range.rows)
         places = range(row_range.start, row_range.start + count)
         listed = [place if order is None else int(order[place]) for place in places]
+        if data.items is not None:
+            listed = data.items.at(row_range.unit, np.array(listed)).tolist()
+            said.append(f"{'item' if count == 1 else 'items'} {', '.join(map(str, listed))} of {data.named}")
+            left -= count
+            continue
         said.append(f"{'row' if count == 1 else 'rows'} {', '.join(map(str, listed))} of {data.name(row_range.unit)}")
         left -= count
     return "; ".join([*said, *[f"{rows - NAMED:,} more"] * (rows > NAMED)])

@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.files import data_exists, find_files
+from raytrain_plus.data.items import Items, changes_of
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.sight import Sight, change_of, footer_of, sight_of
 from raytrain_plus.errors import DataChanged, DataError, first_line
@@ -36,8 +39,9 @@ class Origin:
     """The source of converted data."""
 
     path: str
-    """The file, folder or pattern, absolute."""
-    format: Format
+    """The file, folder or pattern, absolute; or `module:function`, which returned a dataset."""
+    format: Format | None
+    """None for a dataset that a function returned."""
     files: tuple[tuple[str, int], ...]
     """Its files, and their sizes in bytes."""
 
@@ -47,7 +51,7 @@ class Index:
     """The result of one pass over the footers. Units are numbered file by file, row group by row group."""
 
     path: str
-    """The file, folder or pattern, absolute."""
+    """The file, folder or pattern, absolute; or `module:function`."""
     root: str
     """The folder that `files` are relative to."""
     files: tuple[str, ...]
@@ -75,6 +79,8 @@ class Index:
     """For each file, its `stat` on this node, taken before its footer was read. Differs from node to node."""
     origin: Origin | None = field(default=None, compare=False)
     """The source of these files if they are converted; None for files of the user's."""
+    items: Items | None = field(default=None, compare=False)
+    """A dataset that is read by index, if it is one: its blocks are the row groups of one file, which is on no disk."""
 
     @property
     def named(self) -> str:
@@ -92,6 +98,7 @@ class Index:
         return {
             "path": self.path,
             **({} if self.origin is None else {"converted_from": self.origin.path}),
+            **({} if self.items is None else {"dataset": self.items.to_json()}),
             "fingerprint": self.fingerprint,
             "rows": self.rows,
             "files": [
@@ -100,12 +107,19 @@ class Index:
             ],
         }
 
+    @property
+    def on_disk(self) -> list[Path]:
+        """The files."""
+        return [] if self.items is not None else [self.file(number) for number in range(len(self.files))]
+
     def file(self, number: int) -> Path:
         """Return the path of file `number`."""
         return Path(self.root, self.files[number])
 
     def name(self, unit: int) -> str:
         """Return the name of a unit for messages: its file's path and its row group."""
+        if self.items is not None:
+            return f"{self.path}, block {unit}"
         return f"{self.file(self.unit_file[unit])}, row group {self.unit_group[unit]}"
 
 
@@ -163,8 +177,32 @@ def index(path: str | Path) -> Index:
     )
 
 
+def index_items(items: Items) -> Index:
+    """Return the index of a dataset that is read by index."""
+    rows = items.block_rows
+    return Index(
+        path=items.spec,
+        root="",
+        files=(items.spec,),
+        file_bytes=(0,),
+        file_footers=(items.fingerprint,),
+        file_groups=(rows,),
+        unit_file=(0,) * len(rows),
+        unit_group=tuple(range(len(rows))),
+        unit_rows=rows,
+        unit_bytes=tuple(round(items.item_bytes * count) for count in rows),
+        schema=items.schema,
+        fingerprint=items.fingerprint,
+        file_sights=(),
+        items=items,
+    )
+
+
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     """Describe by file how the data of two `Index.to_json` differs."""
+    if "dataset" in now or "dataset" in then:
+        both = "dataset" in now and "dataset" in then
+        return changes_of(now["dataset"], then["dataset"]) if both else ["one is at a path, the other is not"]
     here = {file["path"]: file for file in now["files"]}
     there = {file["path"]: file for file in then["files"]}
     found = [f"{path} is missing" for path in sorted(there.keys() - here.keys())]
@@ -205,6 +243,8 @@ def read_unit(data: Index, unit: int) -> pa.Table:
 
     Raises `DataChanged` if the file has changed since `data` was made, or is damaged; `DataError` if it cannot be read.
     """
+    if data.items is not None:
+        return read_places(data, unit, np.arange(data.unit_rows[unit]))
     number, group = data.unit_file[unit], data.unit_group[unit]
     try:
         table = _read_group(data.file(number), group)
@@ -220,12 +260,20 @@ def read_unit(data: Index, unit: int) -> pa.Table:
     return table.replace_schema_metadata(None).append_column(ROW_ID, ids)
 
 
+def read_places(data: Index, unit: int, places: npt.NDArray[np.int64]) -> pa.Table:
+    """Return some rows of a unit of a dataset that is read by index, with their ids; see `Items.rows`."""
+    assert data.items is not None
+    ids = column_of(row_ids(data.path, unit, data.unit_rows[unit])[places])
+    return data.items.rows(data.items.at(unit, places).tolist()).append_column(ROW_ID, ids)
+
+
 def check_unchanged(data: Index, *numbers: int) -> None:
     """Compare files, by number, with the `stat` that this process first took: one `stat` each; all files by default.
 
     Raises `DataChanged` if one has changed, `DataError` if one cannot be accessed.
     """
-    for number in numbers or range(len(data.files)):
+    # Items are compared when they are read.
+    for number in numbers or range(len(data.files) if data.items is None else 0):
         file = data.file(number)
         try:
             change = change_of(file, data.file_sights[number], data.file_footers[number])

@@ -25,7 +25,7 @@ from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.reads import Read
 from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import Rows
-from raytrain_plus.errors import DataError
+from raytrain_plus.errors import DataError, TaskError
 
 TASKS_AT_ONCE = 2
 """Maximum concurrent read tasks of one worker."""
@@ -79,7 +79,7 @@ def _numbered(rows: Rows, group: tuple[Read, ...], whole_units: bool) -> Iterato
     for read in group:
         try:
             table = read_unit(rows.index, read.row_range.unit) if whole_units else rows.read(read.row_range)
-        except DataError:
+        except (DataError, TaskError):
             # The reader does not get these rows, reads them itself, meets the same fault and reports it in one
             # sentence. If it were raised here, Ray Data would print its own traceback on the user's screen.
             continue

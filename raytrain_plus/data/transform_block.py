@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from raytrain_plus.data.ledger import ROW_ID
 from raytrain_plus.data.sample_order import RowRange, SampleOrder, mix
-from raytrain_plus.data.source import Index, read_unit
+from raytrain_plus.data.source import Index, read_places, read_unit
 from raytrain_plus.errors import TrainingError
 
 Transform = Callable[[pa.Table, np.random.Generator], pa.Table]
@@ -54,24 +54,43 @@ class Rows:
 
     def read(self, row_range: RowRange) -> pa.Table:
         """Return the rows of one range, with their ids."""
-        return self.cut(read_unit(self.index, row_range.unit), row_range)
+        if self.index.items is None:
+            return self.cut(read_unit(self.index, row_range.unit), row_range)
+        permutation = self._permutation(row_range)
+
+        def between(begin: int, end: int) -> pa.Table:
+            places = np.arange(begin, end) if permutation is None else permutation[begin:end]
+            return read_places(self.index, row_range.unit, places)
+
+        return self._cut(between, row_range)
 
     def cut(self, unit: pa.Table, row_range: RowRange) -> pa.Table:
         """Return the rows of one range, given its whole unit in the file's order.
 
         Raises `TrainingError` if `transform` does not keep the number of rows.
         """
-        permutation = self.sample_order.permutation(row_range.epoch, row_range.unit)
+        permutation = self._permutation(row_range)
+
+        def between(begin: int, end: int) -> pa.Table:
+            return unit.slice(begin, end - begin) if permutation is None else unit.take(permutation[begin:end])
+
+        return self._cut(between, row_range)
+
+    def _permutation(self, row_range: RowRange) -> npt.NDArray[np.int64] | None:
+        return self.sample_order.permutation(row_range.epoch, row_range.unit)
+
+    def _cut(self, between: Callable[[int, int], pa.Table], row_range: RowRange) -> pa.Table:
+        """Return the rows of one range; `between` returns the rows [begin, end) of its unit in the epoch's order."""
         if self.transform is None:
             stop = row_range.start + row_range.rows
-            return _applied((*self.before, *self.after), _between(unit, permutation, row_range.start, stop))
+            return _applied((*self.before, *self.after), between(row_range.start, stop))
         first = row_range.start // self.block_rows
         last = (row_range.start + row_range.rows - 1) // self.block_rows
         parts = []
         for number in range(first, last + 1):
             begin = number * self.block_rows
-            end = min(begin + self.block_rows, unit.num_rows)
-            rows = _applied(self.before, _between(unit, permutation, begin, end))
+            end = min(begin + self.block_rows, self.index.unit_rows[row_range.unit])
+            rows = _applied(self.before, between(begin, end))
             made = self._transformed(rows, row_range, number)
             start = max(row_range.start, begin)
             wanted = made.slice(start - begin, min(row_range.start + row_range.rows, end) - start)
@@ -89,11 +108,6 @@ class Rows:
                 f"{self.index.name(row_range.unit)}); it must keep the number of rows: filter in data.prepare instead"
             )
         return made.append_column(ROW_ID, rows.column(ROW_ID))
-
-
-def _between(unit: pa.Table, permutation: npt.NDArray[np.int64] | None, begin: int, end: int) -> pa.Table:
-    """Return the rows [begin, end) of a unit in the epoch's order."""
-    return unit.slice(begin, end - begin) if permutation is None else unit.take(permutation[begin:end])
 
 
 def _applied(functions: Sequence[RowByRow], rows: pa.Table) -> pa.Table:

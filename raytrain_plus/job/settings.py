@@ -21,8 +21,9 @@ Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface"]
 class Data:
     """Which rows to train on, and how to shuffle, batch and transform them."""
 
-    path: str
-    """File, folder (searched recursively) or pattern, with the training rows; see `format`. Required.
+    path: str | None = None
+    """File, folder (searched recursively) or pattern, with the training rows; see `format`. Give exactly one of `path`
+    and `dataset`.
 
     In a pattern, `*`, `?` and `[...]` match within one name and `**` matches any number of folders:
     `data/*.parquet`, `data/2024-*/part-*.parquet`, `data/**/*.parquet`. The files that match, sorted by name, are one
@@ -35,6 +36,15 @@ class Data:
 
     Other formats than Parquet are converted once on each node, in ~/.cache/raytrain_plus/data; `.gz`, `.bz2` and
     `.zst` are uncompressed. Changed files are converted again.
+    """
+
+    dataset: str | None = None
+    """`module:function` that returns a dataset, in place of `path`. It is called without arguments, in every process
+    that reads.
+
+    A `torch.utils.data.Dataset` or a `datasets.Dataset` is read by index, and its items must be the same whenever they
+    are read. An `IterableDataset` is read once on each node, and kept in ~/.cache/raytrain_plus/data. Items that
+    are mappings give batches that are mappings, tuples give tuples, and single values tensors.
     """
 
     prepare: str | None = None
@@ -221,8 +231,12 @@ class Checkpoint:
 class Evaluate:
     """Evaluation on held-out rows."""
 
-    path: str
-    """File, folder or pattern with held-out rows, as `data.path`, with the same columns. Required."""
+    path: str | None = None
+    """File, folder or pattern with held-out rows, as `data.path`, with the same columns. Give exactly one of `path` and
+    `dataset`."""
+
+    dataset: str | None = None
+    """`module:function` that returns the held-out rows, as `data.dataset`."""
 
     every_steps: int
     """Steps between evaluations; required. The run also evaluates before the first and after the last step."""
@@ -340,7 +354,8 @@ _SAME = (
     "task",
     "args",
     "seed",
-    *(f"data.{name}" for name in ("path", "batch_size", "shards", "shuffle", "transform", "collate", "granule")),
+    *(f"data.{name}" for name in ("path", "dataset", "batch_size", "shards", "shuffle")),
+    *(f"data.{name}" for name in ("transform", "collate", "granule")),
     "steps",
     "epochs",
     "workers.threads",
@@ -357,6 +372,7 @@ _SAME_WITH_PIPEDREAM = ("parallel.schedule", "parallel.partition", "parallel.com
 """Keys that must agree too if one of two jobs uses pipedream, which computes gradients with older weights."""
 _BEFORE = {
     "data.collate": None,
+    "data.dataset": None,
     "compression": "none",
     "parallel.schedule": "1f1b",
     # Theirs was timed. Checkpoints fit every partition, so their runs resume with the counted one.

@@ -27,11 +27,13 @@ _NOTEBOOK = f"__main__ in Python {sys.version_info.major}.{sys.version_info.mino
 
 
 def source_digests(job: Job, roots: Sequence[Path]) -> dict[str, str]:
-    """Return the SHA-256 of each of the user's modules that the job's task and transform come from, by module name.
+    """Return the SHA-256 of each of the user's modules that the job's task and functions come from, by module name.
 
     `roots`: the folders to import from. A module that cannot be found or read is left out.
     """
-    names = [] if job.data.transform is None else [job.data.transform.partition(":")[0]]
+    held_out = None if job.evaluate is None else job.evaluate.dataset
+    functions = (job.data.transform, job.data.collate, job.data.dataset, held_out)
+    names = [spec.partition(":")[0] for spec in functions if spec is not None and ":" in spec]
     if isinstance(job.task, str):
         return _of_modules([job.task.partition(":")[0], *names], roots)
     if job.task.__module__ == "__main__" and _loaded_file("__main__") is None:

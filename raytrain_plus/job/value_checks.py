@@ -107,6 +107,19 @@ def _length(steps: int | None, epochs: int | None) -> _Problem:
     return given, "exactly one of them", ""
 
 
+def _source(path: str | None, dataset: str | None) -> _Problem:
+    if (path is None) != (dataset is None):
+        return None
+    given = "neither `path` nor `dataset` is given" if path is None else "both `path` and `dataset` are given"
+    return given, "exactly one of them", ""
+
+
+def _only_paths(value: str | None, dataset: str | None) -> _Problem:
+    if value is None or dataset is None:
+        return None
+    return "it is for data at a path, and data.dataset is given", "data.path instead of data.dataset, or neither", ""
+
+
 def _sizes(maximum: int | None, minimum: int) -> _Problem:
     if maximum is None or maximum >= minimum:
         return None
@@ -246,6 +259,10 @@ def _trackers(names: Sequence[str]) -> _Problem:
 _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("name",), _name),
     (("task",), _reference),
+    (("data.path", "data.dataset"), _source),
+    (("data.dataset",), _reference),
+    (("data.format", "data.dataset"), _only_paths),
+    (("data.prepare", "data.dataset"), _only_paths),
     (("data.batch_size",), _at_least(1)),
     (("data.shards",), _at_least(1, 100_000)),
     (("data.batch_size", "data.shards"), _batch),
@@ -293,6 +310,8 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("checkpoint.every_s",), _seconds),
     (("checkpoint.keep",), _at_least(1)),
     (("checkpoint.keep_best.metric", "evaluate"), _best),
+    (("evaluate.path", "evaluate.dataset"), _source),
+    (("evaluate.dataset",), _reference),
     (("evaluate.every_steps",), _at_least(1)),
     (("trackers",), _trackers),
     (("storage",), _folder),

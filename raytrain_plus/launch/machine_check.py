@@ -43,7 +43,7 @@ def needs_of(order: Order, probe: Probe) -> Needs:
             # Each machine converts its own copy.
             files |= dict(index.origin.files)
         else:
-            files |= {str(index.file(number)): size for number, size in enumerate(index.file_bytes)}
+            files |= {str(file): size for file, size in zip(index.on_disk, index.file_bytes, strict=False)}
     return Needs(probe, files, order.plan.collective == "horovod")
 
 

@@ -17,7 +17,7 @@ import yaml
 from raytrain_plus.controller.order import Order
 from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.of_job import odd_sizes, sample_order_of
-from raytrain_plus.data.prepare import check_preparable, prepare
+from raytrain_plus.data.prepare import check_preparable, prepare_data
 from raytrain_plus.data.source import Index, check_alike, check_enough, check_restored, differences
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.state import choose_collective, passed_over
@@ -179,7 +179,7 @@ def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> No
 def _other_data(job: Job, seen: Index, fingerprint: str, when: str) -> DataError:
     return DataError(
         f"the data has changed since {when}",
-        where=job.data.path,
+        where=seen.named,
         expected=f"the data with the fingerprint {fingerprint[:12]}, not {seen.fingerprint[:12]}",
         remedy="restore the original files; or start over with --fresh",
     )
@@ -254,13 +254,12 @@ def _task_to_send(job: Job) -> bytes | None:
 
 def _look_at_data(job: Job, roots: Sequence[Path]) -> tuple[Index, Index | None]:
     check_preparable(job, roots)
-    prepare(job.data.prepare, job.data.path, roots)
-    seen = training_data(job)
+    prepare_data(job, roots)
+    seen = training_data(job, roots)
     check_enough(seen, job.data.shards)
     if job.evaluate is None:
         return seen, None
-    prepare(job.data.prepare, job.evaluate.path, roots)
-    held_out = held_out_data(job)
+    held_out = held_out_data(job, roots)
     check_enough(held_out, job.data.shards)
     check_alike(seen, held_out)
     return seen, held_out

@@ -13,7 +13,7 @@ from typing import Any
 from raytrain_plus.data.audit import audit
 from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.of_job import sample_order_of
-from raytrain_plus.data.prepare import check_preparable, prepare
+from raytrain_plus.data.prepare import check_preparable, prepare_data
 from raytrain_plus.errors import DamagedError, InputError, RunError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.launch.cluster import connected
@@ -178,8 +178,8 @@ def _shortened(job: Job, steps: int, roots: Sequence[Path]) -> Job:
     """Return the job with that many steps, or unchanged if it has fewer."""
     search = [Path.cwd(), *roots]
     check_preparable(job, search)
-    prepare(job.data.prepare, job.data.path, search)
-    whole = sample_order_of(job, training_data(job)).steps
+    prepare_data(job, search)
+    whole = sample_order_of(job, training_data(job, search)).steps
     return job if steps >= whole else replace(job, steps=steps, epochs=None)
 
 

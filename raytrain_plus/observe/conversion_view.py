@@ -60,3 +60,26 @@ def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Callable
             file=stream,
             flush=True,
         )
+
+
+@contextmanager
+def reading_view(stream: TextIO, name: str) -> Iterator[Callable[[int], None]]:
+    """Yield a function that shows how many items of a dataset without an index have been read.
+
+    Nothing is shown if it is never called, as when they have been read before.
+    """
+    start = last = time.monotonic()
+    total = 0
+
+    def told(read: int) -> None:
+        nonlocal last, total
+        if not total:
+            print(f"reading {name} once, into Parquet, because it has no index", file=stream, flush=True)
+        total, now = read, time.monotonic()
+        if now - last >= EVERY_S:
+            last = now
+            print(f"reading {name}: {read:,} rows, {read / (now - start):,.0f}/s", file=stream, flush=True)
+
+    yield told
+    if total:
+        print(f"read {name}: {total:,} rows in {time.monotonic() - start:.1f} s", file=stream, flush=True)

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from raytrain_plus.data.dataset import dataset
+from raytrain_plus.data.dataset import again
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.sight import Sight
 from raytrain_plus.data.source import Index, check_unchanged, differences
@@ -21,12 +21,13 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     data differs from the driver's.
     """
     # Not as the job names it: a path may be relative to the driver's working directory.
-    prepare(plan.job.data.prepare, expected.named, roots)
+    if expected.items is None and (expected.origin is None or expected.origin.format is not None):
+        prepare(plan.job.data.prepare, expected.named, roots)
     # Each node converts its own copy of what is not Parquet, and may do so again: other files with the same rows.
-    first = plan.sights.get(expected.named) if expected.origin is None else None
+    first = plan.sights.get(expected.named) if expected.origin is None and expected.items is None else None
     if first is not None:
         check_unchanged(replace(expected, file_sights=first))
-    seen = dataset(expected.named, "parquet" if expected.origin is None else expected.origin.format)
+    seen = again(expected, roots)
     if seen.fingerprint != expected.fingerprint:
         found = differences(seen.to_json(), expected.to_json())
         raise DataError(

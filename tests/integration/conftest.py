@@ -63,7 +63,8 @@ def nothing_goes_on() -> Iterator[None]:
     """End detached runs that a test left running, and fail the test."""
     assert not background()
     yield
-    left = background()
+    # One that is ending may not have been waited for by its parent yet.
+    _, left = psutil.wait_procs(background(), timeout=10)
     for process in left:
         process.kill()
     assert not left

@@ -6,9 +6,8 @@ import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from ray.cluster_utils import Cluster
@@ -16,6 +15,7 @@ from ray.cluster_utils import Cluster
 from raytrain_plus import Data, Evaluate, Job, Result, Workers
 from raytrain_plus.data.audit import audit
 from tests.integration.elastic import Run, job, raylets
+from tests.integration.sources import HELD_OUT, TRAINED, rows
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -29,13 +29,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         with raylets(3) as cluster:
             yield cluster
-
-
-def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(count, 6))
-    y = (x[:, 0] + x[:, 1] > 0).astype(int) + (x[:, 2] > 1)
-    return [{**{f"x{n}": float(v) for n, v in enumerate(of)}, "y": int(label)} for of, label in zip(x, y, strict=True)]
 
 
 def write(path: Path, format_: str, made: list[dict[str, Any]]) -> Path:
@@ -60,11 +53,14 @@ def write(path: Path, format_: str, made: list[dict[str, Any]]) -> Path:
     return path
 
 
-def job_of(tmp_path: Path, format_: str, **changes: Any) -> Job:
+def job_of(tmp_path: Path, format_: str, shuffle: Literal["none", "rows"] = "rows", **changes: Any) -> Job:
+    tmp_path.mkdir(exist_ok=True)
     settings: dict[str, Any] = {
         "task": "tasks:Tabular",
-        "data": Data(path=str(write(tmp_path / "data", format_, rows(900, 0))), batch_size=48, shards=8),
-        "evaluate": Evaluate(path=str(write(tmp_path / "held", format_, rows(90, 1))), every_steps=50),
+        "data": Data(
+            path=str(write(tmp_path / "data", format_, rows(TRAINED, 0))), batch_size=48, shards=8, shuffle=shuffle
+        ),
+        "evaluate": Evaluate(path=str(write(tmp_path / "held", format_, rows(HELD_OUT, 1))), every_steps=50),
         "reduction": "exact",
         "steps": 100,
     }
@@ -96,3 +92,47 @@ def test_every_format_trains_alike_through_a_kill(tmp_path: Path, alone: Result,
     assert (result.state_sha256, result.metrics) == (alone.state_sha256, alone.metrics)
     found = audit(result.path)
     assert found.clean, found.faults
+
+
+def of_dataset(tmp_path: Path, name: str, shuffle: Literal["none", "rows"] = "rows", **changes: Any) -> Job:
+    data = Data(dataset=f"sources:{name}", batch_size=48, shards=8, shuffle=shuffle)
+    held_out = Evaluate(dataset="sources:held_out", every_steps=50)
+    return job_of(tmp_path, "arrow", **{"data": data, "evaluate": held_out, **changes})
+
+
+@pytest.fixture(scope="module")
+def alone_by_index(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Result:
+    return Run(of_dataset(tmp_path_factory.mktemp("by index"), "indexed", workers=Workers(min=1))).finish()
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("indexed", 2),
+        pytest.param("hugging_face", 3, marks=SLOW),
+        pytest.param("iterated", 2, marks=SLOW),
+    ],
+)
+def test_every_kind_of_dataset_trains_alike_through_a_kill(
+    tmp_path: Path, alone: Result, alone_by_index: Result, name: str, size: int
+) -> None:
+    expected = alone if name == "iterated" else alone_by_index
+    run = Run(of_dataset(tmp_path, name, workers=Workers(min=1, max=size), args={"pad_s": 0.01}))
+    run.until_size(size)
+    run.until_step(20)
+    run.kill(run.members()[-1])
+    run.until_told("recovered")
+    result = run.finish()
+    assert (result.status, result.error) == ("finished", None)
+    assert (result.state_sha256, result.metrics) == (expected.state_sha256, expected.metrics)
+    found = audit(result.path)
+    assert found.clean, found.faults
+
+
+@SLOW
+def test_unshuffled_rows_train_alike_by_index_and_from_files(tmp_path: Path, cluster: Cluster) -> None:
+    made = [
+        Run(job_of(tmp_path / "files", "csv", shuffle="none")).finish(),
+        Run(of_dataset(tmp_path / "index", "indexed", shuffle="none")).finish(),
+    ]
+    assert len({result.state_sha256 for result in made}) == 1

@@ -10,31 +10,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
-from filelock import FileLock, Timeout
 
 from raytrain_plus.data.convert.arrow_batches import ArrowBatches
+from raytrain_plus.data.convert.cache import made_once
 from raytrain_plus.data.convert.csv_rows import CsvRows
 from raytrain_plus.data.convert.formats import SAVED, SAVED_SPLITS, SUFFIXES
 from raytrain_plus.data.convert.jsonl import JsonLines
 from raytrain_plus.data.convert.parts import (
     Parts,
     Progress,
-    is_complete,
     load_progress,
-    mark_complete,
-    part_name,
     save_progress,
 )
 from raytrain_plus.data.convert.records import Records, Unfit
 from raytrain_plus.data.convert.text_lines import TextLines
 from raytrain_plus.data.files import find_files, is_file
-from raytrain_plus.errors import DataError, WaitExpired
+from raytrain_plus.errors import DataError
 from raytrain_plus.job.settings import Format
 
 READERS: Mapping[Format, Callable[[], Records]] = {
@@ -45,18 +40,11 @@ READERS: Mapping[Format, Callable[[], Records]] = {
     "text": TextLines,
 }
 """For each format that is converted, what reads it."""
-LOCK_S = 24 * 3600.0
-"""Maximum seconds to wait for another process of this node that converts the same data."""
 _VERSION = 1
 """Raised when the same source is to be converted differently."""
 
 Told = Callable[[int, int], None]
 """Called now and then with the bytes of the source that are read, and those that there are."""
-
-
-def default_cache() -> Path:
-    """Return the folder of converted data."""
-    return Path.home() / ".cache" / "raytrain_plus" / "data"
 
 
 def source_files(path: Path, format_: Format) -> list[Path]:
@@ -101,21 +89,7 @@ def converted(path: Path, format_: Format, told: Told, cache: Path) -> Path:
     """
     files = source_files(path, format_)
     target = cache / folder_name(path, format_, files)
-    if is_complete(target):
-        return target
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f".{target.name}.lock", timeout=LOCK_S):
-            if not is_complete(target):
-                # Whoever tidies up a cache may remove single files.
-                shutil.rmtree(target, ignore_errors=True)
-                _convert(path, format_, files, target, told)
-    except Timeout as error:
-        raise WaitExpired(f"another process has been converting {path} for more than {LOCK_S:g} s") from error
-    except OSError as error:
-        raise DataError(
-            f"cannot be converted: {error.strerror or error}", where=str(error.filename or target)
-        ) from error
+    made_once(target, str(path), lambda partial: _convert(path, format_, files, target, partial, told))
     return target
 
 
@@ -139,9 +113,7 @@ def earlier(target: Path) -> list[Path]:
     return [folder for folder in target.parent.glob(f"{kind}-*") if folder != target]
 
 
-def _convert(path: Path, format_: Format, files: Sequence[Path], target: Path, told: Told) -> None:
-    partial = target.with_name(f".{target.name}.partial")
-    partial.mkdir(exist_ok=True)
+def _convert(path: Path, format_: Format, files: Sequence[Path], target: Path, partial: Path, told: Told) -> None:
     try:
         _write_all(files, READERS[format_](), partial, told)
     except DataError:
@@ -149,10 +121,6 @@ def _convert(path: Path, format_: Format, files: Sequence[Path], target: Path, t
         _check_unchanged(path, format_, target)
         raise
     _check_unchanged(path, format_, target)
-    if not (partial / part_name(0)).exists():
-        raise DataError(f"0 rows in {len(files)} file{'s' * (len(files) > 1)}", str(path), expected="rows to train on")
-    mark_complete(partial)
-    os.replace(partial, target)
 
 
 def _write_all(files: Sequence[Path], reader: Records, partial: Path, told: Told) -> None:

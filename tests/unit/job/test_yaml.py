@@ -59,7 +59,7 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD + "epochs: 3\n", [], "steps: both `steps` and `epochs` are given"),
         (GOOD.replace("steps: 10\n", ""), [], "steps: neither `steps` nor `epochs` is given"),
         (GOOD.replace("task: examples.digits:Digits\n", ""), [], "/job.yaml task: is missing"),
-        (GOOD.replace("path: data/digits, ", ""), [], "/job.yaml:2:1 data.path: is missing"),
+        (GOOD.replace("path: data/digits, ", ""), [], "/job.yaml:2:1 data.path: neither `path` nor `dataset`"),
         (GOOD + "workers: {min: 3, max: 2}\n", [], "/job.yaml:4:19 workers.max: 2 is less than workers.min = 3"),
         (GOOD + "workers: {min: 13}\n", [], "workers.min: 13 workers for data.shards = 12"),
         (GOOD + "workers: {min: 0}\n", [], "workers.min: 0 is not allowed"),
@@ -100,6 +100,11 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD + STAGES, ["parallel.partition=[0, 2]"], "expected: a list of strings or null"),
         (GOOD + "elastic: {copy_every: 0}\n", [], "elastic.copy_every: 0"),
         (GOOD + "parallel: {microbatches: 3}\n", [], "parallel.microbatches: 3 does not divide the 8 rows"),
+        (GOOD, ["data.dataset=a:b"], "data.path: both `path` and `dataset` are given"),
+        (GOOD.replace("path: data/digits", "dataset: a:b, format: csv"), [], "data.format: it is for data at a path"),
+        (GOOD.replace("path: data/digits", "dataset: a:b, prepare: a:p"), [], "data.prepare: it is for data at a path"),
+        (GOOD.replace("path: data/digits", "dataset: ab"), [], "data.dataset: 'ab' is not an import path"),
+        (GOOD + "evaluate: {every_steps: 1}\n", [], "evaluate.path: neither `path` nor `dataset` is given"),
         (GOOD + "evaluate: {path: x}\n", [], "evaluate.every_steps: is missing"),
         (GOOD.replace("examples.digits:Digits", "digits"), [], "task: 'digits' is not an import path"),
         (
@@ -309,10 +314,12 @@ def test_schedules_with_two_chunks_are_those_of_the_layout() -> None:
 def test_every_setting_is_either_kept_or_free(tmp_path: Path) -> None:
     groups = {key.partition(".")[0] for key in FREE} | {key.rpartition(".")[0] for key in KEPT | FREE} - {""}
     settings = {key for key, _ in flatten(load(tmp_path, GOOD))} - groups
-    # `epochs` is kept in the same way if the length is given in epochs.
-    assert settings - {"epochs"} <= set(KEPT | FREE)
+    # Two are kept in the same way, in place of others.
+    assert settings - {"epochs", "data.dataset"} <= set(KEPT | FREE)
     by_epochs = GOOD.replace("steps: 10", "epochs: 2")
     assert load(tmp_path, by_epochs, "epochs=3").same_as(load(tmp_path, by_epochs).to_yaml()) == ["epochs"]
+    returned = GOOD.replace("path: data/digits", "dataset: a:b")
+    assert load(tmp_path, returned, "data.dataset=a:c").same_as(load(tmp_path, returned).to_yaml()) == ["data.dataset"]
 
 
 @given(st.data())

@@ -302,10 +302,10 @@ def cut_stream(file: Path) -> None:
 BAD: list[tuple[str, Any, str, str]] = [
     ("a.jsonl", b'{"a": 1}\n{"a": \n{"a": 3}\n', "a.jsonl, line 2", "is not JSON: "),
     ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl, line 2", "is a JSON list, not an object"),
-    ("a.jsonl", b"", "a.jsonl", "0 rows in 1 file"),
+    ("a.jsonl", b"", "a.jsonl", "there are no rows"),
     ("a.csv", b"a,b\n1,2\n3\n", "a.csv, line 3", "Expected 2 columns, got 1: 3"),
     ("a.csv", b"a,a\n1,2\n", "a.csv", "column 'a' is there twice"),
-    ("a.csv", b"a,b\n", "a.csv", "0 rows"),
+    ("a.csv", b"a,b\n", "a.csv", "there are no rows"),
     ("a.txt", b"fine\n\xff\xfe\n", "a.txt, line 2", "is not UTF-8 text"),
     ("a.arrow", cut_stream, "a.arrow", "it has no end"),
     ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "a.jsonl, line 2", "is not UTF-8 text"),

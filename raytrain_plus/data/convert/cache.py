@@ -1,0 +1,51 @@
+"""Keep converted data on this node: made by one process at a time, and there completely or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from raytrain_plus.data.convert.parts import is_complete, mark_complete, part_name
+from raytrain_plus.errors import DataError, WaitExpired
+
+LOCK_S = 24 * 3600.0
+"""Maximum seconds to wait for another process of this node that converts the same data."""
+
+
+def default_cache() -> Path:
+    """Return the folder of converted data."""
+    return Path.home() / ".cache" / "raytrain_plus" / "data"
+
+
+def made_once(target: Path, source: str, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder with Parquet parts, which becomes `target`, unless `target` is complete.
+
+    `write` gets a folder in which an earlier process, which has ended, may have left its parts. `source`: the data's
+    name, for errors. Raises `DataError` if it writes no rows or the folder cannot be written, and `WaitExpired` if
+    another process makes it for more than `LOCK_S`.
+    """
+    if is_complete(target):
+        return
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.with_name(f".{target.name}.lock"), timeout=LOCK_S):
+            if not is_complete(target):
+                # Whoever tidies up a cache may remove single files.
+                shutil.rmtree(target, ignore_errors=True)
+                partial = target.with_name(f".{target.name}.partial")
+                partial.mkdir(exist_ok=True)
+                write(partial)
+                if not (partial / part_name(0)).exists():
+                    raise DataError("there are no rows", source, expected="rows to train on")
+                mark_complete(partial)
+                os.replace(partial, target)
+    except Timeout as error:
+        raise WaitExpired(f"another process has been converting {source} for more than {LOCK_S:g} s") from error
+    except OSError as error:
+        raise DataError(
+            f"cannot be converted: {error.strerror or error}", where=str(error.filename or target)
+        ) from error

@@ -1,0 +1,112 @@
+"""A dataset that can only be iterated is read once, in order, and again if it changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_plus.data.dataset import again, returned_dataset
+from raytrain_plus.data.source import Index, read_unit
+from raytrain_plus.data.user_dataset import open_dataset
+from raytrain_plus.errors import DataError, TaskError
+
+SOURCE = """
+import os
+import torch
+
+asked = []
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __init__(self, length, shift=0):
+        self.length, self.shift = length, shift
+
+    def __iter__(self):
+        for number in range(self.length):
+            asked.append(number)
+            yield {"x": torch.full((2,), number + self.shift), "y": number}
+
+def numbers(): return Numbers(2500)
+def changing(): return Numbers(2500, int(os.environ.get("SHIFT", "0")))
+def generator(): return iter(Numbers(2500))
+def empty(): return Numbers(0)
+def odd(): return ({"x": number if number != 1700 else "no number"} for number in range(2500))
+def raises():
+    for number in range(2500):
+        if number == 1200:
+            raise OSError("the connection was closed")
+        yield number
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "numbers_of.py").write_text(SOURCE)
+    yield tmp_path
+    sys.modules.pop("numbers_of", None)
+    open_dataset.cache_clear()
+
+
+def read(root: Path, name: str) -> Index:
+    open_dataset.cache_clear()
+    return returned_dataset(f"numbers_of:{name}", [root], cache=root / "cache")
+
+
+def column(seen: Index, name: str = "y") -> list[int]:
+    return [value for unit in range(len(seen.unit_rows)) for value in read_unit(seen, unit).column(name).to_pylist()]
+
+
+@pytest.mark.parametrize("name", ["numbers", "generator"])
+def test_all_items_are_read_in_order_and_once(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = read(root, name)
+    assert column(seen) == list(range(2500))
+    assert column(seen, "x")[7] == [7, 7]
+    assert seen.named == f"numbers_of:{name}"
+    assert seen.to_json()["converted_from"] == seen.named
+    said = capsys.readouterr().err
+    assert f"reading numbers_of:{name} once, into Parquet" in said
+    assert f"read numbers_of:{name}: 2,500 rows in" in said
+    asked = sys.modules["numbers_of"].asked
+    asked.clear()
+    assert read(root, name) == seen
+    # Only the first ones, to know whether they are the same.
+    assert len(asked) <= 65
+    assert capsys.readouterr().err == ""
+    assert pq.ParquetFile(seen.file(0)).metadata.row_group(0).num_rows == seen.unit_rows[0]
+
+
+def test_changed_items_are_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = read(root, "changing")
+    monkeypatch.setenv("SHIFT", "5")
+    other = read(root, "changing")
+    assert other.fingerprint != seen.fingerprint
+    assert column(other, "x")[0] == [5, 5]
+
+
+def test_a_reading_that_was_cut_off_begins_anew(root: Path) -> None:
+    with pytest.raises(TaskError, match="item 1200 raised OSError: the connection was closed"):
+        read(root, "raises")
+    assert not [folder for folder in (root / "cache").iterdir() if not folder.name.startswith(".")]
+    source = (root / "numbers_of.py").read_text()
+    (partial,) = (folder for folder in (root / "cache").iterdir() if folder.name.endswith(".partial"))
+    whole = read(root, "generator")
+    (root / "cache" / partial.name / "part-00007.parquet").write_bytes(b"left")
+    sys.modules["numbers_of"].raises = lambda: iter(range(2500))
+    assert column(read(root, "raises"), "_") == column(whole)
+    assert source == (root / "numbers_of.py").read_text()
+
+
+def test_items_that_do_not_fit_are_named(root: Path) -> None:
+    with pytest.raises(DataError, match="item 1700: field 'x' is not int64, as in other items"):
+        read(root, "odd")
+    with pytest.raises(DataError, match="numbers_of:empty: there are no rows"):
+        read(root, "empty")
+
+
+def test_a_worker_reads_its_own_copy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(root))
+    seen = returned_dataset("numbers_of:numbers", [root])
+    assert again(seen, [root]) == seen

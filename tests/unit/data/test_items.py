@@ -1,0 +1,218 @@
+"""A dataset is read by index in the sample order, alike for every reader, and changes are noticed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raytrain_plus.data import items as items_module
+from raytrain_plus.data.dataset import again, returned_dataset
+from raytrain_plus.data.items import BLOCK, changes_of
+from raytrain_plus.data.ledger import ROW_ID
+from raytrain_plus.data.row_names import named_rows
+from raytrain_plus.data.sample_order import SampleOrder
+from raytrain_plus.data.source import Index, differences, read_unit
+from raytrain_plus.data.transform_block import Rows
+from raytrain_plus.data.user_dataset import open_dataset
+from raytrain_plus.errors import DataChanged, DataError, TaskError
+
+SOURCE = """
+from pathlib import Path
+import torch
+
+class Squares(torch.utils.data.Dataset):
+    def __init__(self, length, shift=0):
+        self.length, self.shift, self.asked = length, shift, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        if index == getattr(self, "broken", None):
+            raise ValueError("no such image")
+        return torch.tensor([index, index**2]) + self.shift, index
+
+class Many(Squares):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices][: getattr(self, "most", None)]
+
+class Random(Squares):
+    def __getitem__(self, index):
+        return torch.rand(2), index
+
+class Unsized:
+    def __getitem__(self, index):
+        return index
+
+def thousand(): return Squares(1000)
+def shifted(): return Squares(1000, 1)
+def fewer(): return Squares(999)
+def many(): return Many(1000)
+def random(): return Random(1000)
+def empty(): return Squares(0)
+def unsized(): return Unsized()
+def splits(): return {"train": 1, "test": 2}
+def nothing(): return None
+def raises(): raise RuntimeError("no network")
+def listed(): return [{"x": number} for number in range(40)]
+value = 3
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "squares.py").write_text(SOURCE)
+    yield tmp_path
+    sys.modules.pop("squares", None)
+    open_dataset.cache_clear()
+
+
+def rows_of(seen: Index, shuffle: str = "rows", transform: object = None) -> Rows:
+    order = SampleOrder(seen.unit_rows, shards=4, batch_size=40, seed=5, epochs=2, shuffle=shuffle)  # type: ignore[arg-type]
+    return Rows(index=seen, sample_order=order, seed=5, transform=transform, block_rows=16)  # type: ignore[arg-type]
+
+
+def epoch(rows: Rows, number: int = 0) -> list[int]:
+    """Return the items of an epoch, in the order of shards and their steps."""
+    found = []
+    for shard in range(4):
+        start, stop = (rows.sample_order.rows_before(shard, number + one) for one in (0, 1))
+        for row_range in rows.sample_order.row_ranges_between(shard, start, stop):
+            table = rows.read(row_range)
+            assert table.column("_0").to_pylist() == [[one, one**2] for one in table.column("_1").to_pylist()]
+            found += table.column("_1").to_pylist()
+    return found
+
+
+@pytest.mark.parametrize("spec", ["squares:thousand", "squares:many"])
+def test_every_item_is_read_once_in_an_epoch(root: Path, spec: str) -> None:
+    seen = returned_dataset(spec, [root], scattered=True)
+    assert (seen.rows, seen.unit_rows[0], seen.unit_rows[-1]) == (1000, BLOCK, 1000 % BLOCK)
+    rows = rows_of(seen)
+    first, second = epoch(rows), epoch(rows, 1)
+    assert sorted(first) == sorted(second) == list(range(1000))
+    assert first != second
+
+
+def test_blocks_are_scattered_over_the_dataset_if_it_is_shuffled(root: Path) -> None:
+    seen = returned_dataset("squares:thousand", [root], scattered=True)
+    items = read_unit(seen, 3).column("_1").to_pylist()
+    assert max(items) - min(items) > 500
+    plain = returned_dataset("squares:thousand", [root])
+    assert epoch(rows_of(plain, "none")) == list(range(1000))
+    assert plain.fingerprint == seen.fingerprint
+
+
+def test_only_the_items_of_a_range_are_read(root: Path) -> None:
+    rows = rows_of(returned_dataset("squares:thousand", [root], scattered=True))
+    dataset = open_dataset("squares:thousand", (str(root),)).value
+    for row_range in rows.sample_order.row_ranges(2, 7):
+        dataset.asked.clear()
+        table = rows.read(row_range)
+        assert dataset.asked == table.column("_1").to_pylist()
+
+
+@pytest.mark.parametrize("transform", [None, lambda table, rng: table.append_column("n", [rng.random(table.num_rows)])])
+def test_a_part_of_a_unit_has_the_rows_of_the_whole(root: Path, transform: object) -> None:
+    rows = rows_of(returned_dataset("squares:thousand", [root], scattered=True), transform=transform)
+    for row_range in rows.sample_order.row_ranges_between(1, 0, 90):
+        assert rows.read(row_range).equals(rows.cut(read_unit(rows.index, row_range.unit), row_range))
+
+
+def test_ids_belong_to_places_and_are_unique(root: Path) -> None:
+    seen = returned_dataset("squares:thousand", [root], scattered=True)
+    ids = np.concatenate([read_unit(seen, unit).column(ROW_ID).to_numpy() for unit in range(len(seen.unit_rows))])
+    assert len(set(ids.tolist())) == 1000
+
+
+def test_rows_are_named_by_their_items(root: Path) -> None:
+    seen = returned_dataset("squares:thousand", [root], scattered=True)
+    rows = rows_of(seen)
+    (row_range, *_) = rows.sample_order.row_ranges(1, 0)
+    items = rows.read(row_range).column("_1").to_pylist()[:3]
+    assert named_rows(seen, rows.sample_order, 1, 0, 3) == f"items {', '.join(map(str, items))} of squares:thousand"
+
+
+def test_large_datasets_have_larger_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items_module, "BLOCKS", 4)
+    seen = returned_dataset("squares:thousand", [root])
+    assert seen.unit_rows == (256, 256, 256, 232)
+
+
+def test_another_length_content_or_source_has_another_fingerprint(root: Path) -> None:
+    seen = {name: returned_dataset(f"squares:{name}", [root]) for name in ("thousand", "shifted", "fewer", "many")}
+    assert len({one.fingerprint for one in seen.values()}) == 4
+    said = {name: json.loads(json.dumps(one.to_json())) for name, one in seen.items()}
+    assert differences(seen["thousand"].to_json(), said["thousand"]) == []
+    source = "the source of its function differs"
+    assert differences(said["fewer"], said["thousand"]) == ["it has 999 items, not 1000", source]
+    assert differences(said["many"], said["thousand"]) == [source]
+    (items, _) = differences(said["shifted"], said["thousand"])
+    assert items.startswith("64 of 64 items differ, such as item ")
+    assert differences(said["many"], {"files": []}) == ["one is at a path, the other is not"]
+    assert changes_of(said["many"]["dataset"], None)
+
+
+def test_a_worker_sees_the_same_dataset_again(root: Path) -> None:
+    seen = returned_dataset("squares:thousand", [root], scattered=True)
+    assert again(seen, [root]) == seen
+    assert again(seen, [root]).items == seen.items
+
+
+def test_items_that_change_between_reads_are_refused(root: Path) -> None:
+    with pytest.raises(DataChanged, match=r"(?s)item \d+ is not the same each.*random numbers in data.transform"):
+        returned_dataset("squares:random", [root])
+
+
+def test_an_item_that_changes_later_is_noticed_when_it_is_read(root: Path) -> None:
+    seen = returned_dataset("squares:thousand", [root])
+    open_dataset("squares:thousand", (str(root),)).value.shift = 1
+    assert seen.items is not None
+    mark = next(iter(seen.items.marks))
+    with pytest.raises(DataChanged, match=f"item {mark} is not the same"):
+        read_unit(seen, mark // BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("empty", "the dataset has no items"),
+        ("unsized", "Unsized has no length.*define __len__"),
+        ("splits", "the function returned a dict with the keys train, test.*return one of its values"),
+        ("nothing", "the function returned a NoneType"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(root: Path, name: str, what: str) -> None:
+    with pytest.raises(DataError, match=f"(?s)squares:{name}: {what}"):
+        returned_dataset(f"squares:{name}", [root])
+
+
+def test_errors_of_the_users_code_are_named_and_show_its_frames(root: Path) -> None:
+    with pytest.raises(TaskError, match="the function raised RuntimeError: no network") as raised:
+        returned_dataset("squares:raises", [root])
+    assert "def raises" in raised.value.user_traceback
+    with pytest.raises(TaskError, match="squares:value is of type int"):
+        returned_dataset("squares:value", [root])
+    seen = returned_dataset("squares:thousand", [root])
+    open_dataset("squares:thousand", (str(root),)).value.broken = 70
+    with pytest.raises(TaskError, match="item 70 raised ValueError: no such image") as raised:
+        read_unit(seen, 70 // BLOCK)
+    assert "no such image" in raised.value.user_traceback
+
+
+def test_a_dataset_that_returns_too_few_items_is_refused(root: Path) -> None:
+    seen = returned_dataset("squares:many", [root])
+    open_dataset("squares:many", (str(root),)).value.most = 3
+    with pytest.raises(DataError, match="__getitems__ returned 3 items for 32 indices"):
+        read_unit(seen, 0)
+
+
+def test_a_list_is_a_dataset(root: Path) -> None:
+    seen = returned_dataset("squares:listed", [root])
+    assert [read_unit(seen, unit).column("x").to_pylist() for unit in (0, 1)] == [list(range(32)), list(range(32, 40))]
