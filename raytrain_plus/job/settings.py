@@ -14,7 +14,7 @@ import yaml
 from raytrain_plus.errors import InputError, JobError
 from raytrain_plus.job.value_checks import check_values
 
-Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface"]
+Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "images", "webdataset"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +30,9 @@ class Data:
     """
 
     format: Format | None = None
-    """`parquet`, `jsonl`, `csv` (also TSV), `arrow` (also Feather), `text` (a row for each line) or `huggingface` (a
-    folder that `save_to_disk` wrote). Default None: what the names of the files say.
+    """`parquet`, `jsonl`, `csv` (also TSV), `arrow` (also Feather), `text` (a row for each line), `huggingface` (a
+    folder that `save_to_disk` wrote), `images` (a folder of image files) or `webdataset` (tar files of samples).
+    Default None: what the names of the files say.
 
     Other formats than Parquet are converted once on each node, in ~/.cache/raytrain_plus/data; `.gz`, `.bz2` and
     `.zst` are uncompressed. Changed files are converted again.
