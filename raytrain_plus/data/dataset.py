@@ -10,6 +10,7 @@ from raytrain_plus.data.convert.conversion import converted, default_cache, earl
 from raytrain_plus.data.convert.formats import format_of
 from raytrain_plus.data.convert.parts import is_complete
 from raytrain_plus.data.files import data_exists, split_pattern
+from raytrain_plus.data.images import load_pillow
 from raytrain_plus.data.source import Index, Origin, index
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.settings import Format, Job
@@ -42,6 +43,9 @@ def dataset(path: str | Path, format_: Format | None = None, *, cache: Path | No
 
 def training_data(job: Job) -> Index:
     """Return the index of the rows that a job trains on."""
+    if job.data.image_size is not None:
+        # Before a worker starts.
+        load_pillow()
     return dataset(job.data.path, job.data.format)
 
 

@@ -38,6 +38,14 @@ class Data:
     `.zst` are uncompressed. Changed files are converted again.
     """
 
+    image_size: Sequence[int] | None = None
+    """`[height, width]` in pixels, to which every column of encoded images is decoded and resized, as RGB, before
+    `transform`. Default None: images stay encoded.
+
+    A column becomes a tensor of shape (rows, 3, height, width), of uint8. Pixels are interpolated bilinearly; an EXIF
+    orientation is not applied. Needs Pillow: `pip install "raytrain-plus[images]"`.
+    """
+
     prepare: str | None = None
     """`module:function` that writes the data if `path` is missing. Default None: the data must exist.
 
@@ -341,7 +349,8 @@ _SAME = (
     "task",
     "args",
     "seed",
-    *(f"data.{name}" for name in ("path", "batch_size", "shards", "shuffle", "transform", "collate", "granule")),
+    *(f"data.{name}" for name in ("path", "image_size", "batch_size", "shards", "shuffle")),
+    *(f"data.{name}" for name in ("transform", "collate", "granule")),
     "steps",
     "epochs",
     "workers.threads",
@@ -357,6 +366,7 @@ It can also depend on `collective` and `elastic.on_nonfinite`, which may change.
 _SAME_WITH_PIPEDREAM = ("parallel.schedule", "parallel.partition", "parallel.commit_every")
 """Keys that must agree too if one of two jobs uses pipedream, which computes gradients with older weights."""
 _BEFORE = {
+    "data.image_size": None,
     "data.collate": None,
     "compression": "none",
     "parallel.schedule": "1f1b",
@@ -431,7 +441,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Mapping:
         return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     if origin is Sequence:
-        return isinstance(value, (list, tuple)) and all(isinstance(entry, str) for entry in value)
+        return isinstance(value, (list, tuple)) and all(_fits(entry, get_args(hint)[0]) for entry in value)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int:
@@ -449,7 +459,7 @@ def spell_type(hint: Any) -> str:
     if origin is Mapping:
         return "a mapping with strings as keys"
     if origin is Sequence:
-        return "a list of strings"
+        return "a list of integers" if get_args(hint) == (int,) else "a list of strings"
     words = {float: "a number", int: "an integer", bool: "true or false", str: "a string"}
     return {**words, type(None): "null", type: "a class"}[hint]
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from raytrain_plus.data.dataset import training_data
-from raytrain_plus.data.of_job import sample_order_of
-from raytrain_plus.data.transform_block import Rows, without_ids
+from raytrain_plus.data.of_job import rows_of, sample_order_of
+from raytrain_plus.data.transform_block import without_ids
 from raytrain_plus.errors import DamagedError, InputError, first_line
 from raytrain_plus.job.task_loader import load_user_code
 from raytrain_plus.observe.run_progress import after_step
@@ -242,9 +242,7 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = 
     module = build_model(task, job.seed, CPU).module
     put_weights(weights, module, run.where)
     module.eval()
-    rows = Rows(
-        index=seen, sample_order=sample_order, seed=job.seed, transform=code.transform, block_rows=job.data.granule
-    )
+    rows = rows_of(job, seen, code.transform)
     batch = task.collate(pa.concat_tables([without_ids(rows.read(one)) for one in sample_order.row_ranges(0, 0)]))
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     hook = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
