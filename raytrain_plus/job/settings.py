@@ -43,7 +43,7 @@ class Data:
     `transform`. Default None: images stay encoded.
 
     A column becomes a tensor of shape (rows, 3, height, width), of uint8. Pixels are interpolated bilinearly; an EXIF
-    orientation is not applied. Needs Pillow: `pip install "raytrain-plus[images]"`.
+    orientation is not applied. Needs Pillow, which the extra `images` of this package installs.
     """
 
     prepare: str | None = None
