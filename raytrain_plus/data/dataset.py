@@ -13,6 +13,7 @@ from raytrain_plus.data.convert.formats import format_of
 from raytrain_plus.data.convert.iterated import read_once
 from raytrain_plus.data.convert.parts import is_complete
 from raytrain_plus.data.files import data_exists, split_pattern
+from raytrain_plus.data.images import load_pillow
 from raytrain_plus.data.items import items_of
 from raytrain_plus.data.source import Index, Origin, index, index_items
 from raytrain_plus.data.user_dataset import open_dataset
@@ -72,6 +73,9 @@ def again(seen: Index, roots: Sequence[str | Path]) -> Index:
 
 def training_data(job: Job, roots: Sequence[str | Path]) -> Index:
     """Return the index of the rows that a job trains on. `roots`: folders from which its code is imported."""
+    if job.data.image_size is not None:
+        # Before a worker starts.
+        load_pillow()
     if job.data.dataset is not None:
         return returned_dataset(job.data.dataset, roots, scattered=job.data.shuffle != "none")
     assert job.data.path is not None

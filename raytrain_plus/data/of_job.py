@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raytrain_plus.data.images import DecodeImages
 from raytrain_plus.data.sample_order import SampleOrder, read_factor, steps_of_epochs
 from raytrain_plus.data.source import Index
 from raytrain_plus.data.transform_block import Rows, Transform
@@ -73,4 +74,11 @@ def held_out_rows_of(job: Job, data: Index, transform: Transform | None) -> Rows
 
 
 def _rows(job: Job, data: Index, sample_order: SampleOrder, transform: Transform | None) -> Rows:
-    return Rows(index=data, sample_order=sample_order, seed=job.seed, transform=transform, block_rows=job.data.granule)
+    return Rows(
+        index=data,
+        sample_order=sample_order,
+        seed=job.seed,
+        transform=transform,
+        block_rows=job.data.granule,
+        before=() if job.data.image_size is None else (DecodeImages(*job.data.image_size),),
+    )

@@ -32,3 +32,15 @@ def named_rows(data: Index, sample_order: SampleOrder, shard: int, start: int, r
         said.append(f"{'row' if count == 1 else 'rows'} {', '.join(map(str, listed))} of {data.name(row_range.unit)}")
         left -= count
     return "; ".join([*said, *[f"{rows - NAMED:,} more"] * (rows > NAMED)])
+
+
+def named_row(data: Index, unit: int, row: int) -> str:
+    """Return the name of one row of a unit, counted in the file's order: "row 4 of a.parquet, row group 0".
+
+    A row of image files is named by its file, and one of a dataset that is read by index by its item.
+    """
+    if data.origin is not None and data.origin.format == "images":
+        return data.origin.files[sum(data.unit_rows[:unit]) + row][0]
+    if data.items is not None:
+        return f"item {data.items.at(unit, np.array([row]))[0]} of {data.named}"
+    return f"row {row} of {data.name(unit)}"

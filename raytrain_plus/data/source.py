@@ -7,6 +7,7 @@ with the first one after each read and again at the end of a run, and pages are 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shlex
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_plus.data.columns import column_of
+from raytrain_plus.data.convert.image_files import CLASSES
 from raytrain_plus.data.files import data_exists, find_files
 from raytrain_plus.data.items import Items, changes_of
 from raytrain_plus.data.ledger import ROW_ID, row_ids
@@ -225,6 +227,22 @@ def check_alike(seen: Index, held_out: Index) -> None:
             where=f"evaluate.path: {held_out.named}",
             expected=f"the columns of {seen.named}: {', '.join(seen.schema.names)}",
         )
+    if (mine := class_names(seen)) != (theirs := class_names(held_out)):
+        names = sorted({*mine} ^ {*theirs})
+        raise DataError(
+            f"only one of the training data and the held-out data has images of {', '.join(names[:4])}",
+            where=f"evaluate.path: {held_out.named}",
+            expected=f"the class folders of {seen.named}: labels number them",
+            remedy="put an image of each class into both folders",
+        )
+
+
+def class_names(data: Index) -> list[str]:
+    """Return the classes of image files, in the order of their labels; none for other data."""
+    if data.origin is None or data.origin.format != "images":
+        return []
+    names: list[str] = json.loads((pq.read_schema(data.file(0)).metadata or {}).get(CLASSES, b"[]"))
+    return names
 
 
 def check_enough(data: Index, shards: int) -> None:

@@ -16,13 +16,19 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain_plus.data.ledger import ROW_ID
+from raytrain_plus.data.row_fault import RowFault
+from raytrain_plus.data.row_names import named_row
 from raytrain_plus.data.sample_order import RowRange, SampleOrder, mix
 from raytrain_plus.data.source import Index, read_places, read_unit
-from raytrain_plus.errors import TrainingError
+from raytrain_plus.errors import DataError, TrainingError
 
 Transform = Callable[[pa.Table, np.random.Generator], pa.Table]
 RowByRow = Callable[[pa.Table], pa.Table]
-"""Makes the same of each row whatever rows are beside it; gets and returns rows without ids. It must be picklable."""
+"""Makes the same of each row whatever rows are beside it; gets and returns rows without ids. It must be picklable.
+
+Raises `RowFault` for a row that is wrong."""
+Between = Callable[[int, int], pa.Table]
+"""Returns the rows [begin, end) of a unit, in the epoch's order."""
 
 _BLOCKS = 3
 
@@ -67,7 +73,7 @@ class Rows:
     def cut(self, unit: pa.Table, row_range: RowRange) -> pa.Table:
         """Return the rows of one range, given its whole unit in the file's order.
 
-        Raises `TrainingError` if `transform` does not keep the number of rows.
+        Raises `TrainingError` if `transform` does not keep the number of rows, and `DataError` for a row that is wrong.
         """
         permutation = self._permutation(row_range)
 
@@ -79,23 +85,32 @@ class Rows:
     def _permutation(self, row_range: RowRange) -> npt.NDArray[np.int64] | None:
         return self.sample_order.permutation(row_range.epoch, row_range.unit)
 
-    def _cut(self, between: Callable[[int, int], pa.Table], row_range: RowRange) -> pa.Table:
-        """Return the rows of one range; `between` returns the rows [begin, end) of its unit in the epoch's order."""
+    def _cut(self, between: Between, row_range: RowRange) -> pa.Table:
+        """Return the rows of one range, given what returns rows of its unit."""
         if self.transform is None:
             stop = row_range.start + row_range.rows
-            return _applied((*self.before, *self.after), between(row_range.start, stop))
+            return _applied(self.after, self._prepared(between, row_range, row_range.start, stop))
         first = row_range.start // self.block_rows
         last = (row_range.start + row_range.rows - 1) // self.block_rows
         parts = []
         for number in range(first, last + 1):
             begin = number * self.block_rows
             end = min(begin + self.block_rows, self.index.unit_rows[row_range.unit])
-            rows = _applied(self.before, between(begin, end))
+            rows = self._prepared(between, row_range, begin, end)
             made = self._transformed(rows, row_range, number)
             start = max(row_range.start, begin)
             wanted = made.slice(start - begin, min(row_range.start + row_range.rows, end) - start)
             parts.append(_applied(self.after, wanted))
         return pa.concat_tables(parts)
+
+    def _prepared(self, between: Between, row_range: RowRange, begin: int, end: int) -> pa.Table:
+        """Return what `before` makes of the rows [begin, end) of the range's unit, in the epoch's order."""
+        try:
+            return _applied(self.before, between(begin, end))
+        except RowFault as fault:
+            place, permutation = begin + fault.row, self._permutation(row_range)
+            row = place if permutation is None else int(permutation[place])
+            raise DataError(fault.what, named_row(self.index, row_range.unit, row), remedy=fault.remedy) from fault
 
     def _transformed(self, rows: pa.Table, row_range: RowRange, number: int) -> pa.Table:
         assert self.transform is not None

@@ -14,7 +14,7 @@ import yaml
 from raytrain_plus.errors import InputError, JobError
 from raytrain_plus.job.value_checks import check_values
 
-Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface"]
+Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "images", "webdataset"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +31,9 @@ class Data:
     """
 
     format: Format | None = None
-    """`parquet`, `jsonl`, `csv` (also TSV), `arrow` (also Feather), `text` (a row for each line) or `huggingface` (a
-    folder that `save_to_disk` wrote). Default None: what the names of the files say.
+    """`parquet`, `jsonl`, `csv` (also TSV), `arrow` (also Feather), `text` (a row for each line), `huggingface` (a
+    folder that `save_to_disk` wrote), `images` (a folder of image files) or `webdataset` (tar files of samples).
+    Default None: what the names of the files say.
 
     Other formats than Parquet are converted once on each node, in ~/.cache/raytrain_plus/data; `.gz`, `.bz2` and
     `.zst` are uncompressed. Changed files are converted again.
@@ -45,6 +46,14 @@ class Data:
     A `torch.utils.data.Dataset` or a `datasets.Dataset` is read by index, and its items must be the same whenever they
     are read. An `IterableDataset` is read once on each node, and kept in ~/.cache/raytrain_plus/data. Items that
     are mappings give batches that are mappings, tuples give tuples, and single values tensors.
+    """
+
+    image_size: Sequence[int] | None = None
+    """`[height, width]` in pixels, to which every column of encoded images is decoded and resized, as RGB, before
+    `transform`. Default None: images stay encoded.
+
+    A column becomes a tensor of shape (rows, 3, height, width), of uint8. Pixels are interpolated bilinearly; an EXIF
+    orientation is not applied. Needs Pillow, which the extra `images` of this package installs.
     """
 
     prepare: str | None = None
@@ -354,7 +363,7 @@ _SAME = (
     "task",
     "args",
     "seed",
-    *(f"data.{name}" for name in ("path", "dataset", "batch_size", "shards", "shuffle")),
+    *(f"data.{name}" for name in ("path", "dataset", "image_size", "batch_size", "shards", "shuffle")),
     *(f"data.{name}" for name in ("transform", "collate", "granule")),
     "steps",
     "epochs",
@@ -371,6 +380,7 @@ It can also depend on `collective` and `elastic.on_nonfinite`, which may change.
 _SAME_WITH_PIPEDREAM = ("parallel.schedule", "parallel.partition", "parallel.commit_every")
 """Keys that must agree too if one of two jobs uses pipedream, which computes gradients with older weights."""
 _BEFORE = {
+    "data.image_size": None,
     "data.collate": None,
     "data.dataset": None,
     "compression": "none",
@@ -446,7 +456,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Mapping:
         return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     if origin is Sequence:
-        return isinstance(value, (list, tuple)) and all(isinstance(entry, str) for entry in value)
+        return isinstance(value, (list, tuple)) and all(_fits(entry, get_args(hint)[0]) for entry in value)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int:
@@ -464,7 +474,7 @@ def spell_type(hint: Any) -> str:
     if origin is Mapping:
         return "a mapping with strings as keys"
     if origin is Sequence:
-        return "a list of strings"
+        return "a list of integers" if get_args(hint) == (int,) else "a list of strings"
     words = {float: "a number", int: "an integer", bool: "true or false", str: "a string"}
     return {**words, type(None): "null", type: "a class"}[hint]
 

@@ -100,6 +100,20 @@ def _microbatches(microbatches: int, batch_size: int, shards: int) -> _Problem:
     return f"{microbatches} does not divide the {rows} rows that each shard gives to a step", f"a divisor of {rows}", ""
 
 
+MOST_PIXELS = 16_384
+"""Limit of the height and the width of images."""
+
+
+def _image_size(size: Sequence[int] | None) -> _Problem:
+    if size is None or (len(size) == 2 and all(1 <= pixels <= MOST_PIXELS for pixels in size)):
+        return None
+    return (
+        f"{[*size]} is not a size of images",
+        f"[height, width], each from 1 to {MOST_PIXELS:,} pixels",
+        "",
+    )
+
+
 def _length(steps: int | None, epochs: int | None) -> _Problem:
     if (steps is None) != (epochs is None):
         return None
@@ -266,6 +280,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("data.batch_size",), _at_least(1)),
     (("data.shards",), _at_least(1, 100_000)),
     (("data.batch_size", "data.shards"), _batch),
+    (("data.image_size",), _image_size),
     (("data.prepare",), _reference),
     (("data.transform",), _reference),
     (("data.collate",), _collate),

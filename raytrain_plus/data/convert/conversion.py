@@ -19,6 +19,7 @@ from raytrain_plus.data.convert.arrow_batches import ArrowBatches
 from raytrain_plus.data.convert.cache import made_once
 from raytrain_plus.data.convert.csv_rows import CsvRows
 from raytrain_plus.data.convert.formats import SAVED, SAVED_SPLITS, SUFFIXES
+from raytrain_plus.data.convert.image_files import ImageFiles
 from raytrain_plus.data.convert.jsonl import JsonLines
 from raytrain_plus.data.convert.parts import (
     Parts,
@@ -27,8 +28,9 @@ from raytrain_plus.data.convert.parts import (
     save_progress,
 )
 from raytrain_plus.data.convert.records import Records, Unfit
+from raytrain_plus.data.convert.tar_samples import TarSamples
 from raytrain_plus.data.convert.text_lines import TextLines
-from raytrain_plus.data.files import find_files, is_file
+from raytrain_plus.data.files import find_files, is_file, split_pattern
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.settings import Format
 
@@ -38,8 +40,9 @@ READERS: Mapping[Format, Callable[[], Records]] = {
     "arrow": ArrowBatches,
     "huggingface": ArrowBatches,
     "text": TextLines,
+    "webdataset": TarSamples,
 }
-"""For each format that is converted, what reads it."""
+"""For each format that is converted, what reads it; images need more: see `_reader`."""
 _VERSION = 1
 """Raised when the same source is to be converted differently."""
 
@@ -115,12 +118,19 @@ def earlier(target: Path) -> list[Path]:
 
 def _convert(path: Path, format_: Format, files: Sequence[Path], target: Path, partial: Path, told: Told) -> None:
     try:
-        _write_all(files, READERS[format_](), partial, told)
+        _write_all(files, _reader(path, format_, files), partial, told)
     except DataError:
         # If the files have changed, that explains the error better.
         _check_unchanged(path, format_, target)
         raise
     _check_unchanged(path, format_, target)
+
+
+def _reader(path: Path, format_: Format, files: Sequence[Path]) -> Records:
+    if format_ == "images":
+        root = split_pattern(path)[0]
+        return ImageFiles(root.parent if is_file(root) else root, files)
+    return READERS[format_]()
 
 
 def _write_all(files: Sequence[Path], reader: Records, partial: Path, told: Told) -> None:
@@ -155,11 +165,13 @@ def _begun(partial: Path, schema: pa.Schema) -> Progress:
 
 
 def _write(files: Sequence[Path], reader: Records, partial: Path, progress: Progress, told: Told) -> None:
-    parts, sizes = Parts(partial, progress), [file.stat().st_size for file in files]
+    parts, sizes, columns = Parts(partial, progress), [file.stat().st_size for file in files], progress.columns
+    # There may be a million files.
+    before, total = sum(sizes[: progress.file]), sum(sizes)
     for number in range(progress.file, len(files)):
-        before = sum(sizes[:number])
         begin = progress.begin if number == progress.file else 0
-        for block in reader.blocks(files[number], progress.columns, begin):
+        for block in reader.blocks(files[number], columns, begin):
             parts.add(block, number)
-            told(before + block.read, sum(sizes))
+            told(before + block.read, total)
+        before += sizes[number]
     parts.end()

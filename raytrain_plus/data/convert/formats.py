@@ -20,6 +20,8 @@ SUFFIXES: Mapping[Format, tuple[str, ...]] = {
     **{name: (*found, *(one + packed for one in found for packed in PACKED)) for name, found in _OF_TEXT.items()},
     "arrow": (".arrow", ".feather"),
     "huggingface": (".arrow",),
+    "images": (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
+    "webdataset": (".tar", ".tar.gz", ".tgz"),
 }
 """For each format, how the names of its files end."""
 
@@ -30,7 +32,8 @@ SAVED_SPLITS, SAVED = "dataset_dict.json", "state.json"
 def format_of(path: Path) -> Format:
     """Return the format of the data at an absolute path: a file, a folder, or a pattern; Parquet if nothing tells.
 
-    A folder has the format of the files in it, if these have one format and none of them is Parquet.
+    A folder has the format of the files in it, if these have one format and none of them is Parquet. Images beside
+    files of another format do not count.
     """
     by_name = _of_name(path.name)
     if by_name is not None or is_file(path):
@@ -38,6 +41,8 @@ def format_of(path: Path) -> Format:
     if is_file(path / SAVED) or is_file(path / SAVED_SPLITS):
         return "huggingface"
     found = {one for name in names_below(path) if (one := _of_name(name)) is not None}
+    if len(found) > 1:
+        found.discard("images")
     return found.pop() if len(found) == 1 else "parquet"
 
 

@@ -34,6 +34,7 @@ GOOD = {
     "data.batch_size": ["16", "64"],
     "data.shards": ["8", "4", "1", "2"],
     "data.shuffle": ["none", "units", "rows", "'rows'"],
+    "data.image_size": ["~"],
     "data.transform": ["null", "tests.unit.fuzz.tasks:same"],
     "data.granule": ["1", "1024", "1000000000"],
     "data.cache_mb": ["0", "256"],
