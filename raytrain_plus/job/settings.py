@@ -62,11 +62,12 @@ class Data:
     """
 
     collate: str | None = None
-    """How rows become a batch: `stack`, `pad` or `module:function(table)`. Default None: the task's `collate`.
+    """How rows become a batch: `stack`, `pad`, `pack` or `module:function(table)`. Default None: the task's `collate`.
 
     `stack` makes a tensor of each column, as a task does that has no `collate`. `pad` also takes text, as a list, and
     lists of different lengths, which it fills up to the longest of the microbatch, with 0, or -100 in `labels`;
-    `attention_mask` says where values are.
+    `attention_mask` says where values are. `pack` joins the lists of a microbatch into one sequence, (1, tokens), and
+    adds `position_ids` and `cu_seq_lens`, where each row begins; means are then weighted by tokens, not by rows.
     """
 
     granule: int = 1024

@@ -96,6 +96,11 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
             ["parallel.partition=[a, b, c]", "parallel.schedule=zero-bubble"],
             "3 names for 2 stages of zero",
         ),
+        (
+            GOOD + STAGES,
+            ["data.collate=pack"],
+            "data.collate=pack: packed microbatches differ in their number of tokens",
+        ),
         (GOOD, ["parallel.partition=[a]"], "partition=[a]: a model in one stage has no partition"),
         (GOOD + STAGES, ["parallel.partition=[0, 2]"], "expected: a list of strings or null"),
         (GOOD + "elastic: {copy_every: 0}\n", [], "elastic.copy_every: 0"),
