@@ -10,7 +10,7 @@ from raytrain_plus.data.convert.conversion import converted, default_cache, earl
 from raytrain_plus.data.convert.formats import format_of
 from raytrain_plus.data.convert.parts import is_complete
 from raytrain_plus.data.files import data_exists, split_pattern
-from raytrain_plus.data.source import Index, Origin, index
+from raytrain_plus.data.source import Index, Origin, index, with_tokenizer
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.settings import Format, Job
 from raytrain_plus.observe.conversion_view import conversion_view
@@ -42,10 +42,10 @@ def dataset(path: str | Path, format_: Format | None = None, *, cache: Path | No
 
 def training_data(job: Job) -> Index:
     """Return the index of the rows that a job trains on."""
-    return dataset(job.data.path, job.data.format)
+    return with_tokenizer(dataset(job.data.path, job.data.format), job.data.tokenizer)
 
 
 def held_out_data(job: Job) -> Index:
     """Return the index of the rows that a job is evaluated on; there must be some."""
     assert job.evaluate is not None
-    return dataset(job.evaluate.path, job.data.format)
+    return with_tokenizer(dataset(job.evaluate.path, job.data.format), job.data.tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raytrain_plus.data.sample_order import SampleOrder, steps_of_epochs
 from raytrain_plus.data.source import Index
+from raytrain_plus.data.tokens import Tokenized
 from raytrain_plus.data.transform_block import Rows, Transform
 from raytrain_plus.job.settings import Job
 
@@ -68,4 +69,11 @@ def held_out_rows_of(job: Job, data: Index, transform: Transform | None) -> Rows
 
 
 def _rows(job: Job, data: Index, sample_order: SampleOrder, transform: Transform | None) -> Rows:
-    return Rows(index=data, sample_order=sample_order, seed=job.seed, transform=transform, block_rows=job.data.granule)
+    return Rows(
+        index=data,
+        sample_order=sample_order,
+        seed=job.seed,
+        transform=transform,
+        block_rows=job.data.granule,
+        after=() if data.tokenizer is None else (Tokenized(data.tokenizer),),
+    )

@@ -70,13 +70,22 @@ class Data:
     adds `position_ids` and `cu_seq_lens`, where each row begins; means are then weighted by tokens, not by rows.
     """
 
+    tokenizer: str | None = None
+    """Folder with a `tokenizer.json`, as Hugging Face's `save_pretrained` writes it, or the file. Default None.
+
+    The text in the rows that come out of `transform` becomes lists of token numbers: the only column of text becomes
+    `input_ids`, each of several `<column>_input_ids`. Special tokens and truncation are as the file says; `collate`
+    pads. Needs `pip install "raytrain-plus[transformers]"`.
+    """
+
     granule: int = 1024
     """Transform block: the largest number of rows that `transform` gets in one call. Default 1024."""
 
     cache_mb: int = 256
     """Megabytes of decoded row groups that a worker may keep in memory from one epoch to the next.
 
-    Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits and there is no `transform`.
+    Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits, without `transform` and
+    `tokenizer`.
     """
 
 
@@ -341,7 +350,8 @@ _SAME = (
     "task",
     "args",
     "seed",
-    *(f"data.{name}" for name in ("path", "batch_size", "shards", "shuffle", "transform", "collate", "granule")),
+    *(f"data.{name}" for name in ("path", "batch_size", "shards", "shuffle", "transform", "collate")),
+    *("data.tokenizer", "data.granule"),
     "steps",
     "epochs",
     "workers.threads",
@@ -358,6 +368,7 @@ _SAME_WITH_PIPEDREAM = ("parallel.schedule", "parallel.partition", "parallel.com
 """Keys that must agree too if one of two jobs uses pipedream, which computes gradients with older weights."""
 _BEFORE = {
     "data.collate": None,
+    "data.tokenizer": None,
     "compression": "none",
     "parallel.schedule": "1f1b",
     # Theirs was timed. Checkpoints fit every partition, so their runs resume with the counted one.

@@ -210,6 +210,7 @@ KEPT = {
     "data.shuffle": "none",
     "data.transform": "a:augment",
     "data.collate": "pad",
+    "data.tokenizer": "saved",
     "data.granule": "7",
     "steps": "11",
     "workers.threads": "2",
