@@ -101,7 +101,7 @@ def pack(table: pa.Table) -> dict[str, Any]:
         if name in ("input_ids", "labels"):
             values = values.to(torch.int64)
         if name == "labels":
-            # Begins that are also ends belong to empty rows, which have no label.
+            # An empty row has no label, and the last one would begin past the end.
             values[starts[:-1][lengths > 0]] = IGNORED[name]
         batch[name] = values.unsqueeze(0)
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)

@@ -174,6 +174,14 @@ def test_a_slice_and_lists_of_one_size_are_packed() -> None:
     same(pack(pa.table({"a": [[1], [2, 3]]}))["a"], [[1, 2, 3]])
 
 
+def test_empty_rows_are_documents_without_tokens() -> None:
+    lists = [[], [1, 2], [], []]
+    batch = pack(pa.table({"input_ids": lists, "labels": lists}))
+    same(batch["labels"], [[-100, 2]])
+    same(batch["position_ids"], [[0, 1]])
+    same(batch["cu_seq_lens"], torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32))
+
+
 @pytest.mark.parametrize(
     ("columns", "what"),
     [

@@ -105,9 +105,14 @@ def test_it_travels_to_other_processes_and_forks_without_a_word(saved: Path) -> 
     code = (
         "import os, pickle, sys, pyarrow as pa\n"
         "made = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
-        "made(pa.table({'text': ['the plot'] * 2000}))\n"
+        "rows = pa.table({'text': ['the plot'] * 2000})\n"
+        "from raytrain_plus.data.tokens import _loaded\n"
+        "_loaded(made.file)\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "made(rows)\n"
+        "assert len(os.listdir('/proc/self/task')) == before, 'it has started threads'\n"
         "child = os.fork()\n"
-        "made(pa.table({'text': ['the plot'] * 2000}))\n"
+        "made(rows)\n"
         "child or os._exit(0)\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
     )

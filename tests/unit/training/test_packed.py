@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,9 @@ from torch.nn import functional as F
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.collate import set_collate
+from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.ledger import ROW_ID
+from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.reader import Microbatch, cut
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.training.build import whole_steps
@@ -22,6 +26,8 @@ from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.loss import task_loss
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.trial import try_on_cpu
+from tests.unit.data.test_tokens import job, save
 from tests.unit.training.group import context
 
 VOCABULARY, WIDTH, SHARDS, ROWS, SEED = 17, 8, 3, 3, 5
@@ -31,10 +37,10 @@ CPU = torch.device("cpu")
 class Causal(nn.Module):
     """One layer of causal attention that never crosses documents."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = VOCABULARY) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
-        self.mixed, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.tokens, self.places = nn.Embedding(size, WIDTH), nn.Embedding(32, WIDTH)
+        self.mixed, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, size)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         x = self.tokens(batch["input_ids"]) + self.places(batch["position_ids"])
@@ -155,3 +161,25 @@ def test_held_out_means_are_over_tokens() -> None:
 def test_values_of_rows_are_no_means_over_tokens() -> None:
     with pytest.raises(TrainingError, match="evaluate returned 'loss', a value for each row, and with data"):
         evaluated(packing(OfRows))
+
+
+class Texts(Packs):
+    """Predicts the tokens of texts; the rows have no labels of their own."""
+
+    def model(self) -> nn.Module:
+        return Causal(60)
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        ends = batch["cu_seq_lens"][1:-1].long()
+        labels = batch["input_ids"].index_fill(1, ends, -100)
+        return mean_loss(model, {**batch, "labels": labels})
+
+
+def test_texts_are_tokenized_and_packed_by_a_job(tmp_path: Path) -> None:
+    save(tmp_path / "saved")
+    wanted = job(tmp_path, tmp_path / "saved", collate="pack")
+    wanted = replace(wanted, task=Texts)
+    seen, held_out = training_data(wanted), held_out_data(wanted)
+    found = try_on_cpu(wanted, Texts, rows_of(wanted, seen, None), held_out_rows_of(wanted, held_out, None))
+    assert (found.rows, found.remarks, set(found.metrics)) == (8, (), {"loss"})
+    assert found.metrics["loss"] == pytest.approx(np.log(60), abs=2)
