@@ -105,10 +105,11 @@ class Task:
 
         {"loss": mean, "weight": number, "metrics": {"accuracy": number}}
 
-        `weight` (default: the number of rows) is what the mean counts if rows do not count equally, such as the number
-        of tokens. `metrics` are up to 64 other means over the batch, with the same names for every batch of a step.
-        Each step reports loss and metrics as means over all its microbatches, weighted by `weight`. NaN is allowed in a
-        metric. Nothing else may be returned: `return loss, accuracy` is an error.
+        `weight` is what the mean counts if rows do not count equally, such as the number of tokens. Default: the number
+        of rows, or of tokens with `data.collate: pack`. `metrics` are up to 64 other means over the batch, with the
+        same names for every batch of a step. Each step reports loss and metrics as means over all its microbatches,
+        weighted by `weight`. NaN is allowed in a metric. Nothing else may be returned: `return loss, accuracy` is an
+        error.
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch)")
 
@@ -121,7 +122,8 @@ class Task:
         - a tensor whose first dimension is the rows: a value for each row
 
         The run reports the mean over all held-out rows, however they are batched. That is right for accuracy, not for
-        F1, AUC or perplexity, which are no means over rows: define `summarise` for these.
+        F1, AUC or perplexity, which are no means over rows: define `summarise` for these. With `data.collate: pack` it
+        is the mean over all tokens, of numbers that are means over the tokens of a batch.
         """
         result = self.loss(model, batch)
         return (

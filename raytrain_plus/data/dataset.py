@@ -15,7 +15,7 @@ from raytrain_plus.data.convert.parts import is_complete
 from raytrain_plus.data.files import data_exists, split_pattern
 from raytrain_plus.data.images import load_pillow
 from raytrain_plus.data.items import items_of
-from raytrain_plus.data.source import Index, Origin, index, index_items
+from raytrain_plus.data.source import Index, Origin, index, index_items, with_tokenizer
 from raytrain_plus.data.user_dataset import open_dataset
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.settings import Format, Job
@@ -63,7 +63,7 @@ def returned_dataset(
 
 
 def again(seen: Index, roots: Sequence[str | Path]) -> Index:
-    """Return the index of the same data as this node sees it."""
+    """Return the index of the same data as this node sees it, without its tokenizer."""
     if seen.items is not None:
         return returned_dataset(seen.named, roots, scattered=seen.items.scattered)
     if seen.origin is None:
@@ -76,16 +76,17 @@ def training_data(job: Job, roots: Sequence[str | Path]) -> Index:
     if job.data.image_size is not None:
         # Before a worker starts.
         load_pillow()
-    if job.data.dataset is not None:
-        return returned_dataset(job.data.dataset, roots, scattered=job.data.shuffle != "none")
-    assert job.data.path is not None
-    return dataset(job.data.path, job.data.format)
+    return _of_job(job, job.data.path, job.data.dataset, roots, scattered=job.data.shuffle != "none")
 
 
 def held_out_data(job: Job, roots: Sequence[str | Path]) -> Index:
     """Return the index of the rows that a job is evaluated on; there must be some."""
     assert job.evaluate is not None
-    if job.evaluate.dataset is not None:
-        return returned_dataset(job.evaluate.dataset, roots)
-    assert job.evaluate.path is not None
-    return dataset(job.evaluate.path, job.data.format)
+    return _of_job(job, job.evaluate.path, job.evaluate.dataset, roots, scattered=False)
+
+
+def _of_job(job: Job, path: str | None, spec: str | None, roots: Sequence[str | Path], *, scattered: bool) -> Index:
+    if spec is not None:
+        return with_tokenizer(returned_dataset(spec, roots, scattered=scattered), job.data.tokenizer)
+    assert path is not None
+    return with_tokenizer(dataset(path, job.data.format), job.data.tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from raytrain_plus.data.images import DecodeImages
 from raytrain_plus.data.sample_order import SampleOrder, read_factor, steps_of_epochs
 from raytrain_plus.data.source import Index
+from raytrain_plus.data.tokens import Tokenized
 from raytrain_plus.data.transform_block import Rows, Transform
 from raytrain_plus.job.settings import Job
 
@@ -81,4 +82,5 @@ def _rows(job: Job, data: Index, sample_order: SampleOrder, transform: Transform
         transform=transform,
         block_rows=job.data.granule,
         before=() if job.data.image_size is None else (DecodeImages(*job.data.image_size),),
+        after=() if data.tokenizer is None else (Tokenized(data.tokenizer),),
     )

@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from raytrain_plus.data.files import data_exists, find_files
 from raytrain_plus.data.items import Items, changes_of
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.sight import Sight, change_of, footer_of, sight_of
+from raytrain_plus.data.tokens import TokenizerFile, tokenizer_file
 from raytrain_plus.errors import DataChanged, DataError, first_line
 from raytrain_plus.job.settings import Format
 
@@ -76,13 +77,15 @@ class Index:
     schema: pa.Schema
     """The columns, without metadata."""
     fingerprint: str
-    """SHA-256 over the files' relative paths, sizes and footers; no times."""
+    """SHA-256 over the files' relative paths, sizes and footers, and the tokenizer if there is one; no times."""
     file_sights: tuple[Sight, ...] = field(compare=False)
     """For each file, its `stat` on this node, taken before its footer was read. Differs from node to node."""
     origin: Origin | None = field(default=None, compare=False)
     """The source of these files if they are converted; None for files of the user's."""
     items: Items | None = field(default=None, compare=False)
     """A dataset that is read by index, if it is one: its blocks are the row groups of one file, which is on no disk."""
+    tokenizer: TokenizerFile | None = field(default=None, compare=False)
+    """What makes tokens of the text in the rows; its path differs from node to node, if at all."""
 
     @property
     def named(self) -> str:
@@ -101,6 +104,7 @@ class Index:
             "path": self.path,
             **({} if self.origin is None else {"converted_from": self.origin.path}),
             **({} if self.items is None else {"dataset": self.items.to_json()}),
+            **({} if self.tokenizer is None else {"tokenizer_sha256": self.tokenizer.sha256}),
             "fingerprint": self.fingerprint,
             "rows": self.rows,
             "files": [
@@ -200,14 +204,29 @@ def index_items(items: Items) -> Index:
     )
 
 
+def with_tokenizer(data: Index, path: str | Path | None) -> Index:
+    """Return the index of the same rows with tokens in place of text, if `path` names a tokenizer.
+
+    Its digest becomes a part of the fingerprint. Raises the errors of `tokenizer_file`.
+    """
+    if path is None:
+        return data
+    file = tokenizer_file(path)
+    both = hashlib.sha256(f"{data.fingerprint}\0{file.sha256}".encode()).hexdigest()
+    return replace(data, tokenizer=file, fingerprint=both)
+
+
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     """Describe by file how the data of two `Index.to_json` differs."""
+    found = []
+    if now.get("tokenizer_sha256") != then.get("tokenizer_sha256"):
+        found.append("data.tokenizer has another content")
     if "dataset" in now or "dataset" in then:
         both = "dataset" in now and "dataset" in then
-        return changes_of(now["dataset"], then["dataset"]) if both else ["one is at a path, the other is not"]
+        return found + (changes_of(now["dataset"], then["dataset"]) if both else ["only one of them is at a path"])
     here = {file["path"]: file for file in now["files"]}
     there = {file["path"]: file for file in then["files"]}
-    found = [f"{path} is missing" for path in sorted(there.keys() - here.keys())]
+    found += [f"{path} is missing" for path in sorted(there.keys() - here.keys())]
     found += [f"{path} is new" for path in sorted(here.keys() - there.keys())]
     for path in sorted(here.keys() & there.keys()):
         mine, theirs = here[path], there[path]

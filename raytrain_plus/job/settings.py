@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import yaml
 
 from raytrain_plus.errors import InputError, JobError
+from raytrain_plus.job.setting_types import fields_of, fits, flatten, nested, plain, spell_type
 from raytrain_plus.job.value_checks import check_values
 
 Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "images", "webdataset"]
@@ -81,11 +79,20 @@ class Data:
     """
 
     collate: str | None = None
-    """How rows become a batch: `stack`, `pad` or `module:function(table)`. Default None: the task's `collate`.
+    """How rows become a batch: `stack`, `pad`, `pack` or `module:function(table)`. Default None: the task's `collate`.
 
     `stack` makes a tensor of each column, as a task does that has no `collate`. `pad` also takes text, as a list, and
     lists of different lengths, which it fills up to the longest of the microbatch, with 0, or -100 in `labels`;
-    `attention_mask` says where values are.
+    `attention_mask` says where values are. `pack` joins the lists of a microbatch into one sequence, (1, tokens), and
+    adds `position_ids` and `cu_seq_lens`, where each row begins; means are then weighted by tokens, not by rows.
+    """
+
+    tokenizer: str | None = None
+    """Folder with a `tokenizer.json`, as Hugging Face's `save_pretrained` writes it, or the file. Default None.
+
+    The text in the rows that come out of `transform` becomes lists of token numbers: the only column of text becomes
+    `input_ids`, each of several `<column>_input_ids`. Special tokens and truncation are as the file says; `collate`
+    pads. Needs the extra `transformers` of this package.
     """
 
     granule: int = 1024
@@ -94,7 +101,8 @@ class Data:
     cache_mb: int = 256
     """Megabytes of decoded row groups that a worker may keep in memory from one epoch to the next.
 
-    Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits and there is no `transform`.
+    Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits, without `transform` and
+    `tokenizer`.
     """
 
 
@@ -343,7 +351,7 @@ class Job:
 
         A task given as a class is written as `module:Class`.
         """
-        values = _plain(self)
+        values = plain(self)
         if not isinstance(self.task, str):
             values["task"] = f"{self.task.__module__}:{self.task.__qualname__}"
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -364,7 +372,7 @@ _SAME = (
     "args",
     "seed",
     *(f"data.{name}" for name in ("path", "dataset", "image_size", "batch_size", "shards", "shuffle")),
-    *(f"data.{name}" for name in ("transform", "collate", "granule")),
+    *(f"data.{name}" for name in ("transform", "collate", "tokenizer", "granule")),
     "steps",
     "epochs",
     "workers.threads",
@@ -383,6 +391,7 @@ _BEFORE = {
     "data.image_size": None,
     "data.collate": None,
     "data.dataset": None,
+    "data.tokenizer": None,
     "compression": "none",
     "parallel.schedule": "1f1b",
     # Theirs was timed. Checkpoints fit every partition, so their runs resume with the counted one.
@@ -390,32 +399,6 @@ _BEFORE = {
     "parallel.commit_every": 16,
 }
 """Those of all these keys that older versions did not write, and what these versions did."""
-
-
-@functools.cache
-def fields_of(cls: type) -> Mapping[str, tuple[Any, bool]]:
-    """Return the settings of one level: name -> (type, whether it is required)."""
-    hints = get_type_hints(cls)
-    return {
-        entry.name: (hints[entry.name], entry.default is MISSING and entry.default_factory is MISSING)
-        for entry in dataclasses.fields(cls)
-    }
-
-
-def nested(hint: Any) -> type | None:
-    """Return the dataclass in a setting's type, or None."""
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return next((option for option in options if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
-
-
-def flatten(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every setting as (dotted key, value); groups that are not given are left out."""
-    for entry in dataclasses.fields(settings):
-        value = getattr(settings, entry.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from flatten(value, f"{prefix}{entry.name}.")
-        else:
-            yield f"{prefix}{entry.name}", value
 
 
 def hint_of(key: str) -> Any:
@@ -437,7 +420,7 @@ def check_type(key: str, value: Any) -> InputError | None:
         return (
             None if value is None and type(None) in get_args(hint) else _wrong_type(key, value, "a group of settings")
         )
-    if _fits(value, hint):
+    if fits(value, hint):
         return None
     return _wrong_type(key, value, spell_type(hint))
 
@@ -445,48 +428,6 @@ def check_type(key: str, value: Any) -> InputError | None:
 def _wrong_type(key: str, value: Any, expected: str) -> InputError:
     got = f"{value!r}" if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"
     return InputError(f"{got} is not allowed", where=key, expected=expected)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin = get_origin(hint)
-    if origin in (Union, UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
-    if origin is Literal:
-        return value in get_args(hint)
-    if origin is Mapping:
-        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-    if origin is Sequence:
-        return isinstance(value, (list, tuple)) and all(_fits(entry, get_args(hint)[0]) for entry in value)
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def spell_type(hint: Any) -> str:
-    """Return a setting's type in words."""
-    origin = get_origin(hint)
-    if origin in (Union, UnionType):
-        return " or ".join(spell_type(option) for option in get_args(hint))
-    if origin is Literal:
-        return "one of " + ", ".join(str(option) for option in get_args(hint))
-    if origin is Mapping:
-        return "a mapping with strings as keys"
-    if origin is Sequence:
-        return "a list of integers" if get_args(hint) == (int,) else "a list of strings"
-    words = {float: "a number", int: "an integer", bool: "true or false", str: "a string"}
-    return {**words, type(None): "null", type: "a class"}[hint]
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    return value
 
 
 def _kept(values: Any, key: str) -> Any:

@@ -230,7 +230,7 @@ def _reference(spec: str | type | None) -> _Problem:
     return f"{spec!r} is not an import path", "module:name, such as examples.digits:Digits", remedy
 
 
-COLLATES = ("stack", "pad")
+COLLATES = ("stack", "pad", "pack")
 """The ready functions of `data.collate`."""
 
 
@@ -243,6 +243,13 @@ def _collate(spec: str) -> _Problem:
         f"{', '.join(COLLATES)}, or module:function",
         f"did you mean '{near[0]}'?" if near else "",
     )
+
+
+def _packed(collate: str | None, pipeline: int) -> _Problem:
+    if collate != "pack" or pipeline == 1:
+        return None
+    what = "packed microbatches differ in their number of tokens, and stages need the same shapes in every step"
+    return what, "pad, stack or module:function, or parallel.pipeline: 1", ""
 
 
 def _best(metric: str, evaluate: None) -> _Problem:
@@ -284,6 +291,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("data.prepare",), _reference),
     (("data.transform",), _reference),
     (("data.collate",), _collate),
+    (("data.collate", "parallel.pipeline"), _packed),
     (("data.granule",), _at_least(1)),
     (("data.cache_mb",), _at_least(0)),
     (("steps",), _at_least(1)),

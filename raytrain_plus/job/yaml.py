@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from raytrain_plus.errors import InputError, JobError, first_line
-from raytrain_plus.job.settings import Job, check_type, fields_of, flatten, nested
+from raytrain_plus.job.setting_types import fields_of, flatten, nested
+from raytrain_plus.job.settings import Job, check_type
 from raytrain_plus.job.value_checks import check_values
 
 MOST_BYTES = 1 << 20

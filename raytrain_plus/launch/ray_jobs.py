@@ -22,6 +22,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from raytrain_plus.data.files import split_pattern
 from raytrain_plus.data.of_job import data_paths
+from raytrain_plus.data.tokens import find_tokenizer
 from raytrain_plus.errors import InputError, RaytrainError, RunError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.launch.ray_address import authentication_failed
@@ -301,7 +302,25 @@ def check_sendable(job: Job, file: Path, folder: Path) -> str:
                 expected="an absolute path that all machines of the cluster see, or a `data.prepare` that makes the "
                 "data there",
             )
+    _check_tokenizer_sent(job, folder)
     return inside.as_posix()
+
+
+def _check_tokenizer_sent(job: Job, folder: Path) -> None:
+    """Raise `InputError` if a tokenizer with a relative path is not in the copy of `folder` that is sent."""
+    path = job.data.tokenizer
+    if path is None or Path(path).is_absolute() or job.data.prepare:
+        return
+    places, stores = _inside(path, folder), [place for place in _inside(job.storage, folder) if place != "."]
+    if not places or any(PurePosixPath(place).is_relative_to(store) for place in places for store in stores):
+        where = "inside `storage`" if places else "outside the working directory"
+        raise InputError(
+            f"the tokenizer is {where}, and is not sent to the cluster",
+            where=f"data.tokenizer: {path}",
+            expected="a folder inside the working directory, or an absolute path that all machines of the cluster see",
+        )
+    # Not loaded: only the cluster needs the package.
+    find_tokenizer(folder / path)
 
 
 def check_shown(words: Sequence[str]) -> None:

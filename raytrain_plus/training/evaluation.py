@@ -1,6 +1,6 @@
 """Held-out evaluation: use every row once, divided over shards, and average exactly over rows, or summarise them.
 
-The result is a function of the state.
+Packed rows are averaged over their tokens. The result is a function of the state.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def evaluate(
     _agree(names, "names", step, context)
     flat = np.zeros((shards, len(names) + 1), dtype=np.float64)
     for shard, of_shard in sums.by_shard.items():
-        flat[shard, 0] = sums.rows[shard]
+        flat[shard, 0] = sums.weights[shard]
         flat[shard, 1:] = [of_shard.get(name, 0.0) for name in names]
     total = torch.from_numpy(flat)
     context.reduce(total, f"evaluation.{','.join(names)}", f"the evaluation after step {step}")

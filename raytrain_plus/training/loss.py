@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from raytrain_plus.data.collate import default_weight
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.task import Task
@@ -50,20 +51,23 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def task_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> TaskLoss:
-    """Return the task's mean loss of a batch, its weight (the rows unless the task gives one) and its metrics.
+    """Return the task's mean loss of a batch, its weight and its metrics.
 
-    Raises `TrainingError` if the task returns anything else.
+    The weight is the number of rows, or of tokens if `data.collate` packs them, unless the task gives one. Raises
+    `TrainingError` if the task returns anything else.
     """
     who = f"{type(task).__name__}.loss"
+    # Before the task's code, which may change its batch.
+    weight = default_weight(task, batch, rows)
     result = task.loss(model, batch)
     if not isinstance(result, Mapping):
-        return TaskLoss(_scalar(result, who), float(rows), {})
+        return TaskLoss(_scalar(result, who), weight, {})
     others = [repr(key) for key in result if key not in KEYS]
     if others or "loss" not in result:
         what = f"the keys {', '.join(others)}" if others else "a mapping without the key 'loss'"
         raise TrainingError(f"{who} returned {what}; {_EXPECTED}")
     loss = _scalar(result["loss"], who)
-    weight = _number(result.get("weight", rows), f"{who} returned a weight that is")
+    weight = _number(result.get("weight", weight), f"{who} returned a weight that is")
     return TaskLoss(loss, weight, _metrics(result.get("metrics", {}), who))
 
 

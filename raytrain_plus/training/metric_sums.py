@@ -17,13 +17,15 @@ Outputs = Mapping[str, torch.Tensor]
 
 
 class MetricSums:
-    """Sums of the values that `Task.evaluate` returns, weighted by rows, and the values of rows."""
+    """Sums of the values that `Task.evaluate` returns, weighted by rows or tokens, and the values of rows."""
 
     def __init__(self) -> None:
         self.names: list[str] | None = None
         self.by_shard: dict[int, dict[str, float]] = {}
         """The weighted sums of each shard, by metric name."""
         self.rows: dict[int, int] = {}
+        self.weights: dict[int, float] = {}
+        """What the sums of each shard are divided by: its rows, or its tokens if `data.collate` packs them."""
         self.outputs: dict[int, list[Outputs]] = {}
         """The values of each shard's rows, by batch, for `Task.summarise`; only where the loss is computed."""
 
@@ -31,25 +33,32 @@ class MetricSums:
         """Begin a shard, which may have no rows."""
         self.by_shard.setdefault(shard, {})
         self.rows.setdefault(shard, 0)
+        self.weights.setdefault(shard, 0.0)
 
-    def add(self, shard: int, rows: int, metrics: Mapping[str, float]) -> None:
-        """Add the means of a batch. Raises `TrainingError` if they have other names than those of other batches."""
+    def add(self, shard: int, rows: int, metrics: Mapping[str, float], weight: float | None = None) -> None:
+        """Add the means of a batch, which counts with `weight`, by default its rows.
+
+        Raises `TrainingError` if they have other names than those of other batches."""
         if self.names is not None and sorted(metrics) != self.names:
             one, other = ", ".join(self.names) or "none", ", ".join(sorted(metrics)) or "none"
             raise TrainingError(f"evaluate returned different metrics for different batches: {one}, and {other}")
         self.names = sorted(metrics)
         self.begin(shard)
-        sums = self.by_shard[shard]
+        sums, weight = self.by_shard[shard], float(rows) if weight is None else weight
         for name, value in metrics.items():
-            sums[name] = sums.get(name, 0.0) + value * rows
+            sums[name] = sums.get(name, 0.0) + value * weight
         self.rows[shard] += rows
+        self.weights[shard] += weight
 
 
-def checked(metrics: Any, rows: int, summarised: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def checked(
+    metrics: Any, rows: int, summarised: bool, by_token: bool = False
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return the means of a batch, and the values of its rows on the CPU.
 
-    `summarised`: whether the task has a `summarise`; without it the values of rows are averaged. Raises `TrainingError`
-    if the metrics are not a dict of numbers and of tensors over rows.
+    `summarised`: whether the task has a `summarise`; without it the values of rows are averaged. `by_token`: whether
+    means are over tokens, so that values of several rows cannot be averaged. Raises `TrainingError` if the metrics are
+    not a dict of numbers and of tensors over rows.
     """
     if not isinstance(metrics, Mapping):
         raise TrainingError(
@@ -62,6 +71,11 @@ def checked(metrics: Any, rows: int, summarised: bool) -> tuple[dict[str, float]
         if by_row and summarised:
             outputs[str(name)] = value.detach().cpu().contiguous()
         elif by_row and value.dim() == 1:
+            if by_token and rows > 1:
+                raise TrainingError(
+                    f"evaluate returned '{name}', a value for each row, and with data.collate: pack metrics are means "
+                    "over tokens: return one number, or define Task.summarise"
+                )
             means[str(name)] = float(value.detach().to("cpu", torch.float64).mean())
         else:
             means[str(name)] = _number(str(name), value, rows)

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from raytrain_plus.collective.world import Work
+from raytrain_plus.data.collate import counts_tokens, default_weight
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.task import Task
 from raytrain_plus.training.context import StepContext
@@ -107,11 +108,12 @@ class WholePasses:
                 control.enter("computing")
                 if index == 0:
                     part.buffers.restore()
+                weight = default_weight(self._task, one.batch, one.rows)
                 with part.keys.opened(part.keys.begin("evaluate", shard, index)):
                     given = held_out_metrics(self._task, part.module, to_device(one.batch, self._device), one.rows)
-                means, outputs = checked(given, one.rows, summarised)
+                means, outputs = checked(given, one.rows, summarised, counts_tokens(self._task))
                 found.outputs.setdefault(shard, []).append(outputs)
-                found.add(shard, one.rows, means)
+                found.add(shard, one.rows, means, weight)
                 control.enter("data")
         return found
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from raytrain_plus.data.dataset import again
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.sight import Sight
-from raytrain_plus.data.source import Index, check_unchanged, differences
+from raytrain_plus.data.source import Index, check_unchanged, differences, with_tokenizer
+from raytrain_plus.data.tokens import TokenizerFile
 from raytrain_plus.errors import DataError
 from raytrain_plus.workers.messages import Plan
 
@@ -28,6 +29,9 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     if first is not None:
         check_unchanged(replace(expected, file_sights=first))
     seen = again(expected, roots)
+    if expected.tokenizer is not None:
+        seen = with_tokenizer(seen, expected.tokenizer.path)
+        _check_tokenizer(seen.tokenizer, expected.tokenizer)
     if seen.fingerprint != expected.fingerprint:
         found = differences(seen.to_json(), expected.to_json())
         raise DataError(
@@ -37,6 +41,17 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
             remedy="put the same files there on every node, or name a shared folder",
         )
     return seen if first is None else replace(seen, file_sights=first)
+
+
+def _check_tokenizer(seen: TokenizerFile | None, expected: TokenizerFile) -> None:
+    """Raise `DataError` if this node has another tokenizer than the driver."""
+    if seen is None or seen.sha256 != expected.sha256:
+        raise DataError(
+            f"this node ({os.uname().nodename}) has a different tokenizer than the driver",
+            where=f"data.tokenizer: {expected.path}",
+            expected=f"a file with the SHA-256 {expected.sha256[:12]}" + (f", not {seen.sha256[:12]}" if seen else ""),
+            remedy="put the same file there on every node, or name a shared folder",
+        )
 
 
 def sights_of(plan: Plan) -> dict[str, tuple[Sight, ...]]:

@@ -20,7 +20,7 @@ from raytrain_plus import Data, Job, JobError, cli, credentials
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.credentials import credential_in, hide_credentials, without_credentials
 from raytrain_plus.errors import DataError, InputError, RunError, StorageError, TaskError, TrainingError
-from raytrain_plus.job.settings import fields_of, flatten, nested
+from raytrain_plus.job.setting_types import fields_of, flatten, nested
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.launch.ray_address import check_cluster, dashboard_of, named_dashboard
 from raytrain_plus.runs.folder import Fence

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import DataCollatorWithFlattening
 
-from raytrain_plus.data.collate import READY, pad, set_collate
+from raytrain_plus.data.collate import READY, pack, pad, set_collate
 from raytrain_plus.data.reader import collates_rows
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job.value_checks import COLLATES
@@ -124,3 +125,75 @@ def test_padding_gives_the_loss_of_a_plain_loop() -> None:
     plain = pad_sequence([torch.tensor(one, dtype=torch.int64) for one in IDS], batch_first=True)
     expected = loss(plain, (torch.arange(3) < torch.tensor([len(one) for one in IDS])[:, None]).float())
     torch.testing.assert_close(loss(batch["input_ids"], batch["attention_mask"].float()), expected, rtol=1e-6, atol=0)
+
+
+def test_rows_are_packed_into_one_sequence() -> None:
+    labels = [[1, 2, 3], [4], [], [5, 6]]
+    batch = pack(
+        pa.table(
+            {
+                "input_ids": pa.array(IDS, pa.list_(pa.int32())),
+                "labels": pa.array(labels, pa.list_(pa.uint8())),
+                "weights": pa.array([[0.5] * len(one) for one in IDS], pa.large_list(pa.float32())),
+                "box": pa.array([[1, 2]] * 4, pa.list_(pa.int64(), 2)),
+                "group": [3, 1, 2, 0],
+                "text": list("abcd"),
+                "attention_mask": [[1] * len(one) for one in IDS],
+            }
+        )
+    )
+    same(batch["input_ids"], [[5, 6, 7, 8, 9, 10]])
+    same(batch["labels"], [[-100, 2, 3, -100, -100, 6]])
+    same(batch["position_ids"], [[0, 1, 2, 0, 0, 1]])
+    same(batch["cu_seq_lens"], torch.tensor([0, 3, 4, 4, 6], dtype=torch.int32))
+    same(batch["weights"], torch.full((1, 6), 0.5))
+    same(batch["box"], [[1, 2]] * 4)
+    same(batch["group"], [3, 1, 2, 0])
+    assert batch["text"] == ["a", "b", "c", "d"]
+    assert batch["input_ids"].dtype == batch["labels"].dtype == batch["position_ids"].dtype == torch.int64
+    assert "attention_mask" not in batch
+
+
+def test_the_packed_batch_is_that_of_transformers() -> None:
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    documents = [one for one in IDS if one]
+    expected = collator([{"input_ids": one, "labels": one} for one in documents])
+    batch = pack(pa.table({"input_ids": pa.array(documents), "labels": pa.array(documents)}))
+    for name in ("input_ids", "labels", "position_ids"):
+        same(batch[name], expected[name])
+    same(batch["cu_seq_lens"], expected["cu_seq_lens_q"])
+
+
+def test_a_slice_and_lists_of_one_size_are_packed() -> None:
+    ids = pa.chunked_array([pa.array([[1, 2], [3, 4]], pa.list_(pa.int64(), 2)), [[5, 6]]])
+    table = pa.table({"input_ids": ids, "labels": ids, "label": [1, 2, 3]}).slice(1)
+    batch = pack(table)
+    same(batch["input_ids"], [[3, 4, 5, 6]])
+    same(batch["labels"], [[-100, 4, -100, 6]])
+    same(batch["label"], [2, 3])
+    same(pack(pa.table({"a": [[1], [2, 3]]}))["a"], [[1, 2, 3]])
+
+
+def test_empty_rows_are_documents_without_tokens() -> None:
+    lists = [[], [1, 2], [], []]
+    batch = pack(pa.table({"input_ids": lists, "labels": lists}))
+    same(batch["labels"], [[-100, 2]])
+    same(batch["position_ids"], [[0, 1]])
+    same(batch["cu_seq_lens"], torch.tensor([0, 0, 2, 2, 2], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("columns", "what"),
+    [
+        ({"a": [1]}, r"needs a column of lists, such as 'input_ids'; the columns are a \(int64\)"),
+        ({"input_ids": [[1]], "b": [[1, 2]]}, "column 'b' holds lists of other lengths than 'input_ids'"),
+        ({"input_ids": [[1]], "position_ids": [[1]]}, "column 'position_ids' has the name of a tensor"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1, 0]]}, "column 'attention_mask' masks tokens"),
+        ({"input_ids": pa.array([[], []], pa.list_(pa.int64()))}, "column 'input_ids' is empty in all 2 rows"),
+        ({"input_ids": [[1], None]}, "column 'input_ids' holds 1 nulls"),
+        ({"input_ids": [["a"]]}, "not numeric"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(columns: dict[str, Any], what: str) -> None:
+    with pytest.raises(TypeError, match=what):
+        pack(pa.table(columns))

@@ -155,7 +155,7 @@ def test_another_length_content_or_source_has_another_fingerprint(root: Path) ->
     assert differences(said["many"], said["thousand"]) == [source]
     (items, _) = differences(said["shifted"], said["thousand"])
     assert items.startswith("64 of 64 items differ, such as item ")
-    assert differences(said["many"], {"files": []}) == ["one is at a path, the other is not"]
+    assert differences(said["many"], {"files": []}) == ["only one of them is at a path"]
     assert changes_of(said["many"]["dataset"], None)
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from raytrain_plus.errors import RaytrainError
-from raytrain_plus.job.settings import Job, fields_of, flatten, nested
+from raytrain_plus.job.setting_types import fields_of, flatten, nested
+from raytrain_plus.job.settings import Job
 from raytrain_plus.job.yaml import load_job, read_job
 from raytrain_plus.launch.preflight import order_of
 from tests.unit.fuzz.tasks import prepare

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus import Data, Job, JobError, Workers
-from raytrain_plus.job.settings import Schedule, flatten
+from raytrain_plus.job.setting_types import flatten
+from raytrain_plus.job.settings import Schedule
 from raytrain_plus.job.value_checks import TWO_CHUNKS
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.parallel.pipeline.layout import chunk_stages
@@ -105,6 +106,11 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
             GOOD + STAGES,
             ["parallel.partition=[a, b, c]", "parallel.schedule=zero-bubble"],
             "3 names for 2 stages of zero",
+        ),
+        (
+            GOOD + STAGES,
+            ["data.collate=pack"],
+            "data.collate=pack: packed microbatches differ in their number of tokens",
         ),
         (GOOD, ["parallel.partition=[a]"], "partition=[a]: a model in one stage has no partition"),
         (GOOD + STAGES, ["parallel.partition=[0, 2]"], "expected: a list of strings or null"),
@@ -221,6 +227,7 @@ KEPT = {
     "data.shuffle": "none",
     "data.transform": "a:augment",
     "data.collate": "pad",
+    "data.tokenizer": "saved",
     "data.granule": "7",
     "steps": "11",
     "workers.threads": "2",

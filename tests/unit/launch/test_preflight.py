@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from raytrain_plus.launch.preflight import _warn_of_an_ended_schedule
+from raytrain_plus.data.dataset import training_data
+from raytrain_plus.errors import DataError
+from raytrain_plus.launch.preflight import _check_data, _warn_of_an_ended_schedule
 from raytrain_plus.result import Result
 from raytrain_plus.storage.local import LocalFolder
+from tests.unit.data.test_tokens import job, save
 
 
 def groups(*rates: Any) -> list[dict[str, Any]]:
@@ -39,3 +43,14 @@ def test_a_schedule_that_has_ended_is_said(
     said = capsys.readouterr().err
     assert (said != "") == warns
     assert ("finished after 30 steps with a learning rate of 0: more steps change no weights" in said) == warns
+
+
+def test_a_run_does_not_resume_with_another_tokenizer(tmp_path: Path) -> None:
+    save(tmp_path / "saved")
+    wanted = job(tmp_path, tmp_path / "saved")
+    run = LocalFolder(tmp_path)
+    run.write("dataset.json", [json.dumps(training_data(wanted, []).to_json()).encode()])
+    _check_data(run, wanted, training_data(wanted, []))
+    save(tmp_path / "saved", change=1)
+    with pytest.raises(DataError, match=r"changed since the run started: data\.tokenizer has another content"):
+        _check_data(run, wanted, training_data(wanted, []))

@@ -21,10 +21,16 @@ from raytrain_plus.launch.ray_jobs import (
     unneeded_by,
     unneeded_to_resume,
 )
+from tests.unit.data.test_tokens import save
 
 
 def job(**changes: object) -> Job:
-    data = Data(path=str(changes.pop("path", "data/train")), batch_size=8, prepare=changes.pop("prepare", None))  # type: ignore[arg-type]
+    data = Data(
+        path=str(changes.pop("path", "data/train")),
+        batch_size=8,
+        prepare=changes.pop("prepare", None),  # type: ignore[arg-type]
+        tokenizer=changes.pop("tokenizer", None),  # type: ignore[arg-type]
+    )
     return Job(name="job", task="tasks:Net", steps=1, data=data, **changes)  # type: ignore[arg-type]
 
 
@@ -139,3 +145,24 @@ def test_relative_held_out_data_is_refused(tmp_path: Path) -> None:
         check_sendable(
             job(path="/share", evaluate=Evaluate(path="data/held_out", every_steps=2)), tmp_path / "a.yaml", tmp_path
         )
+
+
+def test_a_tokenizer_inside_the_working_directory_is_sent(tmp_path: Path) -> None:
+    folder, file = tmp_path / "project", tmp_path / "project" / "a.yaml"
+    folder.mkdir()
+    save(folder / "saved")
+    wished = job(path="/share", tokenizer="saved")
+    assert check_sendable(wished, file, folder) == "a.yaml"
+    assert sent(folder, unneeded_by(wished, folder)) == ["saved/tokenizer.json"]
+    beside = job(path=str(folder), tokenizer="saved/tokenizer.json")
+    assert sent(folder, unneeded_by(beside, folder)) == ["saved/tokenizer.json"]
+    save(tmp_path / "outside")
+    for path, words in (
+        ("../outside", "outside the working directory, and is not sent"),
+        ("runs/saved", "inside `storage`, and is not sent"),
+        ("nowhere", "there is no such file or folder"),
+    ):
+        with pytest.raises(InputError, match=words):
+            check_sendable(job(path="/share", tokenizer=path), file, folder)
+    check_sendable(job(path="/share", tokenizer=str(tmp_path / "outside")), file, folder)
+    check_sendable(job(prepare="t:p", tokenizer="nowhere"), file, folder)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_plus.data.source import index
+from raytrain_plus.data.source import index, with_tokenizer
 from raytrain_plus.errors import DataChanged, DataError
 from raytrain_plus.workers.data_check import same_data, sights_of
 from tests.unit.data.test_source import write
+from tests.unit.data.test_tokens import save
 from tests.unit.workers.members import plan_of
 
 
@@ -40,3 +41,16 @@ def test_other_data_than_the_drivers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sees different data than the driver") as caught:
         same_data(plan, [], plan.index)
     assert index(tmp_path / "data").fingerprint[:12] in str(caught.value)
+
+
+def test_another_tokenizer_than_the_drivers_is_refused(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    save(tmp_path / "saved")
+    driver = with_tokenizer(plan.index, tmp_path / "saved")
+    assert same_data(plan, [], driver).tokenizer == driver.tokenizer
+    save(tmp_path / "saved", change=1)
+    with pytest.raises(DataError, match=r"this node \(.*\) has a different tokenizer than the driver"):
+        same_data(plan, [], driver)
+    (tmp_path / "saved" / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"data.tokenizer: .*there is no such file"):
+        same_data(plan, [], driver)
