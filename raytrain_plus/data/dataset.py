@@ -47,28 +47,43 @@ def dataset(path: str | Path, format_: Format | None = None, *, cache: Path | No
 
 
 def returned_dataset(
-    spec: str, roots: Sequence[str | Path], *, scattered: bool = False, cache: Path | None = None
+    spec: str,
+    roots: Sequence[str | Path],
+    *,
+    scattered: bool = False,
+    cache: Path | None = None,
+    in_worker: bool = False,
 ) -> Index:
     """Return the index of the dataset that `module:function` returns; read it once if it can only be iterated.
 
-    `roots`: folders to import from. `scattered`: see `Items`. `cache`: as for `dataset`. Raises `DataError` for data
-    that cannot be read, and `TaskError` if the user's code raises.
+    `roots`: folders to import from. `scattered`: see `Items`. `cache`: as for `dataset`. `in_worker`:
+    see `read_once`. Raises `DataError` for data that cannot be read, and `TaskError` if the user's code raises.
     """
+    began_without_ray = not _ray_runs()
     found = open_dataset(spec, tuple(map(str, roots)))
     if found.kind == "indexed":
         return index_items(items_of(spec, roots, scattered=scattered))
     with reading_view(sys.stderr, spec) as told:
-        target = read_once(found, cache or default_cache(), told)
+        target = read_once(found, cache or default_cache(), told, in_worker=in_worker)
+    if found.kind == "ray" and began_without_ray and _ray_runs():
+        # Started by the user's function; a run starts or joins its own.
+        sys.modules["ray"].shutdown()
     return replace(index(target), origin=Origin(spec, None, ()))
 
 
+def _ray_runs() -> bool:
+    """Return whether this process is connected to a Ray; does not load Ray."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
 def again(seen: Index, roots: Sequence[str | Path]) -> Index:
-    """Return the index of the same data as this node sees it, without its tokenizer."""
+    """Return the index of the same data as a worker's node sees it, without its tokenizer."""
     if seen.items is not None:
         return returned_dataset(seen.named, roots, scattered=seen.items.scattered)
-    if seen.origin is None:
-        return dataset(seen.named, "parquet")
-    return dataset(seen.named, seen.origin.format) if seen.origin.format else returned_dataset(seen.named, roots)
+    if seen.origin is not None and seen.origin.format is None:
+        return returned_dataset(seen.named, roots, in_worker=True)
+    return dataset(seen.named, "parquet" if seen.origin is None else seen.origin.format)
 
 
 def training_data(job: Job, roots: Sequence[str | Path]) -> Index:

@@ -59,7 +59,9 @@ class DecodeImages:
                 raise RowFault(row, f"column '{name}' holds no image: it is null", "remove the row")
             try:
                 with pillow.open(io.BytesIO(encoded)) as opened:
-                    image = opened.convert("RGB").resize((self.width, self.height), pillow.Resampling.BILINEAR)
+                    # To convert one that is RGB would copy it.
+                    whole = opened if opened.mode == "RGB" else opened.convert("RGB")
+                    image = whole.resize((self.width, self.height), pillow.Resampling.BILINEAR)
             except Exception as error:
                 # Pillow raises errors of many types for damaged files.
                 what = f"column '{name}' holds an image that cannot be decoded: {first_line(error)}"

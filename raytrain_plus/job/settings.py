@@ -42,8 +42,9 @@ class Data:
     that reads.
 
     A `torch.utils.data.Dataset` or a `datasets.Dataset` is read by index, and its items must be the same whenever they
-    are read. An `IterableDataset` is read once on each node, and kept in ~/.cache/raytrain_plus/data. Items that
-    are mappings give batches that are mappings, tuples give tuples, and single values tensors.
+    are read. An `IterableDataset` is read once on each node, and kept in ~/.cache/raytrain_plus/data; so is a
+    `ray.data.Dataset`, on the driver's machine alone. Items that are mappings give batches that are mappings, tuples
+    give tuples, and single values tensors.
     """
 
     image_size: Sequence[int] | None = None

@@ -53,3 +53,9 @@ def hugging_face() -> Any:
     import datasets
 
     return datasets.Dataset.from_list(rows(TRAINED, 0))
+
+
+def of_ray() -> Any:
+    import ray
+
+    return ray.data.from_items(rows(TRAINED, 0), override_num_blocks=7)

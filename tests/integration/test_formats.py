@@ -111,12 +111,13 @@ def alone_by_index(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -
         ("indexed", 2),
         pytest.param("hugging_face", 3, marks=SLOW),
         pytest.param("iterated", 2, marks=SLOW),
+        pytest.param("of_ray", 2, marks=SLOW),
     ],
 )
 def test_every_kind_of_dataset_trains_alike_through_a_kill(
     tmp_path: Path, alone: Result, alone_by_index: Result, name: str, size: int
 ) -> None:
-    expected = alone if name == "iterated" else alone_by_index
+    expected = alone if name in ("iterated", "of_ray") else alone_by_index
     run = Run(of_dataset(tmp_path, name, workers=Workers(min=1, max=size), args={"pad_s": 0.01}))
     run.until_size(size)
     run.until_step(20)

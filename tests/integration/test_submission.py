@@ -87,7 +87,7 @@ def test_two_jobs_are_sent_and_followed(project: Path, cluster: Head) -> None:
 
 @pytest.mark.slow
 def test_a_stopped_job_is_saved_and_resumes_when_submitted_again(project: Path, cluster: Head) -> None:
-    job_in(project, steps=80, reduction="exact")
+    job_in(project, steps=200, reduction="exact")
     folder = project.parent / "runs" / "job"
     code, _, err = submit(project, cluster)
     assert code == 0, err
@@ -101,7 +101,7 @@ def test_a_stopped_job_is_saved_and_resumes_when_submitted_again(project: Path, 
     out, _ = following.communicate(timeout=30)
     made = len(losses(folder))
     assert f"job stopped: {made} steps" in out
-    assert 5 < made < 80
+    assert 5 < made < 200
     assert [one.step for one in attach(folder).status().checkpoints] == [made - 1]
     assert attach(folder).result().exit_code == 143
     assert submit(project, cluster)[0] == 0
@@ -118,14 +118,14 @@ def test_a_stopped_job_is_saved_and_resumes_when_submitted_again(project: Path, 
     code, _, err = raytrain("stop", "job", "--address", cluster.dashboard)
     assert (code, "a run can outlive a killed driver" in err) == (2, True), err
     result = attach(folder).result(timeout_s=60)
-    assert (result.status, result.steps, len(losses(folder))) == ("finished", 80, 80)
+    assert (result.status, result.steps, len(losses(folder))) == ("finished", 200, 200)
     out, err = following.communicate(timeout=30)
     assert following.returncode == 0, err
-    assert ["  step 80/80  " in out.splitlines()[-2], out.splitlines()[-1].endswith("  finished: 80 steps")] == [
+    assert ["  step 200/200  " in out.splitlines()[-2], out.splitlines()[-1].endswith("  finished: 200 steps")] == [
         True,
         True,
     ]
-    job_in(project, steps=80, reduction="exact", name="undisturbed")
+    job_in(project, steps=200, reduction="exact", name="undisturbed")
     assert submit(project, cluster, "--follow")[0] == 0
     assert attach(project.parent / "runs" / "undisturbed").result().state_sha256 == result.state_sha256
 

@@ -7,7 +7,9 @@ again. A reading that was killed begins anew.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from raytrain_plus.data.convert.cache import made_once
-from raytrain_plus.data.convert.parts import Parts, Progress
+from raytrain_plus.data.convert.parts import Parts, Progress, is_complete
 from raytrain_plus.data.convert.records import Block
 from raytrain_plus.data.item_columns import UnfitItem, digest_of, schema_of, table_of
 from raytrain_plus.data.user_dataset import UserDataset, call_function, source_digest
@@ -30,23 +32,41 @@ Told = Callable[[int], None]
 """Called now and then with the number of items that have been read."""
 
 
-def read_once(dataset: UserDataset, cache: Path, told: Told) -> Path:
+def read_once(dataset: UserDataset, cache: Path, told: Told, *, in_worker: bool = False) -> Path:
     """Return the folder with the Parquet files of a dataset that is iterated; read it if they are missing.
 
-    Raises `TaskError` if its code raises, and `DataError` if its items cannot be written as one table.
+    Raises `TaskError` if its code raises, and `DataError` if its items cannot be written as one table, or if this is a
+    worker whose node has no copy of a `ray.data.Dataset`: its tasks would wait for CPUs that the workers hold.
     """
     target = cache / _folder_name(dataset)
+    if dataset.kind == "ray" and in_worker and not is_complete(target):
+        raise DataError(
+            "a ray.data.Dataset is read on the driver's machine alone, and this node has no copy of its rows",
+            where=f"data.dataset: {dataset.spec} on {os.uname().nodename}",
+            remedy="write it with write_parquet to a folder that all machines see, and name that in data.path",
+        )
     made_once(target, dataset.spec, lambda partial: _write(dataset, partial, told))
     return target
 
 
 def _folder_name(dataset: UserDataset) -> str:
     digest = hashlib.sha256(f"{dataset.spec}\0{source_digest(dataset.spec, dataset.roots)}\0{pa.__version__}".encode())
-    if dataset.kind == "iterated":
+    if dataset.kind == "ray":
+        digest.update("\0".join(_named_files(dataset.value)).encode())
+    else:
         for item in islice(_items(dataset), FIRST):
             digest.update(digest_of(item).encode())
     plain = "".join(letter if letter.isalnum() else "_" for letter in dataset.spec)[:40]
     return f"{plain}-{digest.hexdigest()[:16]}"
+
+
+def _named_files(value: Any) -> Iterator[str]:
+    """Yield the files that a `ray.data.Dataset` reads, with sizes and times of those on this machine."""
+    for file in sorted(value.input_files()):
+        yield file
+        with suppress(OSError):
+            seen = os.stat(file)
+            yield f"{seen.st_size} {seen.st_mtime_ns}"
 
 
 def _write(dataset: UserDataset, partial: Path, told: Told) -> None:

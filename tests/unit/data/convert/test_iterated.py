@@ -9,9 +9,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from raytrain_plus.data.convert.iterated import _folder_name, read_once
 from raytrain_plus.data.dataset import again, returned_dataset
 from raytrain_plus.data.source import Index, read_unit
-from raytrain_plus.data.user_dataset import open_dataset
+from raytrain_plus.data.user_dataset import UserDataset, open_dataset
 from raytrain_plus.errors import DataError, TaskError
 
 SOURCE = """
@@ -110,3 +111,26 @@ def test_a_worker_reads_its_own_copy(root: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HOME", str(root))
     seen = returned_dataset("numbers_of:numbers", [root])
     assert again(seen, [root]) == seen
+
+
+def test_a_dataset_of_ray_is_read_on_the_drivers_machine_alone(root: Path) -> None:
+    class Lazy:
+        def __init__(self, *files: Path) -> None:
+            self._files = [str(file) for file in files]
+
+        def input_files(self) -> list[str]:
+            return self._files
+
+    def refused(*files: Path) -> str:
+        found = UserDataset("numbers_of:numbers", (str(root),), Lazy(*files), "ray")
+        with pytest.raises(DataError, match=r"(?s)read on the driver's machine alone.*write_parquet") as raised:
+            read_once(found, root / "cache", lambda read: None, in_worker=True)
+        return str(raised.value)
+
+    assert "numbers_of:numbers on " in refused()
+    assert not (root / "cache").exists()
+    # What it reads belongs to its name in the cache.
+    names = {_folder_name(UserDataset("numbers_of:numbers", (str(root),), Lazy(*files), "ray")) for files in (
+        (), (root / "numbers_of.py",), (root / "none",),
+    )}  # fmt: skip
+    assert len(names) == 3
