@@ -9,12 +9,13 @@ from pathlib import Path
 
 from raytrain_plus.data.convert.cache import default_cache
 from raytrain_plus.data.convert.conversion import converted, earlier, folder_name, source_files
-from raytrain_plus.data.convert.formats import format_of
+from raytrain_plus.data.convert.formats import format_of, is_saved
 from raytrain_plus.data.convert.iterated import read_once
 from raytrain_plus.data.convert.parts import is_complete
 from raytrain_plus.data.files import data_exists, split_pattern
 from raytrain_plus.data.images import load_pillow
 from raytrain_plus.data.items import items_of
+from raytrain_plus.data.repository import only_split
 from raytrain_plus.data.source import Index, Origin, index, index_items, with_tokenizer
 from raytrain_plus.data.user_dataset import open_dataset
 from raytrain_plus.errors import DataError
@@ -35,6 +36,8 @@ def dataset(path: str | Path, format_: Format | None = None, *, cache: Path | No
     kind = format_ or format_of(base)
     if kind == "parquet":
         return index(base)
+    if kind == "huggingface" and not is_saved(base):
+        return index(only_split(base))
     files = source_files(base, kind)
     if not files:
         raise DataError("there are no files", where=str(base), expected="rows to train on")

@@ -30,8 +30,8 @@ class Data:
 
     format: Format | None = None
     """`parquet`, `jsonl`, `csv` (also TSV), `arrow` (also Feather), `text` (a row for each line), `huggingface` (a
-    folder that `save_to_disk` wrote), `images` (a folder of image files) or `webdataset` (tar files of samples).
-    Default None: what the names of the files say.
+    folder that `save_to_disk` wrote, or Parquet files of one split, as on the hub), `images` (a folder of image files)
+    or `webdataset` (tar files of samples). Default None: what the names of the files say.
 
     Other formats than Parquet are converted once on each node, in ~/.cache/raytrain_plus/data; `.gz`, `.bz2` and
     `.zst` are uncompressed. Changed files are converted again.

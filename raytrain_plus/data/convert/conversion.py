@@ -67,13 +67,6 @@ def _saved_files(folder: Path) -> list[Path]:
             where=str(folder),
             remedy=f"name one of them, such as {folder / (splits or ['train'])[0]}",
         )
-    if not is_file(folder / SAVED):
-        raise DataError(
-            f"is not a folder that save_to_disk has written: it has no {SAVED}",
-            where=str(folder),
-            remedy="for a repository of Parquet files, name those of one split, such as data/train-*.parquet, without "
-            "data.format",
-        )
     found = json.loads((folder / SAVED).read_text())
     if found.get("_indices_data_files"):
         raise DataError(

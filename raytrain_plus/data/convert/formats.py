@@ -38,12 +38,17 @@ def format_of(path: Path) -> Format:
     by_name = _of_name(path.name)
     if by_name is not None or is_file(path):
         return by_name or "parquet"
-    if is_file(path / SAVED) or is_file(path / SAVED_SPLITS):
+    if is_saved(path):
         return "huggingface"
     found = {one for name in names_below(path) if (one := _of_name(name)) is not None}
     if len(found) > 1:
         found.discard("images")
     return found.pop() if len(found) == 1 else "parquet"
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether `save_to_disk` has written a folder."""
+    return is_file(folder / SAVED) or is_file(folder / SAVED_SPLITS)
 
 
 def _of_name(name: str) -> Format | None:

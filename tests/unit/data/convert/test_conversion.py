@@ -312,7 +312,7 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("a.csv", b"a\n\xff\n", "a.csv, line 2", "is not UTF-8 text"),
     ("a.arrow", b"nothing", "a.arrow", "is not a readable Arrow file"),
     ("saved", split_folder, "saved", "holds several splits: train, test"),
-    ("saved", no_state, "saved", "is not a folder that save_to_disk has written"),
+    ("saved", no_state, "saved", "contains no Parquet files"),
 ]
 
 
